@@ -1,0 +1,23 @@
+"""Norm layers with a target variance: swap them into any PyTorch model with one line."""
+
+from normplug import functional
+from normplug.modes import NormMode, target_variance
+from normplug.modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm
+from normplug.plan import plan
+from normplug.swap import set_mode, swap, unswap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "LayerNorm",
+    "NormMode",
+    "functional",
+    "plan",
+    "set_mode",
+    "swap",
+    "target_variance",
+    "unswap",
+]

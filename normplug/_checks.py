@@ -1,0 +1,137 @@
+"""What a user can get wrong in a call, each with a sentence that says the rule and the way out."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+from torch import Tensor
+
+ACTIVATIONS = (None, "relu", "silu", "gelu")
+AUTOCAST_OUTPUTS = ("low", "float32")
+BACKENDS = ("auto", "triton", "torch")
+DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # once: a call costs microseconds
+
+
+def backend(who: str, name: str) -> str:
+    """The backend to use: "auto" is the environment's `NORMPLUG_BACKEND`, if that is set."""
+    source = "backend"
+    if name == "auto":
+        source, name = "NORMPLUG_BACKEND", DEFAULT_BACKEND
+    if name not in BACKENDS:
+        raise ValueError(
+            f"normplug.{who}: {source} must be one of {_quoted(BACKENDS)}; got {name!r}."
+        )
+    if name == "triton":
+        raise NotImplementedError(
+            f"normplug.{who}: {source}='triton', but this version has no Triton kernel for it. "
+            "Use 'auto' or 'torch'."
+        )
+    return name
+
+
+def autocast_output(who: str, name: str) -> None:
+    """Refuse what is not one of the two rules for the output's dtype under autocast."""
+    if name not in AUTOCAST_OUTPUTS:
+        raise ValueError(
+            f"normplug.{who}: autocast_output must be one of {_quoted(AUTOCAST_OUTPUTS)}; "
+            f"got {name!r}."
+        )
+
+
+def activation(who: str, name: str | None) -> None:
+    """Refuse an activation that is not fused."""
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"normplug.{who}: activation must be None, 'relu', 'silu' or 'gelu'; got {name!r}."
+        )
+
+
+def floating(who: str, x: Tensor) -> None:
+    """Refuse what cannot be normalised: integers, booleans, complex numbers."""
+    if not x.is_floating_point():
+        raise TypeError(
+            f"normplug.{who}: input must be float16, bfloat16, float32 or float64; "
+            f"got {x.dtype}. Convert it first, e.g. input.float()."
+        )
+
+
+def momentum(who: str, value: float | None, counter: Tensor | None) -> None:
+    """Refuse a momentum that is no number, and a cumulative average that has no counter."""
+    if value is None:
+        if counter is None:
+            raise ValueError(
+                f"normplug.{who}: momentum=None averages over all batches and needs "
+                "num_batches_tracked to count them; got None. Pass a counter or a float momentum."
+            )
+    elif not math.isfinite(value):
+        raise ValueError(f"normplug.{who}: momentum must be None or a finite number; got {value}.")
+
+
+def channels(who: str, x: Tensor, **vectors: Tensor | None) -> None:
+    """Refuse an input without a channel dimension, and vectors that are not one value a channel."""
+    if x.dim() < 2:
+        raise ValueError(
+            f"normplug.{who}: input must be (N, C) or (N, C, *space); "
+            f"got {x.dim()} dimension(s), shape {tuple(x.shape)}."
+        )
+    for name, vector in vectors.items():
+        if vector is not None and (vector.dim() != 1 or vector.shape[0] != x.shape[1]):
+            raise ValueError(
+                f"normplug.{who}: {name} must be (C,) = ({x.shape[1]},) for input of shape "
+                f"{tuple(x.shape)}; got {tuple(vector.shape)}."
+            )
+
+
+def more_than_one_value(who: str, x: Tensor) -> None:
+    """Refuse to train on one value a channel, whose variance is 0 whatever it is."""
+    if x.numel() == x.shape[1] != 0:
+        raise ValueError(
+            f"normplug.{who}: training needs more than one value per channel; input of shape "
+            f"{tuple(x.shape)} has 1. Use .eval(), a larger batch, or drop_last=True in the loader."
+        )
+
+
+def running_pair(who: str, mean: Tensor | None, var: Tensor | None, training: bool) -> None:
+    """Refuse one running statistic without the other, and evaluation without either."""
+    if (mean is None) != (var is None):
+        raise ValueError(
+            f"normplug.{who}: running_mean and running_var go together; got "
+            f"{'only running_var' if mean is None else 'only running_mean'}."
+        )
+    if mean is None and not training:
+        raise ValueError(
+            f"normplug.{who}: training=False normalises by running_mean and running_var, which are "
+            "None. Pass them, or training=True to use the batch's own statistics."
+        )
+
+
+def same_shape(who: str, x: Tensor, **others: Tensor | None) -> None:
+    """Refuse a second input that would broadcast."""
+    for name, other in others.items():
+        if other is not None and other.shape != x.shape:
+            raise ValueError(
+                f"normplug.{who}: {name} must have the input's shape {tuple(x.shape)}; "
+                f"got {tuple(other.shape)}."
+            )
+
+
+def trailing(who: str, x: Tensor, shape: Sequence[int], **vectors: Tensor | None) -> None:
+    """Refuse an input that does not end in `shape`, and vectors that are not exactly `shape`."""
+    shape = tuple(shape)
+    if not shape or x.shape[-len(shape) :] != shape:
+        raise ValueError(
+            f"normplug.{who}: input must be (*rows, *normalized_shape) with normalized_shape="
+            f"{shape}; got input of shape {tuple(x.shape)}."
+        )
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != shape:
+            raise ValueError(
+                f"normplug.{who}: {name} must have shape normalized_shape = {shape}; "
+                f"got {tuple(vector.shape)}."
+            )
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,1 @@
+"""The routes that carry a norm out, one module each; `functional` chooses between them."""

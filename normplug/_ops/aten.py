@@ -1,0 +1,183 @@
+"""The route over PyTorch's own kernels: any device, any dtype, differentiable twice.
+
+The target variance costs no pass over the data, since it folds into the weight:
+weight * sqrt(tv) * xhat + bias is the stock norm with weight * sqrt(tv) in place of weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normplug.reference import accumulator_dtype
+
+# Asked here, once: torch.compile of torch 2.6 cannot trace the question.
+_AUTOCAST_DEVICES = frozenset(
+    device
+    for device in ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
+    if torch.amp.is_autocast_available(device)
+)
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+}
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    target_variance: float,
+    activation: str | None,
+) -> Tensor:
+    """`functional.batch_norm` after its checks."""
+    if target_variance != 1.0:
+        like = bias if bias is not None else running_mean
+        dtype = accumulator_dtype(x.dtype) if like is None else like.dtype
+        weight = _scaled(weight, (x.shape[1],), x, dtype, target_variance)
+    if x.numel() == 0:
+        y = _empty_batch_norm(x, weight, bias)
+    elif training and running_mean is not None and running_var is not None:
+        step = _count(running_mean, num_batches_tracked, momentum)
+        if isinstance(step, float):
+            y = F.batch_norm(x, running_mean, running_var, weight, bias, True, step, eps)
+        else:
+            y = _cumulative_batch_norm(x, running_mean, running_var, weight, bias, step, eps)
+    else:
+        y = F.batch_norm(x, running_mean, running_var, weight, bias, training, 0.0, eps)
+    if residual is not None:
+        y = y + residual
+    return y if activation is None else _ACTIVATIONS[activation](y)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    target_variance: float,
+    low_autocast: bool,
+) -> Tensor:
+    """`functional.layer_norm` after its checks."""
+    h = x if input_bias is None else x + input_bias
+    autocast_dtype = _autocast_dtype(x)
+    if autocast_dtype is None:
+        h, weight, bias = _promoted(h, weight, bias)
+    if target_variance != 1.0:
+        dtype = h.dtype if bias is None else bias.dtype
+        weight = _scaled(weight, normalized_shape, h, dtype, target_variance)
+    y, mean, rstd = torch.native_layer_norm(h, normalized_shape, weight, bias, eps)
+    if running_mean is not None and running_var is not None and x.numel() > 0:
+        with torch.no_grad():
+            mean, var = _row_statistics(h, len(normalized_shape), mean, rstd, eps)
+            step = _count(running_mean, num_batches_tracked, momentum)
+            running_mean.lerp_(mean.to(running_mean), step)
+            running_var.lerp_(var.to(running_var), step)
+    if autocast_dtype is None:
+        return y.to(x.dtype)
+    return y.to(autocast_dtype) if low_autocast else y
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast is set to where `x` lives; None where it leaves `x` alone."""
+    device = x.device.type
+    known = device in _AUTOCAST_DEVICES and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if known and torch.is_autocast_enabled(device) else None
+
+
+def _row_statistics(
+    h: Tensor, row_dims: int, mean: Tensor, rstd: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The rows' mean of mean and of biased variance.
+
+    The variance is read back from rstd: a pass over the rows' statistics and none over `h`, with
+    an error of about 1e-7 * (var + eps). The CPU kernel gives half rstd for half input, which is
+    too coarse for that: there both are taken from `h`.
+    """
+    if rstd.dtype in (torch.float32, torch.float64):
+        return mean.mean(), rstd.pow(-2).mean().sub_(eps).clamp_min_(0)
+    dims = tuple(range(-row_dims, 0))
+    var, mean = torch.var_mean(h.float(), dim=dims, correction=0)
+    return mean.mean(), var.mean()
+
+
+def _count(running: Tensor, count: Tensor | None, momentum: float | None) -> float | Tensor:
+    """Count one more batch; return the weight that it gets in the running statistics.
+
+    As a tensor where momentum is None: torch.nn makes it a float, for which the host has to wait
+    for the GPU.
+    """
+    if count is not None:
+        count.add_(1)
+        if momentum is None:
+            return count.to(running).reciprocal()
+    assert momentum is not None
+    return momentum
+
+
+def _scaled(
+    weight: Tensor | None, shape: tuple[int, ...], x: Tensor, dtype: torch.dtype, tv: float
+) -> Tensor:
+    if weight is None:
+        return torch.full(shape, math.sqrt(tv), dtype=dtype, device=x.device)
+    return weight * math.sqrt(tv)
+
+
+def _cumulative_batch_norm(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    step: Tensor,
+    eps: float,
+) -> Tensor:
+    # momentum=1 into empty buffers reads the batch's statistics off the same kernel.
+    mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+    y = F.batch_norm(x, mean, var, weight, bias, training=True, momentum=1.0, eps=eps)
+    running_mean.lerp_(mean, step)
+    running_var.lerp_(var, step)
+    return y
+
+
+def _empty_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    # Keeps every input in the graph, so that each gets a gradient (of zeros), and leaves the
+    # running statistics alone, which ATen's kernels would fill with nan.
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    y = x.clone() if weight is None else x * weight.reshape(shape)
+    return (y if bias is None else y + bias.reshape(shape)).to(x.dtype)
+
+
+def _promoted(
+    h: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """All three in their common dtype, as not every device's kernel takes a mixture."""
+    dtype = h.dtype
+    for affine in (weight, bias):
+        if affine is not None:
+            dtype = torch.promote_types(dtype, affine.dtype)
+    if dtype == h.dtype and (weight is None or weight.dtype == dtype):
+        return h, weight, None if bias is None else bias.to(dtype)
+    return (
+        h.to(dtype),
+        None if weight is None else weight.to(dtype),
+        None if bias is None else bias.to(dtype),
+    )

@@ -1,0 +1,268 @@
+"""The door: norms as functions, checked here and carried out by the route that `backend` names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from normplug import _checks
+from normplug._ops import aten
+from normplug.modes import ModeLike, target_variance
+from normplug.reference import accumulator_dtype
+
+__all__ = ["add_layer_norm", "batch_norm", "channel_stats", "layer_norm"]
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    *,
+    mode: ModeLike = "golden",
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    num_batches_tracked: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Normalise each channel over batch and space to the target variance of `mode`.
+
+        y = activation(weight * sqrt(tv) * (input - mean) / sqrt(var + eps) + bias + residual)
+
+    In training, mean and biased var are the batch's, and the running statistics move towards the
+    batch's mean and *unbiased* variance of the input, as in `torch.nn.functional.batch_norm`. In
+    eval they are the running statistics. An empty batch leaves the running statistics untouched.
+
+    Args:
+        input: (N, C) or (N, C, *space) with up to three dims of space; float16, bfloat16, float32
+            or float64; contiguous, channels_last or strided.
+        running_mean: (C,), updated in place in training, or None.
+        running_var: (C,), updated in place in training, or None.
+        weight: (C,), or None for ones. May be float32 beside a half `input`.
+        bias: (C,), or None for zeros, in the dtype of `weight`.
+        training: use the batch's statistics rather than the running ones.
+        momentum: weight of the new batch in the running statistics; None averages over all
+            batches equally, counted by `num_batches_tracked`.
+        eps: above 0, added to the variance before the root.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        residual: added before the activation; shaped like `input`, or None.
+        activation: None, "relu", "silu" or "gelu" (exact).
+        num_batches_tracked: integer scalar, raised by one where running statistics move, or None.
+        backend: "auto", "triton" or "torch"; the environment's `NORMPLUG_BACKEND` sets "auto".
+
+    Returns:
+        Shaped like `input`, in its dtype (promoted with that of `residual`).
+
+    Raises:
+        ValueError: shapes that do not fit, one value a channel in training, evaluation without
+            running statistics, an unknown mode, activation or backend.
+        TypeError: an input that is not floating point.
+        NotImplementedError: backend "triton" where there is no kernel.
+
+    Precision: sums are float32 (float64 for float64 input). With tv other than 1, weight * sqrt(tv)
+    is rounded to the dtype of `weight`.
+    Differentiable twice, by `input`, `weight`, `bias` and `residual`.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> batch_norm(x, None, None, training=True, eps=1e-12, mode=0.25).flatten()
+        tensor([-0.5000,  0.5000])
+    """
+    who = "functional.batch_norm"
+    _checks.floating(who, input)
+    _checks.channels(
+        who, input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
+    )
+    _checks.running_pair(who, running_mean, running_var, training)
+    _checks.activation(who, activation)
+    _checks.same_shape(who, input, residual=residual)
+    if training:
+        _checks.more_than_one_value(who, input)
+        if running_mean is not None:
+            _checks.momentum(who, momentum, num_batches_tracked)
+    _checks.backend(who, backend)
+    return aten.batch_norm(
+        input,
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        residual,
+        num_batches_tracked,
+        training,
+        momentum,
+        eps,
+        target_variance(mode),
+        activation,
+    )
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    mode: ModeLike = "golden",
+    input_bias: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float | None = 0.1,
+    autocast_output: str = "float32",
+    backend: str = "auto",
+) -> Tensor:
+    """Normalise each row over its trailing `normalized_shape` to the target variance of `mode`.
+
+        y = weight * sqrt(tv) * (h - mean) / sqrt(var + eps) + bias        h = input + input_bias
+
+    mean and biased var are those of the row. The running statistics, where given, are watched and
+    never used: they move towards the rows' mean of mean and of var, and an empty batch leaves
+    them untouched.
+
+    Args:
+        input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64; any strides.
+        normalized_shape: the trailing dimensions that make a row.
+        weight: `normalized_shape`, or None for ones. May be float32 beside a half `input`.
+        bias: `normalized_shape`, or None for zeros.
+        eps: above 0, added to the variance before the root.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        input_bias: `normalized_shape`, added to the input before it is normalised, or None.
+        running_mean: scalar tensor, updated in place, or None.
+        running_var: scalar tensor, updated in place, or None.
+        num_batches_tracked: integer scalar tensor, raised by one where they move, or None.
+        momentum: weight of the new batch in the running statistics; None averages over all
+            batches equally.
+        autocast_output: under autocast, "float32" returns what `torch.nn.functional.layer_norm`
+            does (float32 on CUDA); "low" returns the autocast dtype, which the next linear layer
+            would cast to anyway. Sums are float32 in both.
+        backend: "auto", "triton" or "torch"; the environment's `NORMPLUG_BACKEND` sets "auto".
+
+    Returns:
+        Shaped like `input`, in its dtype (under autocast: see `autocast_output`).
+
+    Raises:
+        ValueError: shapes that do not fit, running statistics without a counter, an unknown mode,
+            autocast_output or backend.
+        TypeError: an input that is not floating point.
+        NotImplementedError: backend "triton" where there is no kernel.
+
+    Precision: sums are float32 (float64 for float64 input). Mixed dtypes are promoted, and the
+    result rounded back, which costs a copy of `input`.
+    Differentiable twice, by `input`, `weight`, `bias` and `input_bias`.
+
+    Example:
+        >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), mode="standard").round()
+        tensor([[-1.,  1.]])
+    """
+    who = "functional.layer_norm"
+    shape = tuple(normalized_shape)
+    _checks.floating(who, input)
+    _checks.trailing(who, input, shape, weight=weight, bias=bias, input_bias=input_bias)
+    _checks.running_pair(who, running_mean, running_var, training=True)
+    if running_mean is not None:
+        _checks.momentum(who, momentum, num_batches_tracked)
+    _checks.autocast_output(who, autocast_output)
+    _checks.backend(who, backend)
+    return aten.layer_norm(
+        input,
+        shape,
+        weight,
+        bias,
+        input_bias,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        momentum,
+        eps,
+        target_variance(mode),
+        autocast_output == "low",
+    )
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    mode: ModeLike = "golden",
+    autocast_output: str = "float32",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Add, then normalise: the step between two blocks of a pre-norm transformer.
+
+        total = x + residual        y = layer_norm(total)
+
+    Args:
+        x: (*rows, *normalized_shape), a block's output.
+        residual: shaped like `x`, the stream it is added to.
+        normalized_shape: as in `layer_norm`.
+        weight: as in `layer_norm`.
+        bias: as in `layer_norm`.
+        eps: as in `layer_norm`.
+        mode: as in `layer_norm`.
+        autocast_output: as in `layer_norm`.
+        backend: as in `layer_norm`.
+
+    Returns:
+        (y, total), both shaped like `x`, in the promoted dtype of `x` and `residual`.
+
+    Raises:
+        ValueError: as in `layer_norm`, and where `residual` is not shaped like `x`.
+        TypeError: as in `layer_norm`.
+        NotImplementedError: as in `layer_norm`.
+    """
+    _checks.same_shape("functional.add_layer_norm", x, residual=residual)
+    total = x + residual
+    y = layer_norm(
+        total,
+        normalized_shape,
+        weight,
+        bias,
+        eps,
+        mode=mode,
+        autocast_output=autocast_output,
+        backend=backend,
+    )
+    return y, total
+
+
+def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel over batch and space.
+
+        mean = mean(x)        var = mean((x - mean)^2)
+
+    Args:
+        x: (N, C) or (N, C, *space), floating point.
+
+    Returns:
+        (mean, var), each (C,), float32 (float64 for float64 input); nan for an empty batch.
+
+    Raises:
+        ValueError: where `x` has no channel dimension.
+        TypeError: where `x` is not floating point.
+
+    Example:
+        >>> channel_stats(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
+        (tensor([2., 5.]), tensor([1., 0.]))
+    """
+    who = "functional.channel_stats"
+    _checks.floating(who, x)
+    _checks.channels(who, x)
+    dims = (0, *range(2, x.dim()))
+    x = x.to(accumulator_dtype(x.dtype))
+    if x.numel() == 0:
+        nan = x.new_full((x.shape[1],), torch.nan)
+        return nan, nan.clone()
+    var, mean = torch.var_mean(x, dim=dims, correction=0)
+    return mean, var

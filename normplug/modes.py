@@ -1,0 +1,100 @@
+"""The target variance of a norm layer, and the ways to name it."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+ModeLike: TypeAlias = "str | float | NormMode"
+
+
+@dataclass(frozen=True, init=False)
+class NormMode:
+    """A target variance with a name: what every `mode` argument of normplug is read as.
+
+    Args:
+        mode: `"golden"`, `"standard"`, a finite number above 0, or another `NormMode`.
+
+    Attributes:
+        target_variance: the variance that the mode stands for.
+
+    Raises:
+        ValueError: for anything else.
+
+    Example:
+        >>> NormMode("golden").target_variance
+        0.6180339887498949
+        >>> print(NormMode.STANDARD, NormMode(0.5), NormMode(1))
+        standard 0.5 standard
+    """
+
+    target_variance: float
+    GOLDEN: ClassVar[NormMode]
+    STANDARD: ClassVar[NormMode]
+
+    def __init__(self, mode: ModeLike) -> None:
+        object.__setattr__(self, "target_variance", target_variance(mode))
+
+    @property
+    def name(self) -> str:
+        """`"golden"`, `"standard"`, or the number."""
+        for name, value in _NAMED.items():
+            if value == self.target_variance:
+                return name
+        return repr(self.target_variance)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_NAMED = {"golden": (math.sqrt(5.0) - 1.0) / 2.0, "standard": 1.0}
+
+
+def target_variance(mode: ModeLike) -> float:
+    """The variance that `mode` stands for.
+
+        golden: 1/phi = (sqrt(5) - 1) / 2 = 0.618...        standard: 1        a number: itself
+
+    Args:
+        mode: `"golden"`, `"standard"`, a finite number above 0, or a `NormMode`.
+
+    Returns:
+        The target variance, in double precision.
+
+    Raises:
+        ValueError: for anything else, with the list of what is accepted.
+
+    Example:
+        >>> target_variance("golden")
+        0.6180339887498949
+    """
+    if isinstance(mode, NormMode):
+        return mode.target_variance
+    if isinstance(mode, str):
+        if mode in _NAMED:
+            return _NAMED[mode]
+    elif isinstance(mode, float) or _is_number(mode):
+        value = _as_float(mode)
+        if 0.0 < value < math.inf:
+            return value
+    raise ValueError(
+        f"normplug: mode must be 'golden' (target variance 1/phi = 0.618...), 'standard' (1), "
+        f"a finite number above 0, or a NormMode; got {mode!r}."
+    )
+
+
+def _is_number(mode: Any) -> bool:
+    return isinstance(mode, numbers.Real) and not isinstance(mode, bool)
+
+
+def _as_float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
+
+
+NormMode.GOLDEN = NormMode(_NAMED["golden"])
+NormMode.STANDARD = NormMode(_NAMED["standard"])

@@ -1,0 +1,329 @@
+"""Norm layers as modules: the torch classes with a target variance.
+
+They subclass `torch.nn`'s own, with the same parameter and buffer names, so that checkpoints load,
+optimizers group, and every tool that asks `isinstance(module, nn.BatchNorm2d)` still knows them.
+Beyond that they add plain attributes only: a stock layer becomes one, and stock again, by
+assignment of `__class__` (see `normplug._convert`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normplug import _checks, functional
+from normplug.modes import ModeLike, NormMode, target_variance
+from normplug.reference import accumulator_dtype
+
+__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm"]
+
+LAYER_NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class TargetVarianceNorm(nn.Module):
+    """What every normplug layer has: a mode, a backend, and a record of both in checkpoints."""
+
+    target_variance: float
+    backend: str
+    # A (4,) float32 tensor while a `VarianceLogger` listens; the class attribute means no layer
+    # carries anything for it otherwise.
+    _probe: Tensor | None = None
+
+    @property
+    def mode(self) -> NormMode:
+        """The layer's mode; assign any spelling of one to change it."""
+        return NormMode(self.target_variance)
+
+    @mode.setter
+    def mode(self, mode: ModeLike) -> None:
+        self.target_variance = target_variance(mode)
+
+    def extra_repr(self) -> str:
+        """The torch class's line, and the mode."""
+        return f"{super().extra_repr()}, mode={self.mode}"
+
+    def _record(self, x: Tensor, y: Tensor) -> None:
+        """Fill `_probe`: variance of x, of the output before the affine, after it; weight RMS."""
+        assert self._probe is not None
+        with torch.no_grad():
+            x, y = x.detach(), y.detach()
+            values = [self._variance(z).float() for z in (x, self._without_affine(x), y)]
+            weight: Tensor | None = self.weight  # type: ignore[assignment]
+            ones = torch.ones_like(values[0])
+            values.append(ones if weight is None else weight.float().square().mean().sqrt())
+            self._probe.copy_(torch.stack(values))
+
+    def _variance(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _without_affine(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if metadata is not None:
+            metadata["target_variance"] = self.target_variance
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        # No metadata at all (a plain dict, safetensors) says nothing of the mode; metadata without
+        # a target variance is a stock layer's.
+        if local_metadata:
+            saved = local_metadata.get("target_variance", 1.0)
+            if saved != self.target_variance:
+                warnings.warn(
+                    f"normplug: a checkpoint of mode {NormMode(saved)} is loaded into layers of "
+                    f"mode {self.mode}: the same weights now give another function. Use "
+                    f"normplug.set_mode(model, {str(NormMode(saved))!r}) for the saved one, or "
+                    "load first and then swap with preserve_output=True.",
+                    stacklevel=2,
+                )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`; in training, move the running statistics."""
+        self._check_input_dim(input)
+        mean, var = self.running_mean, self.running_var
+        training = self.training or (mean is None and var is None)
+        if self.training and not self.track_running_stats:
+            mean = var = None
+        y = functional.batch_norm(
+            input,
+            mean,
+            var,
+            self.weight,
+            self.bias,
+            training,
+            # A layer without its counter (a checkpoint of torch < 0.4.1) averages nothing.
+            0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum,
+            self.eps,
+            mode=self.target_variance,
+            num_batches_tracked=self.num_batches_tracked,
+            backend=self.backend,
+        )
+        if self._probe is not None:
+            self._record(input, y)
+        return y
+
+    def _variance(self, x: Tensor) -> Tensor:
+        return functional.channel_stats(x)[1].mean()
+
+    def _without_affine(self, x: Tensor) -> Tensor:
+        training = self.training or self.running_mean is None
+        statistics = (None, None) if training else (self.running_mean, self.running_var)
+        return functional.batch_norm(
+            x, *statistics, training=training, eps=self.eps, mode=self.target_variance
+        )
+
+
+class _BatchNorm(_BatchNormForward):
+    def __init__(
+        self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.target_variance = target_variance(mode)
+        _checks.backend(type(self).__name__, backend)
+        self.backend = backend
+
+
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` that normalises to a target variance.
+
+        y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
+
+    Args:
+        *args: those of `torch.nn.BatchNorm1d`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch"; the environment's `NORMPLUG_BACKEND` sets "auto".
+        **kwargs: those of `torch.nn.BatchNorm1d`.
+
+    Shape: (N, C) or (N, C, L), in and out. Details: `normplug.functional.batch_norm`.
+
+    Raises:
+        ValueError: an unknown mode or backend, or input of another dimension.
+
+    Example:
+        >>> BatchNorm1d(8)
+        BatchNorm1d(8, eps=1e-05, momentum=0.1, affine=True, ..., mode=golden)
+    """
+
+
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` that normalises to a target variance; (N, C, H, W).
+
+    Arguments and errors as `BatchNorm1d`'s.
+    """
+
+
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d` that normalises to a target variance; (N, C, D, H, W).
+
+    Arguments and errors as `BatchNorm1d`'s.
+    """
+
+
+class LazyBatchNorm1d(_BatchNormForward, nn.LazyBatchNorm1d):
+    """What a swap makes of `torch.nn.LazyBatchNorm1d`, until its first forward."""
+
+    cls_to_become = BatchNorm1d
+
+
+class LazyBatchNorm2d(_BatchNormForward, nn.LazyBatchNorm2d):
+    """What a swap makes of `torch.nn.LazyBatchNorm2d`, until its first forward."""
+
+    cls_to_become = BatchNorm2d
+
+
+class LazyBatchNorm3d(_BatchNormForward, nn.LazyBatchNorm3d):
+    """What a swap makes of `torch.nn.LazyBatchNorm3d`, until its first forward."""
+
+    cls_to_become = BatchNorm3d
+
+
+class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
+    """`torch.nn.LayerNorm` that normalises to a target variance and watches its input.
+
+        y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
+
+    The running statistics are scalars: moving averages of the rows' mean and of their biased
+    variance. They are saved, a strict load forgives their absence, and no result depends on them.
+    Inside `torch.func` transforms they stand still.
+
+    Args:
+        *args: those of `torch.nn.LayerNorm`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch"; the environment's `NORMPLUG_BACKEND` sets "auto".
+        track_running_stats: carry the running statistics.
+        momentum: weight of the new batch in them; None averages over all batches equally.
+        autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.layer_norm`.
+        **kwargs: those of `torch.nn.LayerNorm`.
+
+    Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.layer_norm`.
+
+    Raises:
+        ValueError: an unknown mode, backend or autocast_output, or input of another trailing shape.
+
+    Example:
+        >>> LayerNorm(8, mode=0.5)
+        LayerNorm((8,), eps=1e-05, elementwise_affine=True, ..., mode=0.5)
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(
+        self,
+        *args: Any,
+        mode: ModeLike = "golden",
+        backend: str = "auto",
+        track_running_stats: bool = True,
+        momentum: float | None = 0.1,
+        autocast_output: str = "float32",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.target_variance = target_variance(mode)
+        _checks.backend("LayerNorm", backend)
+        self.backend = backend
+        _checks.autocast_output("LayerNorm", autocast_output)
+        self.autocast_output = autocast_output
+        self.track_running_stats = track_running_stats
+        self.momentum = momentum
+        self.register_statistics(kwargs.get("device"))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`; in training, move the running statistics."""
+        # torch.func transforms refuse writes to captured tensors, and stock LayerNorm has none.
+        transformed = torch._C._are_functorch_transforms_active()
+        track = self.training and self.running_mean is not None and not transformed
+        if track and self.running_mean.device != input.device:  # type: ignore[union-attr]
+            # Without weight and bias nothing told the layer where its inputs live.
+            self._move_statistics(input.device)
+        y = functional.layer_norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            mode=self.target_variance,
+            running_mean=self.running_mean if track else None,
+            running_var=self.running_var if track else None,
+            num_batches_tracked=self.num_batches_tracked if track else None,
+            momentum=self.momentum,
+            autocast_output=self.autocast_output,
+            backend=self.backend,
+        )
+        if self._probe is not None:
+            self._record(input, y)
+        return y
+
+    def reset_parameters(self) -> None:
+        """As the torch class, and forget the running statistics."""
+        super().reset_parameters()
+        if "running_mean" in self._buffers:  # the torch constructor calls this before there are any
+            self.reset_running_stats()
+
+    def reset_running_stats(self) -> None:
+        """Forget what was watched: mean 0, variance 1, no batches."""
+        for name, start in zip(LAYER_NORM_STATISTICS, (0, 1, 0), strict=True):
+            if (buffer := getattr(self, name)) is not None:
+                buffer.fill_(start)
+
+    def extra_repr(self) -> str:
+        """The torch class's line, the statistics' settings, and the mode."""
+        line, mode = super().extra_repr().rsplit(", ", 1)
+        track, momentum = self.track_running_stats, self.momentum
+        return f"{line}, momentum={momentum}, track_running_stats={track}, {mode}"
+
+    def register_statistics(self, device: Any = None) -> None:
+        """Give the layer fresh running statistics, or None in their place where it tracks none."""
+        mean = var = count = None
+        if self.track_running_stats:
+            double = self.weight is not None and self.weight.dtype == torch.float64
+            dtype = torch.float64 if double else torch.float32
+            mean = torch.zeros((), device=device, dtype=dtype)
+            var = torch.ones((), device=device, dtype=dtype)
+            count = torch.zeros((), device=device, dtype=torch.long)
+        for name, value in zip(LAYER_NORM_STATISTICS, (mean, var, count), strict=True):
+            self.register_buffer(name, value)
+
+    def _move_statistics(self, device: torch.device) -> None:
+        for name in LAYER_NORM_STATISTICS:
+            setattr(self, name, getattr(self, name).to(device))
+
+    def _variance(self, x: Tensor) -> Tensor:
+        x = x.to(accumulator_dtype(x.dtype))
+        dims = tuple(range(-len(self.normalized_shape), 0))
+        return x.var(dims, correction=0).mean()
+
+    def _without_affine(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(
+            x, self.normalized_shape, eps=self.eps, mode=self.target_variance
+        )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        missing, unexpected = list[str](), list[str]()
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing, unexpected, error_msgs
+        )
+        # The statistics are only watched: a checkpoint may lack them, or have them for nobody.
+        watched = {prefix + name for name in LAYER_NORM_STATISTICS}
+        missing_keys += [key for key in missing if key not in watched]
+        unexpected_keys += [key for key in unexpected if key not in watched]

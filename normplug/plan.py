@@ -1,0 +1,238 @@
+"""The dry run of a swap: which layers it would take, which it would leave, and why."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from normplug import _convert
+from normplug.modules import TargetVarianceNorm
+
+Filter: TypeAlias = str | type | Callable[[str, nn.Module], bool]
+Filters: TypeAlias = Filter | Sequence[Filter] | None
+
+_NORM_CLASSES = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    nn.CrossMapLRN2d,
+)
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One norm layer of a model.
+
+    Attributes:
+        path: its first name in the model; "" is the model itself.
+        module: the layer.
+        becomes: the normplug class it becomes, or already is; None where it stays as it is.
+        note: why it stays, or that it is swapped already; "" otherwise.
+        aliases: its other names, where the layer is shared.
+        hazards: what would bypass the swapped layer, and what the swap does about it.
+    """
+
+    path: str
+    module: nn.Module
+    becomes: str | None
+    note: str
+    aliases: tuple[str, ...]
+    hazards: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """The layer's class name."""
+        return _convert.plain_class(self.module).__name__
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every norm layer of a model, in order; `print` it for a table."""
+
+    rows: tuple[PlanRow, ...]
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no norm layers"
+        table = [("path", "class", "becomes", "notes")]
+        for row in self.rows:
+            notes = [row.note, *(f"also {name}" for name in row.aliases), *row.hazards]
+            becomes = f"normplug.{row.becomes}" if row.becomes else "-"
+            table.append((shown(row.path), row.kind, becomes, "; ".join(filter(None, notes))))
+        widths = [max(len(line[i]) for line in table) for i in range(3)]
+        lines = [
+            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]).rstrip()
+            for line in table
+        ]
+        return "\n".join([*lines, self.summary()])
+
+    def summary(self) -> str:
+        """One line: how many of which class are swapped, how many stay."""
+        taken = Counter(row.kind for row in self.rows if row.becomes)
+        left = Counter(f"{row.kind} ({row.note})" for row in self.rows if not row.becomes)
+        parts = [f"{sum(taken.values())} of {len(self.rows)} norm layers: {counts(taken)}"]
+        if left:
+            parts.append(f"left: {counts(left)}")
+        return "; ".join(parts)
+
+
+def plan(model: nn.Module, *, include: Filters = None, exclude: Filters = None) -> Plan:
+    """List what `normplug.swap` with the same filters would do, and change nothing.
+
+    Args:
+        model: any module.
+        include: take only layers that match: a glob on the layer's path ("layer1.*"), a pattern
+            "re:..." that the whole path must match, a class, a callable (path, module) -> bool,
+            or a list of these; None takes all.
+        exclude: leave layers that match, whatever `include` says.
+
+    Returns:
+        A `Plan`: printable, and iterable over one `PlanRow` a norm layer.
+
+    Raises:
+        TypeError: where `model` is no module, or a filter none of the above.
+        ValueError: where an `include` pattern matches no norm layer: a typo, most likely.
+
+    Warns:
+        UserWarning: where an `exclude` pattern matches no norm layer.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"normplug.plan: model must be an nn.Module; got {type(model).__name__}.")
+    names: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if _is_norm(module):
+            names.setdefault(module, []).append(path)
+    included = None if include is None else _matching("include", include, names)
+    excluded = _matching("exclude", exclude, names)
+    hazards = _fast_path_hazards(model)
+    rows = []
+    for module, (path, *aliases) in names.items():
+        becomes, note = _destination(module)
+        if module in excluded:
+            becomes, note = None, "excluded"
+        elif included is not None and module not in included:
+            becomes, note = None, "not included"
+        hazard = tuple(hazards.get(module, ())) if becomes else ()
+        rows.append(PlanRow(path, module, becomes, note, tuple(aliases), hazard))
+    return Plan(tuple(rows))
+
+
+def fast_path_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(path, module, attribute) of each switch of torch's fused transformer inference.
+
+    In eval under no_grad `nn.TransformerEncoderLayer` hands its norms' weights to one fused kernel
+    and never calls their forward; `nn.TransformerEncoder` packs padded input for it.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            yield path, module, "activation_relu_or_gelu"
+        elif isinstance(module, nn.TransformerEncoder):
+            yield path, module, "use_nested_tensor"
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if isinstance(module, _NORM_CLASSES):
+        return True
+    # Norms of other libraries by name; a leading underscore marks torch's own weight and spectral
+    # normalisation, which are parametrizations and no layers.
+    name = _convert.plain_class(module).__name__
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and "norm" in name.lower() and not name.startswith("_")
+
+
+def _destination(module: nn.Module) -> tuple[str | None, str]:
+    """The class that the layer becomes, or None; and a note."""
+    cls = _convert.plain_class(module)
+    if isinstance(module, TargetVarianceNorm):
+        if not _convert.is_revertible(module):
+            return None, "a subclass of a normplug class"
+        return cls.__name__, f"swapped already, mode {module.mode}"
+    ours = _convert.replacement(module)
+    if ours is not None:
+        return ours.__name__, ""
+    if isinstance(module, nn.SyncBatchNorm):
+        return None, "its statistics are synchronised over processes"
+    stock = next((c for c in cls.__mro__ if c in _convert.REPLACEMENTS), None)
+    if stock is not None:
+        return None, f"a subclass of nn.{stock.__name__}, which may have a forward of its own"
+    return None, "no normplug counterpart"
+
+
+def _fast_path_hazards(model: nn.Module) -> dict[nn.Module, list[str]]:
+    hazards: dict[nn.Module, list[str]] = {}
+    for path, owner, attribute in fast_path_owners(model):
+        if attribute == "activation_relu_or_gelu" and getattr(owner, attribute):
+            text = f"{shown(path)} bypasses it in eval under no_grad: the swap turns that off"
+            for norm in (owner.norm1, owner.norm2):
+                hazards.setdefault(norm, []).append(text)  # type: ignore[arg-type]
+    return hazards
+
+
+def _matching(role: str, filters: Filters, names: dict[nn.Module, list[str]]) -> set[nn.Module]:
+    """The norm layers that any of the filters takes, by any of their names."""
+    if filters is None:
+        return set()
+    single = isinstance(filters, (str, type)) or callable(filters)
+    listed: Sequence[Filter] = [filters] if single else list(filters)  # type: ignore[list-item, arg-type]
+    found: set[nn.Module] = set()
+    for one in listed:
+        matches = _predicate(role, one)
+        taken = {m for m, paths in names.items() if any(matches(path, m) for path in paths)}
+        if not taken and names and isinstance(one, str):
+            _complain(role, one, names)
+        found |= taken
+    return found
+
+
+def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:
+    if isinstance(one, type):
+        return lambda path, module: isinstance(module, one)
+    if isinstance(one, str):
+        if not one.startswith("re:"):
+            return lambda path, module: fnmatch.fnmatchcase(path, one)
+        try:
+            pattern = re.compile(one[3:])
+        except re.error as error:
+            raise ValueError(
+                f"normplug: {role}={one!r} is no regular expression: {error}."
+            ) from None
+        return lambda path, module: pattern.fullmatch(path) is not None
+    if callable(one):
+        return one
+    raise TypeError(
+        f"normplug: {role} takes a glob, a 're:' pattern, a class, a callable (path, module), "
+        f"or a list of these; got {one!r}."
+    )
+
+
+def _complain(role: str, pattern: str, names: dict[nn.Module, list[str]]) -> None:
+    paths = [shown(path) for aliases in names.values() for path in aliases]
+    listed = ", ".join(paths[:8]) + (f", ... ({len(paths)} in all)" if len(paths) > 8 else "")
+    text = f"normplug: {role}={pattern!r} matches no norm layer; the model has: {listed}."
+    if role == "include":
+        raise ValueError(text)
+    warnings.warn(text, stacklevel=5)
+
+
+def shown(path: str) -> str:
+    """A path for people: the model itself has the empty one."""
+    return path or "(the model itself)"
+
+
+def counts(kinds: Counter[str]) -> str:
+    """Write counts out, as in `3 BatchNorm2d, 1 LayerNorm`."""
+    return ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "none"

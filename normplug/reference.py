@@ -1,0 +1,246 @@
+"""Each formula of normplug in plain torch, forward and backward by hand: the oracle and the text.
+
+Letters: tv is the target variance, n the number of values that share a mean (all of a channel for
+BatchNorm, all of a row for LayerNorm), mean() the mean over those n values.
+
+    var  = mean((x - mean(x))^2)                      divided by n, not by n - 1
+    xhat = (x - mean) * rstd                          rstd = 1 / sqrt(var + eps)
+    y    = weight * sqrt(tv) * xhat + bias            so that var(y) = tv where weight is 1
+
+With dy given and g = dy * weight * sqrt(tv):
+
+    dx      = rstd * (g - mean(g) - xhat * mean(g * xhat))
+    dweight = sqrt(tv) * sum(dy * xhat)
+    dbias   = sum(dy)
+
+Where the statistics are constants (BatchNorm in eval mode) dx = rstd * g.
+
+Sources: Ioffe and Szegedy 2015 (arXiv:1502.03167) for BatchNorm, Ba et al. 2016
+(arXiv:1607.06450) for LayerNorm; the factor sqrt(tv) is normplug's own.
+
+Any device and floating dtype. The arithmetic is in float64 for float64 input and in float32 for
+every other; results are rounded once, to the dtype of `x`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Normalized(NamedTuple):
+    """A norm's output with the statistics that made it."""
+
+    y: Tensor
+    mean: Tensor
+    var: Tensor
+
+
+class Gradients(NamedTuple):
+    """The gradients of a norm's inputs."""
+
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are carried in: float64 for float64, float32 for every other."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    target_variance: float = 1.0,
+    mean: Tensor | None = None,
+    var: Tensor | None = None,
+) -> Normalized:
+    """Normalise each channel of `x` (N, C, ...) over batch and space.
+
+    Args:
+        x: (N, C) or (N, C, *space).
+        weight: (C,), or None for ones.
+        bias: (C,), or None for zeros.
+        eps: added to the variance, before the root.
+        target_variance: the variance of the output where `weight` is 1.
+        mean: (C,), given together with `var` in eval mode; None takes the batch's own.
+        var: (C,), see `mean`.
+
+    Returns:
+        y in the dtype of `x`; the (C,) mean and biased variance used, in the accumulator's dtype.
+    """
+    x_acc = x.to(accumulator_dtype(x.dtype))
+    if mean is None or var is None:
+        var, mean = torch.var_mean(x_acc, dim=_channel_dims(x), correction=0)
+    mean, var = mean.to(x_acc.dtype), var.to(x_acc.dtype)
+    xhat = (x_acc - _per_channel(mean, x)) * _per_channel(torch.rsqrt(var + eps), x)
+    y = xhat * math.sqrt(target_variance)
+    if weight is not None:
+        y = y * _per_channel(weight.to(y.dtype), x)
+    if bias is not None:
+        y = y + _per_channel(bias.to(y.dtype), x)
+    return Normalized(y.to(x.dtype), mean, var)
+
+
+def batch_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    *,
+    eps: float = 1e-5,
+    target_variance: float = 1.0,
+    training: bool = True,
+) -> Gradients:
+    """The gradients of `batch_norm`, given its `mean` and `var`.
+
+    Args:
+        dy: gradient of y, shaped like `x`.
+        x: the forward's input.
+        weight: the forward's weight, or None for ones.
+        mean: (C,), as the forward returned it.
+        var: (C,), as the forward returned it.
+        eps: as in the forward.
+        target_variance: as in the forward.
+        training: True where `mean` and `var` came from `x`, False where they are constants.
+
+    Returns:
+        dx in the dtype of `x`; dweight and dbias, (C,), in the accumulator's dtype.
+    """
+    acc = accumulator_dtype(x.dtype)
+    dims = _channel_dims(x)
+    rstd = _per_channel(torch.rsqrt(var.to(acc) + eps), x)
+    xhat = (x.to(acc) - _per_channel(mean.to(acc), x)) * rstd
+    dy, scale = dy.to(acc), math.sqrt(target_variance)
+    g = dy * scale if weight is None else dy * scale * _per_channel(weight.to(acc), x)
+    dx = g
+    if training:
+        dx = g - g.mean(dims, keepdim=True) - xhat * (g * xhat).mean(dims, keepdim=True)
+    return Gradients((dx * rstd).to(x.dtype), (dy * xhat).sum(dims) * scale, dy.sum(dims))
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    target_variance: float = 1.0,
+) -> Normalized:
+    """Normalise each row of `x` over its trailing `normalized_shape`.
+
+    Args:
+        x: (*rows, *normalized_shape).
+        normalized_shape: the trailing dimensions that make a row.
+        weight: `normalized_shape`, or None for ones.
+        bias: `normalized_shape`, or None for zeros.
+        eps: added to the variance, before the root.
+        target_variance: the variance of each output row where `weight` is 1.
+
+    Returns:
+        y in the dtype of `x`; mean and biased variance, (*rows), in the accumulator's dtype.
+    """
+    dims = _row_dims(normalized_shape)
+    x_acc = x.to(accumulator_dtype(x.dtype))
+    var, mean = torch.var_mean(x_acc, dim=dims, correction=0, keepdim=True)
+    y = (x_acc - mean) * torch.rsqrt(var + eps) * math.sqrt(target_variance)
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    rows = x.shape[: x.dim() - len(dims)]
+    return Normalized(y.to(x.dtype), mean.reshape(rows), var.reshape(rows))
+
+
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    *,
+    eps: float = 1e-5,
+    target_variance: float = 1.0,
+) -> Gradients:
+    """The gradients of `layer_norm`.
+
+    Args:
+        dy: gradient of y, shaped like `x`.
+        x: the forward's input.
+        normalized_shape: as in the forward.
+        weight: the forward's weight, or None for ones.
+        eps: as in the forward.
+        target_variance: as in the forward.
+
+    Returns:
+        dx in the dtype of `x`; dweight and dbias, `normalized_shape`, in the accumulator's dtype.
+    """
+    acc, dims = accumulator_dtype(x.dtype), _row_dims(normalized_shape)
+    rows = tuple(range(x.dim() - len(dims)))
+    var, mean = torch.var_mean(x.to(acc), dim=dims, correction=0, keepdim=True)
+    rstd = torch.rsqrt(var + eps)
+    xhat = (x.to(acc) - mean) * rstd
+    dy, scale = dy.to(acc), math.sqrt(target_variance)
+    g = dy * scale if weight is None else dy * scale * weight.to(acc)
+    dx = rstd * (g - g.mean(dims, keepdim=True) - xhat * (g * xhat).mean(dims, keepdim=True))
+    if not rows:
+        return Gradients(dx.to(x.dtype), dy * xhat * scale, dy)
+    return Gradients(dx.to(x.dtype), (dy * xhat).sum(rows) * scale, dy.sum(rows))
+
+
+def activation(pre: Tensor, name: str | None) -> Tensor:
+    """relu: max(z, 0).  silu: z * sigmoid(z).  gelu: z * Phi(z), exact.  None: z."""
+    if name is None:
+        return pre
+    if name == "relu":
+        return pre.clamp_min(0)
+    if name == "silu":
+        return pre * torch.sigmoid(pre)
+    return pre * _normal_cdf(pre)
+
+
+def activation_backward(dy: Tensor, pre: Tensor, name: str | None) -> Tensor:
+    """The gradient of `activation` at `pre`; that of relu at 0 is 0, as in torch."""
+    if name is None:
+        return dy
+    if name == "relu":
+        return dy * (pre > 0)
+    if name == "silu":
+        gate = torch.sigmoid(pre)
+        return dy * gate * (1 + pre * (1 - gate))
+    density = torch.exp(-0.5 * pre * pre) / math.sqrt(2 * math.pi)
+    return dy * (_normal_cdf(pre) + pre * density)
+
+
+def running_average(running: Tensor, value: Tensor, momentum: float | None, count: int) -> Tensor:
+    """The next moving average: exponential, or over all `count` batches where momentum is None.
+
+    running_next = (1 - m) * running + m * value        m = momentum, or 1 / count
+    """
+    m = 1.0 / count if momentum is None else momentum
+    return (1.0 - m) * running + m * value
+
+
+def _normal_cdf(z: Tensor) -> Tensor:
+    return 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0)))
+
+
+def _channel_dims(x: Tensor) -> tuple[int, ...]:
+    return (0, *range(2, x.dim()))
+
+
+def _per_channel(values: Tensor, x: Tensor) -> Tensor:
+    return values.reshape(1, -1, *[1] * (x.dim() - 2))
+
+
+def _row_dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(-len(normalized_shape), 0))

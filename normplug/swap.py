@@ -1,0 +1,300 @@
+"""Swap a model's norm layers for normplug's, in place; change their mode; take them out again."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from normplug import _checks, _convert
+from normplug.modes import ModeLike, target_variance
+from normplug.modules import TargetVarianceNorm
+from normplug.plan import Filters, Plan, counts, fast_path_owners, plan, shown
+
+_FAST_PATH = "_normplug_fast_path"
+
+
+class _Scaling(NamedTuple):
+    """A layer whose weight is to be multiplied; a missing weight is one of ones."""
+
+    path: str
+    module: nn.Module
+    factor: float
+
+
+def swap(
+    model: nn.Module,
+    mode: ModeLike = "golden",
+    *,
+    include: Filters = None,
+    exclude: Filters = None,
+    track_running_stats: bool = True,
+    preserve_output: bool = False,
+    autocast_output: str = "low",
+    backend: str = "auto",
+) -> nn.Module:
+    """Make every BatchNorm and LayerNorm of a model normalise to the target variance of `mode`.
+
+    In place, by assignment of each layer's `__class__`: the same modules, parameters and buffers,
+    so that hooks, aliases, shared layers and an optimizer that was built before all stay valid.
+    Layers that are normplug's already take the new mode. Subclasses of the torch classes are
+    left, as their forward is their own; `normplug.plan` lists what is taken and what is left.
+
+    Args:
+        model: any module; itself a norm layer, too.
+        mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
+        include: as in `normplug.plan`: take only what matches.
+        exclude: as in `normplug.plan`: leave what matches; wins over `include`.
+        track_running_stats: give LayerNorm running statistics to watch (BatchNorm keeps its own
+            setting).
+        preserve_output: divide each weight by sqrt(tv), so that the model's function stays what
+            it was, and only its parametrisation changes. A layer without a weight gets a frozen
+            one. For swapping into a trained model.
+        autocast_output: what LayerNorm returns under autocast: "low", the autocast dtype, or
+            "float32", torch's rule.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        ValueError: an unknown mode, autocast_output or backend, an `include` pattern that matches
+            nothing, or `preserve_output` where a weight cannot be divided. The model is as before.
+        TypeError: where `model` is no module.
+        NotImplementedError: backend "triton" where there is no kernel.
+
+    Warns:
+        UserWarning: where there was nothing to swap, with what was seen instead.
+
+    Example:
+        >>> swap(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].mode.name
+        'golden'
+    """
+    tv = target_variance(mode)
+    _checks.autocast_output("swap", autocast_output)
+    _checks.backend("swap", backend)
+    planned = plan(model, include=include, exclude=exclude)
+    taken = [row for row in planned if row.becomes]
+    if not taken:
+        warnings.warn(_nothing_swapped(model, planned), stacklevel=2)
+        return model
+
+    scalings = []
+    if preserve_output:
+        for row in taken:
+            now = row.module.target_variance if isinstance(row.module, TargetVarianceNorm) else 1.0
+            scalings.append(_Scaling(row.path, row.module, math.sqrt(now / tv)))
+    _check_scalings("swap(preserve_output=True)", model, scalings)
+
+    device = _device_of(model)
+    with _all_or_nothing([row.module for row in taken], model):
+        _scale(scalings, device)
+        for row in taken:
+            _convert.convert(
+                row.module,
+                tv,
+                backend=backend,
+                autocast_output=autocast_output,
+                track_running_stats=track_running_stats,
+                device=device,
+            )
+        _guard_fast_path(model)
+    return model
+
+
+def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
+    """Make every normplug layer the plain `torch.nn` layer it was, in place, with the same outputs.
+
+    sqrt(tv) is multiplied into each weight, so that the model computes what it did and needs no
+    normplug to be loaded, exported, fused or quantised. A layer without a weight gets a frozen
+    one. LayerNorm's running statistics go.
+
+    Args:
+        model: any module.
+        fold: False leaves the weights as they are, bit for bit: the layers then normalise to
+            variance 1.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        TypeError: where `model` is no module.
+        ValueError: where a weight cannot be multiplied: a parametrized one, or one that is shared
+            with a layer that would change. The model is as before.
+
+    Warns:
+        UserWarning: where a layer stays because it is a user's own subclass of a normplug class.
+    """
+    _check_module("unswap", model)
+    layers = list(_convert.normplug_layers(model))
+    stuck = [shown(path) for path, m in layers if not _convert.is_revertible(m)]
+    if stuck:
+        text = "subclasses of normplug classes have no torch class to go back to and stay"
+        warnings.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.", stacklevel=2)
+    layers = [(path, m) for path, m in layers if _convert.is_revertible(m)]
+    scalings = [_Scaling(p, m, math.sqrt(m.target_variance)) for p, m in layers if fold]
+    _check_scalings("unswap", model, scalings)
+    with _all_or_nothing([m for _, m in layers], model):
+        _scale(scalings, _device_of(model))
+        for _, module in layers:
+            _convert.revert(module)
+        if not stuck:
+            _release_fast_path(model)
+    return model
+
+
+def set_mode(model: nn.Module, mode: ModeLike) -> nn.Module:
+    """Set the mode of every normplug layer of a model; weights stay as they are.
+
+    Args:
+        model: any module.
+        mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        TypeError: where `model` is no module.
+        ValueError: an unknown mode, or a model without normplug layers.
+    """
+    tv = target_variance(mode)
+    _check_module("set_mode", model)
+    layers = [layer for _, layer in _convert.normplug_layers(model)]
+    if not layers:
+        raise ValueError(
+            f"normplug.set_mode: {type(model).__name__} has no normplug layers. "
+            "Use normplug.swap(model, mode) first."
+        )
+    for layer in layers:
+        layer.target_variance = tv
+    return model
+
+
+def _check_module(who: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"normplug.{who}: model must be an nn.Module; got {type(model).__name__}.")
+
+
+def _nothing_swapped(model: nn.Module, planned: Plan) -> str:
+    seen = Counter(f"{row.kind} ({row.note})" for row in planned)
+    return (
+        f"normplug.swap: nothing to swap in {type(model).__name__}; norm layers seen: "
+        f"{counts(seen)}. print(normplug.plan(model)) lists them."
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    tensors: Iterator[Tensor] = iter([*model.parameters(), *model.buffers()])
+    first = next(tensors, None)
+    return None if first is None else first.device
+
+
+def _check_scalings(who: str, model: nn.Module, scalings: list[_Scaling]) -> None:
+    """Refuse to multiply a weight that is computed, missing its shape, or someone else's too."""
+    factors = {id(s.module): s.factor for s in scalings}
+    owners: dict[int, list[tuple[str, float]]] = {}
+    for path, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owner = (shown(path), factors.get(id(module), 1.0))
+                owners.setdefault(id(parameter), []).append(owner)
+    for path, module, factor in scalings:
+        if factor == 1.0:
+            continue
+        where = f"normplug.{who}: the weight of {shown(path)}"
+        if parametrize.is_parametrized(module, "weight"):
+            raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
+        if is_lazy(module.weight):  # type: ignore[arg-type]
+            raise ValueError(f"{where} has no shape yet; run one forward first.")
+        shared = owners.get(id(module.weight), []) if module.weight is not None else []
+        others = [name for name, other in shared if other != factor]
+        if others:
+            raise ValueError(
+                f"{where} is shared with {', '.join(others)}, which would change. Untie them "
+                "first, or exclude both."
+            )
+
+
+def _scale(scalings: Iterable[_Scaling], device: torch.device | None) -> None:
+    done: set[int] = set()
+    with torch.no_grad():
+        for _, module, factor in scalings:
+            weight = module.weight
+            if factor == 1.0 or id(weight) in done:
+                continue
+            if weight is None:
+                module.weight = _frozen_weight(module, factor, device)
+            elif _made_here(module) and torch.equal(weight, torch.full_like(weight, 1.0 / factor)):  # type: ignore[arg-type]
+                module.weight = None  # type: ignore[assignment]
+            else:
+                weight.mul_(factor)  # type: ignore[operator]
+                done.add(id(weight))
+
+
+def _made_here(module: nn.Module) -> bool:
+    """Whether the layer was constructed without a weight, and has one from `_frozen_weight`."""
+    return not getattr(module, "affine", True) or not getattr(module, "elementwise_affine", True)
+
+
+def _frozen_weight(module: nn.Module, value: float, device: torch.device | None) -> nn.Parameter:
+    shape = getattr(module, "normalized_shape", None) or (module.num_features,)
+    like = getattr(module, "running_mean", None)
+    weight = torch.full(shape, value, device=device)  # type: ignore[arg-type]
+    if isinstance(like, Tensor) and like.dim() == 1:
+        weight = weight.to(like)
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _guard_fast_path(model: nn.Module) -> None:
+    """Turn off torch's fused inference where it would read a swapped norm's weight."""
+    for _, owner, attribute in fast_path_owners(model):
+        swapped = any(True for _ in _convert.normplug_layers(owner))
+        if swapped and not hasattr(owner, _FAST_PATH):
+            setattr(owner, _FAST_PATH, getattr(owner, attribute))
+            setattr(owner, attribute, 0)
+
+
+def _release_fast_path(model: nn.Module) -> None:
+    for _, owner, attribute in fast_path_owners(model):
+        if hasattr(owner, _FAST_PATH):
+            setattr(owner, attribute, getattr(owner, _FAST_PATH))
+            delattr(owner, _FAST_PATH)
+
+
+@contextmanager
+def _all_or_nothing(layers: list[nn.Module], model: nn.Module) -> Iterator[None]:
+    """Put every touched module back as it was if anything in the block fails."""
+    touched = [*layers, *(owner for _, owner, _ in fast_path_owners(model))]
+    before = [
+        (m, m.__class__, {k: copy.copy(v) if k in _TABLES else v for k, v in vars(m).items()})
+        for m in touched
+    ]
+    weights = [(w, w.detach().clone()) for w in _weights(layers)]
+    try:
+        yield
+    except BaseException:
+        for module, cls, state in before:
+            module.__class__ = cls
+            vars(module).clear()
+            vars(module).update(state)
+        with torch.no_grad():
+            for weight, value in weights:
+                weight.copy_(value)
+        raise
+
+
+_TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+def _weights(layers: list[nn.Module]) -> list[Tensor]:
+    weights = (layer._parameters.get("weight") for layer in layers)
+    return [w for w in weights if w is not None and not is_lazy(w)]

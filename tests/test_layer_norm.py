@@ -1,0 +1,238 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import normplug
+from accuracy import assert_no_worse, leaf
+from normplug import functional, reference, target_variance
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+CASES = [((1, 64), 1), ((37, 1023), 1), ((2, 5, 16), 1), ((3, 2, 4, 8), 2), ((6,), 1), ((4, 1), 1)]
+
+
+def make(shape, dims, dtype, affine="weight+bias", offset=3.0, strided=False):
+    x = (torch.randn(shape) * 2 + offset).to(dtype)
+    if strided:
+        x = torch.stack([x, x + 1], dim=-1)[..., 0]
+    row = tuple(shape[-dims:])
+    weight = torch.rand(row).add(0.5).to(dtype) if "weight" in affine else None
+    bias = torch.randn(row).to(dtype) if "bias" in affine else None
+    return x, row, weight, bias
+
+
+def run(norm, x, row, weight, bias, dy):
+    leaves = {"dx": leaf(x), "dweight": leaf(weight), "dbias": leaf(bias)}
+    y = norm(leaves["dx"], row, leaves["dweight"], leaves["dbias"])
+    leaves = {name: tensor for name, tensor in leaves.items() if tensor is not None}
+    gradients = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype))
+    return {"y": y.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def compare(x, row, weight, bias, mode):
+    scale = math.sqrt(target_variance(mode))
+
+    def stock(x, row, weight, bias):
+        if scale != 1:
+            weight = (torch.ones(row, dtype=x.dtype) if weight is None else weight) * scale
+        return F.layer_norm(x, row, weight, bias)
+
+    def ours(*args):
+        return functional.layer_norm(*args, mode=mode)
+
+    def double(tensor):
+        return None if tensor is None else tensor.double()
+
+    dy = torch.randn_like(x)
+    truth = run(stock, double(x), row, double(weight), double(bias), dy.double())
+    theirs, got = (run(norm, x, row, weight, bias, dy) for norm in (stock, ours))
+    for name in truth:
+        assert_no_worse(name, got[name], theirs[name], truth[name])
+    return got
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_standard_is_as_close_to_float64_as_torch_and_one_is_standard_bit_for_bit(
+    dtype, case, strided
+):
+    x, row, weight, bias = make(*case, dtype, strided=strided)
+    compare(x, row, weight, bias, "standard")
+    dy = torch.randn_like(x)
+    named, number = (
+        run(lambda *a, m=m: functional.layer_norm(*a, mode=m), x, row, weight, bias, dy)
+        for m in ("standard", 1.0)
+    )
+    for name in named:
+        assert torch.equal(named[name], number[name]), name
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    dims=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    affine=st.sampled_from(["", "weight", "bias", "weight+bias"]),
+    mode=st.one_of(st.just("golden"), st.floats(0.01, 10)),
+    offset=st.sampled_from([0.0, 3.0, 1e3]),
+    strided=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_shape_and_flags(shape, dims, dtype, affine, mode, offset, strided, seed):
+    torch.manual_seed(seed)
+    compare(*make(shape, min(dims, len(shape)), dtype, affine, offset, strided), mode)
+
+
+def test_forward_and_gradients_match_the_formulas_written_out():
+    x, row, weight, bias = make((3, 2, 4, 8), 2, torch.float64)
+    input_bias, dy = torch.randn(row).double(), torch.randn_like(x)
+    leaves = [leaf(t) for t in (x, weight, bias, input_bias)]
+    y = functional.layer_norm(leaves[0], row, *leaves[1:3], input_bias=leaves[3])
+    got = torch.autograd.grad(y, leaves, dy)
+    tv = target_variance("golden")
+    h = x + input_bias
+    torch.testing.assert_close(y, reference.layer_norm(h, row, weight, bias, target_variance=tv).y)
+    expected = reference.layer_norm_backward(dy, h, row, weight, target_variance=tv)
+    for ours, exact in zip(got, (*expected, expected.dx.sum((0, 1))), strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+def test_add_layer_norm_gives_the_sum_and_gradients_through_both():
+    x, row, weight, bias = make((3, 5, 8), 1, torch.float64)
+    leaves = [leaf(t) for t in (x, torch.randn_like(x), weight, bias)]
+    y, total = functional.add_layer_norm(*leaves[:2], row, *leaves[2:])
+    dy, dtotal = torch.randn_like(x), torch.randn_like(x)
+    got = torch.autograd.grad((y, total), leaves, (dy, dtotal))
+    exact = leaves[0] + leaves[1]
+    torch.testing.assert_close(total, exact)
+    scale = math.sqrt(target_variance("golden"))
+    expected = torch.autograd.grad(
+        (F.layer_norm(exact, row, leaves[2] * scale, leaves[3]), exact), leaves, (dy, dtotal)
+    )
+    for ours, torchs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, torchs)
+
+
+def test_second_derivatives():
+    x, row, weight, bias = make((3, 4), 1, torch.float64, offset=0.5)
+    leaves = [leaf(t) for t in (x, weight, bias, torch.randn(4).double())]
+
+    def norm(x, weight, bias, input_bias):
+        return functional.layer_norm(x, row, weight, bias, input_bias=input_bias)
+
+    assert torch.autograd.gradcheck(norm, leaves)
+    assert torch.autograd.gradgradcheck(norm, leaves)
+
+
+@pytest.mark.parametrize(
+    ("input_dtype", "params"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float64),
+    ],
+)
+def test_mixed_dtypes_are_promoted_and_rounded_once(input_dtype, params):
+    x, row, weight, bias = make((5, 16), 1, torch.float64)
+    x, weight, bias = x.to(input_dtype), weight.to(params), bias.to(params)
+    y = functional.layer_norm(x, row, weight, bias, mode="standard")
+    exact = F.layer_norm(x.double(), row, weight.double(), bias.double())
+    assert y.dtype == input_dtype
+    torch.testing.assert_close(y, exact.to(input_dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("momentum", [0.25, None])
+def test_running_statistics_are_the_rows_means(dtype, momentum):
+    mean, var, count = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(0)
+    expected_mean, expected_var = torch.tensor(0.0).double(), torch.tensor(1.0).double()
+    for step in range(1, 4):
+        x = (torch.randn(6, 4, 32) * 0.1 * step + step).to(dtype)
+        y = functional.layer_norm(
+            x,
+            (32,),
+            running_mean=mean,
+            running_var=var,
+            num_batches_tracked=count,
+            momentum=momentum,
+        )
+        assert torch.equal(y, functional.layer_norm(x, (32,)))
+        _, row_mean, row_var = reference.layer_norm(x.double(), (32,))
+        expected_mean = reference.running_average(expected_mean, row_mean.mean(), momentum, step)
+        expected_var = reference.running_average(expected_var, row_var.mean(), momentum, step)
+    assert count == 3
+    torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(var.double(), expected_var, rtol=1e-4, atol=1e-6)
+
+
+def test_no_rows_leave_the_statistics_and_give_zero_gradients():
+    mean, var, count = torch.tensor(2.0), torch.tensor(3.0), torch.tensor(5)
+    x, weight = leaf(torch.randn(0, 4)), leaf(torch.randn(4))
+    y = functional.layer_norm(
+        x, (4,), weight, running_mean=mean, running_var=var, num_batches_tracked=count
+    )
+    dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
+    assert dx.shape == (0, 4)
+    assert torch.equal(dweight, torch.zeros(4))
+    assert (mean, var, count) == (2.0, 3.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("low", torch.bfloat16), ("float32", torch.float32)]
+)
+def test_the_output_dtype_under_autocast(asked, expected):
+    x, weight = torch.randn(4, 8), torch.ones(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = functional.layer_norm(x, (8,), weight, autocast_output=asked)
+        double = functional.layer_norm(x.double(), (8,), weight.double(), autocast_output=asked)
+    assert y.dtype == expected
+    assert double.dtype == torch.float64
+    assert functional.layer_norm(x, (8,), weight, autocast_output=asked).dtype == torch.float32
+
+
+X = torch.randn(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((X.int(), (6,)), {}, TypeError, "got torch.int32"),
+        ((X, (5,)), {}, ValueError, r"normalized_shape=\(5,\); got input of shape \(4, 6\)"),
+        ((X, ()), {}, ValueError, r"normalized_shape=\(\)"),
+        ((X, (6,), torch.ones(1)), {}, ValueError, r"weight must have shape .* \(6,\); got \(1,\)"),
+        ((X, (6,)), {"input_bias": torch.ones(4, 6)}, ValueError, "input_bias must have shape"),
+        ((X, (6,)), {"mode": 0}, ValueError, "got 0"),
+        ((X, (6,)), {"autocast_output": "half"}, ValueError, "'low', 'float32'; got 'half'"),
+        ((X, (6,)), {"backend": "triton"}, NotImplementedError, "no Triton kernel"),
+        ((X, (6,)), {"running_mean": torch.zeros(())}, ValueError, "go together"),
+        (
+            (X, (6,)),
+            {"running_mean": torch.zeros(()), "running_var": torch.ones(()), "momentum": None},
+            ValueError,
+            "needs num_batches_tracked",
+        ),
+    ],
+)
+def test_a_wrong_call_says_the_rule_and_the_values(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        functional.layer_norm(*arguments, **options)
+
+
+def test_add_layer_norm_refuses_to_broadcast():
+    with pytest.raises(ValueError, match=r"residual must have the input's shape \(4, 6\)"):
+        functional.add_layer_norm(X, X[0], (6,))
+
+
+def test_compiled_in_one_graph_with_another_number_of_rows():
+    layer, eager = normplug.LayerNorm(16), normplug.LayerNorm(16)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for rows in (3, 8):
+        x = torch.randn(rows, 5, 16)
+        torch.testing.assert_close(compiled(x), eager(x))
+    torch.testing.assert_close(layer.running_var, eager.running_var)
+    normplug.set_mode(layer, 0.5)
+    torch.testing.assert_close(compiled(x), normplug.LayerNorm(16, mode=0.5)(x))

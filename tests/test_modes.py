@@ -1,0 +1,49 @@
+import math
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+import normplug
+from normplug import NormMode, target_variance
+
+
+def test_golden_is_one_over_phi_to_full_double_precision():
+    exact = 2 / (1 + Decimal(5).sqrt())
+    assert target_variance("golden") == float(exact)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("standard", 1.0),
+        (1, 1.0),
+        (0.5, 0.5),
+        (3, 3.0),
+        (np.float32(0.25), 0.25),
+        (1e-300, 1e-300),
+        (NormMode("golden"), target_variance("golden")),
+        (NormMode(NormMode(2)), 2.0),
+    ],
+)
+def test_every_spelling_gives_a_float(mode, expected):
+    value = target_variance(mode)
+    assert type(value) is float
+    assert value == expected
+
+
+@pytest.mark.parametrize(
+    "mode", ["gold", "", "0.5", 0, -1, 0.0, math.nan, math.inf, 10**400, True, None, [1], 1j]
+)
+@pytest.mark.parametrize(
+    "read", [target_variance, NormMode, lambda m: normplug.BatchNorm1d(2, mode=m)]
+)
+def test_anything_else_lists_what_is_accepted(mode, read):
+    with pytest.raises(ValueError, match=r"'golden'.*'standard'.*number above 0.*NormMode"):
+        read(mode)
+
+
+def test_modes_compare_and_print_by_their_variance():
+    assert NormMode(1.0) == NormMode.STANDARD
+    assert str(NormMode(target_variance("golden"))) == "golden"
+    assert str(NormMode(0.5)) == "0.5"

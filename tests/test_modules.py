@@ -1,0 +1,212 @@
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import normplug
+from normplug import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm
+
+PAIRS = [
+    (BatchNorm1d, nn.BatchNorm1d, (6, 4)),
+    (BatchNorm1d, nn.BatchNorm1d, (6, 4, 5)),
+    (BatchNorm2d, nn.BatchNorm2d, (6, 4, 5, 3)),
+    (BatchNorm3d, nn.BatchNorm3d, (6, 4, 2, 5, 3)),
+    (LayerNorm, nn.LayerNorm, (6, 5, 4)),
+]
+BN_OPTIONS = [
+    {},
+    {"affine": False},
+    {"momentum": None},
+    {"track_running_stats": False},
+    {"eps": 1e-3, "momentum": 0.3},
+    {"dtype": torch.float64},
+]
+LN_OPTIONS = [
+    {},
+    {"elementwise_affine": False},
+    {"bias": False},
+    {"eps": 1e-3},
+    {"dtype": torch.float64},
+]
+CASES = [
+    (ours, stock, shape, options)
+    for ours, stock, shape in PAIRS
+    for options in (LN_OPTIONS if ours is LayerNorm else BN_OPTIONS)
+]
+
+
+def randomise(layer):
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, 1, 0.3)
+    return layer
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape", "options"), CASES)
+def test_standard_is_the_torch_layer_bit_for_bit(ours, stock, shape, options):
+    theirs = randomise(stock(4, **options))
+    layer = ours(4, mode="standard", **options)
+    layer.load_state_dict(theirs.state_dict())
+    assert isinstance(layer, stock)
+    for step in range(3):
+        x = torch.randn(shape, dtype=options.get("dtype")) + step
+        torch.testing.assert_close(layer(x), theirs(x), rtol=0, atol=0)
+    if ours is not LayerNorm:
+        for name, buffer in theirs.named_buffers():
+            # The cumulative average is kept on the device, where torch's goes by way of a float.
+            tolerance = 1e-6 if options.get("momentum", 0) is None else 0
+            torch.testing.assert_close(
+                layer.get_buffer(name), buffer, rtol=tolerance, atol=tolerance
+            )
+    x = torch.randn(shape, dtype=options.get("dtype"))
+    torch.testing.assert_close(layer.eval()(x), theirs.eval()(x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape"), PAIRS)
+@pytest.mark.parametrize("mode", ["golden", 0.25, 3])
+def test_the_output_has_the_target_variance(ours, stock, shape, mode):
+    x = torch.randn(64, *shape[1:]) * 5 + 2
+    dims = -1 if ours is LayerNorm else (0, *range(2, x.dim()))
+    variance = ours(4, mode=mode)(x).var(dims, correction=0)
+    expected = torch.full_like(variance, normplug.target_variance(mode))
+    torch.testing.assert_close(variance, expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape"), PAIRS)
+def test_keys_are_torchs_and_a_strict_load_works_both_ways(ours, stock, shape):
+    layer, theirs = randomise(ours(4, mode="standard")), randomise(stock(4))
+    extra = set(layer.state_dict()) - set(theirs.state_dict())
+    assert extra == (
+        set()
+        if ours is BatchNorm1d or ours is not LayerNorm
+        else {"running_mean", "running_var", "num_batches_tracked"}
+    )
+    layer.load_state_dict(theirs.state_dict(), strict=True)
+    if not extra:
+        theirs.load_state_dict(layer.state_dict(), strict=True)
+    assert torch.equal(layer.weight, theirs.weight)
+    untracked = ours(4, mode="standard", track_running_stats=False)
+    if ours is LayerNorm:
+        untracked.load_state_dict(layer.state_dict(), strict=True)
+
+
+def test_a_strict_load_still_refuses_what_is_no_statistic():
+    layer = LayerNorm(4, mode="standard")
+    with pytest.raises(RuntimeError, match="Missing key.*weight"):
+        layer.load_state_dict({"bias": torch.zeros(4)})
+    with pytest.raises(RuntimeError, match="Unexpected key.*gain"):
+        layer.load_state_dict({**layer.state_dict(), "gain": torch.zeros(4)})
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape"), PAIRS)
+def test_the_mode_travels_in_checkpoints_and_another_one_warns(ours, stock, shape):
+    file = io.BytesIO()
+    torch.save(nn.Sequential(ours(4, mode="golden")).state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.Sequential(ours(4, mode="golden")).load_state_dict(state)
+        nn.Sequential(ours(4, mode=0.5)).load_state_dict(dict(state))  # says nothing of a mode
+        nn.Sequential(ours(4, mode=1.0)).load_state_dict(nn.Sequential(stock(4)).state_dict())
+    with pytest.warns(UserWarning, match=r"mode golden is loaded into layers of mode 0\.5"):
+        nn.Sequential(ours(4, mode=0.5)).load_state_dict(state)
+    with pytest.warns(UserWarning, match="mode standard is loaded into layers of mode golden"):
+        nn.Sequential(ours(4)).load_state_dict(nn.Sequential(stock(4)).state_dict())
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape"), PAIRS)
+def test_pickle_and_deepcopy(ours, stock, shape):
+    layer = randomise(ours(4, mode=0.3))
+    x = torch.randn(shape)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(twin) is ours
+        assert twin.target_variance == 0.3
+        assert torch.equal(twin.eval()(x), layer.eval()(x))
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.5, None])
+def test_layer_norm_watches_its_input_in_training_only(momentum):
+    layer = LayerNorm(32, momentum=momentum)
+    batches = [torch.randn(50, 32) * 3 + i for i in range(3)]
+    for batch in batches:
+        layer(batch)
+    before = [b.clone() for b in layer.buffers()]
+    layer.eval()(batches[0] * 100)
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.buffers(), strict=True))
+    mean, var = 0.0, 1.0
+    for step, batch in enumerate(batches, start=1):
+        m = 1 / step if momentum is None else momentum
+        mean = (1 - m) * mean + m * batch.mean().item()
+        var = (1 - m) * var + m * batch.var(1, correction=0).mean().item()
+    assert layer.running_mean.item() == pytest.approx(mean, rel=1e-4, abs=1e-4)
+    assert layer.running_var.item() == pytest.approx(var, rel=1e-4)
+    assert layer.num_batches_tracked == 3
+    layer.reset_parameters()
+    assert (layer.running_mean, layer.running_var, layer.num_batches_tracked) == (0, 1, 0)
+
+
+def test_layer_norm_without_statistics_has_no_state_for_them():
+    layer = LayerNorm(4, track_running_stats=False)
+    layer(torch.randn(3, 4))
+    assert set(layer.state_dict()) == {"weight", "bias"}
+
+
+def test_layer_norm_without_weights_follows_its_input_to_another_device():
+    layer = LayerNorm(4, elementwise_affine=False)
+    layer(torch.randn(3, 4, device="meta"))
+    assert {buffer.device.type for buffer in layer.buffers()} == {"meta"}
+
+
+def test_update_bn_finds_the_plain_average():
+    torch.manual_seed(0)
+    ours, theirs = (nn.Sequential(cls(4)) for cls in (BatchNorm1d, nn.BatchNorm1d))
+    batches = [torch.randn(16, 4) + i for i in range(5)]
+    for model in (ours, theirs):
+        torch.optim.swa_utils.update_bn(batches, model)
+    torch.testing.assert_close(ours[0].running_var, theirs[0].running_var)
+    torch.testing.assert_close(ours[0].running_mean, theirs[0].running_mean)
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape"), PAIRS)
+def test_repr_and_mode_attribute(ours, stock, shape):
+    layer = ours(4)
+    assert "mode=golden" in repr(layer)
+    layer.mode = 0.5
+    assert layer.target_variance == 0.5
+    assert layer.mode == normplug.NormMode(0.5)
+    assert "mode=0.5" in repr(layer)
+    with pytest.raises(ValueError, match="got 'silver'"):
+        layer.mode = "silver"
+    assert layer.target_variance == 0.5
+
+
+def test_constructors_refuse_what_they_cannot_do():
+    with pytest.raises(NotImplementedError, match="no Triton kernel"):
+        BatchNorm2d(4, backend="triton")
+    with pytest.raises(ValueError, match="'auto', 'triton', 'torch'"):
+        LayerNorm(4, backend="cudnn")
+    with pytest.raises(ValueError, match="'low', 'float32'"):
+        LayerNorm(4, autocast_output="half")
+    with pytest.raises(ValueError, match="expected 4D input"):
+        BatchNorm2d(4)(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+def test_functorch_transforms_of_a_tracking_layer_norm(transform):
+    layer = LayerNorm(4)
+    x = torch.randn(5, 3, 4)
+    if transform == "vmap":
+        y = torch.func.vmap(layer)(x)
+        torch.testing.assert_close(y, layer.eval()(x))
+    else:
+        parameters = dict(layer.named_parameters())
+
+        def loss(parameters, x):
+            return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+
+        gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+        assert gradients["weight"].shape == (5, 4)
