@@ -1,0 +1,326 @@
+"""Lightning callbacks: swap a LightningModule's norms, and watch the variance of every norm."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from normplug import _convert
+from normplug.modes import ModeLike, NormMode, target_variance
+from normplug.modules import TargetVarianceNorm
+from normplug.swap import swap
+
+__all__ = ["SwapNorms", "VarianceLogger"]
+
+
+class SwapNorms(Callback):
+    """Swap the norms of a LightningModule before its optimizer is built.
+
+    The mode goes into checkpoints; resuming under another is refused. At the start of fit,
+    validate and test the layers are counted, since tools that rebuild norms (such as
+    `Trainer(sync_batchnorm=True)`) would silently drop the target variance.
+
+    Args:
+        mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
+        **options: those of `normplug.swap`.
+
+    Raises:
+        ValueError: an unknown mode; a checkpoint of another one.
+        RuntimeError: where swapped layers have been rebuilt since.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[SwapNorms("golden", exclude="head.*")], logger=False)
+    """
+
+    def __init__(self, mode: ModeLike = "golden", **options: Any) -> None:
+        self.mode = NormMode(target_variance(mode))
+        self.options = options
+        self._model: LightningModule | None = None
+        self._swapped: list[str] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Swap, unless the layers are only made later, in `configure_model`."""
+        if self._model is not pl_module and any(True for _ in norm_layers(pl_module)):
+            self._swap(pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Swap what `configure_model` has made; see that what was swapped still is."""
+        self._verify(pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As `on_fit_start`."""
+        self._verify(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As `on_fit_start`."""
+        self._verify(pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mode, for the checkpoint."""
+        return {"target_variance": self.mode.target_variance}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another mode."""
+        saved = NormMode(state_dict["target_variance"])
+        if saved != self.mode:
+            raise ValueError(
+                f"normplug.lightning.SwapNorms: the checkpoint was trained in mode {saved}; this "
+                f"run's mode is {self.mode}. Resume with SwapNorms({str(saved)!r})."
+            )
+
+    def _swap(self, pl_module: LightningModule) -> None:
+        swap(pl_module, self.mode, **self.options)
+        self._model = pl_module
+        self._swapped = [path for path, _ in _convert.normplug_layers(pl_module)]
+        rank_zero_info(f"normplug: {len(self._swapped)} norm layers in mode {self.mode}")
+
+    def _verify(self, pl_module: LightningModule) -> None:
+        if self._model is not pl_module:
+            self._swap(pl_module)
+        now = {path for path, _ in _convert.normplug_layers(pl_module)}
+        lost = [path for path in self._swapped if path not in now]
+        if lost:
+            raise RuntimeError(
+                f"normplug.lightning.SwapNorms: {len(lost)} of {len(self._swapped)} swapped norm "
+                f"layers are not normplug's any more, so mode {self.mode} is lost: "
+                f"{', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''}. Another tool rebuilt "
+                "them (Trainer(sync_batchnorm=True) does); run it before the swap."
+            )
+
+
+MEASURED = ("input_variance", "output_variance", "affine_variance", "weight_rms")
+
+
+class LayerVariance(NamedTuple):
+    """What one norm layer did on one logged step; variances are per channel or row, averaged."""
+
+    step: int
+    epoch: int
+    layer: str
+    depth: int
+    kind: str
+    target_variance: float
+    input_variance: float
+    output_variance: float
+    affine_variance: float
+    weight_rms: float
+    rank: int
+    world_size: int
+
+
+class VarianceLogger(Callback):
+    """Log the variance in and out of every norm layer while it trains.
+
+    For each norm: the variance of its input; of its output before weight and bias, which is what
+    the mode targets; of its output after them; and the root mean square of its weight. Variances
+    are taken within each channel (BatchNorm) or row (LayerNorm) and averaged over them. They are
+    measured inside the layer's forward, on logged steps only, stay on the device, and come over in
+    one transfer a log. Stock norms are measured as well: for a logged step they act as normplug
+    layers of mode standard, which compute the same. Works with `torch.compile`, which makes a
+    second graph for logged steps. On other steps nothing runs.
+
+    Under a distributed strategy only rank 0 measures, and its own part of the batch; rows say so
+    in `rank` and `world_size`.
+
+    Writes `variance.csv` as it goes, `variance.png` (a heat map, layer by step) at the end of the
+    fit, and to the Trainer's logger `variance/<layer>/{input,output,affine}` and
+    `variance/<layer>/weight_rms`.
+
+    Args:
+        every_n_steps: log on optimizer steps 0, n, 2n, ...
+        dirpath: where the files go; None is the Trainer's log directory, else its root directory.
+
+    Raises:
+        ValueError: `every_n_steps` below 1.
+
+    Attributes:
+        last: the rows of the latest logged step, one a layer.
+        logged_step: the latest step that was measured, -1 before the first.
+        path: the CSV file, once there is one.
+    """
+
+    def __init__(self, every_n_steps: int = 50, dirpath: str | Path | None = None) -> None:
+        if every_n_steps < 1:
+            raise ValueError(
+                "normplug.lightning.VarianceLogger: every_n_steps must be at least 1; "
+                f"got {every_n_steps}."
+            )
+        self.every_n_steps = every_n_steps
+        self.dirpath = dirpath
+        self.path: Path | None = None
+        self.last: list[LayerVariance] = []
+        self._probed: list[_Probed] = []
+        self.logged_step = -1
+        self._rows: list[LayerVariance] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Choose where the files go; continue a file of the run that is resumed."""
+        directory = self.dirpath or trainer.log_dir or trainer.default_root_dir
+        self.path = Path(directory) / "variance.csv"
+        if trainer.is_global_zero and not trainer.ckpt_path:
+            self.path.unlink(missing_ok=True)
+        self.logged_step, self._rows = -1, []
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """On a logged step, let every norm measure."""
+        step = trainer.global_step
+        if step % self.every_n_steps or step == self.logged_step or not trainer.is_global_zero:
+            return
+        self.logged_step = step
+        for name, module in norm_layers(pl_module):
+            self._probed.append(_Probed(name, module, pl_module.device))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After a logged step, fetch and write what was measured."""
+        if not self._probed:
+            return
+        values = torch.stack([probed.values for probed in self._probed]).tolist()
+        self.last = [
+            LayerVariance(
+                step=self.logged_step,
+                epoch=trainer.current_epoch,
+                layer=probed.name,
+                depth=depth,
+                kind=probed.kind,
+                target_variance=probed.target_variance,
+                **dict(zip(MEASURED, measured, strict=True)),
+                rank=trainer.global_rank,
+                world_size=trainer.world_size,
+            )
+            for depth, (probed, measured) in enumerate(zip(self._probed, values, strict=True))
+        ]
+        self._release()
+        self._rows += self.last
+        self._write()
+        for logger in trainer.loggers:
+            logger.log_metrics(_metrics(self.last), step=self.logged_step)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the heat map."""
+        if self._rows and self.path is not None:
+            draw_heat_map(self._rows, self.path.with_suffix(".png"))
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave no layer measuring."""
+        self._release()
+
+    def table(self) -> str:
+        """The latest logged step as a table, one line a layer; "" before the first."""
+        if not self.last:
+            return ""
+        width = max(len("layer"), *(len(row.layer) for row in self.last))
+        head = f"{'layer':{width}}  target   input var  output var  after affine  weight rms"
+        lines = [
+            f"{row.layer:{width}}  {row.target_variance:6.4f}  {row.input_variance:10.4g}  "
+            f"{row.output_variance:10.4f}  {row.affine_variance:12.4g}  {row.weight_rms:10.4f}"
+            for row in self.last
+        ]
+        first = self.last[0]
+        whose = (
+            "" if first.world_size == 1 else f", rank 0 of {first.world_size}'s part of the batch"
+        )
+        return "\n".join([f"variance at step {first.step}{whose}", head, *lines])
+
+    def _release(self) -> None:
+        for probed in self._probed:
+            probed.release()
+        self._probed = []
+
+    def _write(self) -> None:
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if new:
+                writer.writerow(LayerVariance._fields)
+            writer.writerows(self.last)
+
+
+def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of each normplug layer, and of each layer that a swap could make one."""
+    for path, module in model.named_modules():
+        if isinstance(module, TargetVarianceNorm) or _convert.replacement(module) is not None:
+            yield path, module
+
+
+class _Probed:
+    """A norm layer that measures until it is released."""
+
+    def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
+        self.name = name
+        self.kind = _convert.plain_class(module).__name__
+        self.is_stock = not isinstance(module, TargetVarianceNorm)
+        if self.is_stock:
+            _convert.convert(module, 1.0, backend="torch")
+        assert isinstance(module, TargetVarianceNorm)
+        self.module = module
+        self.target_variance = module.target_variance
+        self.values = torch.full((4,), math.nan, device=device)  # a layer that is not run stays nan
+        module._probe = self.values
+
+    def release(self) -> None:
+        del self.module._probe
+        if self.is_stock:
+            _convert.revert(self.module)
+
+
+def _metrics(rows: list[LayerVariance]) -> dict[str, float]:
+    metrics = {}
+    for row in rows:
+        for field in MEASURED:
+            key = field.removesuffix("_variance")
+            metrics[f"variance/{row.layer}/{key}"] = getattr(row, field)
+    return metrics
+
+
+def draw_heat_map(rows: list[LayerVariance], path: Path) -> None:
+    """Draw the output variance of every layer (down) at every logged step (across), as a PNG.
+
+    Left before the affine, as its ratio to the target; right after it.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps = sorted({row.step for row in rows})
+    layers = list(dict.fromkeys(row.layer for row in rows))
+    cells = {(row.layer, row.step): row for row in rows}
+
+    def grid(value: str) -> list[list[float]]:
+        return [
+            [float(getattr(cells.get((layer, step)), value, math.nan)) for step in steps]
+            for layer in layers
+        ]
+
+    targets = {row.layer: row.target_variance for row in rows}
+    before = [
+        [value / targets[layer] for value in line]
+        for layer, line in zip(layers, grid("output_variance"), strict=True)
+    ]
+    figure = Figure(figsize=(12, 1.5 + 0.22 * len(layers)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2, sharey=True)
+    panels = ((before, "before weight and bias, / target"), (grid("affine_variance"), "after them"))
+    for axis, (values, title) in zip(axes, panels, strict=True):
+        image = axis.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest")
+        figure.colorbar(image, ax=axis)
+        axis.set_title(f"output variance {title}")
+        axis.set_xlabel("optimizer step")
+        ticks = range(0, len(steps), max(1, len(steps) // 8))
+        axis.set_xticks(list(ticks), [str(steps[i]) for i in ticks])
+    axes[0].set_yticks(range(len(layers)), layers, fontsize=7)
+    figure.savefig(path, dpi=120)

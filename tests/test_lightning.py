@@ -1,0 +1,226 @@
+import csv
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import normplug
+from normplug import target_variance
+from normplug.lightning import SwapNorms, VarianceLogger
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+STEPS = 6
+IMAGES = torch.randn(48, 3, 6, 6) * 3 + 5
+LABELS = torch.randint(4, (48,))
+
+
+def make_net():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LayerNorm(128), nn.Linear(128, 4)
+    )
+    nn.init.normal_(net[0].weight, 1, 0.5)
+    return net
+
+
+class Module(LightningModule):
+    def __init__(self, late=False):
+        super().__init__()
+        self.net = None if late else make_net()
+        self.seen = []
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = make_net()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch[0])
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), 0.01)
+
+
+def loader():
+    return DataLoader(TensorDataset(IMAGES, LABELS), 8)
+
+
+def trainer(tmp_path, *callbacks, **options):
+    options = {"logger": False, "enable_checkpointing": False, "max_epochs": 1} | options
+    return Trainer(
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_swap_norms_swaps_before_the_optimizer_even_what_configure_model_makes(tmp_path, late):
+    module = Module(late)
+    trainer(tmp_path, SwapNorms("golden", exclude="net.3")).fit(module, loader())
+    assert type(module.net[0]) is normplug.BatchNorm2d
+    assert type(module.net[3]) is nn.LayerNorm
+    optimizer = module.trainer.optimizers[0]
+    assert any(p is module.net[0].weight for p in optimizer.param_groups[0]["params"])
+
+
+def test_swap_norms_keeps_its_mode_in_the_checkpoint_and_refuses_another(tmp_path):
+    path = tmp_path / "last.ckpt"
+    run = trainer(tmp_path, SwapNorms("golden"))
+    run.fit(Module(), loader())
+    run.save_checkpoint(path)
+    trainer(tmp_path, SwapNorms("golden"), max_epochs=2).fit(Module(), loader(), ckpt_path=path)
+    resumed = trainer(tmp_path, SwapNorms(0.5), max_epochs=2)
+    with (
+        pytest.warns(UserWarning, match="checkpoint of mode golden is loaded"),
+        pytest.raises(ValueError, match=r"trained in mode golden; this run's mode is 0\.5"),
+    ):
+        resumed.fit(Module(), loader(), ckpt_path=path)
+
+
+def test_swap_norms_notices_that_another_tool_rebuilt_a_layer(tmp_path):
+    module = Module()
+    run = trainer(tmp_path, SwapNorms("golden"))
+    run.fit(module, loader())
+    module.net[0] = nn.BatchNorm2d(3)
+    with pytest.raises(RuntimeError, match=r"1 of 2 swapped norm layers are not .*: net\.0\. "):
+        run.test(module, loader())
+
+
+def expected_row(layer, x, tv):
+    """The four measures, by their definition and in float64."""
+    x = x.double()
+    is_batch_norm = isinstance(layer, nn.BatchNorm2d)
+    dims = (0, 2, 3) if is_batch_norm else (1,)
+    var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    before = (x - mean) / (var + layer.eps).sqrt() * tv**0.5
+    shape = (1, -1, 1, 1) if is_batch_norm else (-1,)
+    after = before * layer.weight.double().view(shape) + layer.bias.double().view(shape)
+    variances = [z.var(dims, correction=0).mean().item() for z in (x, before, after)]
+    return [*variances, layer.weight.double().square().mean().sqrt().item()]
+
+
+@pytest.mark.parametrize("mode", [None, "golden"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_variance_logger_measures_what_it_says(tmp_path, mode, compiled):
+    torch.compiler.reset()
+    module, logger = Module(), VarianceLogger(every_n_steps=4, dirpath=tmp_path)
+    tv = 1.0 if mode is None else target_variance(mode)
+    layers, rows = (module.net[0], module.net[3]), {}
+
+    class Expect(VarianceLogger):
+        """At each logged step: what the definition gives, from the weights before the step."""
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            with torch.no_grad():
+                first = expected_row(layers[0], batch[0], tv)
+                z = F.batch_norm(batch[0], None, None, layers[0].weight * tv**0.5, layers[0].bias, True)
+                z = module.net[2](module.net[1](z))
+                rows[trainer.global_step] = [first, expected_row(layers[1], z, tv)]
+
+        def on_train_batch_end(self, *args):
+            pass
+
+    if mode is not None:
+        normplug.swap(module, mode)
+    if compiled:
+        module.net.compile(backend="aot_eager")
+    classes = [type(layer) for layer in layers]
+    trainer(tmp_path, Expect(), logger).fit(module, loader())
+
+    with (tmp_path / "variance.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in table] == [0, 0, 4, 4]
+    assert [row["layer"] for row in table[:2]] == ["net.0", "net.3"]
+    assert [row["depth"] for row in table[:2]] == ["0", "1"]
+    for row in table:
+        got = [float(row[name]) for name in normplug.lightning.MEASURED]
+        assert got == pytest.approx(rows[int(row["step"])][int(row["depth"])], rel=1e-4)
+        assert float(row["target_variance"]) == tv
+    assert [type(layer) for layer in layers] == classes
+    assert all("_probe" not in vars(layer) for layer in layers)
+    assert (tmp_path / "variance.png").stat().st_size > 10_000
+    assert logger.table().splitlines()[0] == "variance at step 4"
+
+
+def test_measuring_changes_no_result(tmp_path):
+    results = []
+    for callbacks in ([], [VarianceLogger(2, tmp_path)]):
+        module = Module()
+        trainer(tmp_path, *callbacks).fit(module, loader())
+        results.append(module.net.state_dict())
+    for key, value in results[0].items():
+        assert torch.equal(value, results[1][key]), key
+
+
+def test_unlogged_steps_run_no_measurement(tmp_path, monkeypatch):
+    calls = []
+    record = normplug.modules.TargetVarianceNorm._record
+    monkeypatch.setattr(
+        normplug.modules.TargetVarianceNorm, "_record", lambda *a: (calls.append(1), record(*a))
+    )
+    module = Module()
+    normplug.swap(module)
+    trainer(tmp_path, VarianceLogger(3, tmp_path)).fit(module, loader())
+    assert len(calls) == 2 * math.ceil(STEPS / 3)
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+def test_the_loggers_get_the_numbers_and_a_new_fit_starts_a_new_file(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+
+    for _ in range(2):
+        run = trainer(
+            tmp_path,
+            VarianceLogger(5),
+            logger=CSVLogger(tmp_path, name="", version="run"),
+        )
+        module = Module()
+        normplug.swap(module, 0.25)
+        run.fit(module, loader())
+        with (tmp_path / "run" / "variance.csv").open() as file:
+            assert len(list(csv.DictReader(file))) == 4
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["variance/net.0/output"]]
+    assert [row["step"] for row in rows] == ["0", "5"]
+    assert float(rows[0]["variance/net.0/output"]) == pytest.approx(0.25, rel=1e-3)
+
+
+def test_a_layer_that_is_not_run_stays_nan_and_an_exception_leaves_none_measuring(tmp_path):
+    module, logger = Module(), VarianceLogger(1, tmp_path)
+    module.spare = nn.LayerNorm(3)
+    trainer(tmp_path, logger, max_steps=1).fit(module, loader())
+    assert math.isnan(logger.last[2].input_variance)
+
+    def fail(*args):
+        raise ZeroDivisionError
+
+    module.net.forward = fail
+    with pytest.raises(ZeroDivisionError):
+        trainer(tmp_path, logger).fit(module, loader())
+    assert type(module.spare) is nn.LayerNorm
+    assert "_probe" not in vars(module.spare)
+
+
+def test_every_n_steps_must_be_positive():
+    with pytest.raises(ValueError, match="every_n_steps must be at least 1; got 0"):
+        VarianceLogger(0)
