@@ -1,0 +1,61 @@
+"""Gather the runs of a sweep into one honest table and its plots (needs the `train` extra)."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from normplug.compare.canvas import arm_styles
+from normplug.compare.gather import find_runs, group_runs
+from normplug.compare.plots import draw, file_stems
+from normplug.compare.report import render
+from normplug.compare.sheets import write_runs, write_summary
+from normplug.compare.stats import Row, summarise
+from normplug.compare.variance import gather_variance
+
+__all__ = ["Comparison", "compare"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found: a row for each (model, data, arm), the text, the files written."""
+
+    rows: list[Row]
+    markdown: str
+    paths: list[Path]
+
+
+def compare(
+    directory: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
+) -> Comparison:
+    """Compare all runs found under `directory`, arm by arm and seed by seed.
+
+    Runs are grouped by (model, data). Only finished runs are averaged; every other run, and
+    every seed that one arm has and another lacks, is listed under the table with its reason.
+
+    Args:
+        directory: searched at any depth for `result.json`; each is one run.
+        out: where `summary.md`, `summary.csv`, `runs.csv` and the plots go; made if absent.
+            None for `directory` itself.
+
+    Raises:
+        FileNotFoundError: `directory` is no directory.
+        ValueError: it holds no `result.json`.
+    """
+    root = Path(directory)
+    runs, unreadable = find_runs(root)
+    groups = group_runs(runs)
+    variances = [gather_variance(group) for group in groups]
+    notes = [variance.notes for variance in variances]
+    markdown = render(groups, notes, unreadable, root)
+    rows = [row for group in groups for row in summarise(group)]
+
+    target = root if out is None else Path(out)
+    target.mkdir(parents=True, exist_ok=True)
+    paths = [target / name for name in ("summary.md", "summary.csv", "runs.csv")]
+    paths[0].write_text(markdown, encoding="utf-8")
+    write_summary(paths[1], rows)
+    write_runs(paths[2], groups, unreadable, root)
+    styles = arm_styles(groups)
+    for group, variance, stem in zip(groups, variances, file_stems(groups), strict=True):
+        paths += draw(group, variance.by_arm, styles, target, stem)
+    return Comparison(rows, markdown, paths)

@@ -1,0 +1,27 @@
+"""`python -m normplug.compare DIR [--out DIR]`: print the table, write it and the plots."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from normplug.compare import compare
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code is 1 where there is nothing to compare."""
+    parser = argparse.ArgumentParser(prog="python -m normplug.compare", description=__doc__)
+    parser.add_argument("directory", metavar="DIR", help="searched at any depth for result.json")
+    parser.add_argument("--out", metavar="DIR", help="where tables and plots go (default: DIR)")
+    arguments = parser.parse_args(argv)
+    try:
+        comparison = compare(arguments.directory, arguments.out)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(comparison.markdown)
+    print("\n".join(str(path) for path in comparison.paths))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

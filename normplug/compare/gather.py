@@ -1,0 +1,166 @@
+"""Find the runs under a directory, and sort them into groups that may be compared."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+BASELINE = "baseline"
+ARM_ORDER = (BASELINE, "standard", "golden")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one `result.json` says. A number that is null or not finite is None."""
+
+    path: Path
+    error: str
+    model: str
+    data: str
+    arm: str
+    seed: int
+    status: str
+    test_accuracy: float | None
+    accuracy_by_epoch: tuple[float, ...]
+    step_ms: float | None
+    images_per_s: float | None
+    loader_wait_ms: float | None
+    peak_memory_bytes: int | None
+    norms_swapped: int | None
+    versions: dict[str, str]
+    hardware: str
+    date: str
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end, and so may be averaged."""
+        return self.status == "finished"
+
+
+KEYS = tuple(field.name for field in fields(Run) if field.name not in ("path", "error"))
+IDENTITY = ("model", "data", "arm", "seed", "status")
+
+
+@dataclass(frozen=True)
+class Group:
+    """All runs of one model on one data set.
+
+    Attributes:
+        model: name of the network.
+        data: name of the data set.
+        arms: arm -> seed -> the run used; arms in the order of the table.
+        left_out: runs that gave way to another of the same arm and seed.
+    """
+
+    model: str
+    data: str
+    arms: dict[str, dict[int, Run]]
+    left_out: list[Run]
+
+    @property
+    def title(self) -> str:
+        """The group's name in headings."""
+        return f"{self.model} on {self.data}"
+
+    @property
+    def seeds(self) -> list[int]:
+        """Every seed that any arm has: what each arm should have."""
+        return sorted({seed for runs in self.arms.values() for seed in runs})
+
+    def finished(self, arm: str) -> dict[int, Run]:
+        """The finished runs of `arm` by seed; empty for an arm that the group lacks."""
+        return {seed: run for seed, run in self.arms.get(arm, {}).items() if run.finished}
+
+
+def find_runs(directory: Path) -> tuple[list[Run], dict[Path, str]]:
+    """Read every `result.json` at any depth: the runs, and the files that are none and why."""
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"normplug.compare: {directory} is not a directory. "
+            "Give the directory that holds the runs of a sweep."
+        )
+    paths = sorted(directory.rglob("result.json"))
+    if not paths:
+        raise ValueError(
+            f"normplug.compare: no result.json at any depth under {directory}. train.py writes "
+            "one into the directory of each run: give that directory, or one above it."
+        )
+    runs, unreadable = [], {}
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            unreadable[path] = str(error)
+    return runs, unreadable
+
+
+def read_run(path: Path) -> Run:
+    """Read one `result.json`; one that says "finished" but lacks keys is a failed run."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict):
+        raise ValueError("holds no JSON object")
+    lacking = [key for key in KEYS if key not in record]
+    if set(lacking) & set(IDENTITY):
+        raise ValueError(f"lacks {', '.join(lacking)}")
+    status, error = record["status"], str(record.get("error") or "")
+    if lacking and status == "finished":
+        status, error = "failed", f"result.json lacks {', '.join(lacking)}"
+    curve = (_number(value) for value in record.get("accuracy_by_epoch") or ())
+    return Run(
+        path=path,
+        error=error,
+        model=str(record["model"]),
+        data=str(record["data"]),
+        arm=str(record["arm"]),
+        seed=int(record["seed"]),
+        status=str(status),
+        test_accuracy=_number(record.get("test_accuracy")),
+        accuracy_by_epoch=tuple(math.nan if value is None else value for value in curve),
+        step_ms=_number(record.get("step_ms")),
+        images_per_s=_number(record.get("images_per_s")),
+        loader_wait_ms=_number(record.get("loader_wait_ms")),
+        peak_memory_bytes=_whole(record.get("peak_memory_bytes")),
+        norms_swapped=_whole(record.get("norms_swapped")),
+        versions={str(k): str(v) for k, v in (record.get("versions") or {}).items()},
+        hardware=str(record.get("hardware") or "unknown"),
+        date=str(record.get("date") or ""),
+    )
+
+
+def group_runs(runs: Iterable[Run]) -> list[Group]:
+    """Group by (model, data), then by arm and seed."""
+    members: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in runs:
+        members[run.model, run.data].append(run)
+    return [_group(*names, members[names]) for names in sorted(members)]
+
+
+def _group(model: str, data: str, runs: list[Run]) -> Group:
+    arms: dict[str, dict[int, Run]] = {}
+    left_out = []
+    # Of two runs of one arm and seed the later in this order stays: finished before newer.
+    for run in sorted(runs, key=lambda run: (_arm_rank(run.arm), run.finished, run.date)):
+        of_arm = arms.setdefault(run.arm, {})
+        if run.seed in of_arm:
+            left_out.append(of_arm[run.seed])
+        of_arm[run.seed] = run
+    return Group(model, data, arms, left_out)
+
+
+def _arm_rank(arm: str) -> tuple[int, str]:
+    return (ARM_ORDER.index(arm) if arm in ARM_ORDER else len(ARM_ORDER), arm)
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return None if number is None else round(number)

@@ -1,0 +1,192 @@
+"""Write the comparison as Markdown that also reads well in a terminal."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from normplug.compare.gather import BASELINE, Group, Run
+from normplug.compare.stats import Interval, Row, summarise
+
+HEADER = (
+    "arm",
+    "n",
+    "test accuracy, %",
+    "minus baseline, points",
+    "speed ratio",
+    "images/s",
+    "step, ms",
+    "peak, MiB",
+    "norms swapped",
+)
+NOTHING = "-"
+HOW_TO_READ = f"""## How to read the tables
+
+- n: finished runs, of the seeds that any arm of the table has. Only finished runs are averaged.
+- test accuracy: on the test set, after the last epoch; mean over seeds ± half the width of the
+  95% t-interval. One seed has no interval.
+- minus {BASELINE}: mean and 95% t-interval of the differences, paired by seed. Each interval
+  stands alone: with many arms, some will miss zero by chance.
+- speed ratio: images/s over that of {BASELINE}; geometric mean over seeds, by pairs that ran on
+  the same hardware. Above 1 is faster.
+- images/s, step and peak memory: medians over runs.
+"""
+
+
+def render(
+    groups: Sequence[Group],
+    notes: Sequence[Sequence[str]],
+    unreadable: Mapping[Path, str],
+    root: Path,
+) -> str:
+    """The whole report: a section per group, then unreadable files, then how to read it.
+
+    Args:
+        groups: the groups, in order.
+        notes: what each group lacks besides its runs.
+        unreadable: files that are no run, and why.
+        root: paths are written relative to it.
+    """
+    count = sum(len(runs) for group in groups for runs in group.arms.values())
+    count += sum(len(group.left_out) for group in groups) + len(unreadable)
+    parts = [f"# Comparison of {count} runs in {root}\n"]
+    parts += [_section(group, lines, root) for group, lines in zip(groups, notes, strict=True)]
+    if unreadable:
+        lines = [f"{path.relative_to(root)}: {why}" for path, why in unreadable.items()]
+        parts.append(f"## Failed: result.json could not be read\n\n{_bullets(lines)}")
+    return "\n".join([*parts, HOW_TO_READ])
+
+
+def _section(group: Group, notes: Sequence[str], root: Path) -> str:
+    parts = [f"## {group.title}\n", _table(summarise(group))]
+    if not group.finished(BASELINE):
+        why = "no finished run" if BASELINE in group.arms else "no run"
+        parts.append(f"The arm {BASELINE} has {why}: no differences, no speed ratios.\n")
+    if left := [*_not_averaged(group, root), *notes]:
+        parts.append(f"Not in these numbers, or not in the plots:\n\n{_bullets(left)}")
+    parts.append("Test accuracy is on the test set, after the last epoch.\n")
+    parts.append(_bullets(_provenance(group)))
+    return "\n".join(parts)
+
+
+def _table(rows: Iterable[Row]) -> str:
+    lines = [HEADER, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
+
+    def join(cells: Sequence[str]) -> str:
+        first = cells[0].ljust(widths[0])
+        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return f"| {' | '.join([first, *rest])} |\n"
+
+    rule = f"|{'-' * (widths[0] + 2)}|{'|'.join('-' * (w + 1) + ':' for w in widths[1:])}|\n"
+    return join(lines[0]) + rule + "".join(join(line) for line in lines[1:])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    accuracy = _percent(row.test_accuracy, "")
+    if row.test_accuracy and row.test_accuracy.n < row.n_finished:
+        accuracy += f" (n = {row.test_accuracy.n})"
+    difference, ratio = _percent(row.difference, "+"), NOTHING
+    if row.difference:
+        difference += f" ({_pairs(row.difference.n)})"
+    if row.speed_ratio is not None:
+        ratio = f"{row.speed_ratio:.3f} ({_pairs(row.speed_pairs)})"
+    if row.arm == BASELINE:
+        difference = ratio = "reference"
+    return (
+        row.arm.replace("|", "/"),
+        f"{row.n_finished} of {row.n_expected}",
+        accuracy,
+        difference,
+        ratio,
+        _rounded(row.images_per_s),
+        NOTHING if row.step_ms is None else f"{row.step_ms:.2f}",
+        _rounded(row.peak_memory_mib),
+        ", ".join(map(str, row.norms_swapped)) or NOTHING,
+    )
+
+
+def _percent(interval: Interval | None, sign: str) -> str:
+    if interval is None:
+        return NOTHING
+    mean = f"{100 * interval.mean:{sign}.2f}"
+    if interval.half_width is None:
+        return mean
+    return f"{mean} ± {100 * interval.half_width:.2f}"
+
+
+def _pairs(count: int) -> str:
+    return "1 pair" if count == 1 else f"{count} pairs"
+
+
+def _rounded(value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _not_averaged(group: Group, root: Path) -> list[str]:
+    lines = []
+    for arm, runs in group.arms.items():
+        for seed in group.seeds:
+            if reason := _reason(runs.get(seed), root):
+                lines.append(f"{arm}, seed {seed}: {reason}")
+    for run in group.left_out:
+        kept = group.arms[run.arm][run.seed]
+        lines.append(
+            f"{run.arm}, seed {run.seed}: a second run, {_folder(run, root)} ({run.status}), "
+            f"left out for {_folder(kept, root)}; if both were meant, compare them apart"
+        )
+    return lines
+
+
+def _reason(run: Run | None, root: Path) -> str:
+    """Why a run is not averaged; empty if it is."""
+    if run is None:
+        return "missing: another arm has this seed, this arm has no run with it"
+    where = _folder(run, root)
+    if run.status == "failed":
+        return f"failed: {' '.join(run.error.split())[:300] or 'no error given'} ({where})"
+    if not run.finished:
+        return f'unfinished: its status is "{run.status}" ({where})'
+    return "" if run.test_accuracy is not None else f"finished, but no test accuracy ({where})"
+
+
+def _folder(run: Run, root: Path) -> str:
+    return str(run.path.parent.relative_to(root))
+
+
+def _provenance(group: Group) -> list[str]:
+    """Hardware, versions, epochs, dates of the runs that count, and what differs between them."""
+    runs = [run for arm in group.arms for run in group.finished(arm).values()]
+    if not runs:
+        return ["no finished run, so no hardware, versions, epochs or dates to state"]
+    hardware = Counter(run.hardware for run in runs)
+    line = f"hardware: {_counted(hardware)}"
+    if len(hardware) > 1:
+        line += ". It differs: speed ratios come from pairs on the same hardware only"
+    lines = [line]
+    names = sorted({name for run in runs for name in run.versions})
+    versions = {name: Counter(run.versions.get(name, "none") for run in runs) for name in names}
+    same = [f"{name} {next(iter(found))}" for name, found in versions.items() if len(found) == 1]
+    lines.append(f"versions: {', '.join(same) or 'none that all runs share'}")
+    lines += [
+        f"version differs: {name} {_counted(found)}"
+        for name, found in versions.items()
+        if len(found) > 1
+    ]
+    epochs = Counter(str(len(run.accuracy_by_epoch)) for run in runs)
+    lines.append(f"epochs{' differ' * (len(epochs) > 1)}: {_counted(epochs)}")
+    days = sorted({run.date[:10] or "unknown" for run in runs})
+    lines.append(f"dates: {days[0] if len(days) == 1 else f'{days[0]} to {days[-1]}'}")
+    return lines
+
+
+def _counted(found: Counter[str]) -> str:
+    if len(found) == 1:
+        return next(iter(found))
+    ordered = found.most_common()
+    return ", ".join(f"{name} ({count} run{'s' * (count > 1)})" for name, count in ordered)
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    return "".join(f"- {line}\n" for line in lines)

@@ -1,0 +1,104 @@
+"""Write the comparison as CSV. Accuracies are fractions, as in `result.json`."""
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from normplug.compare.gather import Group, Run
+from normplug.compare.stats import Interval, Row
+
+SUMMARY_COLUMNS = (
+    "model",
+    "data",
+    "arm",
+    "n_finished",
+    "n_expected",
+    "test_accuracy_n",
+    "test_accuracy_mean",
+    "test_accuracy_t95_half_width",
+    "difference_to_baseline_n",
+    "difference_to_baseline_mean",
+    "difference_to_baseline_t95_half_width",
+    "speed_ratio_n",
+    "speed_ratio_geometric_mean",
+    "images_per_s_median",
+    "step_ms_median",
+    "peak_memory_mib_median",
+    "norms_swapped",
+)
+RUN_FIELDS = (
+    "model",
+    "data",
+    "arm",
+    "seed",
+    "status",
+    "error",
+    "test_accuracy",
+    "images_per_s",
+    "step_ms",
+    "loader_wait_ms",
+    "peak_memory_bytes",
+    "norms_swapped",
+    "hardware",
+    "date",
+)
+
+
+def write_summary(path: Path, rows: Iterable[Row]) -> None:
+    """One line for each (model, data, arm)."""
+    _write(path, SUMMARY_COLUMNS, [_summary_line(row) for row in rows])
+
+
+def write_runs(
+    path: Path, groups: Iterable[Group], unreadable: Mapping[Path, str], root: Path
+) -> None:
+    """One line for each run; `averaged` is False for those that no mean includes."""
+    lines = []
+    for group in groups:
+        for runs in group.arms.values():
+            lines += [_run_line(run, root, run.finished) for _, run in sorted(runs.items())]
+        lines += [_run_line(run, root, averaged=False) for run in group.left_out]
+    for file, why in unreadable.items():
+        name = file.relative_to(root)
+        lines.append({"status": "failed", "error": why, "averaged": False, "file": name})
+    _write(path, (*RUN_FIELDS, "averaged", "file"), lines)
+
+
+def _summary_line(row: Row) -> dict[str, object]:
+    return {
+        "model": row.model,
+        "data": row.data,
+        "arm": row.arm,
+        "n_finished": row.n_finished,
+        "n_expected": row.n_expected,
+        **_interval("test_accuracy", row.test_accuracy),
+        **_interval("difference_to_baseline", row.difference),
+        "speed_ratio_n": row.speed_pairs,
+        "speed_ratio_geometric_mean": row.speed_ratio,
+        "images_per_s_median": row.images_per_s,
+        "step_ms_median": row.step_ms,
+        "peak_memory_mib_median": row.peak_memory_mib,
+        "norms_swapped": " ".join(map(str, row.norms_swapped)),
+    }
+
+
+def _interval(name: str, interval: Interval | None) -> dict[str, object]:
+    if interval is None:
+        return {f"{name}_n": 0}
+    return {
+        f"{name}_n": interval.n,
+        f"{name}_mean": interval.mean,
+        f"{name}_t95_half_width": interval.half_width,
+    }
+
+
+def _run_line(run: Run, root: Path, averaged: bool) -> dict[str, object]:
+    fields = {name: getattr(run, name) for name in RUN_FIELDS}
+    return fields | {"averaged": averaged, "file": run.path.relative_to(root)}
+
+
+def _write(path: Path, columns: Sequence[str], lines: Iterable[Mapping[str, object]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=columns)
+        writer.writeheader()
+        writer.writerows(lines)

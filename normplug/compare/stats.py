@@ -1,0 +1,132 @@
+"""Means, 95% t-intervals, and differences to the baseline paired by seed."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import stdtrit
+
+from normplug.compare.gather import BASELINE, Group, Run
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over `n` values, and half the width of its 95% t-interval (None for one value)."""
+
+    n: int
+    mean: float
+    half_width: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the summary. Accuracies are fractions; None stands for nothing to average.
+
+    Attributes:
+        model: name of the network.
+        data: name of the data set.
+        arm: baseline, standard, golden, ...
+        n_finished: finished runs, the only ones averaged.
+        n_expected: seeds that any arm of the group has.
+        test_accuracy: over the finished runs that have one.
+        difference: test accuracy minus the baseline's, over the seeds that both finished.
+        speed_ratio: geometric mean of images/s over the baseline's, by pairs of one hardware.
+        speed_pairs: number of those pairs.
+        images_per_s: median over runs.
+        step_ms: median over runs of each run's median step.
+        peak_memory_mib: median over runs.
+        norms_swapped: every count that occurs.
+    """
+
+    model: str
+    data: str
+    arm: str
+    n_finished: int
+    n_expected: int
+    test_accuracy: Interval | None
+    difference: Interval | None
+    speed_ratio: float | None
+    speed_pairs: int
+    images_per_s: float | None
+    step_ms: float | None
+    peak_memory_mib: float | None
+    norms_swapped: list[int]
+
+
+def t_interval(values: Collection[float]) -> Interval | None:
+    """The mean of `values`, plus or minus t(0.975, n - 1) * s / sqrt(n)."""
+    sample = np.array(list(values), dtype=float)
+    n = sample.size
+    if n == 0:
+        return None
+    if n == 1:
+        return Interval(1, float(sample[0]), None)
+    half_width = stdtrit(n - 1, 0.975) * sample.std(ddof=1) / np.sqrt(n)
+    return Interval(n, float(sample.mean()), float(half_width))
+
+
+def accuracies(group: Group, arm: str) -> dict[int, float]:
+    """Test accuracy by seed, of the finished runs that have one."""
+    return _values(group.finished(arm), "test_accuracy")
+
+
+def paired_differences(group: Group, arm: str) -> dict[int, float]:
+    """Test accuracy of `arm` minus that of the baseline, by seed that both finished."""
+    if arm == BASELINE:
+        return {}
+    reference = accuracies(group, BASELINE)
+    found = accuracies(group, arm)
+    return {seed: found[seed] - reference[seed] for seed in found.keys() & reference.keys()}
+
+
+def speed_ratios(group: Group, arm: str) -> dict[int, float]:
+    """Images/s of `arm` over that of the baseline, by seed that both ran on one hardware."""
+    if arm == BASELINE:
+        return {}
+    runs, references = group.finished(arm), group.finished(BASELINE)
+    found, reference = _values(runs, "images_per_s"), _values(references, "images_per_s")
+    return {
+        seed: found[seed] / reference[seed]
+        for seed in found.keys() & reference.keys()
+        if runs[seed].hardware == references[seed].hardware
+        and min(found[seed], reference[seed]) > 0
+    }
+
+
+def summarise(group: Group) -> list[Row]:
+    """One row per arm, in the order of the table."""
+    return [_row(group, arm) for arm in group.arms]
+
+
+def _row(group: Group, arm: str) -> Row:
+    runs = group.finished(arm)
+    ratios = list(speed_ratios(group, arm).values())
+    peak = _median(runs, "peak_memory_bytes")
+    norms = {run.norms_swapped for run in runs.values() if run.norms_swapped is not None}
+    return Row(
+        model=group.model,
+        data=group.data,
+        arm=arm,
+        n_finished=len(runs),
+        n_expected=len(group.seeds),
+        test_accuracy=t_interval(accuracies(group, arm).values()),
+        difference=t_interval(paired_differences(group, arm).values()),
+        speed_ratio=float(np.exp(np.mean(np.log(ratios)))) if ratios else None,
+        speed_pairs=len(ratios),
+        images_per_s=_median(runs, "images_per_s"),
+        step_ms=_median(runs, "step_ms"),
+        peak_memory_mib=None if peak is None else peak / MIB,
+        norms_swapped=sorted(norms),
+    )
+
+
+def _values(runs: Mapping[int, Run], field: str) -> dict[int, float]:
+    found = {seed: getattr(run, field) for seed, run in runs.items()}
+    return {seed: value for seed, value in sorted(found.items()) if value is not None}
+
+
+def _median(runs: Mapping[int, Run], field: str) -> float | None:
+    values = list(_values(runs, field).values())
+    return float(np.median(values)) if values else None

@@ -1,0 +1,300 @@
+"""The comparison of runs: what is averaged, what is only listed, and what is written."""
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+
+from normplug.compare import compare
+from normplug.compare.__main__ import main
+from normplug.compare.gather import find_runs, group_runs
+from normplug.compare.plots import file_stems
+from normplug.compare.report import render
+from normplug.compare.stats import Row, summarise, t_interval
+from normplug.compare.variance import gather_variance, mean_variance, read_variance
+
+VARIANCE_HEADER = (
+    "step,epoch,layer,depth,kind,target_variance,input_variance,output_variance,"
+    "affine_variance,weight_rms,rank,world_size"
+)
+
+
+def write_run(root: Path, arm: str, seed: int, **changes: Any) -> Path:
+    record = {
+        "arm": arm,
+        "seed": seed,
+        "model": "resnet18",
+        "data": "digits",
+        "test_accuracy": 0.9,
+        "accuracy_by_epoch": [0.5, 0.7, 0.8, 0.9],
+        "step_ms": 10.0,
+        "images_per_s": 1000.0,
+        "loader_wait_ms": 0.1,
+        "peak_memory_bytes": 512 * 2**20,
+        "norms_swapped": 20,
+        "versions": {"torch": "2.9.0"},
+        "hardware": "H100",
+        "date": "2026-06-01T12:00:00",
+        "status": "finished",
+        **changes,
+    }
+    directory = root / str(record["model"]) / arm / f"seed_{seed}_{record['date'][:10]}"
+    directory.mkdir(parents=True)
+    (directory / "result.json").write_text(json.dumps(record))
+    return directory
+
+
+def write_variance(run: Path, cells: np.ndarray, steps: list[int], target: float = 1.0) -> None:
+    """Write `variance.csv` with affine variance `cells` (steps, depths); input is 10 times it."""
+    lines = [VARIANCE_HEADER]
+    for step, row in zip(steps, cells, strict=True):
+        for depth, value in enumerate(row):
+            variances = f"{target},{10 * value},{target},{'' if math.isnan(value) else value}"
+            lines.append(f"{step},0,bn{depth},{depth},BatchNorm2d,{variances},1.0,0,1")
+    (run / "variance.csv").write_text("\n".join(lines) + "\n")
+
+
+def rows_of(root: Path) -> dict[str, Row]:
+    (group,) = group_runs(find_runs(root)[0])
+    return {row.arm: row for row in summarise(group)}
+
+
+def report_of(root: Path) -> str:
+    runs, unreadable = find_runs(root)
+    groups = group_runs(runs)
+    return render(groups, [[] for _ in groups], unreadable, root)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("n", [2, 3, 10])
+def test_interval_is_scipys(n: int) -> None:
+    values = np.random.default_rng(n).normal(0.9, 0.01, n)
+    expected = scipy_stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    found = t_interval(values)
+    assert found is not None
+    assert found.half_width is not None
+    assert found.mean - found.half_width == pytest.approx(expected.low, rel=1e-12)
+    assert found.mean + found.half_width == pytest.approx(expected.high, rel=1e-12)
+
+
+def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
+    for seed, accuracy in {0: 0.90, 1: 0.92, 2: 0.94}.items():
+        write_run(tmp_path, "baseline", seed, test_accuracy=accuracy)
+    for seed, accuracy in {0: 0.92, 1: 0.92, 3: 0.50}.items():
+        write_run(tmp_path, "golden", seed, test_accuracy=accuracy)
+    difference = rows_of(tmp_path)["golden"].difference
+    assert difference is not None
+    assert difference.n == 2
+    assert difference.mean == pytest.approx(0.01)
+    # Differences 0.02 and 0: s / sqrt(2) = 0.01, and t(0.975, 1) = 12.7062.
+    assert difference.half_width == pytest.approx(0.127062, rel=1e-5)
+
+
+def test_only_finished_runs_are_averaged_and_all_others_are_listed(tmp_path: Path) -> None:
+    for seed in range(4):
+        write_run(tmp_path, "baseline", seed)
+    write_run(tmp_path, "golden", 0, test_accuracy=0.8)
+    write_run(tmp_path, "golden", 1, test_accuracy=0.1, status="failed", error="out of\nmemory")
+    write_run(tmp_path, "golden", 2, test_accuracy=0.1, status="running")
+    lacking = write_run(tmp_path, "standard", 0, test_accuracy=0.1) / "result.json"
+    record = json.loads(lacking.read_text())
+    del record["step_ms"]
+    lacking.write_text(json.dumps(record))
+    write_run(tmp_path, "standard", 1, test_accuracy=None)
+    write_run(tmp_path, "standard", 2, test_accuracy=0.7)
+    write_run(tmp_path, "standard", 3, test_accuracy=0.7)
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    (cut / "result.json").write_text('{"arm": "golden", ')
+
+    comparison = compare(tmp_path)
+    rows = {row.arm: row for row in comparison.rows}
+    assert (rows["golden"].n_finished, rows["golden"].n_expected) == (1, 4)
+    assert rows["golden"].test_accuracy == t_interval([0.8])
+    assert rows["standard"].test_accuracy == t_interval([0.7, 0.7])
+    for line in (
+        "golden, seed 1: failed: out of memory (",
+        'golden, seed 2: unfinished: its status is "running" (',
+        "golden, seed 3: missing: ",
+        "standard, seed 0: failed: result.json lacks step_ms (",
+        "standard, seed 1: finished, but no test accuracy (",
+        "cut/result.json: ",
+        "| 1 of 4 |",
+        "70.00 ± 0.00 (n = 2)",
+        "# Comparison of 12 runs in ",
+    ):
+        assert line in comparison.markdown
+    averaged = [line["averaged"] for line in read_csv(tmp_path / "runs.csv")]
+    assert averaged.count("False") == 4
+    assert len(averaged) == 12
+
+
+def test_of_two_runs_of_a_seed_the_finished_then_the_newer_counts(tmp_path: Path) -> None:
+    write_run(tmp_path, "golden", 0, test_accuracy=0.7, date="2026-06-01")
+    write_run(tmp_path, "golden", 0, test_accuracy=0.8, date="2026-06-02")
+    write_run(tmp_path, "golden", 0, status="failed", date="2026-06-03")
+    assert rows_of(tmp_path)["golden"].test_accuracy == t_interval([0.8])
+    assert report_of(tmp_path).count("golden, seed 0: a second run, ") == 2
+
+
+def test_arms_stand_in_one_order_and_columns_line_up(tmp_path: Path) -> None:
+    for arm in ("standard-gamma0_0.786", "golden", "0.5", "baseline", "standard"):
+        write_run(tmp_path, arm, 0)
+    expected = ["baseline", "standard", "golden", "0.5", "standard-gamma0_0.786"]
+    assert list(rows_of(tmp_path)) == expected
+    table = [line for line in report_of(tmp_path).splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(expected)
+    assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in table}) == 1
+
+
+@pytest.mark.parametrize("status", ["none", "failed"])
+def test_without_a_baseline_there_is_no_difference(tmp_path: Path, status: str) -> None:
+    write_run(tmp_path, "golden", 0)
+    if status == "failed":
+        write_run(tmp_path, "baseline", 0, status="failed")
+    golden = rows_of(tmp_path)["golden"]
+    assert golden.difference is None
+    assert golden.speed_ratio is None
+    assert "no differences, no speed ratios" in report_of(tmp_path)
+
+
+def test_one_seed_has_a_mean_and_no_interval(tmp_path: Path) -> None:
+    write_run(tmp_path, "baseline", 0, test_accuracy=0.9)
+    write_run(tmp_path, "golden", 0, test_accuracy=0.91)
+    table = [line for line in compare(tmp_path).markdown.splitlines() if line.startswith("| g")]
+    assert "91.00 " in table[0]
+    assert "+1.00 (1 pair)" in table[0]
+    assert "±" not in table[0]
+    assert read_csv(tmp_path / "summary.csv")[1]["test_accuracy_t95_half_width"] == ""
+
+
+def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_run(tmp_path, "baseline", seed, images_per_s=100.0)
+    write_run(tmp_path, "golden", 0, images_per_s=200.0)
+    write_run(tmp_path, "golden", 1, images_per_s=800.0)
+    write_run(tmp_path, "golden", 2, images_per_s=1.0, hardware="A100")
+    golden = rows_of(tmp_path)["golden"]
+    assert golden.speed_ratio == pytest.approx(4.0)
+    assert golden.speed_pairs == 2
+    assert "H100 (5 runs), A100 (1 run). It differs" in report_of(tmp_path)
+
+
+def test_an_unmeasured_speed_is_a_dash(tmp_path: Path) -> None:
+    write_run(tmp_path, "baseline", 0)
+    write_run(tmp_path, "golden", 0, images_per_s=None, step_ms=float("nan"))
+    golden = rows_of(tmp_path)["golden"]
+    assert (golden.speed_ratio, golden.images_per_s, golden.step_ms) == (None, None, None)
+    assert golden.peak_memory_mib == 512
+
+
+def test_versions_dates_and_epochs_come_from_the_runs(tmp_path: Path) -> None:
+    write_run(tmp_path, "golden", 0, versions={"torch": "2.9.0", "numpy": "2.4"})
+    later = "2026-06-03T01:00:00"
+    versions = {"torch": "2.8.0", "numpy": "2.4"}
+    curve = [0.5, 0.6]
+    write_run(tmp_path, "golden", 1, versions=versions, date=later, accuracy_by_epoch=curve)
+    markdown = report_of(tmp_path)
+    assert "- versions: numpy 2.4\n" in markdown
+    assert "- version differs: torch 2.9.0 (1 run), 2.8.0 (1 run)\n" in markdown
+    assert "- dates: 2026-06-01 to 2026-06-03\n" in markdown
+    assert "- epochs differ: 4 (1 run), 2 (1 run)\n" in markdown
+
+
+def test_models_are_not_mixed_and_keep_their_own_files(tmp_path: Path) -> None:
+    write_run(tmp_path, "golden", 0, model="a b", test_accuracy=0.1)
+    write_run(tmp_path, "golden", 0, model="a/b", test_accuracy=0.3)
+    groups = group_runs(find_runs(tmp_path)[0])
+    assert [group.model for group in groups] == ["a b", "a/b"]
+    assert file_stems(groups) == ["a_b_digits", "a_b_digits_"]
+    out = tmp_path / "out"
+    paths = compare(tmp_path, out).paths
+    assert {path.name for path in paths} == {path.name for path in out.iterdir()}
+    assert len(paths) == 3 + 2 * 2
+
+
+def test_variance_reader_takes_rank_0_and_the_last_word_on_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "variance.csv"
+    rows = (
+        "0,0,bn,0,BatchNorm2d,1.0,2.0,1.0,3.0,1.0,0,2",
+        "0,0,bn,0,BatchNorm2d,1.0,2.0,1.0,9.0,1.0,1,2",
+        "5,0,bn,0,BatchNorm2d,1.0,2.0,1.0,4.0,1.0,0,2",
+        "5,0,bn,0,BatchNorm2d,1.0,2.0,1.0,,1.0,0,2",
+        "9,0,bn,0,BatchNo",
+    )
+    path.write_text("\n".join((VARIANCE_HEADER, *rows)))
+    found = read_variance(path)
+    assert found.steps.tolist() == [0, 5]
+    np.testing.assert_array_equal(found.values["affine_variance"], [[3.0], [np.nan]])
+
+
+def test_mean_variance_keeps_shared_steps_and_never_drops_a_seed(tmp_path: Path) -> None:
+    first, second = (write_run(tmp_path, "golden", seed) for seed in range(2))
+    write_variance(first, np.array([[1.0, 1.0], [2.0, np.nan], [7.0, 7.0]]), [0, 10, 20])
+    write_variance(second, np.array([[3.0, 3.0], [4.0, 4.0]]), [0, 10])
+    mean = mean_variance([read_variance(run / "variance.csv") for run in (first, second)])
+    assert mean is not None
+    assert mean.steps.tolist() == [0, 10]
+    np.testing.assert_array_equal(mean.values["affine_variance"], [[2.0, 2.0], [3.0, np.nan]])
+
+
+def test_a_lacking_or_broken_variance_file_is_named(tmp_path: Path) -> None:
+    write_variance(write_run(tmp_path, "golden", 0), np.ones((2, 3)), [0, 1])
+    write_run(tmp_path, "golden", 1)
+    (write_run(tmp_path, "golden", 2) / "variance.csv").write_text("step,depth\n0,0\n")
+    (group,) = group_runs(find_runs(tmp_path)[0])
+    notes = gather_variance(group).notes
+    assert any("golden, seed 2: variance.csv could not be read: lacks" in note for note in notes)
+    assert "no variance.csv, so not in those plots: golden seed 1" in notes
+
+
+def test_every_file_is_written_and_none_is_blank(tmp_path: Path) -> None:
+    for arm in ("baseline", "golden"):
+        for seed in range(2):
+            run = write_run(tmp_path / "runs", arm, seed, test_accuracy=0.9 + seed / 100)
+            write_variance(run, np.random.default_rng(seed).uniform(0.5, 2, (5, 20)), [*range(5)])
+    comparison = compare(tmp_path / "runs", tmp_path / "new" / "out")
+    names = {"accuracy", "seeds", "variance_by_depth", "variance_by_step"}
+    plots = {path for path in comparison.paths if path.suffix == ".png"}
+    assert {path.name for path in plots} == {f"{name}_resnet18_digits.png" for name in names}
+    for path in plots:
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size > 15_000
+    assert (tmp_path / "new/out/summary.md").read_text("utf-8") == comparison.markdown
+    summary = read_csv(tmp_path / "new/out/summary.csv")
+    assert [line["arm"] for line in summary] == ["baseline", "golden"]
+    assert float(summary[1]["difference_to_baseline_mean"]) == pytest.approx(0.0)
+    assert float(summary[1]["test_accuracy_mean"]) == pytest.approx(0.905)
+
+
+def test_command_prints_the_table_and_the_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "runs", "golden", 0)
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "| golden |" in printed
+    assert str(tmp_path / "out" / "summary.md") in printed.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("", "no result.json at any depth under"), ("nowhere", "nowhere is not a directory")],
+)
+def test_command_without_runs_ends_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, sentence: str
+) -> None:
+    assert main([str(tmp_path / name)]) == 1
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
