@@ -37,7 +37,9 @@ def compare(x, row, weight, bias, mode):
 
     def stock(x, row, weight, bias):
         if scale != 1:
-            weight = (torch.ones(row, dtype=x.dtype) if weight is None else weight) * scale
+            weight = (
+                torch.ones(row, dtype=x.dtype, device=x.device) if weight is None else weight
+            ) * scale
         return F.layer_norm(x, row, weight, bias)
 
     def ours(*args):

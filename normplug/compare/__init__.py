@@ -17,11 +17,19 @@ __all__ = ["Comparison", "compare"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found: a row for each (model, data, arm), the text, the files written."""
+    """What `compare` found.
+
+    Attributes:
+        rows: one for each (model, data, arm).
+        markdown: the report.
+        paths: the files written.
+        complete: whether every arm has a finished run of every seed that any arm has.
+    """
 
     rows: list[Row]
     markdown: str
     paths: list[Path]
+    complete: bool
 
 
 def compare(
@@ -58,4 +66,5 @@ def compare(
     styles = arm_styles(groups)
     for group, variance, stem in zip(groups, variances, file_stems(groups), strict=True):
         paths += draw(group, variance.by_arm, styles, target, stem)
-    return Comparison(rows, markdown, paths)
+    complete = not unreadable and all(row.n_finished == row.n_expected for row in rows)
+    return Comparison(rows, markdown, paths, complete)

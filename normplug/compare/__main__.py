@@ -8,7 +8,7 @@ from normplug.compare import compare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 1 where there is nothing to compare."""
+    """Run the command line; the exit code is 1 where a run is missing, unfinished or failed."""
     parser = argparse.ArgumentParser(prog="python -m normplug.compare", description=__doc__)
     parser.add_argument("directory", metavar="DIR", help="searched at any depth for result.json")
     parser.add_argument("--out", metavar="DIR", help="where tables and plots go (default: DIR)")
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(comparison.markdown)
     print("\n".join(str(path) for path in comparison.paths))
-    return 0
+    return 0 if comparison.complete else 1
 
 
 if __name__ == "__main__":

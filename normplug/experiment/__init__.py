@@ -1,0 +1,1 @@
+"""What `train.py` builds: data, models and the LightningModule."""

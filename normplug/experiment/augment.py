@@ -1,0 +1,66 @@
+"""Image arithmetic on the device, a batch at a time: normalise, crop, flip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Augment:
+    """What training images go through.
+
+    Attributes:
+        pad: pixels added on every side before a random crop back to the old size; 0 for no crop.
+        flip: mirror left and right with probability 1/2.
+    """
+
+    pad: int = 0
+    flip: bool = False
+
+
+def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Scale uint8 images to [0, 1], then to mean 0 and standard deviation 1 per channel.
+
+    Args:
+        images: (B, C, H, W), uint8.
+        mean: (C,), float32, of pixels in [0, 1].
+        std: (C,), float32; a constant channel, which has std 0, becomes 0 and not nan.
+
+    Returns:
+        (B, C, H, W), float32.
+    """
+    scale = 255 * std.clamp(min=1 / 255)
+    return (images - 255 * mean[:, None, None]).div_(scale[:, None, None])
+
+
+def crop_and_flip(images: Tensor, augment: Augment, generator: torch.Generator) -> Tensor:
+    """Shift each image by its own offset of up to `pad` pixels each way, and mirror half of them.
+
+    What comes in from outside is 0: the mean, for normalised images.
+
+    Args:
+        images: (B, C, H, W).
+        augment: what to do.
+        generator: on the device of `images`.
+
+    Returns:
+        (B, C, H, W), new.
+    """
+    batch, channels, height, width = images.shape
+    device, pad = images.device, augment.pad
+
+    top, left = torch.randint(2 * pad + 1, (2, batch, 1), generator=generator, device=device)
+    rows = top + torch.arange(height, device=device)
+    columns = left + torch.arange(width, device=device)
+    if augment.flip:
+        mirrored = torch.randint(2, (batch, 1), generator=generator, device=device).bool()
+        columns = torch.where(mirrored, columns.flip(1), columns)
+
+    padded = functional.pad(images, (pad, pad, pad, pad))
+    source = rows[:, :, None] * (width + 2 * pad) + columns[:, None, :]
+    source = source.view(batch, 1, -1).expand(-1, channels, -1)
+    return padded.flatten(2).gather(2, source).view(images.shape)

@@ -1,0 +1,303 @@
+"""One run of the experiment: its name, its checks, and its `result.json`, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import platform
+import sys
+import traceback
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+
+import normplug
+from normplug import _convert
+from normplug.compare.gather import BASELINE
+from normplug.experiment.classifier import Classifier
+from normplug.experiment.datamodule import ImageData
+from normplug.experiment.timing import EpochLines, StepTimer, peak_memory_bytes
+from normplug.lightning import VarianceLogger
+
+PACKAGES = ("normplug", "torchvision", "triton", "lightning", "hydra-core", "numpy")
+
+# Warnings of Lightning that tell a user of train.py nothing to act on.
+QUIET = (
+    ".*does not have many workers",  # the images are in memory: workers would only copy them
+    "Experiment logs directory .* exists and is not empty",  # Hydra's own files are in it
+    "The dirpath has changed",  # a resumed run has a directory of its own
+    ".*LeafSpec.* is deprecated",  # Lightning's use of torch, not ours
+)
+
+
+class UserError(CompactHydraException):
+    """A mistake in the command: Hydra prints its sentence, and no trace."""
+
+
+def arm_name(mode: str | float, gamma0: float | None = None, tag: str | None = None) -> str:
+    """The arm's name in directories, results and tables, e.g. `standard-gamma0_0.786`."""
+    parts = [str(mode) if mode == BASELINE else str(normplug.NormMode(mode))]
+    if gamma0 is not None:
+        parts.append(f"gamma0_{gamma0:g}")
+    if tag:
+        parts.append(tag)
+    return "-".join(parts)
+
+
+def _arm_for_path(mode: str | float, gamma0: float | None, tag: str | None) -> str:
+    # The directory is named before `Run` can refuse a bad mode in a sentence.
+    try:
+        return arm_name(mode, gamma0, tag)
+    except (ValueError, TypeError):
+        return str(mode)
+
+
+OmegaConf.register_new_resolver("normplug.arm", _arm_for_path, replace=True)
+
+
+class Run:
+    """A context around one run that writes `result.json` at its start, end or failure.
+
+    Args:
+        cfg: the composed configuration.
+
+    Raises:
+        UserError: a mode, gamma0 or combination that cannot run; or a directory that holds another
+            configuration's result. Inside the context, normplug's own messages become one too.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = cfg
+        self.directory = Path(HydraConfig.get().runtime.output_dir)
+        self.arm = _checked_arm(cfg)
+        _refuse_sweep_of_processes(cfg)
+        self.result: dict[str, Any] = {}
+        self.finished = self._is_finished()
+
+    def __enter__(self) -> Run:
+        for message in QUIET:
+            warnings.filterwarnings("ignore", message)
+        if not self.finished:
+            config = self.directory / "config.yaml"
+            config.write_text(OmegaConf.to_yaml(self.cfg, resolve=True))
+            self._write(status="running", date=_now())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        sentence = _sentence(error)
+        text = sentence or f"{type(error).__name__}: {error}"
+        self._write(status="failed", error=text, date=_now())
+        if _is_multirun():
+            # The other arms go on; the comparison at the sweep's end shows this one as failed.
+            if not sentence:
+                traceback.print_exception(error)
+            print(f"failed: {self.directory}: {text}", file=sys.stderr)
+            return True
+        if sentence and not os.environ.get("HYDRA_FULL_ERROR"):
+            raise UserError(sentence) from None
+        return False
+
+    def trainer(self, callbacks: list[Callback], **parts: Any) -> Trainer:
+        """The configured Trainer, with what is "auto" in its configuration decided."""
+        settings = self.cfg.trainer.copy()
+        if settings.precision == "auto":
+            gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+            settings.precision = "bf16-mixed" if gpu else "32-true"
+        if settings.enable_progress_bar == "auto":
+            settings.enable_progress_bar = sys.stdout.isatty() and not _is_multirun()
+            if not settings.enable_progress_bar:
+                callbacks = [*callbacks, EpochLines(str(self.directory))]
+        return instantiate(settings, callbacks=callbacks, **parts)
+
+    def finish(self, trainer: Trainer, model: Classifier, data: ImageData) -> float:
+        """Write the result, print it, and return the test accuracy."""
+        gpu = model.device.type == "cuda"
+        timer = next(c for c in trainer.callbacks if isinstance(c, StepTimer))  # type: ignore[attr-defined]
+        accuracy = float(trainer.callback_metrics["test/accuracy"])
+        self._write(
+            test_accuracy=accuracy,
+            accuracy_by_epoch=model.accuracy_by_epoch,
+            **timer.summary(data.batch_size * trainer.world_size),
+            peak_memory_bytes=peak_memory_bytes(gpu),
+            norms_swapped=sum(1 for _ in _convert.normplug_layers(model)),
+            epochs=trainer.current_epoch,
+            precision=str(trainer.precision),
+            versions=_versions(),
+            hardware=_hardware(gpu, trainer.world_size),
+            status="finished",
+            date=_now(),
+        )
+        self._report(trainer)
+        return accuracy
+
+    @rank_zero_only
+    def _write(self, **values: Any) -> None:
+        identity = {
+            "arm": self.arm,
+            "seed": self.cfg.seed,
+            "model": HydraConfig.get().runtime.choices["model"],
+            "data": _data_name(self.cfg),
+        }
+        self.result = identity | self.result | values
+        text = json.dumps(self.result, indent=2) + "\n"
+        temporary = self.directory / "result.json.part"
+        temporary.write_text(text)
+        temporary.replace(self.directory / "result.json")
+
+    def _is_finished(self) -> bool:
+        """Whether the directory holds this very run's result."""
+        path = self.directory / "result.json"
+        if not path.exists():
+            return False
+        result = json.loads(path.read_text())
+        if result.get("status") != "finished":
+            return False
+        done = _flat(OmegaConf.to_container(OmegaConf.load(self.directory / "config.yaml")))
+        asked = _flat(OmegaConf.to_container(self.cfg, resolve=True))
+        changed = sorted(k for k in done.keys() | asked.keys() if done.get(k) != asked.get(k))
+        if changed:
+            raise UserError(
+                f"normplug.experiment: {self.directory} holds a finished run with another value of "
+                f"{', '.join(changed[:5])}. Name this one: study=NAME (a directory of its own) or "
+                "tag=NAME (an arm of its own)."
+            )
+        self.result = result
+        print(f"skipped: {self.directory} is finished", file=sys.stderr)
+        return True
+
+    @rank_zero_only
+    def _report(self, trainer: Trainer) -> None:
+        r = self.result
+        loggers = [c for c in trainer.callbacks if isinstance(c, VarianceLogger)]  # type: ignore[attr-defined]
+        speed = "not timed: too few steps"
+        if r["images_per_s"] is not None:
+            speed = (
+                f"{r['images_per_s']:,.0f} images/s (median step {r['step_ms']:.2f} ms, "
+                f"loader wait {r['loader_wait_ms']:.2f} ms)"
+            )
+        lines = [
+            "",
+            f"{r['model']} on {r['data']}, arm {r['arm']}, seed {r['seed']}: {r['hardware']}",
+            f"test accuracy  {100 * r['test_accuracy']:.2f} % after {r['epochs']} epochs",
+            f"speed          {speed}",
+            f"peak memory    {r['peak_memory_bytes'] / 2**20:,.0f} MiB",
+            f"norm layers    {r['norms_swapped']} swapped",
+            *(logger.table() for logger in loggers),
+            f"written to     {self.directory}: {', '.join(sorted(_files(self.directory)))}",
+        ]
+        print("\n".join(lines))
+
+
+def _checked_arm(cfg: DictConfig) -> str:
+    """Refuse what would fail only after the data is loaded; return the arm's name."""
+    if cfg.gamma0 is not None and not _is_positive(cfg.gamma0):
+        raise UserError(
+            "normplug.experiment: gamma0 scales the norms' initial weights and must be a finite "
+            f"number above 0, or null; got {cfg.gamma0}."
+        )
+    if not isinstance(cfg.seed, int):
+        raise UserError(f"normplug.experiment: seed must be an integer; got {cfg.seed!r}.")
+    if not _is_positive(cfg.optimizer.lr):
+        raise UserError(
+            "normplug.experiment: optimizer.lr must be a finite number above 0; "
+            f"got {cfg.optimizer.lr!r}."
+        )
+    if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
+        raise UserError(
+            f"normplug.experiment: ckpt_path must be a checkpoint file; got {cfg.ckpt_path}. A "
+            "run's own is checkpoints/last.ckpt in its directory."
+        )
+    try:
+        return arm_name(cfg.mode, cfg.gamma0, cfg.tag)
+    except ValueError as error:
+        raise UserError(f"{error} Or mode=baseline, which swaps nothing.") from None
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
+
+
+def _data_name(cfg: DictConfig) -> str:
+    choice = HydraConfig.get().runtime.choices["data"]
+    return Path(cfg.data.root).name if choice == "image_folder" and cfg.data.root else choice
+
+
+def _is_multirun() -> bool:
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def _refuse_sweep_of_processes(cfg: DictConfig) -> None:
+    # Lightning's ddp starts its processes by running the command again, sweep and all.
+    launches = "ddp" in str(cfg.trainer.strategy) and "LOCAL_RANK" not in os.environ
+    if _is_multirun() and launches and cfg.trainer.devices not in (1, "1"):
+        raise UserError(
+            f"normplug.experiment: trainer.strategy={cfg.trainer.strategy} starts each process by "
+            "running the command again, which with -m would be the whole sweep. Run the arms one "
+            "by one (for mode in ...; do python train.py mode=$mode ...; done), or under torchrun."
+        )
+
+
+def _sentence(error: BaseException) -> str | None:
+    """Normplug's own message behind an error, if it is one: those are written for the user."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if str(seen).startswith("normplug"):
+            return str(seen)
+        seen = seen.__cause__
+    return None
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _files(directory: Path) -> list[str]:
+    return [p.name + ("/" if p.is_dir() else "") for p in directory.iterdir() if p.name[0] != "."]
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
+
+
+def _hardware(gpu: bool, processes: int) -> str:
+    if gpu:
+        return f"{processes} x {torch.cuda.get_device_name()}"
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line for line in lines if line.startswith("model name")).split(": ", 1)[1]
+    return f"CPU, {os.cpu_count()} x {name}"

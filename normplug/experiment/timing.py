@@ -1,0 +1,154 @@
+"""What a run costs, step by step, and how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+
+from normplug.lightning import VarianceLogger
+
+WARM_UP_STEPS = 5
+
+
+class StepTimer(Callback):
+    """Time every training step, on the device's own clock where it is a GPU.
+
+    Left out: the run's first steps (`WARM_UP_STEPS`), the first of each epoch, and those in which
+    a `VarianceLogger` measures. CUDA events are read after the fit, so that timing never makes the
+    host wait.
+    """
+
+    def __init__(self) -> None:
+        self._gpu = False
+        self._seen = 0  # steps so far
+        self._step = -1  # the optimizer step under way
+        self._start: Any = None  # of the step under way
+        self._previous: Any = None  # start of the step before, if that one counts
+        self._wait_from: float | None = None
+        self._wait_ms = 0.0
+        self._steps: list[tuple[Any, Any]] = []
+        self._periods: list[tuple[Any, Any]] = []
+        self._waits: list[float] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Choose the clock; start the count of peak memory."""
+        self._gpu = pl_module.device.type == "cuda"
+        self._seen = 0
+        self._steps, self._periods, self._waits = [], [], []
+        reset_peak_memory(self._gpu)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The first step of an epoch waits for its loader to start: not one to time."""
+        self._previous, self._wait_from = None, None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the time; a step's period ends where the next one starts."""
+        self._step = trainer.global_step
+        if self._wait_from is not None:
+            self._wait_ms = (time.perf_counter() - self._wait_from) * 1e3
+        self._start = self._now()
+        if self._previous is not None:
+            self._periods.append((self._previous, self._start))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the time, unless the step is one to leave out."""
+        self._seen += 1
+        counts = self._seen > WARM_UP_STEPS and not self._measured(trainer)
+        if counts and self._wait_from is not None:
+            self._steps.append((self._start, self._now()))
+            self._waits.append(self._wait_ms)
+        self._previous = self._start if counts else None
+        self._wait_from = time.perf_counter()
+
+    def summary(self, images_per_step: int) -> dict[str, float | None]:
+        """Medians: a step and its wait for data in ms, and images per second, wait included.
+
+        None where no step was timed.
+        """
+        if not self._steps or not self._periods:
+            return {"step_ms": None, "images_per_s": None, "loader_wait_ms": None}
+        period_ms = statistics.median(self._elapsed_ms(*period) for period in self._periods)
+        return {
+            "step_ms": statistics.median(self._elapsed_ms(*step) for step in self._steps),
+            "images_per_s": images_per_step * 1e3 / period_ms,
+            "loader_wait_ms": statistics.median(self._waits),
+        }
+
+    def _measured(self, trainer: Trainer) -> bool:
+        loggers = [c for c in trainer.callbacks if isinstance(c, VarianceLogger)]  # type: ignore[attr-defined]
+        return any(logger.logged_step == self._step for logger in loggers)
+
+    def _now(self) -> Any:
+        if not self._gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _elapsed_ms(self, start: Any, end: Any) -> float:
+        if not self._gpu:
+            return (end - start) * 1e3
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+
+class EpochLines(Callback):
+    """A line an epoch, where a progress bar would fill a log.
+
+    Args:
+        title: said once, at the start.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say the title."""
+        rank_zero_only(print)(self.title, flush=True)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say the epoch, the latest training loss and the validation accuracy."""
+        if trainer.sanity_checking:
+            return
+        values = trainer.callback_metrics
+        epoch = f"epoch {trainer.current_epoch + 1:3d} of {trainer.max_epochs}"
+        loss = f"training loss {float(values['train/loss']):.4f}"
+        accuracy = f"validation accuracy {100 * float(values['val/accuracy']):.2f} %"
+        rank_zero_only(print)(f"{epoch}  {loss}  {accuracy}", flush=True)
+
+
+def reset_peak_memory(gpu: bool) -> None:
+    """Start the count behind `peak_memory_bytes` anew, so that one run of a sweep has its own."""
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with contextlib.suppress(OSError):  # Linux only
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_bytes(gpu: bool) -> int:
+    """The most memory held since `reset_peak_memory`: of the GPU, or of this process.
+
+    Where a process's peak cannot be reset (other systems than Linux) it is that of its whole life.
+    """
+    if gpu:
+        return torch.cuda.max_memory_allocated()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(line for line in lines if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,143 @@
+"""What only a GPU can show: its kernels' accuracy, no waiting, graphs, mixed precision."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import normplug
+import test_batch_norm
+import test_layer_norm
+from normplug import functional, target_variance
+
+pytestmark = pytest.mark.gpu
+GPU = "cuda"
+
+
+def on_gpu(tensors):
+    return [t.to(GPU) if isinstance(t, torch.Tensor) else t for t in tensors]
+
+
+@pytest.mark.parametrize("offset", [3.0, 1e3])
+@pytest.mark.parametrize("mode", ["standard", "golden", 2])
+@pytest.mark.parametrize("layout", test_batch_norm.LAYOUTS)
+@pytest.mark.parametrize(
+    "shape", [(257, 33), (16, 33, 7), (32, 33, 14, 15), (4, 33, 3, 8, 9)], ids=str
+)
+@pytest.mark.parametrize("dtype", test_batch_norm.DTYPES, ids=str)
+def test_batch_norm_is_as_close_to_float64_as_torch(dtype, shape, layout, mode, offset):
+    made = test_batch_norm.make(
+        shape, dtype, layout, params=torch.promote_types(dtype, torch.float32), offset=offset
+    )
+    x, weight, bias = on_gpu(made)
+    params = weight.dtype
+    running = (torch.randn(33).to(GPU, params), torch.rand(33).to(GPU, params) + 0.5)
+    for training in (True, False):
+        test_batch_norm.compare(x, weight, bias, mode, training, running)
+
+
+@pytest.mark.parametrize("offset", [3.0, 1e3])
+@pytest.mark.parametrize("mode", ["standard", "golden", 2])
+@pytest.mark.parametrize(
+    "case", [((1, 64), 1), ((37, 1023), 1), ((512, 4096), 1), ((64, 8, 6, 7), 3)], ids=str
+)
+@pytest.mark.parametrize("dtype", test_layer_norm.DTYPES, ids=str)
+def test_layer_norm_is_as_close_to_float64_as_torch(dtype, case, mode, offset):
+    test_layer_norm.compare(*on_gpu(test_layer_norm.make(*case, dtype, offset=offset)), mode)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layer_norm_takes_float32_parameters_beside_half_input(dtype):
+    x, row, weight, bias = on_gpu(test_layer_norm.make((64, 768), 1, torch.float32))
+    y = functional.layer_norm(x.to(dtype), row, weight, bias, mode="standard")
+    assert y.dtype == dtype
+    exact = F.layer_norm(x.to(dtype).double(), row, weight.double(), bias.double())
+    torch.testing.assert_close(y, exact.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("low", torch.bfloat16), ("float32", torch.float32)]
+)
+def test_the_output_dtype_under_autocast(asked, expected):
+    x = torch.randn(8, 64, device=GPU, dtype=torch.bfloat16)
+    layer = normplug.LayerNorm(64, autocast_output=asked, mode="standard", device=GPU)
+    with torch.autocast(GPU, torch.bfloat16):
+        y, stock = layer(x), F.layer_norm(x, (64,), layer.weight, layer.bias)
+    assert y.dtype == expected
+    assert stock.dtype == torch.float32
+    assert torch.equal(y, stock.to(expected))
+    assert layer.num_batches_tracked == 1
+    assert layer.running_var.item() == pytest.approx(
+        0.9 + 0.1 * x.float().var(1, correction=0).mean().item(), rel=1e-4
+    )
+
+
+def make_net(memory_format=torch.contiguous_format):
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Flatten(2),
+        nn.LayerNorm(36),
+        nn.Flatten(),
+        nn.Linear(576, 4),
+    )
+    return net.to(GPU, memory_format=memory_format)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_training_step_never_makes_the_host_wait(momentum):
+    net = normplug.swap(make_net())
+    net[1].momentum = net[4].momentum = momentum
+    x = torch.randn(8, 3, 8, 8, device=GPU)
+    net(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        net(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert net[4].num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_cuda_graph_captures_the_step_and_the_statistics(memory_format):
+    net, twin = (normplug.swap(make_net(memory_format)) for _ in range(2))
+    sample = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
+    graphed = torch.cuda.make_graphed_callables(net, (sample,))
+    twin.load_state_dict(net.state_dict())  # the capture's warm-up has moved the statistics
+    x = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
+    graphed(x).sum().backward()
+    twin(x).sum().backward()
+    for (name, ours), theirs in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+    for (name, ours), theirs in zip(net.named_buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+def test_compiled_by_inductor_with_another_batch_size():
+    net, twin = (normplug.swap(make_net()) for _ in range(2))
+    compiled = torch.compile(net, fullgraph=True)
+    for batch in (8, 24):
+        x = torch.randn(batch, 3, 8, 8, device=GPU)
+        torch.testing.assert_close(compiled(x), twin(x), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(net[4].running_var, twin[4].running_var, rtol=1e-4, atol=1e-5)
+
+
+def test_channel_stats_of_a_golden_output():
+    y = normplug.BatchNorm2d(64, device=GPU)(torch.randn(32, 64, 28, 28, device=GPU) * 5 + 2)
+    _, var = functional.channel_stats(y)
+    torch.testing.assert_close(
+        var, torch.full_like(var, target_variance("golden")), rtol=1e-4, atol=0
+    )
+
+
+def test_importing_and_swapping_leave_the_device_alone():
+    import subprocess
+    import sys
+
+    code = (
+        "import torch, normplug; normplug.swap(torch.nn.LayerNorm(4)); "
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
