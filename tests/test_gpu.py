@@ -1,5 +1,10 @@
 """What only a GPU can show: its kernels' accuracy, no waiting, graphs, mixed precision."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +17,7 @@ from normplug import functional, target_variance
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
+ROOT = Path(__file__).parents[1]
 
 
 def on_gpu(tensors):
@@ -86,6 +92,7 @@ def make_net(memory_format=torch.contiguous_format):
     return net.to(GPU, memory_format=memory_format)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_training_step_never_makes_the_host_wait(momentum):
     net = normplug.swap(make_net())
@@ -132,10 +139,16 @@ def test_channel_stats_of_a_golden_output():
     )
 
 
-def test_importing_and_swapping_leave_the_device_alone():
-    import subprocess
-    import sys
+def test_train_py_uses_the_gpu_and_says_so(tmp_path):
+    command = [sys.executable, ROOT / "train.py", "experiment=smoke", "model=vit_tiny"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    result = json.loads(next(tmp_path.rglob("result.json")).read_text())
+    assert torch.cuda.get_device_name() in result["hardware"]
+    assert result["precision"] == "bf16-mixed"
+    assert 2**20 < result["peak_memory_bytes"] < 2**30
 
+
+def test_importing_and_swapping_leave_the_device_alone():
     code = (
         "import torch, normplug; normplug.swap(torch.nn.LayerNorm(4)); "
         "assert not torch.cuda.is_initialized()"

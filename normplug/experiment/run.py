@@ -132,7 +132,7 @@ class Run:
 
     def finish(self, trainer: Trainer, model: Classifier, data: ImageData) -> float:
         """Write the result, print it, and return the test accuracy."""
-        gpu = model.device.type == "cuda"
+        gpu = trainer.strategy.root_device.type == "cuda"  # the model itself is back on the CPU
         timer = next(c for c in trainer.callbacks if isinstance(c, StepTimer))  # type: ignore[attr-defined]
         accuracy = float(trainer.callback_metrics["test/accuracy"])
         self._write(

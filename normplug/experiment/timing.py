@@ -41,7 +41,7 @@ class StepTimer(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the clock; start the count of peak memory."""
-        self._gpu = pl_module.device.type == "cuda"
+        self._gpu = trainer.strategy.root_device.type == "cuda"
         self._seen = 0
         self._steps, self._periods, self._waits = [], [], []
         reset_peak_memory(self._gpu)
