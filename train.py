@@ -17,7 +17,6 @@ import normplug
 from normplug.experiment.classifier import Classifier
 from normplug.experiment.models import scale_norm_weights
 from normplug.experiment.run import BASELINE, Run
-from normplug.experiment.timing import StepTimer
 
 CONFIGS = str(Path(__file__).resolve().with_name("configs"))
 
@@ -48,7 +47,7 @@ def main(cfg: DictConfig) -> float | None:
             arm=run.arm,
         )
         trainer = run.trainer(
-            [*instantiate(cfg.callbacks).values(), StepTimer()],
+            list(instantiate(cfg.callbacks).values()),
             logger=list(instantiate(cfg.logger).values()),
         )
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)

@@ -20,7 +20,7 @@ def assert_no_worse(name: str, ours: Tensor, theirs: Tensor, truth: Tensor, fact
     # A float64 truth has a few roundings of its own, where the others have half of one at most.
     roundings = 8.0 if ours.dtype == torch.float64 else 0.5
     allowed = factor * error(theirs, truth) + roundings * torch.finfo(ours.dtype).eps
-    assert error(ours, truth) <= allowed, name
+    assert error(ours, truth) <= allowed, f"{name}: {error(ours, truth):.3g} > {allowed:.3g}"
 
 
 def leaf(tensor: Tensor | None) -> Tensor | None:

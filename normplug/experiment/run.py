@@ -85,6 +85,7 @@ class Run:
         self.directory = Path(HydraConfig.get().runtime.output_dir)
         self.arm = _checked_arm(cfg)
         _refuse_sweep_of_processes(cfg)
+        self._timer = StepTimer()
         self.result: dict[str, Any] = {}
         self.finished = self._is_finished()
 
@@ -128,17 +129,18 @@ class Run:
             settings.enable_progress_bar = sys.stdout.isatty() and not _is_multirun()
             if not settings.enable_progress_bar:
                 callbacks = [*callbacks, EpochLines(str(self.directory))]
-        return instantiate(settings, callbacks=callbacks, **parts)
+        if "profiler" not in settings:
+            parts["profiler"] = self._timer.clock
+        return instantiate(settings, callbacks=[*callbacks, self._timer], **parts)
 
     def finish(self, trainer: Trainer, model: Classifier, data: ImageData) -> float:
         """Write the result, print it, and return the test accuracy."""
         gpu = trainer.strategy.root_device.type == "cuda"  # the model itself is back on the CPU
-        timer = next(c for c in trainer.callbacks if isinstance(c, StepTimer))  # type: ignore[attr-defined]
         accuracy = float(trainer.callback_metrics["test/accuracy"])
         self._write(
             test_accuracy=accuracy,
             accuracy_by_epoch=model.accuracy_by_epoch,
-            **timer.summary(data.batch_size * trainer.world_size),
+            **self._timer.summary(data.batch_size * trainer.world_size),
             peak_memory_bytes=peak_memory_bytes(gpu),
             norms_swapped=sum(1 for _ in _convert.normplug_layers(model)),
             epochs=trainer.current_epoch,
@@ -192,10 +194,10 @@ class Run:
         loggers = [c for c in trainer.callbacks if isinstance(c, VarianceLogger)]  # type: ignore[attr-defined]
         speed = "not timed: too few steps"
         if r["images_per_s"] is not None:
-            speed = (
-                f"{r['images_per_s']:,.0f} images/s (median step {r['step_ms']:.2f} ms, "
-                f"loader wait {r['loader_wait_ms']:.2f} ms)"
-            )
+            speed = f"{r['images_per_s']:,.0f} images/s (median step {r['step_ms']:.2f} ms"
+            if r["loader_wait_ms"] is not None:
+                speed += f", loader wait {r['loader_wait_ms']:.2f} ms"
+            speed += ")"
         lines = [
             "",
             f"{r['model']} on {r['data']}, arm {r['arm']}, seed {r['seed']}: {r['hardware']}",

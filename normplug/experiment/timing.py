@@ -12,11 +12,36 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities import rank_zero_only
 
 from normplug.lightning import VarianceLogger
 
 WARM_UP_STEPS = 5
+FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # what Lightning calls it
+
+
+class LoaderClock(Profiler):
+    """Times how long the training loop waits for each next batch, by Lightning's own marks.
+
+    Attributes:
+        waits_ms: one a batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits_ms: list[float] = []
+        self._start = 0.0
+
+    def start(self, action_name: str) -> None:
+        """Note the time, if it is the loader that is asked."""
+        if action_name == FETCH:
+            self._start = time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        """Keep how long it took."""
+        if action_name == FETCH:
+            self.waits_ms.append((time.perf_counter() - self._start) * 1e3)
 
 
 class StepTimer(Callback):
@@ -25,38 +50,35 @@ class StepTimer(Callback):
     Left out: the run's first steps (`WARM_UP_STEPS`), the first of each epoch, and those in which
     a `VarianceLogger` measures. CUDA events are read after the fit, so that timing never makes the
     host wait.
+
+    Attributes:
+        clock: to be the Trainer's profiler.
     """
 
     def __init__(self) -> None:
+        self.clock = LoaderClock()
         self._gpu = False
         self._seen = 0  # steps so far
         self._step = -1  # the optimizer step under way
         self._start: Any = None  # of the step under way
         self._previous: Any = None  # start of the step before, if that one counts
-        self._wait_from: float | None = None
-        self._wait_ms = 0.0
         self._steps: list[tuple[Any, Any]] = []
         self._periods: list[tuple[Any, Any]] = []
-        self._waits: list[float] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the clock; start the count of peak memory."""
         self._gpu = trainer.strategy.root_device.type == "cuda"
-        self._seen = 0
-        self._steps, self._periods, self._waits = [], [], []
         reset_peak_memory(self._gpu)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The first step of an epoch waits for its loader to start: not one to time."""
-        self._previous, self._wait_from = None, None
+        """The first step of an epoch follows the validation of the last: no period to time."""
+        self._previous = None
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Note the time; a step's period ends where the next one starts."""
         self._step = trainer.global_step
-        if self._wait_from is not None:
-            self._wait_ms = (time.perf_counter() - self._wait_from) * 1e3
         self._start = self._now()
         if self._previous is not None:
             self._periods.append((self._previous, self._start))
@@ -66,25 +88,23 @@ class StepTimer(Callback):
     ) -> None:
         """Note the time, unless the step is one to leave out."""
         self._seen += 1
-        counts = self._seen > WARM_UP_STEPS and not self._measured(trainer)
-        if counts and self._wait_from is not None:
+        counts = self._seen > WARM_UP_STEPS and batch_idx > 0 and not self._measured(trainer)
+        if counts:
             self._steps.append((self._start, self._now()))
-            self._waits.append(self._wait_ms)
         self._previous = self._start if counts else None
-        self._wait_from = time.perf_counter()
 
     def summary(self, images_per_step: int) -> dict[str, float | None]:
-        """Medians: a step and its wait for data in ms, and images per second, wait included.
+        """Medians: a step in ms, images per second from step to step, loader wait in ms.
 
-        None where no step was timed.
+        None where nothing was timed.
         """
-        if not self._steps or not self._periods:
-            return {"step_ms": None, "images_per_s": None, "loader_wait_ms": None}
-        period_ms = statistics.median(self._elapsed_ms(*period) for period in self._periods)
+        step_ms = self._median_ms(self._steps)
+        period_ms = self._median_ms(self._periods)
+        waits = self.clock.waits_ms[WARM_UP_STEPS:]
         return {
-            "step_ms": statistics.median(self._elapsed_ms(*step) for step in self._steps),
-            "images_per_s": images_per_step * 1e3 / period_ms,
-            "loader_wait_ms": statistics.median(self._waits),
+            "step_ms": step_ms,
+            "images_per_s": None if period_ms is None else images_per_step * 1e3 / period_ms,
+            "loader_wait_ms": statistics.median(waits) if waits else None,
         }
 
     def _measured(self, trainer: Trainer) -> bool:
@@ -97,6 +117,9 @@ class StepTimer(Callback):
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def _median_ms(self, spans: list[tuple[Any, Any]]) -> float | None:
+        return statistics.median(self._elapsed_ms(*span) for span in spans) if spans else None
 
     def _elapsed_ms(self, start: Any, end: Any) -> float:
         if not self._gpu:
