@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -289,9 +289,9 @@ def _metrics(rows: list[LayerVariance]) -> dict[str, float]:
 
 
 def draw_heat_map(rows: list[LayerVariance], path: Path) -> None:
-    """Draw the output variance of every layer (down) at every logged step (across), as a PNG.
+    """Draw the variances of every layer (down) at every logged step (across), as a PNG.
 
-    Left before the affine, as its ratio to the target; right after it.
+    From left to right: input; output before weight and bias, over the target; output after them.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -300,27 +300,33 @@ def draw_heat_map(rows: list[LayerVariance], path: Path) -> None:
     layers = list(dict.fromkeys(row.layer for row in rows))
     cells = {(row.layer, row.step): row for row in rows}
 
-    def grid(value: str) -> list[list[float]]:
-        return [
-            [float(getattr(cells.get((layer, step)), value, math.nan)) for step in steps]
-            for layer in layers
-        ]
+    def grid(value: Callable[[LayerVariance], float]) -> list[list[float]]:
+        lines = [[cells.get((layer, step)) for step in steps] for layer in layers]
+        return [[math.nan if row is None else value(row) for row in line] for line in lines]
 
-    targets = {row.layer: row.target_variance for row in rows}
-    before = [
-        [value / targets[layer] for value in line]
-        for layer, line in zip(layers, grid("output_variance"), strict=True)
-    ]
-    figure = Figure(figsize=(12, 1.5 + 0.22 * len(layers)), layout="constrained")
+    panels = {
+        "input (log10)": (lambda row: _log10(row.input_variance), None),
+        # a scale of its own: the values differ from 1 by rounding and eps, or something is wrong
+        "output before weight and bias, / target": (
+            lambda row: row.output_variance / row.target_variance,
+            (0.9, 1.1),
+        ),
+        "output after weight and bias": (lambda row: row.affine_variance, None),
+    }
+    figure = Figure(figsize=(15, 1.5 + 0.22 * len(layers)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2, sharey=True)
-    panels = ((before, "before weight and bias, / target"), (grid("affine_variance"), "after them"))
-    for axis, (values, title) in zip(axes, panels, strict=True):
-        image = axis.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest")
-        figure.colorbar(image, ax=axis)
-        axis.set_title(f"output variance {title}")
-        axis.set_xlabel("optimizer step")
-        ticks = range(0, len(steps), max(1, len(steps) // 8))
-        axis.set_xticks(list(ticks), [str(steps[i]) for i in ticks])
-    axes[0].set_yticks(range(len(layers)), layers, fontsize=7)
+    all_axes = figure.subplots(1, len(panels), sharey=True)
+    for axes, (title, (value, limits)) in zip(all_axes, panels.items(), strict=True):
+        image = axes.imshow(grid(value), aspect="auto", cmap="viridis", interpolation="nearest")
+        image.set_clim(limits)
+        figure.colorbar(image, ax=axes)
+        axes.set_title(f"variance of {title}", fontsize="medium")
+        axes.set_xlabel("optimizer step")
+        ticks = range(0, len(steps), max(1, len(steps) // 6))
+        axes.set_xticks(list(ticks), [str(steps[i]) for i in ticks])
+    all_axes[0].set_yticks(range(len(layers)), layers, fontsize=7)
     figure.savefig(path, dpi=120)
+
+
+def _log10(value: float) -> float:
+    return math.log10(value) if value > 0 else math.nan

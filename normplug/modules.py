@@ -237,7 +237,9 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         self.autocast_output = autocast_output
         self.track_running_stats = track_running_stats
         self.momentum = momentum
-        self.register_statistics(kwargs.get("device"))
+        self.register_statistics(
+            kwargs.get("device") if self.weight is None else self.weight.device
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics."""

@@ -35,13 +35,6 @@ from normplug.experiment.streams import EpochSampler, stream
 CONFIGS = Path(__file__).parents[1] / "configs"
 SIZE = 6  # of the images in `tree`
 
-lightning_warns = [
-    # Images in memory need no workers.
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    # Lightning 2.6 calls what torch deprecated.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
-
 
 class Recorder(LightningModule):
     """The least a Trainer trains; it keeps the training batches of every epoch."""
@@ -244,8 +237,6 @@ class TestPixels:
 
 
 class TestTrainer:
-    pytestmark = lightning_warns
-
     def data(self, seed: int = 0) -> Fake:
         return Fake(
             seed=seed, image_size=8, num_images=400, batch_size=64, augment={"pad": 2, "flip": True}

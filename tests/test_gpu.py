@@ -13,8 +13,7 @@ from torch import nn
 import normplug
 import test_batch_norm
 import test_layer_norm
-from accuracy import error
-from normplug import functional, reference, target_variance
+from normplug import functional, target_variance
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
@@ -38,25 +37,10 @@ def test_batch_norm_is_as_close_to_float64_as_torch(dtype, shape, layout, mode, 
     )
     x, weight, bias = on_gpu(made)
     params = weight.dtype
-    running = (torch.randn(33).to(GPU, params), torch.rand(33).to(GPU, params) + 0.5)
-    # cuDNN's sums may differ from run to run, by more than a factor 2 where they cancel.
-    with torch.backends.cudnn.flags(enabled=False):
-        for training in (True, False):
-            test_batch_norm.compare(x, weight, bias, mode, training, running)
-
-
-@pytest.mark.parametrize("mode", ["standard", "golden"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_batch_norm_by_cudnn_is_close_to_float64(dtype, mode):
-    x, weight, bias = on_gpu(test_batch_norm.make((32, 33, 14, 15), dtype, params=torch.float32))
-    dy, tv = torch.randn_like(x), target_variance(mode)
-    got = test_batch_norm.run(functional.batch_norm, x, weight, bias, dy, mode=mode)
-    y, mean, var = reference.batch_norm(x.double(), weight, bias, target_variance=tv)
-    exact = reference.batch_norm_backward(
-        dy.double(), x.double(), weight, mean, var, target_variance=tv
-    )
-    for name, truth in {"y": y, **exact._asdict()}.items():
-        assert error(got[name], truth) < 2 * torch.finfo(dtype).eps, name
+    # A running mean far from the input's would overflow torch's own float16 backward in eval.
+    running = (torch.randn(33).to(GPU, params) + offset, torch.rand(33).to(GPU, params) + 0.5)
+    for training in (True, False):
+        test_batch_norm.compare(x, weight, bias, mode, training, running)
 
 
 @pytest.mark.parametrize("offset", [3.0, 1e3])
@@ -141,7 +125,6 @@ def test_a_cuda_graph_captures_the_step_and_the_statistics(memory_format):
         torch.testing.assert_close(ours, theirs, msg=name)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 def test_compiled_by_inductor_with_another_batch_size():
     net, twin = (normplug.swap(make_net()) for _ in range(2))
     compiled = torch.compile(net, fullgraph=True)

@@ -12,10 +12,6 @@ import normplug
 from normplug import target_variance
 from normplug.lightning import SwapNorms, VarianceLogger
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
 STEPS = 6
 IMAGES = torch.randn(48, 3, 6, 6) * 3 + 5
 LABELS = torch.randint(4, (48,))

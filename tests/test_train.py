@@ -220,7 +220,8 @@ def test_resuming_goes_on_where_it_stopped_and_refuses_another_mode(command, tmp
         (["schedule=warp"], "schedule must be one of one_cycle, cosine, constant; got 'warp'"),
         (["warmup=2"], "warmup is a fraction of all steps"),
         (["ckpt_path=/nowhere"], "ckpt_path must be a checkpoint file; got /nowhere"),
-        (["+swap.include=layer9"], "include='layer9' matches no norm layer"),
+        (["+trainer.sync_batchnorm=true"], "which would drop mode=golden"),
+        (["swap.include=layer9"], "include='layer9' matches no norm layer"),
         (["trainer.strategy=ddp", "trainer.devices=2", "-m"], "would be the whole sweep"),
     ],
 )

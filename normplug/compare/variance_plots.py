@@ -56,7 +56,7 @@ def variance_by_depth_figure(
 
 def variance_by_step_figure(title: str, variances: Mapping[str, Variance]) -> Figure:
     """Variance after weight and bias: a heat map of depth by step for each arm."""
-    columns = min(len(variances), 3)
+    columns = len(variances) if len(variances) <= 3 else math.ceil(math.sqrt(len(variances)))
     rows = math.ceil(len(variances) / columns)
     what = "variance after weight and bias, mean over seeds (grey: no value)"
     figure = new_figure(title, what, 2.4 + 3.3 * columns, 1.4 + 3.2 * rows)

@@ -169,10 +169,10 @@ class Run:
 
     def _is_finished(self) -> bool:
         """Whether the directory holds this very run's result."""
-        path = self.directory / "result.json"
-        if not path.exists():
+        try:
+            result = json.loads((self.directory / "result.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
             return False
-        result = json.loads(path.read_text())
         if result.get("status") != "finished":
             return False
         done = _flat(OmegaConf.to_container(OmegaConf.load(self.directory / "config.yaml")))
@@ -229,6 +229,11 @@ def _checked_arm(cfg: DictConfig) -> str:
         raise UserError(
             f"normplug.experiment: ckpt_path must be a checkpoint file; got {cfg.ckpt_path}. A "
             "run's own is checkpoints/last.ckpt in its directory."
+        )
+    if cfg.trainer.get("sync_batchnorm") and cfg.mode != BASELINE:
+        raise UserError(
+            "normplug.experiment: trainer.sync_batchnorm=true rebuilds every BatchNorm as a stock "
+            f"SyncBatchNorm, which would drop mode={cfg.mode}. Leave it out, or use mode=baseline."
         )
     try:
         return arm_name(cfg.mode, cfg.gamma0, cfg.tag)
