@@ -73,7 +73,7 @@ class SwapNorms(Callback):
         if saved != self.mode:
             raise ValueError(
                 f"normplug.lightning.SwapNorms: the checkpoint was trained in mode {saved}; this "
-                f"run's mode is {self.mode}. Resume with SwapNorms({str(saved)!r})."
+                f"run's mode is {self.mode}. Resume with SwapNorms({saved.argument})."
             )
 
     def _swap(self, pl_module: LightningModule) -> None:

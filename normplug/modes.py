@@ -48,6 +48,14 @@ class NormMode:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"NormMode({self.argument})"
+
+    @property
+    def argument(self) -> str:
+        """The mode as it is written in a call: `'golden'`, `'standard'`, or the number."""
+        return repr(self.name) if self.name in _NAMED else self.name
+
 
 _NAMED = {"golden": (math.sqrt(5.0) - 1.0) / 2.0, "standard": 1.0}
 

@@ -79,7 +79,7 @@ class TargetVarianceNorm(nn.Module):
                 warnings.warn(
                     f"normplug: a checkpoint of mode {NormMode(saved)} is loaded into layers of "
                     f"mode {self.mode}: the same weights now give another function. Use "
-                    f"normplug.set_mode(model, {str(NormMode(saved))!r}) for the saved one, or "
+                    f"normplug.set_mode(model, {NormMode(saved).argument}) for the saved one, or "
                     "load first and then swap with preserve_output=True.",
                     stacklevel=2,
                 )

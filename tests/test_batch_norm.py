@@ -151,6 +151,15 @@ def test_forward_and_gradients_match_the_formulas_written_out():
             torch.testing.assert_close(ours, exact)
 
 
+@pytest.mark.parametrize("shape", SHAPES[2:], ids=str)
+def test_the_output_keeps_the_layout(shape):
+    x, weight, bias = make(shape, torch.float32, "channels_last")
+    x.requires_grad_()
+    y = functional.batch_norm(x, None, None, weight, bias, True, residual=x, activation="relu")
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert y.stride() == dx.stride() == x.stride()
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu"])
 def test_second_derivatives(training, activation):
@@ -314,18 +323,14 @@ def test_a_refused_call_leaves_the_statistics():
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_compiled_in_one_graph_with_another_batch_size(shape):
-    layer = {
-        2: normplug.BatchNorm1d,
-        3: normplug.BatchNorm1d,
-        4: normplug.BatchNorm2d,
-        5: normplug.BatchNorm3d,
-    }[len(shape)](5)
-    eager = {
-        2: normplug.BatchNorm1d,
-        3: normplug.BatchNorm1d,
-        4: normplug.BatchNorm2d,
-        5: normplug.BatchNorm3d,
-    }[len(shape)](5)
+    classes = (
+        normplug.BatchNorm1d,
+        normplug.BatchNorm1d,
+        normplug.BatchNorm2d,
+        normplug.BatchNorm3d,
+    )
+    cls = classes[len(shape) - 2]
+    layer, eager = cls(5), cls(5)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for batch in (shape[0], 2 * shape[0]):
         x = torch.randn(batch, *shape[1:])

@@ -47,3 +47,5 @@ def test_modes_compare_and_print_by_their_variance():
     assert NormMode(1.0) == NormMode.STANDARD
     assert str(NormMode(target_variance("golden"))) == "golden"
     assert str(NormMode(0.5)) == "0.5"
+    for mode in (NormMode.GOLDEN, NormMode.STANDARD, NormMode(0.25)):
+        assert eval(repr(mode)) == mode

@@ -283,6 +283,16 @@ def test_gamma0_starts_as_the_mode_whose_root_it_is():
     torch.testing.assert_close(nets[0](x), nets[1](x))
 
 
+def test_the_transformer_validates_with_the_norms_that_it_trains():
+    net = normplug.swap(vit(num_classes=4, image_size=8), "golden")
+    x = torch.randn(3, 3, 8, 8)
+    trained = net.train()(x)
+    with torch.no_grad():
+        torch.testing.assert_close(net.eval()(x), trained)
+        normplug.set_mode(net, "standard")
+        assert not torch.allclose(net(x), trained)
+
+
 def test_stems_and_patches_suit_the_image():
     assert resnet("resnet18", num_classes=2, image_size=32).conv1.stride == (1, 1)
     assert resnet("resnet18", num_classes=2, image_size=224).conv1.stride == (2, 2)

@@ -51,10 +51,10 @@ def batch_norm(
         y = _empty_batch_norm(x, weight, bias)
     elif training and running_mean is not None and running_var is not None:
         step = _count(running_mean, num_batches_tracked, momentum)
-        if isinstance(step, float):
-            y = F.batch_norm(x, running_mean, running_var, weight, bias, True, step, eps)
-        else:
+        if isinstance(step, Tensor):
             y = _cumulative_batch_norm(x, running_mean, running_var, weight, bias, step, eps)
+        else:
+            y = F.batch_norm(x, running_mean, running_var, weight, bias, True, step, eps)
     else:
         y = F.batch_norm(x, running_mean, running_var, weight, bias, training, 0.0, eps)
     if residual is not None:
