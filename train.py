@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> float | None:
         model = Classifier(
             net,
             data.num_classes,
-            instantiate(cfg.optimizer),
+            instantiate(cfg.optimizer, _convert_="all"),  # plain lists: they go into checkpoints
             schedule=cfg.schedule,
             warmup=cfg.warmup,
             label_smoothing=cfg.label_smoothing,
