@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hydra.utils import instantiate
 
 import normplug
 import train
+from normplug.experiment.classifier import Classifier
 from normplug.experiment.models import resnet, scale_norm_weights, vit
 from normplug.experiment.run import arm_name
 
@@ -262,6 +265,29 @@ def test_two_processes_train_one_model(tmp_path):
     assert {(row["rank"], row["world_size"]) for row in rows} == {("0", "2")}
     assert len(rows) == 9 * len({row["step"] for row in rows})
     assert "rank 0 of 2's part of the batch" in done.stdout
+
+
+@pytest.mark.parametrize("schedule", ["one_cycle", "cosine", "constant"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 100])
+def test_the_learning_rate_rises_to_its_value_and_norms_and_biases_do_not_decay(schedule, steps):
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.1)
+    model = Classifier(net, 4, sgd, schedule=schedule, warmup=0.2)
+    model._trainer = SimpleNamespace(estimated_stepping_batches=steps)
+    configured = model.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    decays = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert decays == {id(p): 0.1 if p.dim() == 2 else 0 for p in net.parameters()}
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert max(rates) == pytest.approx(0.5, rel=0.01)
+    if steps == 100:
+        assert rates.index(max(rates)) == pytest.approx(20, abs=1)
+        assert rates[0] < 0.05
+        assert (rates[-1] < 0.01) == (schedule != "constant")
 
 
 def test_arms_have_names_that_tell_them_apart():
