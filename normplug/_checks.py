@@ -14,8 +14,8 @@ BACKENDS = ("auto", "triton", "torch")
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # once: a call costs microseconds
 
 
-def backend(who: str, name: str) -> str:
-    """The backend to use: "auto" is the environment's `NORMPLUG_BACKEND`, if that is set."""
+def backend(who: str, name: str) -> None:
+    """Refuse a backend that is unknown or cannot run; "auto" is `NORMPLUG_BACKEND`, if set."""
     source = "backend"
     if name == "auto":
         source, name = "NORMPLUG_BACKEND", DEFAULT_BACKEND
@@ -28,7 +28,6 @@ def backend(who: str, name: str) -> str:
             f"normplug.{who}: {source}='triton', but this version has no Triton kernel for it. "
             "Use 'auto' or 'torch'."
         )
-    return name
 
 
 def autocast_output(who: str, name: str) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,7 +13,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from normplug import _convert
-from normplug.modes import ModeLike, NormMode, target_variance
+from normplug._variance_log import (
+    MEASURED,
+    LayerVariance,
+    append,
+    as_metrics,
+    as_table,
+    draw_heat_map,
+)
+from normplug.modes import ModeLike, NormMode
 from normplug.modules import TargetVarianceNorm
 from normplug.swap import swap
 
@@ -41,7 +48,7 @@ class SwapNorms(Callback):
     """
 
     def __init__(self, mode: ModeLike = "golden", **options: Any) -> None:
-        self.mode = NormMode(target_variance(mode))
+        self.mode = NormMode(mode)
         self.options = options
         self._model: LightningModule | None = None
         self._swapped: list[str] = []
@@ -94,26 +101,6 @@ class SwapNorms(Callback):
                 f"{', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''}. Another tool rebuilt "
                 "them (Trainer(sync_batchnorm=True) does); run it before the swap."
             )
-
-
-MEASURED = ("input_variance", "output_variance", "affine_variance", "weight_rms")
-
-
-class LayerVariance(NamedTuple):
-    """What one norm layer did on one logged step; variances are per channel or row, averaged."""
-
-    step: int
-    epoch: int
-    layer: str
-    depth: int
-    kind: str
-    target_variance: float
-    input_variance: float
-    output_variance: float
-    affine_variance: float
-    weight_rms: float
-    rank: int
-    world_size: int
 
 
 class VarianceLogger(Callback):
@@ -203,9 +190,10 @@ class VarianceLogger(Callback):
         ]
         self._release()
         self._rows += self.last
-        self._write()
+        assert self.path is not None
+        append(self.last, self.path)
         for logger in trainer.loggers:
-            logger.log_metrics(_metrics(self.last), step=self.logged_step)
+            logger.log_metrics(as_metrics(self.last), step=self.logged_step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the heat map."""
@@ -220,35 +208,12 @@ class VarianceLogger(Callback):
 
     def table(self) -> str:
         """The latest logged step as a table, one line a layer; "" before the first."""
-        if not self.last:
-            return ""
-        width = max(len("layer"), *(len(row.layer) for row in self.last))
-        head = f"{'layer':{width}}  target   input var  output var  after affine  weight rms"
-        lines = [
-            f"{row.layer:{width}}  {row.target_variance:6.4f}  {row.input_variance:10.4g}  "
-            f"{row.output_variance:10.4f}  {row.affine_variance:12.4g}  {row.weight_rms:10.4f}"
-            for row in self.last
-        ]
-        first = self.last[0]
-        whose = (
-            "" if first.world_size == 1 else f", rank 0 of {first.world_size}'s part of the batch"
-        )
-        return "\n".join([f"variance at step {first.step}{whose}", head, *lines])
+        return as_table(self.last)
 
     def _release(self) -> None:
         for probed in self._probed:
             probed.release()
         self._probed = []
-
-    def _write(self) -> None:
-        assert self.path is not None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = not self.path.exists()
-        with self.path.open("a", newline="") as file:
-            writer = csv.writer(file)
-            if new:
-                writer.writerow(LayerVariance._fields)
-            writer.writerows(self.last)
 
 
 def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -277,56 +242,3 @@ class _Probed:
         del self.module._probe
         if self.is_stock:
             _convert.revert(self.module)
-
-
-def _metrics(rows: list[LayerVariance]) -> dict[str, float]:
-    metrics = {}
-    for row in rows:
-        for field in MEASURED:
-            key = field.removesuffix("_variance")
-            metrics[f"variance/{row.layer}/{key}"] = getattr(row, field)
-    return metrics
-
-
-def draw_heat_map(rows: list[LayerVariance], path: Path) -> None:
-    """Draw the variances of every layer (down) at every logged step (across), as a PNG.
-
-    From left to right: input; output before weight and bias, over the target; output after them.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    steps = sorted({row.step for row in rows})
-    layers = list(dict.fromkeys(row.layer for row in rows))
-    cells = {(row.layer, row.step): row for row in rows}
-
-    def grid(value: Callable[[LayerVariance], float]) -> list[list[float]]:
-        lines = [[cells.get((layer, step)) for step in steps] for layer in layers]
-        return [[math.nan if row is None else value(row) for row in line] for line in lines]
-
-    panels = {
-        "input (log10)": (lambda row: _log10(row.input_variance), None),
-        # a scale of its own: the values differ from 1 by rounding and eps, or something is wrong
-        "output before weight and bias, / target": (
-            lambda row: row.output_variance / row.target_variance,
-            (0.9, 1.1),
-        ),
-        "output after weight and bias": (lambda row: row.affine_variance, None),
-    }
-    figure = Figure(figsize=(15, 1.5 + 0.22 * len(layers)), layout="constrained")
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(1, len(panels), sharey=True)
-    for axes, (title, (value, limits)) in zip(all_axes, panels.items(), strict=True):
-        image = axes.imshow(grid(value), aspect="auto", cmap="viridis", interpolation="nearest")
-        image.set_clim(limits)
-        figure.colorbar(image, ax=axes)
-        axes.set_title(f"variance of {title}", fontsize="medium")
-        axes.set_xlabel("optimizer step")
-        ticks = range(0, len(steps), max(1, len(steps) // 6))
-        axes.set_xticks(list(ticks), [str(steps[i]) for i in ticks])
-    all_axes[0].set_yticks(range(len(layers)), layers, fontsize=7)
-    figure.savefig(path, dpi=120)
-
-
-def _log10(value: float) -> float:
-    return math.log10(value) if value > 0 else math.nan

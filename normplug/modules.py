@@ -119,7 +119,12 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         training = self.training or self.running_mean is None
         statistics = (None, None) if training else (self.running_mean, self.running_var)
         return functional.batch_norm(
-            x, *statistics, training=training, eps=self.eps, mode=self.target_variance
+            x,
+            *statistics,
+            training=training,
+            eps=self.eps,
+            mode=self.target_variance,
+            backend=self.backend,
         )
 
 
@@ -308,7 +313,11 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
 
     def _without_affine(self, x: Tensor) -> Tensor:
         return functional.layer_norm(
-            x, self.normalized_shape, eps=self.eps, mode=self.target_variance
+            x,
+            self.normalized_shape,
+            eps=self.eps,
+            mode=self.target_variance,
+            backend=self.backend,
         )
 
     def _load_from_state_dict(

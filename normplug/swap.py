@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -193,8 +194,7 @@ def _nothing_swapped(model: nn.Module, planned: Plan) -> str:
 
 
 def _device_of(model: nn.Module) -> torch.device | None:
-    tensors: Iterator[Tensor] = iter([*model.parameters(), *model.buffers()])
-    first = next(tensors, None)
+    first = next(chain(model.parameters(), model.buffers()), None)
     return None if first is None else first.device
 
 

@@ -10,7 +10,7 @@ import normplug
 ROOT = Path(normplug.__file__).parent
 # A room may import those before it and itself.
 FLOORS = [
-    {"modes", "reference", "_checks"},
+    {"modes", "reference", "_checks", "_variance_log"},
     {"_ops"},
     {"functional"},
     {"modules"},

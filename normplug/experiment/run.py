@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import math
 import os
-import platform
 import sys
 import traceback
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,10 +27,13 @@ from normplug import _convert
 from normplug.compare.gather import BASELINE
 from normplug.experiment.classifier import Classifier
 from normplug.experiment.datamodule import ImageData
-from normplug.experiment.timing import EpochLines, StepTimer, peak_memory_bytes
-from normplug.lightning import VarianceLogger
-
-PACKAGES = ("normplug", "torchvision", "triton", "lightning", "hydra-core", "numpy")
+from normplug.experiment.provenance import hardware, versions
+from normplug.experiment.timing import (
+    EpochLines,
+    StepTimer,
+    peak_memory_bytes,
+    variance_loggers,
+)
 
 # Warnings of Lightning that tell a user of train.py nothing to act on.
 QUIET = (
@@ -145,8 +145,8 @@ class Run:
             norms_swapped=sum(1 for _ in _convert.normplug_layers(model)),
             epochs=trainer.current_epoch,
             precision=str(trainer.precision),
-            versions=_versions(),
-            hardware=_hardware(gpu, trainer.world_size),
+            versions=versions(),
+            hardware=hardware(gpu, trainer.world_size),
             status="finished",
             date=_now(),
         )
@@ -191,7 +191,6 @@ class Run:
     @rank_zero_only
     def _report(self, trainer: Trainer) -> None:
         r = self.result
-        loggers = [c for c in trainer.callbacks if isinstance(c, VarianceLogger)]  # type: ignore[attr-defined]
         speed = "not timed: too few steps"
         if r["images_per_s"] is not None:
             speed = f"{r['images_per_s']:,.0f} images/s (median step {r['step_ms']:.2f} ms"
@@ -205,7 +204,7 @@ class Run:
             f"speed          {speed}",
             f"peak memory    {r['peak_memory_bytes'] / 2**20:,.0f} MiB",
             f"norm layers    {r['norms_swapped']} swapped",
-            *(logger.table() for logger in loggers),
+            *(logger.table() for logger in variance_loggers(trainer)),
             f"written to     {self.directory}: {', '.join(sorted(_files(self.directory)))}",
         ]
         print("\n".join(lines))
@@ -290,21 +289,3 @@ def _files(directory: Path) -> list[str]:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions
-
-
-def _hardware(gpu: bool, processes: int) -> str:
-    if gpu:
-        return f"{processes} x {torch.cuda.get_device_name()}"
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line for line in lines if line.startswith("model name")).split(": ", 1)[1]
-    return f"CPU, {os.cpu_count()} x {name}"

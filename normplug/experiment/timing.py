@@ -108,8 +108,7 @@ class StepTimer(Callback):
         }
 
     def _measured(self, trainer: Trainer) -> bool:
-        loggers = [c for c in trainer.callbacks if isinstance(c, VarianceLogger)]  # type: ignore[attr-defined]
-        return any(logger.logged_step == self._step for logger in loggers)
+        return any(logger.logged_step == self._step for logger in variance_loggers(trainer))
 
     def _now(self) -> Any:
         if not self._gpu:
@@ -151,6 +150,11 @@ class EpochLines(Callback):
         loss = f"training loss {float(values['train/loss']):.4f}"
         accuracy = f"validation accuracy {100 * float(values['val/accuracy']):.2f} %"
         rank_zero_only(print)(f"{epoch}  {loss}  {accuracy}", flush=True)
+
+
+def variance_loggers(trainer: Trainer) -> list[VarianceLogger]:
+    """Those among the Trainer's callbacks."""
+    return [c for c in trainer.callbacks if isinstance(c, VarianceLogger)]  # type: ignore[attr-defined]
 
 
 def reset_peak_memory(gpu: bool) -> None:

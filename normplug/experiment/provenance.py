@@ -1,0 +1,33 @@
+"""Where a result comes from: versions and hardware."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("normplug", "torchvision", "triton", "lightning", "hydra-core", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Name -> version of Python and of each package that a result may depend on."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def hardware(gpu: bool, processes: int) -> str:
+    """The GPUs, or the processor, in words."""
+    if gpu:
+        return f"{processes} x {torch.cuda.get_device_name()}"
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line for line in lines if line.startswith("model name")).split(": ", 1)[1]
+    return f"CPU, {os.cpu_count()} x {name}"
