@@ -1,0 +1,82 @@
+"""Refuse to time what computes something else: the yardstick is torch's own error to float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from normplug.reference import accumulator_dtype
+
+# Mean, rstd, the weight times sqrt(tv) and the sums of gradients each have their own, and a float64
+# truth as many.
+ROUNDINGS_OF_SUMS = 8
+
+
+class Piece(NamedTuple):
+    """A part of the exact result: a float64 copy of all of it may not fit.
+
+    Attributes:
+        name: of the output that it is a part of.
+        where: the index of that part.
+        value: float64.
+    """
+
+    name: str
+    where: tuple[slice, ...]
+    value: Tensor
+
+
+def relative_errors(outputs: Mapping[str, Tensor], truth: Iterable[Piece]) -> dict[str, float]:
+    """Name -> relative error in the Euclidean norm; absolute where the truth is zero."""
+    wrong: dict[str, Tensor] = {}
+    size: dict[str, Tensor] = {}
+    for name, where, value in truth:
+        difference = outputs[name][where].double() - value
+        wrong[name] = wrong.get(name, 0) + difference.square().sum()
+        size[name] = size.get(name, 0) + value.square().sum()
+    assert wrong.keys() == outputs.keys(), f"{sorted(wrong)} known of {sorted(outputs)}"
+    return {
+        name: float((wrong[name] / size[name] if size[name] > 0 else wrong[name]).sqrt())
+        for name in wrong
+    }
+
+
+def bound(theirs: float, dtype: torch.dtype) -> float:
+    """How far from the truth a result may be, where torch's is `theirs` away.
+
+    Twice as far, half a rounding to the result's dtype, and a few of the sums' dtype: with few
+    channels, `theirs` is small by luck as often as not.
+    """
+    if not dtype.is_floating_point:
+        return 0.0
+    sums = torch.finfo(accumulator_dtype(dtype)).eps
+    return 2.0 * theirs + 0.5 * torch.finfo(dtype).eps + ROUNDINGS_OF_SUMS * sums
+
+
+def require_accurate(
+    what: str,
+    outputs: Mapping[str, Tensor],
+    truth: Iterable[Piece],
+    yardstick: Mapping[str, float],
+) -> None:
+    """Compare each output with the truth.
+
+    Args:
+        what: provider and case, for the message.
+        outputs: what was computed.
+        truth: what should have been.
+        yardstick: the errors of torch eager, by output.
+
+    Raises:
+        AssertionError: an output is further off than `bound` allows, or nan.
+    """
+    for name, error in relative_errors(outputs, truth).items():
+        allowed = bound(yardstick[name], outputs[name].dtype)
+        if not error <= allowed:
+            raise AssertionError(
+                f"normplug.bench: {what}: {name} is wrong: its relative error to float64 is "
+                f"{error:.3g}, above {allowed:.3g} (torch eager has {yardstick[name]:.3g})."
+            )

@@ -1,0 +1,208 @@
+"""BatchNorm in training, alone and with what follows it in a residual network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normplug import functional, reference, target_variance
+from normplug.bench.accuracy import Piece
+from normplug.bench.op import Function, Op, Problem
+from normplug.bench.suites import Case
+
+EPS = 1e-5
+MOMENTUM = 0.1
+CHUNK_ELEMENTS = 2**25  # of float64: 256 MiB a tensor, whatever the case's size
+
+
+def make(case: Case, device: str, activation: str | None, has_residual: bool) -> Problem:
+    """Random tensors, the same for every call; a mean away from 0, float32 beside half input.
+
+    With an activation, dy is 0 where the sign of its input is a matter of rounding, so that
+    all ways to compute it have the same gradients.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+
+    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    def image() -> Tensor:
+        tensor = normal(*case.shape, dtype=dtype)
+        if case.layout != "NHWC":
+            return tensor
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}[len(case.shape)]
+        return tensor.contiguous(memory_format=last)
+
+    vector = partial(normal, case.shape[1], dtype=reference.accumulator_dtype(dtype))
+    leaves = {"x": image().mul_(2).add_(3), "weight": vector().abs_().add_(0.5), "bias": vector()}
+    if has_residual:
+        leaves["residual"] = image()
+    state = {
+        "running_mean": vector(),
+        "running_var": vector().abs_().add_(0.5),
+        "num_batches_tracked": torch.zeros((), dtype=torch.long, device=device),
+    }
+    problem = Problem(leaves, state, dy=image())
+    if activation is not None:
+        _mask_the_undecided(problem)
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    return problem
+
+
+def normplug_batch_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor,
+    residual: Tensor | None = None,
+    *,
+    activation: str | None,
+    backend: str,
+) -> Tensor:
+    """One call, whatever is fused."""
+    return functional.batch_norm(
+        x,
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        True,
+        MOMENTUM,
+        EPS,
+        mode="golden",
+        residual=residual,
+        activation=activation,
+        num_batches_tracked=num_batches_tracked,
+        backend=backend,
+    )
+
+
+def eager_bn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor,
+) -> Tensor:
+    """What `nn.BatchNorm2d` does."""
+    num_batches_tracked.add_(1)
+    return F.batch_norm(x, running_mean, running_var, weight, bias, True, MOMENTUM, EPS)
+
+
+def eager_bn_relu(**tensors: Tensor) -> Tensor:
+    """What torchvision's residual blocks do: ReLU in place."""
+    return torch.relu_(eager_bn(**tensors))
+
+
+def eager_bn_add_relu(residual: Tensor, **tensors: Tensor) -> Tensor:
+    """What torchvision's residual blocks end in: both in place."""
+    out = eager_bn(**tensors)
+    out += residual
+    return torch.relu_(out)
+
+
+def truth(problem: Problem, variance: float, activation: str | None) -> Iterator[Piece]:
+    """The exact outputs, by groups of channels."""
+    for part in _channel_groups(problem.dy):
+        exact = _exact(problem, part)
+        x, weight = exact["x"], exact["weight"]
+        normalized, pre = _forward(exact, variance)
+        mean, var = normalized.mean, normalized.var
+        dpre = reference.activation_backward(exact["dy"], pre, activation)
+        dx, dweight, dbias = reference.batch_norm_backward(
+            dpre, x, weight, mean, var, eps=EPS, target_variance=variance
+        )
+        n = x.numel() // x.shape[1]
+        images = {"y": reference.activation(pre, activation), "dx": dx}
+        if "residual" in exact:
+            images["dresidual"] = dpre
+        vectors = {
+            "dweight": dweight,
+            "dbias": dbias,
+            "running_mean": reference.running_average(exact["running_mean"], mean, MOMENTUM, 1),
+            "running_var": reference.running_average(
+                exact["running_var"], var * n / (n - 1), MOMENTUM, 1
+            ),
+        }
+        for name, value in images.items():
+            yield Piece(name, (slice(None), part), value)
+        for name, value in vectors.items():
+            yield Piece(name, (part,), value)
+    yield Piece("num_batches_tracked", (), problem.dy.new_ones((), dtype=torch.float64))
+
+
+def aten_backend(problem: Problem) -> dict[str, str]:
+    """Which of ATen's kernels eager takes: it changes with shape, layout and dtype."""
+    x, weight, bias = (problem.leaves[name] for name in ("x", "weight", "bias"))
+    running = (problem.state["running_mean"], problem.state["running_var"])
+    chosen = torch._C._select_batch_norm_backend(x, weight, bias, *running, True, EPS)
+    return {"aten_backend": chosen.name}
+
+
+def _mask_the_undecided(problem: Problem) -> None:
+    margin = math.sqrt(torch.finfo(problem.dy.dtype).eps)  # far above any rounding of the input
+    for part in _channel_groups(problem.dy):
+        exact = _exact(problem, part)
+        for mode in ("standard", "golden"):
+            _, pre = _forward(exact, target_variance(mode))
+            problem.dy[:, part].masked_fill_(pre.abs() < margin, 0)
+
+
+def _forward(exact: dict[str, Tensor], variance: float) -> tuple[reference.Normalized, Tensor]:
+    """The norm, and what the activation gets."""
+    normalized = reference.batch_norm(
+        exact["x"], exact["weight"], exact["bias"], eps=EPS, target_variance=variance
+    )
+    return normalized, normalized.y + exact["residual"] if "residual" in exact else normalized.y
+
+
+def _channel_groups(x: Tensor) -> Iterator[slice]:
+    width = max(1, CHUNK_ELEMENTS * x.shape[1] // x.numel())
+    for first in range(0, x.shape[1], width):
+        yield slice(first, first + width)
+
+
+def _exact(problem: Problem, part: slice) -> dict[str, Tensor]:
+    tensors = {**problem.leaves, **problem.state, "dy": problem.dy}
+    del tensors["num_batches_tracked"]
+    return {
+        name: (tensor[part] if tensor.dim() == 1 else tensor[:, part]).detach().double()
+        for name, tensor in tensors.items()
+    }
+
+
+def _op(
+    name: str,
+    passes: dict[str, int],
+    eager: Function,
+    activation: str | None = None,
+    has_residual: bool = False,
+) -> Op:
+    return Op(
+        name,
+        passes,
+        make=partial(make, activation=activation, has_residual=has_residual),
+        normplug=partial(normplug_batch_norm, activation=activation),
+        eager=eager,
+        truth=partial(truth, activation=activation),
+        eager_facts=aten_backend,
+    )
+
+
+# Forward reads x and writes y; backward reads dy and x and writes dx. A residual is one more read,
+# and its gradient one more write.
+OPS = (
+    _op("bn", {"F": 2, "F+B": 5}, eager_bn),
+    _op("bn_relu", {"F": 2, "F+B": 5}, eager_bn_relu, "relu"),
+    _op("bn_add_relu", {"F": 3, "F+B": 7}, eager_bn_add_relu, "relu", has_residual=True),
+)

@@ -1,0 +1,153 @@
+"""Measure the norms, each next to what torch has for the same work."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import statistics
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from normplug import target_variance
+from normplug.bench import batch_norm
+from normplug.bench.accuracy import relative_errors, require_accurate
+from normplug.bench.op import Function, Op, Problem
+from normplug.bench.results import Results, Row
+from normplug.bench.suites import Case
+from normplug.bench.timing import Stopwatch
+
+OPS = {op.name: op for op in batch_norm.OPS}
+OURS = {"normplug": "auto", "normplug-triton": "triton"}  # provider -> backend
+PROVIDERS = (*OURS, "eager", "compile")
+
+
+def run(cases: Iterable[Case], providers: Collection[str], json: Path | None) -> Results:
+    """Measure and print every case that fits the GPU.
+
+    Args:
+        cases: what to measure.
+        providers: of `PROVIDERS`.
+        json: where to keep the rows; None for nowhere.
+    """
+    stopwatch = Stopwatch()
+    results = Results(json, stopwatch.copy_gbps())
+    content = results.content
+    print(f"{content['device']}, copy {content['copy_gbps']:.0f} GB/s, {content['versions']}")
+    for case in cases:
+        with memory_for(case):
+            for rows in measure(case, providers, stopwatch, content["copy_gbps"], "cuda"):
+                for row in rows:
+                    results.add(row)
+                print(line(case, rows) if rows else f"{case}: no kernel", flush=True)
+    return results
+
+
+@contextlib.contextmanager
+def memory_for(case: Case) -> Iterator[None]:
+    """Skip what does not fit, aloud; leave the memory free for the next."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        print(f"{case}: skipped, the GPU's memory does not hold it", file=sys.stderr, flush=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def measure(
+    case: Case, providers: Collection[str], stopwatch: Stopwatch, copy_gbps: float, device: str
+) -> Iterator[list[Row]]:
+    """The rows of each direction, one a provider; a provider without a kernel for this has none.
+
+    Raises:
+        AssertionError: a kernel of ours is less accurate than it has to be.
+    """
+    op = OPS[case.op]
+    problem = op.make(case, device)
+    functions = accurate_functions(case, op, problem, providers)
+    if "eager" in providers:
+        functions["eager"] = op.eager
+    if "compile" in providers:
+        torch.compiler.reset()  # earlier cases would count towards its limit of recompilations
+        functions["compile"] = torch.compile(op.eager, fullgraph=True, dynamic=False)
+    facts = {"eager": op.eager_facts(problem)}
+    for direction, passes in op.passes.items():
+        calls = {name: problem.calls(call)[direction] for name, call in functions.items()}
+        gpu, host = stopwatch.gpu_us(calls), stopwatch.host_time(calls)
+        yield [
+            {
+                **identity(case, direction, passes),
+                "provider": name,
+                **figures(floor_bytes(case, passes), gpu[name], copy_gbps),
+                **host[name]._asdict(),
+                **facts.get(name, {}),
+            }
+            for name in calls
+        ]
+
+
+def accurate_functions(
+    case: Case, op: Op, problem: Problem, providers: Collection[str]
+) -> dict[str, Function]:
+    """Those of `OURS` that have a kernel for the problem, once their results are found right."""
+    yardstick = relative_errors(problem.outputs(op.eager), op.truth(problem, 1.0))
+    functions: dict[str, Function] = {}
+    for name, backend in OURS.items():
+        if name not in providers:
+            continue
+        function = partial(op.normplug, backend=backend)
+        try:
+            outputs = problem.outputs(function)
+        except NotImplementedError:
+            continue
+        truth = op.truth(problem, target_variance("golden"))
+        require_accurate(f"{name}, {case}", outputs, truth, yardstick)
+        functions[name] = function
+    return functions
+
+
+def identity(case: Case, direction: str, passes: int) -> Row:
+    """What a row is about."""
+    return {
+        "op": case.op,
+        "direction": direction,
+        "layout": case.layout,
+        "shape": list(case.shape),
+        "dtype": case.dtype,
+        "floor_passes": passes,
+        "floor_bytes": floor_bytes(case, passes),
+    }
+
+
+def floor_bytes(case: Case, passes: int) -> int:
+    """The fewest bytes that can be moved: vectors of one value a channel are left out."""
+    return passes * math.prod(case.shape) * getattr(torch, case.dtype).itemsize
+
+
+def figures(floor: int, samples_us: list[float], copy_gbps: float) -> Row:
+    """What repetitions on the GPU say; speeds count no more than the floor's bytes."""
+    us = statistics.median(samples_us)
+    quintiles = statistics.quantiles(samples_us, n=5, method="inclusive")
+    gbps = floor / us / 1e3
+    return {
+        "us": us,
+        "us_p20": quintiles[0],
+        "us_p80": quintiles[-1],
+        "repetitions": len(samples_us),
+        "gbps": gbps,
+        "percent_of_copy": 100 * gbps / copy_gbps,
+    }
+
+
+def line(case: Case, rows: list[Row]) -> str:
+    """The rows of a case and direction as they are printed."""
+    cells = [
+        f"{row['provider']} {row['us']:.1f} us {row['percent_of_copy']:.0f}% "
+        f"host {row['host_us']:.0f} us"
+        for row in rows
+    ]
+    return f"{str(case):<44} {rows[0]['direction']:<3} | {' | '.join(cells)}"

@@ -1,0 +1,62 @@
+"""What was measured, on what: kept on disk row by row, so that a run cut off loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import normplug
+from normplug.experiment.provenance import versions
+
+Row = dict[str, Any]
+
+PACKAGES = ("torch", "triton", "cuda", "python", "normplug")
+
+
+class Results:
+    """The contents of the JSON file.
+
+    Args:
+        path: where to keep them; None for nowhere.
+        copy_gbps: the copy speed that rows are measured against.
+
+    Attributes:
+        content: as in the file.
+    """
+
+    def __init__(self, path: Path | None, copy_gbps: float) -> None:
+        self._path = path
+        self.content: dict[str, Any] = {**provenance(), "copy_gbps": copy_gbps, "rows": []}
+        self._save()
+
+    def add(self, row: Row) -> None:
+        """One more row, in the file at once."""
+        self.content["rows"].append(row)
+        self._save()
+
+    def _save(self) -> None:
+        if self._path is not None:
+            write_at_once(self._path, json.dumps(self.content, indent=1) + "\n")
+
+
+def provenance() -> dict[str, Any]:
+    """Device, versions and date."""
+    found = versions() | {"cuda": str(torch.version.cuda), "normplug": normplug.__version__}
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "versions": {name: found[name] for name in PACKAGES if name in found},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Write a file such that a reader finds the old text or the new, whatever happens."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half_written = path.with_name(f".{path.name}.{os.getpid()}")
+    half_written.write_text(text, encoding="utf-8")
+    os.replace(half_written, path)

@@ -1,0 +1,138 @@
+"""Which operations are measured, on which shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+BATCH_NORMS = ("bn", "bn_relu", "bn_add_relu")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+HEADLINE_SHAPES: tuple[Shape, ...] = (
+    (128, 256, 56, 56),  # ResNet-50 at 224 px: first stage, batch 128
+    (256, 64, 112, 112),  # stem, batch 256: the largest tensor of the network
+    (256, 512, 28, 28),  # second stage
+    (256, 2048, 7, 7),  # last stage: many channels, little space
+    (512, 64, 32, 32),  # ResNet-18 on CIFAR: stem and first stage, batch 512
+)
+FUSED_SHAPES = (HEADLINE_SHAPES[0], HEADLINE_SHAPES[2])  # where a residual block adds
+SEED_SHAPES: tuple[Shape, ...] = (
+    (1024, 1000),
+    (1024, 100_000),
+    (32, 64, 28, 28),
+    (128, 256, 56, 56),
+)
+SMALL_SHAPES: tuple[Shape, ...] = (
+    (32, 128),
+    (128, 512),
+    (8, 16, 8, 8),
+    (32, 64, 14, 14),
+    (32, 64, 28, 28),
+    (128, 64, 32, 32),
+    (64, 512, 7, 7),
+)
+OTHER_SHAPES: tuple[Shape, ...] = (
+    (4, 32, 16, 56, 56),  # video
+    (64, 128, 1024),  # sequence
+    (256, 1024, 14, 14),  # ResNet-50, third stage
+    (32, 1024, 14, 14),  # the same of a small batch
+    (512, 512, 4, 4),  # ResNet-18 on CIFAR: last stage
+    (100, 33, 17, 19),  # no power of two anywhere
+)
+
+
+class Case(NamedTuple):
+    """One operation on one input.
+
+    Attributes:
+        op: a key of `kernels.OPS`.
+        layout: "NCHW" for contiguous, "NHWC" for channels last, whatever the number of dimensions
+            of space; "NC" where there is none.
+        shape: of the input.
+        dtype: of the input, by its name in torch.
+    """
+
+    op: str
+    layout: str
+    shape: Shape
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.layout} {shape_name(self.shape)} {self.dtype}"
+
+
+def shape_name(shape: Sequence[int]) -> str:
+    """As in 128x256x56x56."""
+    return "x".join(map(str, shape))
+
+
+def layouts(shape: Shape) -> tuple[str, ...]:
+    """The memory layouts that torch has for a shape."""
+    if len(shape) == 2:
+        return ("NC",)
+    return ("NCHW",) if len(shape) == 3 else ("NCHW", "NHWC")
+
+
+def _every_layout(
+    ops: Iterable[str], shapes: Iterable[Shape], dtypes: Sequence[str]
+) -> tuple[Case, ...]:
+    return tuple(
+        Case(op, layout, shape, dtype)
+        for op in ops
+        for shape in shapes
+        for layout in layouts(shape)
+        for dtype in dtypes
+    )
+
+
+HEADLINE = (
+    *_every_layout(["bn"], HEADLINE_SHAPES, ["bfloat16"]),
+    *_every_layout(["bn"], HEADLINE_SHAPES[:1], ["float32"]),
+    *(
+        Case(op, "NHWC", shape, "bfloat16")
+        for op in ("bn_relu", "bn_add_relu")
+        for shape in FUSED_SHAPES
+    ),
+)
+SEED = tuple(
+    Case(op, layouts(shape)[0], shape, dtype)
+    for op in BATCH_NORMS
+    for shape in SEED_SHAPES
+    for dtype in ("float32", "float64")
+)
+SMALL = _every_layout(BATCH_NORMS, SMALL_SHAPES, ["bfloat16", "float32"])
+FULL = (
+    *HEADLINE,
+    *SEED,
+    *SMALL,
+    *_every_layout(BATCH_NORMS, OTHER_SHAPES, ["bfloat16"]),
+    *_every_layout(["bn"], HEADLINE_SHAPES[:1], ["float16"]),
+)
+SUITES: dict[str, tuple[Case, ...]] = {
+    "headline": HEADLINE,
+    "seed": SEED,
+    "small": SMALL,
+    "full": tuple(dict.fromkeys(FULL)),
+}
+
+
+def select(
+    suite: str, ops: Sequence[str] | None, dtypes: Sequence[str] | None, only: str
+) -> list[Case]:
+    """The cases of a suite that are wanted.
+
+    Args:
+        suite: a key of `SUITES`.
+        ops: None for all.
+        dtypes: None for all.
+        only: part of a case as it is printed: a shape, a layout; "" for all.
+    """
+    return [
+        case
+        for case in SUITES[suite]
+        if (not ops or case.op in ops)
+        and (not dtypes or case.dtype in dtypes)
+        and only in str(case)
+    ]

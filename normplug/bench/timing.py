@@ -1,0 +1,143 @@
+"""How long a call takes: on the GPU alone, on the host alone, and both as a training loop has them.
+
+Calls that are compared are timed in turns, a few repetitions each, so that a drift of clocks or of
+a shared host falls on all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+Call = Callable[[], Any]
+
+WARM_UPS = 5
+TURN = 5  # repetitions before the next call's turn
+FEWEST, MOST = 3 * TURN, 10 * TURN  # repetitions
+BUDGET_S = 0.5  # a call, after which FEWEST is enough
+HOST_TURNS = 9
+HOST_CALLS = (5, 50)  # in one turn: few enough that no launch waits for room in the queue
+HOST_TURN_S = 0.02
+# How long the GPU sleeps before a call, so that all of it is queued by then: from the host's time,
+# with room for a host that is slower now than when it was measured. Seen to fail: it is doubled.
+LEAD, LEAD_US = 2.0, 50.0
+LEAD_DOUBLINGS = 8
+COPY_BYTES = 512 * 2**20
+SCRATCH_BYTES = 128 * 2**20  # at least; twice the L2 cache where that is more
+
+
+class HostTime(NamedTuple):
+    """Microseconds a call.
+
+    Attributes:
+        host_us: until the host is free again, the GPU still at work.
+        wall_us: in calls back to back, the slower of host and GPU.
+    """
+
+    host_us: float
+    wall_us: float
+
+
+class Stopwatch:
+    """Times calls on the current CUDA device."""
+
+    def __init__(self) -> None:
+        l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        size = max(2 * l2, SCRATCH_BYTES)
+        self._scratch = torch.empty(size, dtype=torch.uint8, device="cuda")
+        self._cycles_per_us = _cycles_per_us()
+
+    def gpu_us(self, calls: Mapping[str, Call]) -> dict[str, list[float]]:
+        """Name -> microseconds of each repetition, from a cold L2 cache, launches excluded."""
+        plans = {name: self._plan(call) for name, call in calls.items()}
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for done in range(0, MOST, TURN):
+            for name, (repetitions, lead_us) in plans.items():
+                if done < repetitions:
+                    samples[name] += [self._sample(calls[name], lead_us) for _ in range(TURN)]
+        return samples
+
+    def host_time(self, calls: Mapping[str, Call]) -> dict[str, HostTime]:
+        """Name -> medians over turns of calls back to back."""
+        counts = {name: _calls_in_a_turn(call) for name, call in calls.items()}
+        turns: dict[str, list[HostTime]] = {name: [] for name in calls}
+        for _ in range(HOST_TURNS):
+            for name, call in calls.items():
+                turns[name].append(_back_to_back(call, counts[name]))
+        return {
+            name: HostTime(*(statistics.median(column) for column in zip(*times, strict=True)))
+            for name, times in turns.items()
+        }
+
+    def copy_gbps(self) -> float:
+        """The speed of a large copy, read and written, in 1e9 bytes a second."""
+        source = torch.randn(COPY_BYTES // 2, device="cuda").to(torch.bfloat16)
+        target = torch.empty_like(source)
+        samples = self.gpu_us({"copy": lambda: target.copy_(source)})["copy"]
+        return 2 * COPY_BYTES / statistics.median(samples) / 1e3
+
+    def _plan(self, call: Call) -> tuple[int, float]:
+        """How often to repeat, and how long the GPU has to be kept busy for the host to queue."""
+        _back_to_back(call, WARM_UPS)
+        lead_us = LEAD_US + LEAD * _back_to_back(call, WARM_UPS).host_us
+        start = time.perf_counter()
+        self._sample(call, lead_us)
+        affordable = int(BUDGET_S / (time.perf_counter() - start))
+        return min(max(affordable, FEWEST), MOST), lead_us
+
+    def _sample(self, call: Call, lead_us: float) -> float:
+        for doubling in range(LEAD_DOUBLINGS):
+            us = self._attempt(call, lead_us * 2**doubling)
+            if us is not None:
+                return us
+        raise RuntimeError(
+            "normplug.bench: the GPU waits for the host however far that runs ahead: "
+            "does the call synchronise?"
+        )
+
+    def _attempt(self, call: Call, lead_us: float) -> float | None:
+        """Microseconds on the GPU; None where it had to wait for the host."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Left dirty: the call pays to write back as much of this as it leaves behind of its own.
+        self._scratch.zero_()
+        torch.cuda._sleep(int(lead_us * self._cycles_per_us))
+        start.record()
+        call()
+        end.record()
+        waited = start.query()
+        end.synchronize()
+        return None if waited else start.elapsed_time(end) * 1e3
+
+
+def _back_to_back(call: Call, count: int) -> HostTime:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    queued = time.perf_counter()
+    torch.cuda.synchronize()
+    done = time.perf_counter()
+    return HostTime((queued - start) / count * 1e6, (done - start) / count * 1e6)
+
+
+def _calls_in_a_turn(call: Call) -> int:
+    fewest, most = HOST_CALLS
+    wall_s = _back_to_back(call, fewest).wall_us / 1e6
+    return min(max(int(HOST_TURN_S / wall_s), fewest), most)
+
+
+def _cycles_per_us() -> float:
+    """The clock that `torch.cuda._sleep` counts in; the first sleep also wakes an idle GPU."""
+    cycles, rates = 20_000_000, []
+    for _ in range(4):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        rates.append(cycles / (start.elapsed_time(end) * 1e3))
+    return max(rates)
