@@ -14,8 +14,8 @@ BACKENDS = ("auto", "triton", "torch")
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # once: a call costs microseconds
 
 
-def backend(who: str, name: str) -> None:
-    """Refuse a backend that is unknown or cannot run; "auto" is `NORMPLUG_BACKEND`, if set."""
+def backend(who: str, name: str) -> str:
+    """Refuse a backend that is unknown; return what it stands for (`NORMPLUG_BACKEND`, if set)."""
     source = "backend"
     if name == "auto":
         source, name = "NORMPLUG_BACKEND", DEFAULT_BACKEND
@@ -23,11 +23,14 @@ def backend(who: str, name: str) -> None:
         raise ValueError(
             f"normplug.{who}: {source} must be one of {_quoted(BACKENDS)}; got {name!r}."
         )
-    if name == "triton":
-        raise NotImplementedError(
-            f"normplug.{who}: {source}='triton', but this version has no Triton kernel for it. "
-            "Use 'auto' or 'torch'."
-        )
+    return name
+
+
+def no_kernel(who: str, why: str) -> NotImplementedError:
+    """The error of a call that asks for the kernels where they cannot run."""
+    return NotImplementedError(
+        f"normplug.{who}: backend='triton', but {why}. Use backend='auto' or 'torch'."
+    )
 
 
 def autocast_output(who: str, name: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops import aten
+from normplug._ops import aten, choice
 from normplug.modes import ModeLike, target_variance
 from normplug.reference import accumulator_dtype
 
@@ -40,8 +40,9 @@ def batch_norm(
     eval they are the running statistics. An empty batch leaves the running statistics untouched.
 
     Args:
-        input: (N, C) or (N, C, *space) with up to three dims of space; float16, bfloat16, float32
-            or float64; contiguous, channels_last or strided.
+        input: (N, C) or (N, C, *space); float16, bfloat16, float32 or float64. Contiguous and
+            channels_last (channels innermost, for any number of dims) are taken as they are; the
+            kernels copy other strides once, and dy or `residual` where laid out otherwise.
         running_mean: (C,), updated in place in training, or None.
         running_var: (C,), updated in place in training, or None.
         weight: (C,), or None for ones. May be float32 beside a half `input`.
@@ -54,7 +55,8 @@ def batch_norm(
         residual: added before the activation; shaped like `input`, or None.
         activation: None, "relu", "silu" or "gelu" (exact).
         num_batches_tracked: integer scalar, raised by one where running statistics move, or None.
-        backend: "auto", "triton" or "torch"; the environment's `NORMPLUG_BACKEND` sets "auto".
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's); the environment's
+            `NORMPLUG_BACKEND` sets "auto", which takes what was measured faster and can run.
 
     Returns:
         Shaped like `input`, in its dtype (promoted with that of `residual`).
@@ -63,11 +65,13 @@ def batch_norm(
         ValueError: shapes that do not fit, one value a channel in training, evaluation without
             running statistics, an unknown mode, activation or backend.
         TypeError: an input that is not floating point.
-        NotImplementedError: backend "triton" where there is no kernel.
+        NotImplementedError: backend "triton" where the kernels cannot run, saying why.
 
-    Precision: sums are float32 (float64 for float64 input). With tv other than 1, weight * sqrt(tv)
-    is rounded to the dtype of `weight`.
-    Differentiable twice, by `input`, `weight`, `bias` and `residual`.
+    Precision: sums are float32 (float64 for float64 input). With tv other than 1, the torch backend
+    rounds weight * sqrt(tv) to the dtype of `weight`; the kernels do not.
+    Differentiable twice, by `input`, `weight`, `bias` and `residual`. By the kernels, equal calls
+    give equal bits, and what is kept for the backward is `input` and two numbers a channel, with
+    `residual` and relu one bit an element more, with `residual` and silu or gelu `residual` too.
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]])
@@ -75,6 +79,15 @@ def batch_norm(
         tensor([-0.5000,  0.5000])
     """
     who = "functional.batch_norm"
+    tensors = (
+        input, running_mean, running_var, weight, bias, residual, num_batches_tracked
+    )  # fmt: skip
+    settings = (training, momentum, eps, mode, activation, backend)
+    eager = input.is_cuda and not torch.compiler.is_compiling()
+    if eager:
+        signature = choice.batch_norm_signature(*tensors, *settings)
+        if (known := choice.known(signature)) is not None:
+            return known(*tensors)
     _checks.floating(who, input)
     _checks.channels(
         who, input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
@@ -86,21 +99,17 @@ def batch_norm(
         _checks.more_than_one_value(who, input)
         if running_mean is not None:
             _checks.momentum(who, momentum, num_batches_tracked)
-    _checks.backend(who, backend)
-    return aten.batch_norm(
-        input,
-        running_mean,
-        running_var,
-        weight,
-        bias,
-        residual,
-        num_batches_tracked,
-        training,
-        momentum,
-        eps,
-        target_variance(mode),
-        activation,
+    name, tv = _checks.backend(who, backend), target_variance(mode)
+    fused = residual is not None or activation is not None
+    vectors = (running_mean, running_var, weight, bias)
+    route = choice.batch_norm(
+        who, name, input, residual, num_batches_tracked, vectors, fused, training and tv == 1.0
     )
+    numbers = (training, momentum, eps, tv, activation)
+    y = route(*tensors, *numbers)
+    if eager:
+        choice.remember(signature, route, tensors, *numbers)
+    return y
 
 
 def layer_norm(
@@ -170,7 +179,8 @@ def layer_norm(
     if running_mean is not None:
         _checks.momentum(who, momentum, num_batches_tracked)
     _checks.autocast_output(who, autocast_output)
-    _checks.backend(who, backend)
+    if _checks.backend(who, backend) == "triton":
+        raise _checks.no_kernel(who, "there is no kernel for LayerNorm")
     return aten.layer_norm(
         input,
         shape,
@@ -259,6 +269,8 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     who = "functional.channel_stats"
     _checks.floating(who, x)
     _checks.channels(who, x)
+    if (by_kernel := choice.channel_stats(x)) is not None:
+        return by_kernel
     dims = (0, *range(2, x.dim()))
     x = x.to(accumulator_dtype(x.dtype))
     if x.numel() == 0:

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import normplug
 from accuracy import assert_no_worse, leaf
@@ -44,7 +46,7 @@ def run(norm, x, weight, bias, dy, training=True, running=None, **options):
     return out if running is None else {**out, "mean": mean, "var": var}
 
 
-def compare(x, weight, bias, mode, training=True, running=None, momentum=0.1):
+def compare(x, weight, bias, mode, training=True, running=None, momentum=0.1, backend="auto"):
     """Ours against the stock kernel with the folded weight, both against float64."""
     tv = target_variance(mode)
     dy = torch.randn_like(x)
@@ -57,7 +59,7 @@ def compare(x, weight, bias, mode, training=True, running=None, momentum=0.1):
         return F.batch_norm(x, mean, var, weight, bias, training, momentum)
 
     def ours(*args):
-        return functional.batch_norm(*args, momentum=momentum, mode=mode)
+        return functional.batch_norm(*args, momentum=momentum, mode=mode, backend=backend)
 
     def double(tensor):
         return None if tensor is None else tensor.double()
@@ -66,8 +68,12 @@ def compare(x, weight, bias, mode, training=True, running=None, momentum=0.1):
     exact = (double(x), double(weight), double(bias), dy.double(), training)
     truth = run(stock, *exact, None if running is None else tuple(map(double, running)))
     theirs, got = run(stock, *args), run(ours, *args)
+    # A float64 truth is no better than either: what mean >> std amplifies, it has of its own.
+    values = x.double()
+    amplified = float(1 + values.mean().abs() / values.std()) if x.numel() > 1 else 1.0
+    spare = 64 * torch.finfo(x.dtype).eps * amplified if x.dtype == torch.float64 else 0.0
     for name in truth:
-        assert_no_worse(name, got[name], theirs[name], truth[name])
+        assert_no_worse(name, got[name], theirs[name], truth[name], spare=spare)
     return got
 
 
@@ -292,7 +298,7 @@ X = torch.randn(4, 3, 2, 2)
             (X, None, None, None, None, True),
             {"backend": "triton"},
             NotImplementedError,
-            "Use 'auto' or 'torch'",
+            "the input is on cpu.*Use backend='auto' or 'torch'",
         ),
         (
             (X, torch.zeros(3), torch.ones(3), None, None, True, None),
@@ -319,6 +325,17 @@ def test_a_refused_call_leaves_the_statistics():
         functional.batch_norm(X, mean, var, training=True, mode="gold")
     assert torch.equal(mean, torch.zeros(3))
     assert torch.equal(var, torch.ones(3))
+
+
+def test_fake_tensors_of_unknown_size_take_torchs_own_operators():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    batch = mode.from_tensor(torch.randn(4, 3)).shape[0]
+    assert isinstance(batch, torch.SymInt)
+    with mode:
+        x = torch.empty(batch, 3, 8, 8, device="cuda")
+        y = functional.batch_norm(x, None, None, training=True)
+    assert y.shape == (batch, 3, 8, 8)
+    assert y.device.type == "cuda"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

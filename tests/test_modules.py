@@ -70,7 +70,7 @@ def test_standard_is_the_torch_layer_bit_for_bit(ours, stock, shape, options):
 def test_the_output_has_the_target_variance(ours, stock, shape, mode):
     x = torch.randn(64, *shape[1:]) * 5 + 2
     dims = -1 if ours is LayerNorm else (0, *range(2, x.dim()))
-    variance = ours(4, mode=mode)(x).var(dims, correction=0)
+    variance = ours(4, mode=mode, eps=1e-9)(x).var(dims, correction=0)
     expected = torch.full_like(variance, normplug.target_variance(mode))
     torch.testing.assert_close(variance, expected, rtol=1e-3, atol=0)
 
@@ -185,15 +185,31 @@ def test_repr_and_mode_attribute(ours, stock, shape):
     assert layer.target_variance == 0.5
 
 
+def test_a_layer_says_why_its_kernels_cannot_run():
+    layer = BatchNorm2d(4, backend="triton")
+    with pytest.raises(NotImplementedError, match="the input is on cpu.*'auto' or 'torch'"):
+        layer(torch.randn(2, 4, 3, 3))
+
+
 def test_constructors_refuse_what_they_cannot_do():
-    with pytest.raises(NotImplementedError, match="no Triton kernel"):
-        BatchNorm2d(4, backend="triton")
     with pytest.raises(ValueError, match="'auto', 'triton', 'torch'"):
         LayerNorm(4, backend="cudnn")
     with pytest.raises(ValueError, match="'low', 'float32'"):
         LayerNorm(4, autocast_output="half")
     with pytest.raises(ValueError, match="expected 4D input"):
         BatchNorm2d(4)(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (BatchNorm2d(4, backend="triton"), "the kernels need a CUDA device|triton is not"),
+        (LayerNorm(4, backend="triton"), "there is no kernel for LayerNorm"),
+    ],
+)
+def test_a_layer_that_asks_for_kernels_says_why_it_has_none_when_it_runs(layer, why):
+    with pytest.raises(NotImplementedError, match=f"backend='triton', but.*({why})"):
+        layer(torch.randn(2, 4, 3, 4))
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad"])

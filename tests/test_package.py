@@ -11,6 +11,8 @@ ROOT = Path(normplug.__file__).parent
 # A room may import those before it and itself.
 FLOORS = [
     {"modes", "reference", "_checks", "_variance_log"},
+    {"_kernels"},
+    {"_kernels"},
     {"_ops"},
     {"functional"},
     {"modules"},
@@ -20,6 +22,7 @@ FLOORS = [
     {"lightning"},
     {"compare"},
     {"experiment"},
+    {"bench"},
 ]
 
 

@@ -1,0 +1,1 @@
+"""Triton kernels, the tables that set them up, and the way they are launched."""

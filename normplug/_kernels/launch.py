@@ -1,0 +1,102 @@
+"""Launching a Triton kernel at the cost of a native one.
+
+`kernel[grid](...)` binds, hashes and looks up its arguments on every call, which takes longer than
+many a norm runs. A `Launch` does that once, keeps the compiled kernel, and afterwards hands raw
+pointers to its launcher. That launcher is private to Triton: versions it is not known for, and
+pointers that the compiled kernel was not made for, take the public way.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_DIRECT = (3, 2) <= _VERSION <= (3, 9) and torch.version.hip is None
+COOPERATIVE = _VERSION >= (3, 3) and torch.version.hip is None
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes", "y")
+_WITH_CONSTANTS = _VERSION >= (3, 3)  # since then, constants stand in the launcher's arguments
+
+
+class Launch:
+    """A kernel with everything but its tensors: grid, sizes, constants and compiler options."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: int,
+        numbers: tuple[Any, ...],
+        constants: dict[str, Any],
+        warps: int,
+        cooperative: bool = False,
+    ) -> None:
+        self._kernel, self._grid, self._numbers = kernel, grid, numbers
+        self._constants = {**constants, "num_warps": warps}
+        if cooperative:
+            self._constants["launch_cooperative_grid"] = True
+        self._tail = (*numbers, *constants.values()) if _WITH_CONSTANTS else numbers
+        self._direct = _DIRECT and not INTERPRETED
+        self._run: Any = None
+        self._function: Any = None
+        self._metadata: Any = None
+
+    def __call__(self, stream: int, *tensors: Tensor) -> None:
+        """Launch on `stream`, which must be the current one of the current device."""
+        if self._run is not None:
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            misaligned = 0
+            for pointer in pointers:
+                misaligned |= pointer
+            if not misaligned & 15:
+                try:
+                    self._run(
+                        self._grid, 1, 1, stream, self._function, self._metadata, None, None, None,
+                        *pointers, *self._tail,
+                    )  # fmt: skip
+                except TypeError:  # not the launcher it was taken for
+                    self._run, self._direct = None, False
+                else:
+                    return
+        compiled = self._compile(tensors)
+        if self._direct and all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
+            self._function, self._metadata = compiled.function, compiled.packed_metadata
+            self._run = compiled.run
+
+    def _compile(self, tensors: tuple[Tensor, ...]) -> Any:
+        return self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)
+
+
+class Workspace:
+    """Counters, all zero between launches, and room for what programs tell each other.
+
+    One a stream, since launches on a stream follow each other. A launch that is captured in a
+    CUDA graph gets its own, as graphs may run side by side.
+    """
+
+    _kept: dict[tuple[int, int, torch.dtype], Workspace] = {}
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, counters: int, room: int) -> None:
+        self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
+        self.partial = torch.empty(room, dtype=dtype, device=device)
+
+    @classmethod
+    def get(
+        cls, device: torch.device, stream: int, dtype: torch.dtype, counters: int, room: int
+    ) -> Workspace:
+        """The stream's own, with at least `counters` and `room`; not while it is captured."""
+        key = (device.index, stream, dtype)
+        kept = cls._kept.get(key)
+        if kept is None or not kept.fits(counters, room):
+            if kept is not None:
+                counters = max(counters, kept.counters.numel())
+                room = max(room, kept.partial.numel())
+            kept = cls._kept[key] = cls(device, dtype, max(counters, 4096), max(room, 1 << 16))
+        return kept
+
+    def fits(self, counters: int, room: int) -> bool:
+        """Whether there is enough of both."""
+        return self.counters.numel() >= counters and self.partial.numel() >= room

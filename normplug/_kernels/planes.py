@@ -1,0 +1,377 @@
+"""BatchNorm over (N, C, *space) contiguous tensors, whose channels are planes of adjacent values.
+
+The N * HW values of a channel are cut into K tiles of BLOCK. Program t reduces tile t, publishes
+its moments, and then normalises tile t - LAG (see `primitives`): by then the tile's channel is
+complete, and the tile is still in the L2 cache. DRAM traffic is one read and one write.
+"""
+
+import triton
+import triton.language as tl
+
+from normplug._kernels.primitives import (
+    activate,
+    activation_gradient,
+    arrive,
+    pack_bits,
+    positive,
+    scalar,
+    unpack_bits,
+    wait,
+)
+
+# Sizes are not compiled in: another batch size is no other kernel, and UNIT says what is aligned.
+_SIZES = ["N", "C", "UNITS", "K", "TILES", "LAG"]
+
+
+@triton.jit
+def _offset(place, channel, C, HW):
+    """Where in the tensor a place in the channel, counted over batch and space, is found."""
+    n = place // HW
+    return (n * C + channel) * HW + (place - n * HW)
+
+
+@triton.jit
+def _tile(channel, k, N, C, HW, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of tile k of a channel, which of them exist, and the offset of the first."""
+    if WIDE:
+        channel = channel.to(tl.int64)
+        k = k.to(tl.int64)
+    place = k * BLOCK + tl.arange(0, BLOCK)
+    return _offset(place, channel, C, HW), place < N * HW, _offset(k * BLOCK, channel, C, HW)
+
+
+@triton.jit
+def _tile_counts(k, total, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    return tl.minimum(tl.maximum(total - k * BLOCK, 0), BLOCK).to(ACC)
+
+
+@triton.jit
+def _merge_moments(partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr):
+    """Mean and sum of squares about it of a channel from those of its tiles, in tile order."""
+    count = tl.full([], 0.0, ACC)
+    mean = tl.full([], 0.0, ACC)
+    m2 = tl.full([], 0.0, ACC)
+    first = tl.load(partial_ptr, cache_modifier=".cg")
+    for start in range(0, K, KP):
+        k = start + tl.arange(0, KP)
+        counts = tl.where(k < K, _tile_counts(k, total, BLOCK, ACC), 0.0)
+        means = tl.load(partial_ptr + 2 * k, mask=k < K, other=0.0, cache_modifier=".cg")
+        m2s = tl.load(partial_ptr + 2 * k + 1, mask=k < K, other=0.0, cache_modifier=".cg")
+        means = tl.where(k < K, means - first, 0.0)
+        chunk_count = tl.sum(counts)
+        chunk_mean = tl.sum(means * counts) / chunk_count
+        spread = means - chunk_mean
+        chunk_m2 = tl.sum(tl.where(k < K, m2s + counts * spread * spread, 0.0))
+        fraction = chunk_count / (count + chunk_count)
+        difference = chunk_mean - mean
+        m2 += chunk_m2 + difference * difference * count * fraction
+        mean += difference * fraction
+        count += chunk_count
+    return first + mean, m2
+
+
+@triton.jit
+def _merge_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
+    """The two sums of a channel from those of its tiles, in tile order."""
+    a = tl.full([], 0.0, ACC)
+    b = tl.full([], 0.0, ACC)
+    for start in range(0, K, KP):
+        k = start + tl.arange(0, KP)
+        a += tl.sum(tl.load(partial_ptr + 2 * k, mask=k < K, other=0.0, cache_modifier=".cg"))
+        b += tl.sum(tl.load(partial_ptr + 2 * k + 1, mask=k < K, other=0.0, cache_modifier=".cg"))
+    return a, b
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def batch_norm_planes_forward(
+    x_ptr,
+    y_ptr,
+    residual_ptr,
+    bits_ptr,
+    weight_ptr,
+    bias_ptr,
+    running_mean_ptr,
+    running_var_ptr,
+    tracked_ptr,
+    stats_ptr,
+    partial_ptr,
+    counter_ptr,
+    N,
+    C,
+    UNITS,
+    K,
+    TILES,
+    LAG,
+    momentum,
+    eps,
+    root,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KP: tl.constexpr,
+    ACC: tl.constexpr,
+    TRAINING: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RUNNING: tl.constexpr,
+    CUMULATIVE: tl.constexpr,
+    TRACKED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
+
+    HW = UNITS * UNIT tells the compiler how far rows are aligned. Without NORMALIZE (and with
+    LAG = TILES and one more program a channel) the stats are (mean, var) and y is not written.
+    """
+    t = tl.program_id(0)
+    HW = UNITS * UNIT
+    if WIDE:
+        total = N.to(tl.int64) * HW
+    else:
+        total = N * HW
+    if TRAINING:
+        if t < TILES:
+            channel = t // K
+            k = t - channel * K
+            offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
+            # Distances from one of the values: their sums do not round at the size of the mean.
+            first = tl.load(x_ptr + first).to(ACC)
+            x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(ACC) - first
+            mean = tl.sum(tl.where(inside, x, 0.0)) / _tile_counts(k, total, BLOCK, ACC)
+            x = tl.where(inside, x - mean, 0.0)
+            tl.store(partial_ptr + 2 * t, first + mean)
+            tl.store(partial_ptr + 2 * t + 1, tl.sum(x * x))
+            arrive(counter_ptr + channel)
+    u = t - LAG
+    if u >= 0:
+        if NORMALIZE:
+            channel = u // K
+            k = u - channel * K
+            offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
+            x = tl.load(x_ptr + offsets, mask=inside, other=0.0, eviction_policy="evict_first")
+        else:
+            channel = u
+            k = 0
+        if TRAINING:
+            wait(counter_ptr + channel, K, K if NORMALIZE else 1)
+            mean, m2 = _merge_moments(partial_ptr + 2 * channel * K, K, total, BLOCK, KP, ACC)
+            n = total.to(ACC)
+            var = m2 / n
+            if RUNNING:
+                if k == 0:
+                    step = scalar(momentum, ACC)
+                    if CUMULATIVE:
+                        step = 1.0 / tl.load(tracked_ptr).to(ACC)
+                    old = tl.load(running_mean_ptr + channel).to(ACC)
+                    new = old + step * (mean - old)
+                    tl.store(running_mean_ptr + channel, new.to(running_mean_ptr.dtype.element_ty))
+                    old = tl.load(running_var_ptr + channel).to(ACC)
+                    new = old + step * (m2 / (n - 1.0) - old)
+                    tl.store(running_var_ptr + channel, new.to(running_var_ptr.dtype.element_ty))
+            if TRACKED:
+                if u == 0:
+                    tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
+        else:
+            mean = tl.load(running_mean_ptr + channel).to(ACC)
+            var = tl.load(running_var_ptr + channel).to(ACC)
+        rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+        if k == 0:
+            tl.store(stats_ptr + channel, mean)
+            tl.store(stats_ptr + C + channel, rstd if NORMALIZE else var)
+        if NORMALIZE:
+            scale = rstd * scalar(root, ACC)
+            if WEIGHT:
+                scale *= tl.load(weight_ptr + channel).to(ACC)
+            z = (x.to(ACC) - mean) * scale
+            if BIAS:
+                z += tl.load(bias_ptr + channel).to(ACC)
+            if RESIDUAL:
+                z += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(ACC)
+            if BITS:
+                stride = tl.cdiv(total, 8)
+                byte = k * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+                packed = pack_bits(positive(z), BLOCK)
+                tl.store(bits_ptr + channel * stride + byte, packed, mask=byte < stride)
+            y = activate(z, ACTIVATION).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + offsets, y, mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_extra(
+    residual_ptr,
+    bits_ptr,
+    offsets,
+    inside,
+    channel,
+    k,
+    total,
+    BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """What beside x the slope of the activation needs: the forward's bits, or its residual."""
+    if BITS:
+        stride = tl.cdiv(total, 8)
+        byte = k * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+        extra = tl.load(bits_ptr + channel * stride + byte, mask=byte < stride, other=0)
+    elif RESIDUAL:
+        extra = tl.load(residual_ptr + offsets, mask=inside, other=0.0)
+    else:
+        extra = 0
+    return extra
+
+
+@triton.jit
+def _gradient(
+    dy,
+    x,
+    extra,
+    mean,
+    scale,
+    bias,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """dz, the gradient before the activation, and x - mean; `extra` is the bits or the residual."""
+    centred = x.to(ACC) - mean
+    dz = dy.to(ACC)  # 0 where there is nothing, and so is all that is made of it
+    if BITS:
+        dz = tl.where(unpack_bits(extra, BLOCK) != 0, dz, 0.0)
+    elif ACTIVATION:
+        z = centred * scale + bias
+        if RESIDUAL:
+            z += extra.to(ACC)
+        dz = activation_gradient(dz, z, ACTIVATION)
+    return dz, centred
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def batch_norm_planes_backward(
+    dy_ptr,
+    x_ptr,
+    residual_ptr,
+    bits_ptr,
+    weight_ptr,
+    bias_ptr,
+    stats_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    partial_ptr,
+    counter_ptr,
+    N,
+    C,
+    UNITS,
+    K,
+    TILES,
+    LAG,
+    root,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KP: tl.constexpr,
+    ACC: tl.constexpr,
+    SUMS: tl.constexpr,
+    LATE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DX: tl.constexpr,
+    DRESIDUAL: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The gradients of `batch_norm_planes_forward`; those not asked for are not computed.
+
+    LATE: dx depends on the sums (batch statistics), so tiles are written LAG programs later.
+    Otherwise the first read gives dx (constant statistics), and with SUMS one more program a
+    channel, LAG = TILES, writes dweight and dbias.
+    """
+    t = tl.program_id(0)
+    HW = UNITS * UNIT
+    if WIDE:
+        total = N.to(tl.int64) * HW
+    else:
+        total = N * HW
+    if t < TILES:
+        channel = t // K
+        k = t - channel * K
+        offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
+        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0)
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+        extra = _load_extra(
+            residual_ptr, bits_ptr, offsets, inside, channel, k, total, BLOCK, RESIDUAL, BITS
+        )
+        mean = tl.load(stats_ptr + channel)
+        scale = tl.load(stats_ptr + C + channel) * scalar(root, ACC)
+        if WEIGHT:
+            scale *= tl.load(weight_ptr + channel).to(ACC)
+        bias = tl.load(bias_ptr + channel).to(ACC) if BIAS else 0.0
+        dz, centred = _gradient(
+            dy, x, extra, mean, scale, bias, BLOCK, ACC, RESIDUAL, BITS, ACTIVATION
+        )
+        if SUMS:
+            tl.store(partial_ptr + 2 * t, tl.sum(dz))
+            tl.store(partial_ptr + 2 * t + 1, tl.sum(dz * centred))
+            arrive(counter_ptr + channel)
+        if not LATE:
+            if DX:
+                dx = (dz * scale).to(dx_ptr.dtype.element_ty)
+                tl.store(dx_ptr + offsets, dx, mask=inside, eviction_policy="evict_first")
+            if DRESIDUAL:
+                dr = dz.to(dresidual_ptr.dtype.element_ty)
+                tl.store(dresidual_ptr + offsets, dr, mask=inside, eviction_policy="evict_first")
+    if SUMS:
+        u = t - LAG
+        if u >= 0:
+            channel = u
+            k = 0
+            if LATE:
+                channel = u // K
+                k = u - channel * K
+                offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
+                dy = tl.load(
+                    dy_ptr + offsets, mask=inside, other=0.0, eviction_policy="evict_first"
+                )
+                x = tl.load(x_ptr + offsets, mask=inside, other=0.0, eviction_policy="evict_first")
+                extra = _load_extra(
+                    residual_ptr, bits_ptr, offsets, inside, channel, k, total, BLOCK, RESIDUAL,
+                    BITS,
+                )  # fmt: skip
+            wait(counter_ptr + channel, K, K if LATE else 1)
+            mean = tl.load(stats_ptr + channel)
+            rstd = tl.load(stats_ptr + C + channel)
+            sum_dz, sum_dz_centred = _merge_sums(partial_ptr + 2 * channel * K, K, KP, ACC)
+            if k == 0:
+                if DWEIGHT:
+                    dweight = sum_dz_centred * rstd * scalar(root, ACC)
+                    tl.store(dweight_ptr + channel, dweight.to(dweight_ptr.dtype.element_ty))
+                if DBIAS:
+                    tl.store(dbias_ptr + channel, sum_dz.to(dbias_ptr.dtype.element_ty))
+            if LATE:
+                scale = rstd * scalar(root, ACC)
+                if WEIGHT:
+                    scale *= tl.load(weight_ptr + channel).to(ACC)
+                bias = tl.load(bias_ptr + channel).to(ACC) if BIAS else 0.0
+                dz, centred = _gradient(
+                    dy, x, extra, mean, scale, bias, BLOCK, ACC, RESIDUAL, BITS, ACTIVATION
+                )
+                if DRESIDUAL:
+                    dr = dz.to(dresidual_ptr.dtype.element_ty)
+                    tl.store(
+                        dresidual_ptr + offsets, dr, mask=inside, eviction_policy="evict_first"
+                    )
+                n = total.to(ACC)
+                slope = sum_dz_centred * rstd * rstd / n
+                dx = (dz - sum_dz / n - centred * slope) * scale
+                dx = dx.to(dx_ptr.dtype.element_ty)
+                tl.store(dx_ptr + offsets, dx, mask=inside, eviction_policy="evict_first")

@@ -1,0 +1,103 @@
+"""What the kernels share: waiting for other programs, moments, activations, bit masks.
+
+Programs that wait. A norm reads a channel twice: once for its statistics, once to normalise. The
+kernels do both in one launch, so that the second read finds the data in the L2 cache. Program t
+gathers statistics of tile t and then normalises an *earlier* tile, whose statistics only programs
+with lower numbers gather. The hardware starts programs in the order of their numbers, and no
+program waits before its own part of the statistics is out, so each wait ends, however few programs
+fit the GPU at a time. (The argument is that of single-pass scans: Merrill and Garland 2016,
+"Single-pass Parallel Prefix Scan with Decoupled Look-back".) A grid run in order by an interpreter
+never waits at all.
+"""
+
+import triton
+import triton.language as tl
+
+# A counter holds arrivals in its low half and readers in its high half.
+_READER = tl.constexpr(1 << 32)
+_ARRIVALS = tl.constexpr((1 << 32) - 1)
+
+ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3}
+
+
+@triton.jit
+def arrive(counter_ptr):
+    """Count this program in; whoever sees the count sees all that the program has stored."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+
+
+@triton.jit
+def wait(counter_ptr, arrivals, readers):
+    """Return once `arrivals` programs have arrived; the last of `readers` leaves the counter at 0.
+
+    A reader counts itself in, so a counter that reads 0 to a reader is one that was waited for to
+    the end and cleared: the next launch finds it ready, and nothing has to be zeroed in between.
+    """
+    seen = tl.atomic_add(counter_ptr, _READER, sem="acquire")
+    earlier = seen >> 32
+    arrived = seen & _ARRIVALS
+    while arrived < arrivals:
+        seen = tl.atomic_add(counter_ptr, 0, sem="acquire")
+        arrived = tl.where(seen == 0, arrivals, seen & _ARRIVALS)
+    if earlier == readers - 1:
+        tl.atomic_xchg(counter_ptr, 0, sem="release")
+
+
+@triton.jit
+def scalar(value, ACC: tl.constexpr):
+    """A number from the host: float32 as it is, float64 as the bits of one (Triton passes none)."""
+    if ACC == tl.float64:
+        number = value.to(tl.int64).to(tl.float64, bitcast=True)
+    else:
+        number = value
+    return number
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    """relu, silu or exact gelu of z; nan stays nan."""
+    if ACTIVATION == 1:
+        y = tl.where(z <= 0, 0.0, z)
+    elif ACTIVATION == 2:
+        y = z * tl.sigmoid(z)
+    elif ACTIVATION == 3:
+        y = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    else:
+        y = z
+    return y
+
+
+@triton.jit
+def activation_gradient(dy, z, ACTIVATION: tl.constexpr):
+    """The gradient dy times the slope of the activation at z; relu's is 0 at 0."""
+    if ACTIVATION == 1:
+        dz = tl.where(z <= 0, 0.0, dy)
+    elif ACTIVATION == 2:
+        gate = tl.sigmoid(z)
+        dz = dy * gate * (1.0 + z * (1.0 - gate))
+    elif ACTIVATION == 3:
+        density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
+        dz = dy * (0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * density)
+    else:
+        dz = dy
+    return dz
+
+
+@triton.jit
+def positive(z):
+    """Where relu lets a gradient through: everywhere but at z <= 0."""
+    return tl.where(z <= 0, 0, 1)
+
+
+@triton.jit
+def pack_bits(bits, COUNT: tl.constexpr):
+    """COUNT zeros and ones, of any shape, to COUNT / 8 bytes in a row."""
+    eights = tl.reshape(bits.to(tl.int32), [COUNT // 8, 8])
+    return tl.sum(eights << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
+
+
+@triton.jit
+def unpack_bits(packed, COUNT: tl.constexpr):
+    """COUNT / 8 bytes in a row to COUNT zeros and ones in a row."""
+    return tl.reshape((packed.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1, [COUNT])

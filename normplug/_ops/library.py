@@ -1,0 +1,192 @@
+"""The kernels as operators of `torch.library`, for compilers: opaque, functional, with gradients.
+
+Eager calls do not come here: dispatching an operator costs more than launching a kernel. What a
+call does not have is an empty tensor. The running statistics are moved by torch operations beside
+the operator, which a compiler fuses, and which leaves the operator without side effects.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from normplug.reference import accumulator_dtype
+
+
+@torch.library.custom_op("normplug::batch_norm", mutates_args=())
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    eps: float,
+    target_variance: float,
+    activation: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, stats (mean and rstd of the channels, (2 * C,)), and relu's signs in bits."""
+    from normplug._ops import gpu
+
+    plan, x, residual = gpu.plan_of(
+        x, weight, bias, residual, None if training else running_mean, False, training, 0.0, eps,
+        target_variance, activation,
+    )  # fmt: skip
+    y, stats, bits = plan.forward(x, weight, bias, residual, running_mean, running_var, None)
+    return y, stats, x.new_empty(0, dtype=torch.uint8) if bits is None else bits
+
+
+@_forward.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    eps: float,
+    target_variance: float,
+    activation: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from normplug._ops import gpu
+
+    x = gpu.dense(x)
+    n, c, hw = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+    stats = x.new_empty(2 * c, dtype=accumulator_dtype(x.dtype))
+    count = 0
+    if residual is not None and activation == "relu":
+        count = gpu.schedule.mask_bytes(n, c, hw, not x.is_contiguous(), x.element_size())
+    return torch.empty_like(x), stats, x.new_empty(count, dtype=torch.uint8)
+
+
+@torch.library.custom_op("normplug::batch_norm_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stats: Tensor,
+    bits: Tensor,
+    has_residual: bool,
+    training: bool,
+    eps: float,
+    target_variance: float,
+    activation: str | None,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    needs_residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, weight, bias and residual; empty where not needed."""
+    from normplug._ops import gpu
+
+    stand_in = x if has_residual else None
+    running = None if training else stats
+    plan, x, _ = gpu.plan_of(
+        x, weight, bias, stand_in, running, False, training, 0.0, eps, target_variance, activation
+    )
+    signs = bits if bits.numel() else None
+    wanted = (needs_x, needs_weight, needs_bias, needs_residual)
+    gradients = plan.backward(dy, x, weight, bias, residual, stats, signs, wanted)
+    dx, dweight, dbias, dresidual = (x.new_empty(0) if g is None else g for g in gradients)
+    return dx, dweight, dbias, dresidual
+
+
+@_backward.register_fake
+def _(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stats: Tensor,
+    bits: Tensor,
+    has_residual: bool,
+    training: bool,
+    eps: float,
+    target_variance: float,
+    activation: str | None,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    needs_residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from normplug._ops import gpu
+
+    like = (gpu.dense(x), weight, bias, gpu.dense(x))
+    needs = (needs_x, needs_weight, needs_bias, needs_residual)
+    dx, dweight, dbias, dresidual = (
+        torch.empty_like(t) if need and t is not None else x.new_empty(0)
+        for t, need in zip(like, needs, strict=True)
+    )
+    return dx, dweight, dbias, dresidual
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
+    x, weight, bias, residual, _, _, training, eps, target_variance, activation = inputs
+    _, stats, bits = output
+    kept = residual if activation in ("silu", "gelu") else None
+    ctx.save_for_backward(x, weight, bias, kept, stats, bits)
+    ctx.has_residual = residual is not None
+    ctx.options = (training, eps, target_variance, activation)
+    ctx.mark_non_differentiable(stats, bits)
+
+
+def _gradient(ctx, dy, *_):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN002, ANN202
+    x, weight, bias, residual, stats, bits = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:4])
+    alias = ctx.has_residual and ctx.options[-1] is None and needs[3]
+    if alias:  # the residual's gradient is dy, which an operator must not hand on
+        needs[3] = False
+    gradients = _backward(
+        dy, x, weight, bias, residual, stats, bits, ctx.has_residual, *ctx.options, *needs
+    )
+    asked = [g if need else None for g, need in zip(gradients, needs, strict=True)]
+    if alias:
+        asked[3] = dy
+    return (*asked, None, None, None, None, None, None)
+
+
+_forward.register_autograd(_gradient, setup_context=_setup_context)
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    target_variance: float,
+    activation: str | None,
+) -> Tensor:
+    """`functional.batch_norm` after its checks, as an operator."""
+    evaluating = (None, None) if training else (running_mean, running_var)
+    y, stats, _ = _forward(
+        x, weight, bias, residual, *evaluating, training, eps, target_variance, activation
+    )
+    if training and running_mean is not None and running_var is not None:
+        step: float | Tensor
+        if num_batches_tracked is not None:
+            num_batches_tracked.add_(1)
+        if momentum is None:
+            assert num_batches_tracked is not None
+            step = num_batches_tracked.to(running_mean).reciprocal()
+        else:
+            step = momentum
+        n = x.numel() // x.shape[1]
+        with torch.no_grad():
+            mean, rstd = stats.chunk(2)
+            var = (rstd.pow(-2) - eps) * (n / (n - 1))
+            running_mean.lerp_(mean.to(running_mean.dtype), step)
+            running_var.lerp_(var.to(running_var.dtype), step)
+    return y
