@@ -19,7 +19,6 @@ _HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is
 # inputs in channels_last never gain by it.
 _HOST_BOUND = {2: 8 << 20, 4: 16 << 20, 8: 16 << 20}
 
-
 _Signature = tuple[Any, ...]
 _Route = Callable[..., Tensor]
 
@@ -56,7 +55,7 @@ def batch_norm_signature(
 
 
 def _vector(t: Tensor | None) -> _Signature | None:
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device, type(t))
 
 
 def known(signature: _Signature) -> _Route | None:

@@ -334,8 +334,10 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def refusal(x: Tensor, *others: Tensor | None) -> str | None:
     """Why the kernels cannot take these tensors; None where they can."""
-    if type(x) not in (Tensor, torch.nn.Parameter):
-        return f"the input is a {type(x).__name__}, of which the kernels know nothing"
+    present = [t for t in others if t is not None]
+    for t in (x, *present):
+        if type(t) not in (Tensor, torch.nn.Parameter):
+            return f"a tensor is a {type(t).__name__}, of which the kernels know nothing"
     if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
         return f"the input is on {x.device}, and the kernels need a CUDA device"
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
@@ -346,7 +348,6 @@ def refusal(x: Tensor, *others: Tensor | None) -> str | None:
         return "the input is empty"
     if x.shape[0] * math.prod(x.shape[2:]) >= 2**31:
         return "a channel has 2^31 values or more"
-    present = [t for t in others if t is not None]
     if any(t.device != x.device for t in present):
         return f"not every tensor is on {x.device}, where the input is"
     if any(t.dim() == 1 and not t.is_contiguous() for t in present):
