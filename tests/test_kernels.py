@@ -114,15 +114,13 @@ EVERY_SETUP = pytest.mark.parametrize("setup", SETUPS)
 SOME_SETUPS = pytest.mark.parametrize("setup", ["planes in tiles", "rows, phased", "small planes"])
 HALF = {"dtype": torch.bfloat16, "params": torch.float32}
 VARIANTS = [
-    {"dtype": torch.float16},
+    {"dtype": torch.float16, "activation": "relu", "affine": "bias", "running": False},
     {"dtype": torch.float64, "activation": "gelu", "residual": "strided", "momentum": None},
     {"dtype": torch.float64, "training": False, "activation": "silu", "eps": 0.1},
-    {"activation": "relu", "residual": "contiguous", "offset": 1e3},
-    {"activation": "relu", "affine": "bias", "running": False},
+    {"activation": "relu", "residual": "contiguous", "offset": 1e3, "momentum": 1.0},
     {"training": False, "affine": "", "mode": "standard"},
     {**HALF, "activation": "silu", "affine": "weight", "offset": 1e3, "mode": 4},
     {**HALF, "activation": "relu", "residual": "contiguous", "training": False},
-    {**HALF, "activation": "gelu", "momentum": 1.0},
 ]
 
 
@@ -183,7 +181,7 @@ def test_offsets_of_64_bits(setup, prepared, monkeypatch):
     assert_accurate(prepared(setup, activation="relu", residual="contiguous"))
 
 
-NEEDS = [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual"), ("weight", "residual")]
+NEEDS = [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual")]
 
 
 @SOME_SETUPS
@@ -238,12 +236,6 @@ def test_the_signs_of_relu_are_kept_for_every_value(shape, layout):
     assert torch.equal(out["dresidual"], torch.where(out["y"] > 0, tensors.dy, 0))
 
 
-@SOME_SETUPS
-def test_two_runs_agree_bit_for_bit(setup, prepared):
-    case = prepared(setup, activation="gelu", residual="contiguous")
-    assert_same_bits(run(case, make(case), "triton"), run(case, make(case), "triton"))
-
-
 @pytest.mark.parametrize("setup", ["planes", "rows, phased", "small planes"])
 def test_infinity_and_nan_stay_in_their_channel(setup, prepared):
     case = prepared(setup, activation="relu", residual="contiguous")
@@ -294,7 +286,6 @@ def test_without_gradients_the_results_are_the_same():
         ((5, 2), "relu", False),
         ((3, 2, 2, 1), "gelu", True),
         ((2, 1, 11, 10), "silu", True),
-        ((2, 1, 11, 10), "silu", False),
     ],
     ids=str,
 )
@@ -383,14 +374,26 @@ def test_transforms_are_refused_by_name():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
-@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python:torch.jit.TracerWarning")
-@pytest.mark.parametrize("record", [lambda f: torch.jit.trace(f, (X,)), lambda f: make_fx(f)(X)])
-def test_what_records_torchs_operators_would_miss_a_kernel_and_is_refused(record):
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_would_miss_a_kernel_and_is_refused():
     def norm(x):
         return functional.batch_norm(x, torch.zeros(3), torch.ones(3), backend="triton")
 
-    with pytest.raises(NotImplementedError, match="backend='triton', but"):
-        record(norm)
+    with pytest.raises(NotImplementedError, match=r"backend='triton', but torch\.jit\.trace"):
+        torch.jit.trace(norm, (X,))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_records_operators_records_the_kernels_as_one(training, operators):
+    def norm(x):
+        return functional.batch_norm(
+            x, torch.zeros(3), torch.ones(3), training=training, activation="relu",
+            backend="triton",
+        )  # fmt: skip
+
+    graph = make_fx(norm)(X)
+    assert operators.batch_norm.default in [node.target for node in graph.graph.nodes]
+    assert torch.equal(graph(X + X**2), norm(X + X**2))
 
 
 @pytest.mark.parametrize(
@@ -499,7 +502,7 @@ def test_the_operators_compute_what_the_kernels_do(case, operators, monkeypatch)
 
 @pytest.mark.parametrize(
     ("shape", "activation"),
-    [((6, 5), None), ((4, 5, 6, 3), "relu"), ((2, 3, 11, 13), "relu")],
+    [((6, 5), None), ((2, 3, 11, 13), "relu")],
     ids=str,
 )
 def test_compiled_in_one_graph_with_other_batch_sizes(shape, activation, operators):
