@@ -236,6 +236,20 @@ def test_the_signs_of_relu_are_kept_for_every_value(shape, layout):
     assert torch.equal(out["dresidual"], torch.where(out["y"] > 0, tensors.dy, 0))
 
 
+@SOME_SETUPS
+def test_at_the_kink_of_relu_no_gradient_goes_through(setup, prepared):
+    tensors = make(prepared(setup, affine="bias", residual="contiguous"))
+    x, residual = torch.ones_like(tensors.x), torch.zeros_like(tensors.x).requires_grad_()
+    bias = torch.zeros_like(tensors.bias).requires_grad_()
+    for leaves in ([residual, bias], [bias]):
+        y = functional.batch_norm(
+            x, None, None, None, bias, True, activation="relu", backend="triton",
+            residual=residual if len(leaves) == 2 else None,
+        )  # fmt: skip
+        for tensor in (y, *torch.autograd.grad(y, leaves, tensors.dy)):
+            assert not tensor.any()
+
+
 @pytest.mark.parametrize("setup", ["planes", "rows, phased", "small planes"])
 def test_infinity_and_nan_stay_in_their_channel(setup, prepared):
     case = prepared(setup, activation="relu", residual="contiguous")
@@ -461,6 +475,27 @@ def test_programs_gather_and_write_each_item_once_and_never_wait_for_a_later_one
     for slab, _, late in programs:
         assert not late or gathered[slab] == gathers
         gathered[slab] += not late
+
+
+@triton.jit
+def _merge(out_ptr, parts_ptr, items, rows_each, rows, BCH: tl.constexpr, F: tl.constexpr):
+    mean, m2 = columns._merge_moments(parts_ptr, items, rows_each, rows, BCH, F, tl.float64)
+    a, b = columns._merge_sums(parts_ptr, items, BCH, F, tl.float64)
+    places = tl.arange(0, BCH)
+    tl.store(out_ptr + places, mean)
+    tl.store(out_ptr + BCH + places, m2)
+    tl.store(out_ptr + 2 * BCH + places, a)
+    tl.store(out_ptr + 3 * BCH + places, b)
+
+
+def test_more_items_than_are_merged_at_a_time():
+    x = torch.randn(33, 8, dtype=torch.double) * 2 + 1e3
+    parts = x.split(5)  # the last one is smaller
+    moments = [torch.stack([p.mean(0), (p - p.mean(0)).square().sum(0)]) for p in parts]
+    out = torch.empty(4, 8, dtype=torch.double)
+    _merge[(1,)](out, torch.stack(moments), len(parts), 5, len(x), BCH=8, F=2)
+    expected = [x.mean(0), (x - x.mean(0)).square().sum(0), *torch.stack(moments).sum(0)]
+    torch.testing.assert_close(out, torch.stack(expected))
 
 
 def test_more_tiles_than_are_merged_at_a_time(prepared, monkeypatch):
