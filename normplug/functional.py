@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops import aten, choice
+from normplug._ops import choice
 from normplug.modes import ModeLike, target_variance
 from normplug.reference import accumulator_dtype
 
@@ -85,7 +85,7 @@ def batch_norm(
     settings = (training, momentum, eps, mode, activation, backend)
     eager = input.is_cuda and not torch.compiler.is_compiling()
     if eager:
-        signature = choice.batch_norm_signature(*tensors, *settings)
+        signature = choice.signature(who, settings, *tensors)
         if (known := choice.known(signature)) is not None:
             return known(*tensors)
     _checks.floating(who, input)
@@ -137,7 +137,9 @@ def layer_norm(
     them untouched.
 
     Args:
-        input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64; any strides.
+        input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64. The kernels take
+            rows of adjacent values, evenly spaced, as they are, in dy too, and copy other strides
+            once.
         normalized_shape: the trailing dimensions that make a row.
         weight: `normalized_shape`, or None for ones. May be float32 beside a half `input`.
         bias: `normalized_shape`, or None for zeros.
@@ -152,7 +154,8 @@ def layer_norm(
         autocast_output: under autocast, "float32" returns what `torch.nn.functional.layer_norm`
             does (float32 on CUDA); "low" returns the autocast dtype, which the next linear layer
             would cast to anyway. Sums are float32 in both.
-        backend: "auto", "triton" or "torch"; the environment's `NORMPLUG_BACKEND` sets "auto".
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's); the environment's
+            `NORMPLUG_BACKEND` sets "auto", which takes what was measured faster and can run.
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`).
@@ -161,11 +164,13 @@ def layer_norm(
         ValueError: shapes that do not fit, running statistics without a counter, an unknown mode,
             autocast_output or backend.
         TypeError: an input that is not floating point.
-        NotImplementedError: backend "triton" where there is no kernel.
+        NotImplementedError: backend "triton" where the kernels cannot run, saying why.
 
-    Precision: sums are float32 (float64 for float64 input). Mixed dtypes are promoted, and the
-    result rounded back, which costs a copy of `input`.
-    Differentiable twice, by `input`, `weight`, `bias` and `input_bias`.
+    Precision: sums are float32 (float64 where a tensor is). The torch backend promotes mixed dtypes
+    and rounds the result back, which costs a copy of `input`, and rounds weight * sqrt(tv) and
+    input + input_bias; the kernels do not.
+    Differentiable twice, by `input`, `weight`, `bias` and `input_bias`. By the kernels, equal calls
+    give equal bits, and what is kept for the backward is `input` and two numbers a row.
 
     Example:
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), mode="standard").round()
@@ -173,28 +178,28 @@ def layer_norm(
     """
     who = "functional.layer_norm"
     shape = tuple(normalized_shape)
+    tensors = (input, weight, bias, input_bias, running_mean, running_var, num_batches_tracked)
+    eager = input.is_cuda and not torch.compiler.is_compiling()
+    if eager:
+        settings = (shape, momentum, eps, mode, autocast_output, backend, *_autocast())
+        signature = choice.signature(who, settings, *tensors)
+        if (known := choice.known(signature)) is not None:
+            return known(*tensors)
     _checks.floating(who, input)
     _checks.trailing(who, input, shape, weight=weight, bias=bias, input_bias=input_bias)
     _checks.running_pair(who, running_mean, running_var, training=True)
     if running_mean is not None:
         _checks.momentum(who, momentum, num_batches_tracked)
     _checks.autocast_output(who, autocast_output)
-    if _checks.backend(who, backend) == "triton":
-        raise _checks.no_kernel(who, "there is no kernel for LayerNorm")
-    return aten.layer_norm(
-        input,
-        shape,
-        weight,
-        bias,
-        input_bias,
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        momentum,
-        eps,
-        target_variance(mode),
-        autocast_output == "low",
-    )
+    name, tv = _checks.backend(who, backend), target_variance(mode)
+    vectors = (weight, bias, input_bias, running_mean, running_var)
+    stock = tv == 1.0 and input_bias is None and running_mean is None
+    route = choice.layer_norm(who, name, input, len(shape), num_batches_tracked, vectors, stock)
+    numbers = (shape, momentum, eps, tv, autocast_output == "low")
+    y = route(*tensors, *numbers)
+    if eager:
+        choice.remember(signature, route, tensors, *numbers)
+    return y
 
 
 def add_layer_norm(
@@ -225,26 +230,48 @@ def add_layer_norm(
         backend: as in `layer_norm`.
 
     Returns:
-        (y, total), both shaped like `x`, in the promoted dtype of `x` and `residual`.
+        (y, total), both shaped like `x`, in the promoted dtype of `x` and `residual` (y under
+        autocast: see `autocast_output`). It is the rounded total that is normalised.
 
     Raises:
         ValueError: as in `layer_norm`, and where `residual` is not shaped like `x`.
         TypeError: as in `layer_norm`.
         NotImplementedError: as in `layer_norm`.
+
+    Differentiable twice, by `x`, `residual`, `weight` and `bias`. By the kernels, both steps are
+    one launch, and `total` is kept for the backward.
+
+    Example:
+        >>> y, total = add_layer_norm(torch.ones(1, 2), torch.tensor([[0.0, 2.0]]), (2,))
+        >>> total
+        tensor([[1., 3.]])
     """
-    _checks.same_shape("functional.add_layer_norm", x, residual=residual)
-    total = x + residual
-    y = layer_norm(
-        total,
-        normalized_shape,
-        weight,
-        bias,
-        eps,
-        mode=mode,
-        autocast_output=autocast_output,
-        backend=backend,
-    )
-    return y, total
+    who = "functional.add_layer_norm"
+    shape = tuple(normalized_shape)
+    tensors = (x, residual, weight, bias)
+    eager = x.is_cuda and not torch.compiler.is_compiling()
+    if eager:
+        settings = (shape, eps, mode, autocast_output, backend, *_autocast())
+        signature = choice.signature(who, settings, *tensors)
+        if (known := choice.known(signature)) is not None:
+            return known(*tensors)
+    _checks.floating(who, x)
+    _checks.floating(who, residual)
+    _checks.same_shape(who, x, residual=residual)
+    _checks.trailing(who, x, shape, weight=weight, bias=bias)
+    _checks.autocast_output(who, autocast_output)
+    name, tv = _checks.backend(who, backend), target_variance(mode)
+    route = choice.add_layer_norm(who, name, x, len(shape), residual, (weight, bias))
+    numbers = (shape, eps, tv, autocast_output == "low")
+    result = route(*tensors, *numbers)
+    if eager:
+        choice.remember(signature, route, tensors, *numbers)
+    return result
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    """What of the surroundings decides the dtype of a LayerNorm's result on CUDA."""
+    return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:

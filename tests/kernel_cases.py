@@ -174,12 +174,12 @@ def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> Non
 def force(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
     """Have every call cut into work as `change` makes of the schedule that it would have had."""
     from normplug._kernels import schedule
-    from normplug._ops import choice, gpu
+    from normplug._ops import batch_norm_gpu, choice, gpu
 
     geometry = schedule.geometry
     monkeypatch.setattr(schedule, "geometry", lambda *sizes: change(geometry(*sizes)))
-    for remembered in ((gpu, "_plans"), (choice, "_known")):
-        monkeypatch.setattr(*remembered, {})
+    monkeypatch.setattr(batch_norm_gpu, "_plans", gpu.Plans(batch_norm_gpu._Plan))
+    monkeypatch.setattr(choice, "_known", {})
 
 
 OPERATOR_CASES = [

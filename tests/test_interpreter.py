@@ -1,4 +1,4 @@
-"""Runs the tests of `test_kernels` in a process of their own, where Triton interprets kernels."""
+"""Runs the kernels' tests in a process of their own, where Triton interprets kernels."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 triton = pytest.importorskip("triton")
 np = pytest.importorskip("numpy")
 
-TESTS = Path(__file__).with_name("test_kernels.py")
+TESTS = Path(__file__).parent
 
 
 def version(module):
@@ -22,10 +22,11 @@ def version(module):
     version(triton) < (3, 7) and version(np) >= (2, 4),
     reason="Triton's interpreter takes numpy 2.4 from its version 3.7 on",
 )
-def test_the_kernels_pass_their_tests_in_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no", TESTS]
+@pytest.mark.parametrize("tests", ["test_kernels.py", "test_row_kernels.py"])
+def test_the_kernels_pass_their_tests_in_tritons_interpreter(tests):
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no", TESTS / tests]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=TESTS.parents[1], env=environment, capture_output=True)
+    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True)
     output = (done.stdout + done.stderr).decode()
     if done.returncode != 0:
         pytest.fail(output, pytrace=False)

@@ -41,7 +41,9 @@ import triton.language as tl  # noqa: E402
 from normplug._kernels import batch_norm as kernels  # noqa: E402
 from normplug._kernels import columns, schedule  # noqa: E402
 from normplug._kernels.launch import INTERPRETED  # noqa: E402
-from normplug._ops import choice, gpu, library  # noqa: E402
+from normplug._ops import batch_norm_gpu as gpu  # noqa: E402
+from normplug._ops import batch_norm_library as library  # noqa: E402
+from normplug._ops import choice  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: see test_interpreter"),

@@ -16,8 +16,8 @@ GOLDEN = math.sqrt(normplug.target_variance("golden"))
 
 
 def error(value, truth):
-    truth = truth.double()
-    return float((value.double() - truth).norm() / truth.norm().clamp_min(1e-300))
+    truth = truth.detach().double()
+    return float((value.detach().double() - truth).norm() / truth.norm().clamp_min(1e-300))
 
 
 def make(shape, dtype=torch.bfloat16, innermost=False, offset=3.0):

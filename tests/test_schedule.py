@@ -6,7 +6,7 @@ import math
 import pytest
 
 from normplug._kernels import schedule
-from normplug._kernels.schedule import FAN_IN, Columns, Planes
+from normplug._kernels.schedule import FAN_IN, Columns, Planes, Rows, WideBackward, WideForward
 
 # (N, C, HW), and whether channels are adjacent in memory (or planes are).
 SHAPES = [
@@ -193,3 +193,203 @@ def test_the_workspace_has_room_for_all_that_programs_tell_each_other():
             # Two numbers a channel: of each item, each batch, and for dx.
             parts = shape.slabs * (shape.gathers + shape.batches) * 2 * shape.bch
             assert room >= parts + 2 * shape.c, key
+
+
+# LayerNorm: rows and widths, what is aligned, and the machine.
+HEIGHTS = [1, 2, 3, 7, 64, 131, 132, 133, 300, 4096, 50_432, 200_000, 3_000_000]
+WIDTHS = [
+    *range(1, 10), 24, 31, 32, 33, 96, 100, 127, 128, 255, 257, 511, 768, 1000, 1023, 1024, 1025,
+    2047, 2049, 3000, 4095, 4096, 4097, 5120, 6143, 6554, 8191, 8192, 8193, 9000, 10_240, 12_288,
+    13_107, 13_108, 16_383, 16_384, 16_385, 20_480, 26_214, 26_215, 32_767, 32_768, 32_769, 40_000,
+    52_428, 52_429, 65_535, 65_536, 65_537, 100_000, 131_071, 131_072, 131_073, 262_144, 300_000,
+]  # fmt: skip
+SHARED_MEMORY = 227 << 10
+LEAST_SHARED_MEMORY = 99 << 10
+
+
+def units(width):
+    """What may divide a width and strides: alignment that strides have lost is not found again."""
+    return {unit for unit in (1, 2, 4, 8) if width % unit == 0}
+
+
+ROW_MACHINES = [
+    (132, SHARED_MEMORY, True),
+    (132, SHARED_MEMORY, False),
+    (108, 163 << 10, True),
+    (14, 163 << 10, True),
+    (1, LEAST_SHARED_MEMORY, True),
+]
+ROW_CALLS = [
+    (rows, width, unit, itemsize, machine)
+    for rows, width, itemsize, machine in itertools.product(
+        HEIGHTS, WIDTHS, (2, 4, 8), ROW_MACHINES
+    )
+    for unit in units(width)
+]
+ROW_FORWARD = {
+    (*call, running): schedule.layer_norm_forward(*call[:4], running, *call[4][:2])
+    for call in ROW_CALLS
+    for running in (False, True)
+}
+ROW_BACKWARD = {call: schedule.layer_norm_backward(*call[:4], *call[4]) for call in ROW_CALLS}
+EVERY_ROW = (*ROW_FORWARD.items(), *ROW_BACKWARD.items())
+HELD = [(key, shape) for key, shape in EVERY_ROW if isinstance(shape, Rows)]
+WIDE = [(key, shape) for key, shape in EVERY_ROW if not isinstance(shape, Rows)]
+
+
+def test_the_rows_meet_every_way_to_cut_them():
+    forward, backward = list(ROW_FORWARD.values()), list(ROW_BACKWARD.values())
+    assert {type(shape) for shape in forward} == {Rows, WideForward}
+    assert {type(shape) for shape in backward} == {Rows, WideBackward}
+    assert {shape.even for shape in forward} == {shape.even for shape in backward} == {True, False}
+    for shapes in (forward, backward):
+        held = [shape for shape in shapes if isinstance(shape, Rows)]
+        assert {shape.stages > 1 for shape in held} == {True, False}
+        assert {shape.fold for shape in held} == {True, False}
+        assert {shape.tiles > shape.programs for shape in held} == {True, False}
+    assert {s.k > 1 for s in backward if isinstance(s, Rows)} == {True, False}
+    assert {s.blocks > 1 for s in backward if isinstance(s, WideBackward)} == {True, False}
+
+
+def test_every_column_and_row_is_somebodys():
+    for key, shape in EVERY_ROW:
+        rows, width = key[:2]
+        assert (shape.rows, shape.width) == (rows, width), key
+        if isinstance(shape, Rows):
+            assert (shape.k - 1) * shape.u * shape.bc < width <= shape.k * shape.u * shape.bc, key
+            assert (shape.tiles - 1) * shape.r < rows <= shape.tiles * shape.r, key
+            assert shape.even == (shape.k * shape.u * shape.bc == width and rows % shape.r == 0)
+        elif isinstance(shape, WideForward):
+            assert (shape.k - 1) * shape.block < width <= shape.k * shape.block, key
+            assert shape.even == (width % shape.block == 0), key
+        else:
+            assert (shape.k - 1) * shape.cw < width <= shape.k * shape.cw, key
+            assert (shape.blocks - 1) * shape.rb < rows <= shape.blocks * shape.rb, key
+            assert shape.even == (width % shape.cw == 0 and rows % shape.rb == 0), key
+
+
+def test_tiles_of_rows_are_powers_of_two_that_threads_share():
+    for key, shape in EVERY_ROW:
+        sizes = {
+            Rows: ("r", "u", "bc", "warps"),
+            WideForward: ("block", "warps"),
+            WideBackward: ("rb", "cw", "warps"),
+        }[type(shape)]
+        for name in sizes:
+            assert is_power_of_2(getattr(shape, name)), (key, name)
+        assert shape.warps * 32 <= 1024, key
+        # Of 255 registers a thread, more than a tile's values have to fit in.
+        held = math.prod(getattr(shape, name) for name in sizes[:-1])
+        assert held <= shape.warps * 32 * 64, key
+
+
+def test_rows_are_folded_where_all_threads_are_a_rows():
+    for key, shape in ROW_BACKWARD.items():
+        if isinstance(shape, Rows):
+            lanes = shape.warps * 32 * min(16 // key[3], key[2])
+            assert shape.fold == (shape.bc >= lanes), key
+
+
+def test_there_is_a_program_for_each_share_of_a_row_and_a_tile_for_each_program():
+    for key, shape in HELD:
+        assert shape.programs >= 1, key
+        assert shape.programs % shape.k == 0, key
+        assert shape.groups >= 1, key
+        if shape.k == 1:
+            assert shape.programs <= shape.tiles, key
+        assert shape.stages >= 1, key
+    for key, shape in ROW_BACKWARD.items():
+        if isinstance(shape, Rows):
+            assert is_power_of_2(shape.finish), key
+
+
+def test_loads_ahead_fit_shared_memory():
+    for key, shape in HELD:
+        machine = key[4]
+        tile = shape.r * shape.u * shape.bc * key[3]
+        if shape.stages > 1:
+            assert 2 * shape.stages * tile <= machine[1], key
+
+
+def test_programs_that_share_a_row_all_run_at_once():
+    for key, shape in ROW_BACKWARD.items():
+        if isinstance(shape, Rows) and shape.k > 1:
+            sms, _, together = key[4]
+            assert together, key
+            assert shape.programs <= 2 * sms, key
+            assert shape.programs <= sms or shape.warps <= 4, key
+    for key, shape in ROW_FORWARD.items():
+        assert isinstance(shape, WideForward) or shape.k == 1, key
+
+
+def test_a_tile_is_written_after_its_whole_row_was_read():
+    # Program t writes tile t - lag; a row's last tile is at most k - 1 further on, and a block of
+    # rows is done by then, too.
+    for key, shape in WIDE:
+        tiles = shape.k * (shape.rows if isinstance(shape, WideForward) else shape.blocks)
+        assert shape.k - 1 <= shape.lag <= tiles, key
+
+
+def test_sums_over_rows_are_no_more_traffic_than_the_rows():
+    # Two sums, written and read, of 4 bytes a column (8 for float64) and a group of programs.
+    for key, shape in ROW_BACKWARD.items():
+        rows, _, _, itemsize = key[:4]
+        useful = 3 * rows * itemsize
+        a_sum = 4 * max(itemsize, 4)
+        if isinstance(shape, WideBackward):
+            parts = 0 if shape.blocks == 1 else shape.blocks
+        else:
+            parts = shape.groups
+        assert parts * a_sum <= 1.5 * max(useful, 2 * a_sum), key
+
+
+def row_launches(key, shape):
+    """Launches that calls of a geometry may make: what is asked for, and the launch."""
+    kernels = pytest.importorskip("normplug._kernels.layer_norm")
+    dtype = {2: kernels.torch.float32, 4: kernels.torch.float32, 8: kernels.torch.float64}[key[3]]
+    strides = kernels.Strides(shape.width)
+    if len(key) == 6:
+        for running in (False, True):
+            flags = kernels.Flags(running=running, tracked=running)
+            launch = kernels.forward_launch(shape, dtype, flags, strides, 0.1, 1e-5, 1.0)
+            yield flags, launch, kernels.forward_scratch(shape, flags)
+        return
+    for needs in ((True,) * 4, (True, False, False, False), (False, True, False, False)):
+        launch = kernels.backward_launch(shape, dtype, kernels.Flags(), strides, needs, 1.0)
+        yield needs, launch, kernels.backward_scratch(shape, needs)
+
+
+def test_there_are_programs_and_room_for_all_rows():
+    pytest.importorskip("triton")
+    for key, shape in EVERY_ROW[::7]:
+        for asked, launch, (counters, room) in row_launches(key, shape):
+            where = (key, asked)
+            assert 0 < launch._grid < 2**31, where
+            cooperative = launch._constants.get("launch_cooperative_grid", False)
+            assert cooperative == (isinstance(shape, Rows) and shape.k > 1), where
+            if isinstance(shape, WideForward):
+                assert launch._grid >= shape.rows * shape.k + shape.lag, where
+                assert counters > shape.rows, where
+                assert room >= 2 * shape.rows * (shape.k + 1), where
+                continue
+            if len(key) == 6:
+                assert launch._grid == shape.programs, where
+                if asked.running:
+                    assert counters >= 1, where
+                    assert room >= 2 * shape.programs, where
+                continue
+            sums = sum(asked[1:])
+            if isinstance(shape, WideBackward):
+                tiles = shape.blocks * shape.k
+                assert launch._grid >= tiles, where
+                assert counters >= 2 * shape.blocks + shape.k, where
+                parts = sums * shape.blocks * shape.width if shape.blocks > 1 else 0
+                assert room >= 2 * shape.rb * (tiles + shape.blocks) + parts, where
+            else:
+                met = shape.tiles if shape.k > 1 else 0
+                finishers = math.ceil(shape.width / shape.finish) if sums else 0
+                extra = finishers if shape.k == 1 else 0
+                assert launch._grid == shape.programs + extra, where
+                assert counters >= 1 + met, where
+                parts = sums * shape.groups * shape.width
+                assert room >= 2 * shape.k * shape.r * met + parts, where

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import triton.language as tl
 
 from normplug._kernels import columns, planes, schedule
-from normplug._kernels.launch import Launch
+from normplug._kernels.launch import Launch, number
 from normplug._kernels.primitives import ACTIVATIONS
 from normplug._kernels.schedule import Geometry
 
@@ -36,17 +35,12 @@ class Flags:
         return self.residual and self.activation == "relu"
 
 
-def _number(value: float, double: bool) -> float | int:
-    """A float as the kernels take it: see `primitives.scalar`."""
-    return struct.unpack("<q", struct.pack("<d", value))[0] if double else float(value)
-
-
 def forward_launch(
     shape: Geometry, dtype: torch.dtype, flags: Flags, momentum: float, eps: float, tv: float
 ) -> Launch:
     """Set up the forward kernel of a geometry."""
     double = dtype == torch.float64
-    numbers = tuple(_number(v, double) for v in (momentum, eps, math.sqrt(tv)))
+    numbers = tuple(number(v, double) for v in (momentum, eps, math.sqrt(tv)))
     constants: dict[str, Any] = {
         "ACC": tl.float64 if double else tl.float32,
         "OWN": flags.training and flags.normalize,
@@ -89,7 +83,7 @@ def backward_launch(
     dx, dweight, dbias, dresidual = needs
     late = flags.training and dx
     sums = late or dweight or dbias
-    numbers = (_number(math.sqrt(tv), double),)
+    numbers = (number(math.sqrt(tv), double),)
     constants: dict[str, Any] = {
         "ACC": tl.float64 if double else tl.float32,
         "OWN": late,

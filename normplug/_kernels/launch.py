@@ -9,6 +9,7 @@ pointers that the compiled kernel was not made for, take the public way.
 from __future__ import annotations
 
 import os
+import struct
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ _DIRECT = (3, 2) <= _VERSION <= (3, 9) and torch.version.hip is None
 COOPERATIVE = _VERSION >= (3, 3) and torch.version.hip is None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes", "y")
 _WITH_CONSTANTS = _VERSION >= (3, 3)  # since then, constants stand in the launcher's arguments
+
+
+def number(value: float, double: bool) -> float | int:
+    """A float as the kernels take it: see `primitives.scalar`."""
+    return struct.unpack("<q", struct.pack("<d", value))[0] if double else float(value)
 
 
 class Launch:

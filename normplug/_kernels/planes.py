@@ -12,9 +12,12 @@ from normplug._kernels.primitives import (
     activate,
     activation_gradient,
     arrive,
+    merge_moments,
+    merge_sums,
     pack_bits,
     positive,
     scalar,
+    tile_counts,
     unpack_bits,
     wait,
 )
@@ -38,48 +41,6 @@ def _tile(channel, k, N, C, HW, BLOCK: tl.constexpr, WIDE: tl.constexpr):
         k = k.to(tl.int64)
     place = k * BLOCK + tl.arange(0, BLOCK)
     return _offset(place, channel, C, HW), place < N * HW, _offset(k * BLOCK, channel, C, HW)
-
-
-@triton.jit
-def _tile_counts(k, total, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    return tl.minimum(tl.maximum(total - k * BLOCK, 0), BLOCK).to(ACC)
-
-
-@triton.jit
-def _merge_moments(partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr):
-    """Mean and sum of squares about it of a channel from those of its tiles, in tile order."""
-    count = tl.full([], 0.0, ACC)
-    mean = tl.full([], 0.0, ACC)
-    m2 = tl.full([], 0.0, ACC)
-    first = tl.load(partial_ptr, cache_modifier=".cg")
-    for start in range(0, K, KP):
-        k = start + tl.arange(0, KP)
-        counts = tl.where(k < K, _tile_counts(k, total, BLOCK, ACC), 0.0)
-        means = tl.load(partial_ptr + 2 * k, mask=k < K, other=0.0, cache_modifier=".cg")
-        m2s = tl.load(partial_ptr + 2 * k + 1, mask=k < K, other=0.0, cache_modifier=".cg")
-        means = tl.where(k < K, means - first, 0.0)
-        chunk_count = tl.sum(counts)
-        chunk_mean = tl.sum(means * counts) / chunk_count
-        spread = means - chunk_mean
-        chunk_m2 = tl.sum(tl.where(k < K, m2s + counts * spread * spread, 0.0))
-        fraction = chunk_count / (count + chunk_count)
-        difference = chunk_mean - mean
-        m2 += chunk_m2 + difference * difference * count * fraction
-        mean += difference * fraction
-        count += chunk_count
-    return first + mean, m2
-
-
-@triton.jit
-def _merge_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
-    """The two sums of a channel from those of its tiles, in tile order."""
-    a = tl.full([], 0.0, ACC)
-    b = tl.full([], 0.0, ACC)
-    for start in range(0, K, KP):
-        k = start + tl.arange(0, KP)
-        a += tl.sum(tl.load(partial_ptr + 2 * k, mask=k < K, other=0.0, cache_modifier=".cg"))
-        b += tl.sum(tl.load(partial_ptr + 2 * k + 1, mask=k < K, other=0.0, cache_modifier=".cg"))
-    return a, b
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -140,7 +101,7 @@ def batch_norm_planes_forward(
             # Distances from one of the values: their sums do not round at the size of the mean.
             first = tl.load(x_ptr + first).to(ACC)
             x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(ACC) - first
-            mean = tl.sum(tl.where(inside, x, 0.0)) / _tile_counts(k, total, BLOCK, ACC)
+            mean = tl.sum(tl.where(inside, x, 0.0)) / tile_counts(k, total, BLOCK, ACC)
             x = tl.where(inside, x - mean, 0.0)
             tl.store(partial_ptr + 2 * t, first + mean)
             tl.store(partial_ptr + 2 * t + 1, tl.sum(x * x))
@@ -157,7 +118,7 @@ def batch_norm_planes_forward(
             k = 0
         if TRAINING:
             wait(counter_ptr + channel, K, K if NORMALIZE else 1)
-            mean, m2 = _merge_moments(partial_ptr + 2 * channel * K, K, total, BLOCK, KP, ACC)
+            mean, m2 = merge_moments(partial_ptr + 2 * channel * K, K, total, BLOCK, KP, ACC)
             n = total.to(ACC)
             var = m2 / n
             if RUNNING:
@@ -350,7 +311,7 @@ def batch_norm_planes_backward(
             wait(counter_ptr + channel, K, K if LATE else 1)
             mean = tl.load(stats_ptr + channel)
             rstd = tl.load(stats_ptr + C + channel)
-            sum_dz, sum_dz_centred = _merge_sums(partial_ptr + 2 * channel * K, K, KP, ACC)
+            sum_dz, sum_dz_centred = merge_sums(partial_ptr + 2 * channel * K, K, KP, ACC)
             if k == 0:
                 if DWEIGHT:
                     dweight = sum_dz_centred * rstd * scalar(root, ACC)

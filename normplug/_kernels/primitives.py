@@ -45,6 +45,20 @@ def wait(counter_ptr, arrivals, readers):
 
 
 @triton.jit
+def meet(counter_ptr, programs):
+    """Wait for each other: `programs` programs that run at once; the last clears the counter.
+
+    Whatever each has stored before, all see afterwards.
+    """
+    if arrive(counter_ptr) == programs - 1:
+        tl.atomic_xchg(counter_ptr, 0, sem="release")
+    else:
+        while tl.atomic_add(counter_ptr, 0, sem="acquire") != 0:
+            pass
+    tl.debug_barrier()
+
+
+@triton.jit
 def scalar(value, ACC: tl.constexpr):
     """A number from the host: float32 as it is, float64 as the bits of one (Triton passes none)."""
     if ACC == tl.float64:
@@ -52,6 +66,98 @@ def scalar(value, ACC: tl.constexpr):
     else:
         number = value
     return number
+
+
+@triton.jit
+def tile_counts(k, total, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """How many of `total` values, cut into tiles of BLOCK, tile k has."""
+    return tl.minimum(tl.maximum(total - k * BLOCK, 0), BLOCK).to(ACC)
+
+
+@triton.jit
+def merge_moments(partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr):
+    """Mean and sum of squares about it of `total` values from those of K tiles, in tile order."""
+    count = tl.full([], 0.0, ACC)
+    mean = tl.full([], 0.0, ACC)
+    m2 = tl.full([], 0.0, ACC)
+    first = tl.load(partial_ptr, cache_modifier=".cg")
+    for start in range(0, K, KP):
+        k = start + tl.arange(0, KP)
+        counts = tl.where(k < K, tile_counts(k, total, BLOCK, ACC), 0.0)
+        means = tl.load(partial_ptr + 2 * k, mask=k < K, other=0.0, cache_modifier=".cg")
+        m2s = tl.load(partial_ptr + 2 * k + 1, mask=k < K, other=0.0, cache_modifier=".cg")
+        means = tl.where(k < K, means - first, 0.0)
+        chunk_count = tl.sum(counts)
+        chunk_mean = tl.sum(means * counts) / chunk_count
+        spread = means - chunk_mean
+        chunk_m2 = tl.sum(tl.where(k < K, m2s + counts * spread * spread, 0.0))
+        fraction = chunk_count / (count + chunk_count)
+        difference = chunk_mean - mean
+        m2 += chunk_m2 + difference * difference * count * fraction
+        mean += difference * fraction
+        count += chunk_count
+    return first + mean, m2
+
+
+@triton.jit
+def merge_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
+    """Two sums from those of K tiles, in tile order."""
+    a = tl.full([], 0.0, ACC)
+    b = tl.full([], 0.0, ACC)
+    for start in range(0, K, KP):
+        k = start + tl.arange(0, KP)
+        a += tl.sum(tl.load(partial_ptr + 2 * k, mask=k < K, other=0.0, cache_modifier=".cg"))
+        b += tl.sum(tl.load(partial_ptr + 2 * k + 1, mask=k < K, other=0.0, cache_modifier=".cg"))
+    return a, b
+
+
+@triton.jit
+def sum_parts(part_ptr, PARTS, FAN_IN: tl.constexpr, ACC: tl.constexpr):
+    """The sum of every second of 2 * PARTS numbers, in their order."""
+    total = tl.zeros([FAN_IN], ACC)
+    for start in range(0, PARTS, FAN_IN):
+        part = start + tl.arange(0, FAN_IN)
+        total += tl.load(part_ptr + 2 * part, mask=part < PARTS, other=0.0, cache_modifier=".cg")
+    return tl.sum(total)
+
+
+@triton.jit
+def finish_columns(
+    gradient_ptr, parts_ptr, which, c, WIDTH, PARTS, factor,
+    SUMS: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """A gradient of CB columns from its parts, in their order; a part is SUMS rows of WIDTH."""
+    columns = c * CB + tl.arange(0, CB)
+    live = columns < WIDTH
+    total = tl.zeros([GB, CB], ACC)
+    for start in range(0, PARTS, GB):
+        part = start + tl.arange(0, GB)
+        offsets = ((part * SUMS + which).to(tl.int64) * WIDTH)[:, None] + columns[None, :]
+        mask = (part < PARTS)[:, None] & live[None, :]
+        total += tl.load(parts_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+    gradient = (tl.sum(total, axis=0) * factor).to(gradient_ptr.dtype.element_ty)
+    tl.store(gradient_ptr + columns, gradient, mask=live)
+
+
+@triton.jit
+def move_running(running_ptr, old, value, step):
+    """The moving average in memory, which is `old`, takes one step towards `value`."""
+    old = old.to(value.dtype)
+    tl.store(running_ptr, (old + step * (value - old)).to(running_ptr.dtype.element_ty))
+
+
+@triton.jit
+def count_batch(
+    tracked_ptr, momentum, ACC: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr
+):
+    """Count a batch where there is a counter; return its weight in the running statistics."""
+    step = scalar(momentum, ACC)
+    if TRACKED:
+        count = tl.load(tracked_ptr) + 1
+        tl.store(tracked_ptr, count)
+        if CUMULATIVE:
+            step = 1.0 / count.to(ACC)
+    return step
 
 
 @triton.jit

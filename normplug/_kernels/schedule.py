@@ -35,7 +35,7 @@ class Planes:
 
     @property
     def wide(self) -> bool:
-        return self.n * self.c * self.hw > _INT32
+        return needs_int64(self.n * self.c, self.hw)
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,96 @@ class Columns:
 
     @property
     def wide(self) -> bool:
-        return self.rows * self.c * self.hw > _INT32
+        return needs_int64(self.rows, self.c * self.hw)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of `width` values that a program holds, `r` at a time as (r, u, bc); see `rows`.
+
+    With `keep`, weight and bias stay in registers. `finish` columns of their gradients are added up
+    by one program.
+    """
+
+    rows: int
+    width: int
+    r: int
+    u: int
+    bc: int
+    warps: int
+    stages: int
+    programs: int
+    keep: bool = False
+    fold: bool = False
+    k: int = 1
+    finish: int = 0
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // self.r)
+
+    @property
+    def groups(self) -> int:
+        """Programs, or groups of `k` of them, that take tiles in turn."""
+        return self.programs // self.k
+
+    @property
+    def even(self) -> bool:
+        """Whether all of every tile exists."""
+        return self.k * self.u * self.bc == self.width and self.rows % self.r == 0
+
+
+@dataclass(frozen=True)
+class WideForward:
+    """Rows of `width` values in tiles of `block`, written `lag` tiles after they were read."""
+
+    rows: int
+    width: int
+    block: int
+    warps: int
+    lag: int
+
+    @property
+    def k(self) -> int:
+        """Tiles of a row."""
+        return -(-self.width // self.block)
+
+    @property
+    def even(self) -> bool:
+        """Whether all of every tile exists."""
+        return self.width % self.block == 0
+
+
+@dataclass(frozen=True)
+class WideBackward:
+    """Blocks of `rb` rows in tiles of `cw` columns, written `lag` tiles after they were read."""
+
+    rows: int
+    width: int
+    rb: int
+    cw: int
+    warps: int
+    lag: int
+
+    @property
+    def k(self) -> int:
+        """Tiles of a block."""
+        return -(-self.width // self.cw)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.rows // self.rb)
+
+    @property
+    def even(self) -> bool:
+        """Whether all of every tile exists."""
+        return self.width % self.cw == 0 and self.rows % self.rb == 0
 
 
 Geometry = Planes | Columns
 
 _INT32 = 2**31 - 2**24  # leaves room for what the padding of the last tile adds
+MOST_PLACES = _INT32  # along one axis, whose places are int32
 _SMALL_PLANE = 100  # contiguous planes of up to so many values are taken as columns
 _LAG_BYTES = 24 << 10  # a multiprocessor, between a tile's first read and its second
 _PHASED_SLAB = 64 << 20  # bytes from which items are faster than programs with rows of their own
@@ -124,7 +208,17 @@ _SOLO_SLAB = 1 << 20  # bytes up to which one program is enough for a slab, if t
 _SEGMENT_COLUMNS = 256  # columns of a slab of small planes, at most
 _GROUP_BYTES = 12 << 20  # of slabs that are gathered before the first of them is written
 _FEW_ROWS = 2048
+_HELD_BYTES = 128 << 10  # of a row as float32 or wider, that a program holds forward
+_SUMMED_BYTES = 32 << 10  # the same backward, beside the sums for weight and bias
+_SHARED_WIDTH = 65536  # up to which programs share rows backward, where they can
+_WIDE_LAG_BYTES = 48 << 10  # a multiprocessor, between a wide row's first read and its second
+_MANY_ROWS_EACH = 128  # rows a multiprocessor, from which two programs on it are faster than one
 _MANY_ROWS = 1 << 17
+
+
+def needs_int64(rows: int, stride: int) -> bool:
+    """Whether offsets into so many rows outgrow an int32."""
+    return rows * stride > _INT32
 
 
 def power_of_2(n: int) -> int:
@@ -203,7 +297,7 @@ def _columns(
         return Columns(rows, c, hw, unit, channels, bc, bt, u, warps, stages, **rest)
 
     few = slabs < 8 * sms
-    if few and hw == 1 and rows <= _FEW_ROWS:
+    if hw == 1 and rows <= _FEW_ROWS:
         return cut(8, 1, programs=1)
     slab_bytes = rows * channels * hw * itemsize
     if few and slabs >= sms // 2 and slab_bytes < _SOLO_SLAB:
@@ -216,6 +310,103 @@ def _columns(
     group = max(1, min(slabs, _GROUP_BYTES // (slab_bytes * tensors)))
     head = min(4 * sms, group * -(-rows // items))
     return replace(shape, gather_rows=items, group=group, head=head)
+
+
+def layer_norm_forward(
+    rows: int, width: int, unit: int, itemsize: int, running: bool, sms: int, shared: int
+) -> Rows | WideForward:
+    """How the kernels take `rows` rows of `width` values.
+
+    unit: what divides width and strides. running: with running statistics, for which few programs
+    are better than one a tile. shared: bytes of shared memory that a program can have.
+    """
+    padded = power_of_2(width)
+    if padded > _HELD_BYTES // max(itemsize, 4) or (width > 8192 and 5 * width <= 4 * padded):
+        block = 4096 if itemsize <= 4 else 2048
+        k = -(-width // block)
+        lag = min(max(sms * _WIDE_LAG_BYTES // (block * itemsize), k), rows * k)
+        return WideForward(rows, width, block, 4, lag)
+    needed = max(padded // (512 if itemsize == 8 else 1024), 1)  # warps for a row
+    one_each = _row_tile(rows, width, unit, itemsize, max(needed, 2), needed, 16)
+    many = one_each.tiles > 32 * sms
+    if one_each.tiles <= sms or not running and (itemsize != 4 or padded > 8192 or many):
+        return one_each
+    warps = max(needed, 4)
+    shape = _row_tile(rows, width, unit, itemsize, warps, needed, 16)
+    at_once = 4 if itemsize == 4 and not many else max(32 // warps, 1)
+    stages = 3 if itemsize == 4 or needed >= 4 else 1
+    stages = max(min(stages, shared // (2 * shape.r * padded * itemsize)), 1)
+    keep = padded <= 16384
+    programs = min(at_once * sms, shape.tiles)
+    return replace(shape, stages=stages if keep else 1, programs=programs, keep=keep)
+
+
+def layer_norm_backward(
+    rows: int, width: int, unit: int, itemsize: int, sms: int, shared: int, together: bool
+) -> Rows | WideBackward:
+    """As `layer_norm_forward`; together: programs that all run at once can be had."""
+    padded = power_of_2(width)
+    if padded * max(itemsize, 4) <= _SUMMED_BYTES:
+        warps = 4 if padded <= 1024 else 8
+        values = 32 if itemsize <= 4 and padded >= 1024 else 16
+        shape = _row_tile(rows, width, unit, itemsize, warps, warps, values)
+        at_once = 2 if warps == 4 and rows > _MANY_ROWS_EACH * sms else 1
+        programs = min(at_once * sms, _programs_for(rows, itemsize), shape.tiles)
+        room = shared // at_once - (4 << 10)
+        if not shape.fold:
+            room -= max(itemsize, 4) * shape.r * padded  # to add up the rows of a tile at the end
+        stages = 4 if at_once == 1 and padded < 8192 else 3
+        stages = max(min(stages, room // (2 * shape.r * padded * itemsize)), 1)
+        return replace(shape, programs=programs, stages=stages, keep=True, finish=64)
+    if together and itemsize <= 4 and rows >= sms and width <= _SHARED_WIDTH:
+        share, r, warps = 4096, 4, 8
+        if padded > 16384:
+            share, r, warps = (4096, 2, 4) if itemsize == 4 else (padded // 32, 2**18 // padded, 4)
+        k = -(-width // share)
+        # Programs of 4 warps run two at a time on any multiprocessor.
+        if (programs := (8 // warps) * sms // k * k) > 0:
+            lanes = warps * 32 * min(16 // itemsize, unit)
+            bc = min(lanes, share)
+            return Rows(
+                rows, width, r, share // bc, bc, warps, 1, programs, fold=bc == lanes, k=k,
+                finish=64,
+            )  # fmt: skip
+    cw, rb = (1024, 8) if itemsize == 2 and width >= 131072 else (512, 16)
+    k = -(-width // cw)
+    lag = max(sms * _WIDE_LAG_BYTES * 2 // 3 // (rb * cw * itemsize), k)
+    return WideBackward(rows, width, rb, cw, 4, min(lag, k * -(-rows // rb)))
+
+
+def _row_tile(
+    rows: int, width: int, unit: int, itemsize: int, warps: int, needed: int, values: int
+) -> Rows:
+    """One program a tile; a row goes to `needed` warps at most, `values` values to a thread."""
+    padded = power_of_2(width)
+    vector = min(16 // itemsize, unit)
+    bc = min(padded, needed * 32 * vector)
+    side_by_side = max(warps * 32 * vector // bc, 1)
+    u = padded // bc
+    in_turn = max(values // (vector * u), 1)
+    while in_turn > 1 and side_by_side * in_turn > rows:
+        in_turn //= 2
+    r = side_by_side * in_turn
+    return Rows(rows, width, r, u, bc, warps, 1, -(-rows // r), fold=side_by_side == 1)
+
+
+def _programs_for(rows: int, itemsize: int) -> int:
+    """As many programs as write and read no more sums than the rows are worth."""
+    return max(3 * rows * itemsize // 16, 1)
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have; those of an H100 where there is no GPU."""
+    if device.type != "cuda":
+        return 227 << 10
+    import triton
+
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return properties["max_shared_mem"]
 
 
 @cache

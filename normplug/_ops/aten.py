@@ -64,13 +64,13 @@ def batch_norm(
 
 def layer_norm(
     x: Tensor,
-    normalized_shape: tuple[int, ...],
     weight: Tensor | None,
     bias: Tensor | None,
     input_bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     num_batches_tracked: Tensor | None,
+    normalized_shape: tuple[int, ...],
     momentum: float | None,
     eps: float,
     target_variance: float,
@@ -78,8 +78,8 @@ def layer_norm(
 ) -> Tensor:
     """`functional.layer_norm` after its checks."""
     h = x if input_bias is None else x + input_bias
-    autocast_dtype = _autocast_dtype(x)
-    if autocast_dtype is None:
+    autocast = autocast_dtype(x.device.type, x.dtype)
+    if autocast is None:
         h, weight, bias = _promoted(h, weight, bias)
     if target_variance != 1.0:
         dtype = h.dtype if bias is None else bias.dtype
@@ -91,15 +91,33 @@ def layer_norm(
             step = _count(running_mean, num_batches_tracked, momentum)
             running_mean.lerp_(mean.to(running_mean), step)
             running_var.lerp_(var.to(running_var), step)
-    if autocast_dtype is None:
+    if autocast is None:
         return y.to(x.dtype)
-    return y.to(autocast_dtype) if low_autocast else y
+    return y.to(autocast) if low_autocast else y
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast is set to where `x` lives; None where it leaves `x` alone."""
-    device = x.device.type
-    known = device in _AUTOCAST_DEVICES and x.dtype != torch.float64
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: tuple[int, ...],
+    eps: float,
+    target_variance: float,
+    low_autocast: bool,
+) -> tuple[Tensor, Tensor]:
+    """`functional.add_layer_norm` after its checks."""
+    total = x + residual
+    y = layer_norm(
+        total, weight, bias, None, None, None, None, normalized_shape, 0.0, eps, target_variance,
+        low_autocast,
+    )  # fmt: skip
+    return y, total
+
+
+def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype that autocast is set to on a device; None where it leaves `dtype` alone."""
+    known = device in _AUTOCAST_DEVICES and dtype != torch.float64
     return torch.get_autocast_dtype(device) if known and torch.is_autocast_enabled(device) else None
 
 

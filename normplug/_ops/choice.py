@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,50 +12,30 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from normplug import _checks
-from normplug._ops import aten, library
+from normplug._ops import aten, batch_norm_library, layer_norm_library
 
 _HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is wanted
 # Bytes of input below which torch's own BatchNorm, in stock mode and training, is over sooner: its
 # host time is about 15 us less, and until here the GPU waits for the host (docs/kernels.md). Half
 # inputs in channels_last never gain by it.
 _HOST_BOUND = {2: 8 << 20, 4: 16 << 20, 8: 16 << 20}
+_ROWS_HOST_BOUND = 4 << 20  # the same of a stock LayerNorm
+_WITHOUT_PLANS = (aten.__name__, batch_norm_library.__name__, layer_norm_library.__name__)
 
 _Signature = tuple[Any, ...]
-_Route = Callable[..., Tensor]
+_Route = Callable[..., Any]
 
 # Calls that went through every check once, by all that the checks looked at.
 _known: dict[_Signature, _Route] = {}
 _KEPT = 4096
 
 
-def batch_norm_signature(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    *settings: Any,
-) -> _Signature:
-    """All that decides whether a call is right, and by which route it goes."""
-    return (
-        x.shape,
-        x.stride(),
-        x.dtype,
-        x.device,
-        type(x),
-        settings,
-        _vector(running_mean),
-        _vector(running_var),
-        _vector(weight),
-        _vector(bias),
-        _vector(residual),
-        _vector(num_batches_tracked),
-    )
+def signature(who: str, settings: tuple[Any, ...], *tensors: Tensor | None) -> _Signature:
+    """All that decides whether a call of `who` is right, and by which route it goes."""
+    return (who, settings, *(_kind(t) for t in tensors))
 
 
-def _vector(t: Tensor | None) -> _Signature | None:
+def _kind(t: Tensor | None) -> _Signature | None:
     return None if t is None else (t.shape, t.stride(), t.dtype, t.device, type(t))
 
 
@@ -68,13 +49,18 @@ def known(signature: _Signature) -> _Route | None:
         return None
 
 
-def remember(signature: _Signature, route: _Route, tensors: _Signature, *settings: Any) -> None:
+def remember(
+    signature: _Signature, route: _Route, tensors: tuple[Tensor | None, ...], *settings: Any
+) -> None:
     """Let calls like this one skip their checks, and go straight to their plan if they have one."""
     if _watched():
         return
     if len(_known) >= _KEPT:
         _known.clear()
-    _known[signature] = _straight(route, tensors, settings)
+    straight = None
+    if route.__module__ not in _WITHOUT_PLANS:
+        straight = import_module(route.__module__).straight(route, tensors, settings)
+    _known[signature] = straight or (lambda *tensors: route(*tensors, *settings))
 
 
 def _watched() -> bool:
@@ -85,20 +71,6 @@ def _watched() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
     )
-
-
-def _straight(route: _Route, tensors: _Signature, settings: _Signature) -> _Route:
-    if route is not aten.batch_norm:
-        from normplug._ops import gpu
-
-        x, running_mean, _, weight, bias, residual, count = tensors
-        tracked = count is not None and running_mean is not None
-        plan, x_as_it_runs, residual_as_it_runs = gpu.plan_of(
-            x, weight, bias, residual, running_mean, tracked, *settings
-        )
-        if x_as_it_runs is x and residual_as_it_runs is residual:
-            return plan.run
-    return lambda *tensors: route(*tensors, *settings)
 
 
 def batch_norm(
@@ -118,20 +90,90 @@ def batch_norm(
     """
     if backend == "torch" or (backend == "auto" and not x.is_cuda):
         return aten.batch_norm
-    why = _refusal(x, residual, tracked, (*vectors, tracked, residual))
+    why = _refusal()
+    if why is None:
+        from normplug._ops import batch_norm_gpu
+
+        why = batch_norm_gpu.refusal(x, residual, tracked, vectors)
     if why is not None:
         if backend == "triton":
             raise _checks.no_kernel(who, why)
         return aten.batch_norm
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if _compiling():
         # Inductor fuses a lone norm with what follows it, and an operator ends that: only what has
         # fused more itself is worth one.
-        return library.batch_norm if backend == "triton" or fused else aten.batch_norm
+        return batch_norm_library.batch_norm if backend == "triton" or fused else aten.batch_norm
     if backend == "auto" and not (fused or _pays(x, stock)):
         return aten.batch_norm
-    from normplug._ops import gpu
+    return batch_norm_gpu.batch_norm
 
-    return gpu.batch_norm
+
+def layer_norm(
+    who: str,
+    backend: str,
+    x: Tensor,
+    row_dims: int,
+    tracked: Tensor | None,
+    vectors: tuple[Tensor | None, ...],
+    stock: bool,
+) -> _Route:
+    """The route for `functional.layer_norm`; stock: what torch has a kernel for."""
+    why = _refusal_of_rows(backend, x, row_dims, None, tracked, vectors)
+    if why is not None:
+        if backend == "triton":
+            raise _checks.no_kernel(who, why)
+        return aten.layer_norm
+    if _compiling():  # as a lone BatchNorm: Inductor fuses it with the residual add before it
+        return layer_norm_library.layer_norm if backend == "triton" else aten.layer_norm
+    if backend == "auto" and stock and x.numel() * x.element_size() < _ROWS_HOST_BOUND:
+        return aten.layer_norm
+    from normplug._ops import layer_norm_gpu
+
+    return layer_norm_gpu.layer_norm
+
+
+def add_layer_norm(
+    who: str,
+    backend: str,
+    x: Tensor,
+    row_dims: int,
+    residual: Tensor,
+    vectors: tuple[Tensor | None, ...],
+) -> _Route:
+    """The route for `functional.add_layer_norm`."""
+    why = _refusal_of_rows(backend, x, row_dims, residual, None, vectors)
+    if why is not None:
+        if backend == "triton":
+            raise _checks.no_kernel(who, why)
+        return aten.add_layer_norm
+    if _compiling():  # Inductor fuses this too, forward as fast, backward slower
+        return layer_norm_library.add_layer_norm
+    from normplug._ops import layer_norm_gpu
+
+    return layer_norm_gpu.add_layer_norm
+
+
+def _refusal_of_rows(
+    backend: str,
+    x: Tensor,
+    row_dims: int,
+    residual: Tensor | None,
+    tracked: Tensor | None,
+    vectors: tuple[Tensor | None, ...],
+) -> str | None:
+    """Why a LayerNorm is none for the kernels; None where it may be."""
+    if backend == "torch" or (backend == "auto" and not x.is_cuda):
+        return "not asked for"
+    why = _refusal()
+    if why is None:
+        from normplug._ops import layer_norm_gpu
+
+        why = layer_norm_gpu.refusal(x, row_dims, residual, tracked, vectors)
+    return why
+
+
+def _compiling() -> bool:
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _pays(x: Tensor, stock: bool) -> bool:
@@ -146,17 +188,17 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """By kernel where one can run, and no gradient is asked for; else None."""
     if not x.is_cuda or (x.requires_grad and torch.is_grad_enabled()):
         return None
-    if torch.compiler.is_compiling() or _watched() or _refusal(x, None, None, ()) is not None:
+    if torch.compiler.is_compiling() or _watched() or _refusal() is not None:
         return None
-    from normplug._ops import gpu
+    from normplug._ops import batch_norm_gpu
 
-    return gpu.channel_stats(x)
+    if batch_norm_gpu.refusal(x, None, None, ()) is not None:
+        return None
+    return batch_norm_gpu.channel_stats(x)
 
 
-def _refusal(
-    x: Tensor, residual: Tensor | None, tracked: Tensor | None, others: tuple[Tensor | None, ...]
-) -> str | None:
-    """Why the kernels cannot take a call; None where they can."""
+def _refusal() -> str | None:
+    """Why no kernel can be called now, whatever the tensors; None where one may."""
     if not _HAS_TRITON:
         return "triton is not installed"
     if torch._C._are_functorch_transforms_active():
@@ -168,10 +210,4 @@ def _refusal(
     # torch.compiler.is_exporting() holds while anything compiles. torch 2.6 has no such flag.
     if getattr(torch.compiler, "_is_exporting_flag", False):
         return "torch.export is tracing, for machines that may have no GPU"
-    if residual is not None and residual.dtype != x.dtype:
-        return f"the input is {x.dtype} and the residual {residual.dtype}"
-    if tracked is not None and tracked.dtype != torch.int64:
-        return f"num_batches_tracked is {tracked.dtype}, not torch.int64"
-    from normplug._ops import gpu
-
-    return gpu.refusal(x, *others)
+    return None

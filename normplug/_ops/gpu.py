@@ -1,340 +1,83 @@
-"""The route over normplug's own kernels.
-
-A call's shape, layout and flags name a `_Plan`, made once: what is cut into tiles how, and which
-kernels are launched. A call is then one launch forward and one backward. Second derivatives go
-through torch's own operations.
-"""
+"""What the routes over the kernels share: which tensors those take, and where they leave notes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from normplug._kernels import batch_norm as kernels
-from normplug._kernels import schedule
-from normplug._kernels.launch import COOPERATIVE, INTERPRETED, Launch, Workspace
-from normplug._ops import aten
-from normplug.reference import accumulator_dtype
+from normplug._kernels.launch import INTERPRETED, Workspace
 
 _KEPT_PLANS = 4096
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-
-class _Key(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    weight: torch.dtype | None
-    bias: torch.dtype | None
-    residual: bool
-    running: torch.dtype | None
-    tracked: bool
-    training: bool
-    momentum: float | None
-    eps: float
-    target_variance: float
-    activation: str | None
+Key = TypeVar("Key", bound=Hashable)
+Plan = TypeVar("Plan")
 
 
-class _Plan:
-    """All that calls of one shape, layout and flags have in common."""
+class Plans(Generic[Key, Plan]):
+    """Plans by what calls have in common, each made once."""
 
-    def __init__(self, key: _Key) -> None:
-        self.key = key
-        shape, device = key.shape, key.device
-        self.flags = kernels.Flags(
-            training=key.training,
-            weight=key.weight is not None,
-            bias=key.bias is not None,
-            residual=key.residual,
-            activation=key.activation,
-            running=key.running is not None,
-            cumulative=key.momentum is None and key.training and key.running is not None,
-            tracked=key.tracked and key.training and key.momentum is not None,
-        )
-        self.acc = accumulator_dtype(key.dtype)
-        self._sizes = (shape[0], shape[1], math.prod(shape[2:]))
-        self._innermost = not _is_contiguous(shape, key.stride)
-        self._machine = (schedule.processors(device), COOPERATIVE and device.type == "cuda")
-        geometry = self._geometry(1)
-        self._forward = kernels.forward_launch(
-            geometry, key.dtype, self.flags, key.momentum or 0.0, key.eps, key.target_variance
-        )
-        self._forward_scratch = kernels.scratch(geometry)
-        self._mask_bytes = 0
-        if self.flags.bits:
-            size = key.dtype.itemsize
-            self._mask_bytes = schedule.mask_bytes(*self._sizes, self._innermost, size)
-        # Kept for the backward: silu and gelu need all of the input to the activation.
-        self.needs_residual = key.residual and key.activation in ("silu", "gelu")
-        self._backward: dict[tuple[bool, ...], Launch] = {}
-        self._backward_scratch = (0, 0)
-        self._workspaces: dict[tuple[int, tuple[int, int]], Workspace] = {}
+    def __init__(self, make: Callable[[Key], Plan]) -> None:
+        self._make = make
+        self._kept: dict[Key, Plan] = {}
 
-    def _geometry(self, tensors: int) -> schedule.Geometry:
-        size = self.key.dtype.itemsize
-        return schedule.geometry(*self._sizes, self._innermost, size, tensors, *self._machine)
+    def __getitem__(self, key: Key) -> Plan:
+        plan = self._kept.get(key)
+        if plan is None:
+            if len(self._kept) >= _KEPT_PLANS:
+                self._kept.clear()
+            plan = self._kept[key] = self._make(key)
+        return plan
 
-    def run(
-        self,
-        x: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        tracked: Tensor | None,
-    ) -> Tensor:
-        """y, with what its gradients need."""
-        if _elsewhere(x):
-            with torch.cuda.device_of(x):
-                return self.run(x, running_mean, running_var, weight, bias, residual, tracked)
-        if torch.is_grad_enabled():
-            rest = (self, running_mean, running_var, tracked)
-            return _BatchNorm.apply(x, weight, bias, residual, rest)
-        return self.forward(x, weight, bias, residual, running_mean, running_var, tracked)[0]
 
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        tracked: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """y, the channels' mean and rstd in one tensor, and relu's signs in bits."""
-        if self.flags.cumulative and tracked is not None:
-            tracked.add_(1)
-        y = torch.empty_like(x)
-        stats = torch.empty(2 * self._sizes[1], dtype=self.acc, device=x.device)
-        bits = None
-        if self._mask_bytes:
-            bits = torch.empty(self._mask_bytes, dtype=torch.uint8, device=x.device)
-        stream, work = self._workspace(x.device, self._forward_scratch)
-        # What a call does not have, the kernel does not touch: any tensor stands in.
-        self._forward(
-            stream,
-            x,
-            y,
-            x if residual is None else residual,
-            x if bits is None else bits,
-            stats if weight is None else weight,
-            stats if bias is None else bias,
-            stats if running_mean is None else running_mean,
-            stats if running_var is None else running_var,
-            work.counters if tracked is None else tracked,
-            stats,
-            work.partial,
-            work.counters,
-        )
-        return y, stats, bits
+class Workspaces:
+    """The workspace of a plan's launch on the stream that is current."""
 
-    def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        stats: Tensor,
-        bits: Tensor | None,
-        needs: tuple[bool, bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, weight, bias and residual that `needs` names."""
-        if dy.stride() != x.stride():
-            dy = laid_out_like(dy, x)
-        dresidual = None
-        if needs[3]:
-            if self.key.activation is None:
-                dresidual, needs = dy, (needs[0], needs[1], needs[2], False)
-            else:
-                dresidual = torch.empty_like(x)
-        if not any(needs):
-            return None, None, None, dresidual
-        dx = torch.empty_like(x) if needs[0] else None
-        dweight = torch.empty_like(weight) if needs[1] and weight is not None else None
-        dbias = torch.empty_like(bias) if needs[2] and bias is not None else None
-        launch = self._backward.get(needs)
-        if launch is None:
-            launch = self._set_up_backward(needs)
-        stream, work = self._workspace(x.device, self._backward_scratch)
-        launch(
-            stream,
-            dy,
-            x,
-            x if residual is None else residual,
-            x if bits is None else bits,
-            stats if weight is None else weight,
-            stats if bias is None else bias,
-            stats,
-            x if dx is None else dx,
-            x if dresidual is None else dresidual,
-            stats if dweight is None else dweight,
-            stats if dbias is None else dbias,
-            work.partial,
-            work.counters,
-        )
-        return dx, dweight, dbias, dresidual
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._kept: dict[tuple[int, tuple[int, int]], Workspace] = {}
 
-    def _set_up_backward(self, needs: tuple[bool, bool, bool, bool]) -> Launch:
-        geometry = self._geometry(2)
-        self._backward_scratch = kernels.scratch(geometry)
-        launch = kernels.backward_launch(
-            geometry, self.key.dtype, self.flags, needs, self.key.target_variance
-        )
-        self._backward[needs] = launch
-        return launch
-
-    def _workspace(self, device: torch.device, scratch: tuple[int, int]) -> tuple[int, Workspace]:
-        if device.type != "cuda":
-            return 0, Workspace(device, self.acc, *scratch)
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        if torch.cuda.is_current_stream_capturing():
-            return stream, Workspace(device, self.acc, *scratch)
-        work = self._workspaces.get((stream, scratch))
+    def get(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
+        """The stream, and on it `scratch` counters and partial results."""
+        if self._device.type != "cuda":
+            return 0, Workspace(self._device, self._dtype, *scratch)
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return stream, Workspace(self._device, self._dtype, *scratch)
+        work = self._kept.get((stream, scratch))
         if work is None:
-            work = Workspace.get(device, stream, self.acc, *scratch)
-            self._workspaces[stream, scratch] = work
+            work = Workspace.get(self._device, stream, self._dtype, *scratch)
+            self._kept[stream, scratch] = work
         return stream, work
 
 
-_plans: dict[_Key, _Plan] = {}
-
-
-def plan_of(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    tracked: bool,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    target_variance: float,
-    activation: str | None,
-) -> tuple[_Plan, Tensor, Tensor | None]:
-    """The plan of a call, with x and the residual laid out so that it can run."""
-    x = dense(x)
-    stride = x.stride()
-    if residual is not None and residual.stride() != stride:
-        residual = laid_out_like(residual, x)
-    key = _Key(
-        x.shape,
-        stride,
-        x.dtype,
-        x.device,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
-        residual is not None,
-        None if running_mean is None else running_mean.dtype,
-        tracked,
-        training,
-        momentum,
-        eps,
-        target_variance,
-        activation,
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _KEPT_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _Plan(key)
-    return plan, x, residual
-
-
-class _BatchNorm(torch.autograd.Function):
-    # A tensor argument costs the host time: those that get no gradient come in `rest`.
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        rest: tuple[_Plan, Tensor | None, Tensor | None, Tensor | None],
-    ) -> Tensor:
-        plan, running_mean, running_var, tracked = rest
-        y, stats, bits = plan.forward(x, weight, bias, residual, running_mean, running_var, tracked)
-        kept = residual if plan.needs_residual else None
-        ctx.save_for_backward(x, weight, bias, kept, stats, bits)
-        ctx.plan = plan
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, residual, stats, bits = ctx.saved_tensors
-        dx, dweight, dbias, dresidual, _ = ctx.needs_input_grad
-        needs = (dx, dweight, dbias, dresidual)
-        if torch.is_grad_enabled():
-            composed = _composed_backward(
-                dy, x, weight, bias, residual, stats, bits, ctx.plan, needs
-            )
-            return (*composed, None)
-        if _elsewhere(x):
-            with torch.cuda.device_of(x):
-                gradients = ctx.plan.backward(dy, x, weight, bias, residual, stats, bits, needs)
-        else:
-            gradients = ctx.plan.backward(dy, x, weight, bias, residual, stats, bits, needs)
-        return (*gradients, None)
-
-
-def _elsewhere(x: Tensor) -> bool:
+def elsewhere(x: Tensor) -> bool:
+    """Whether x is on another GPU than the current one, where a launch would go."""
     return x.is_cuda and torch._C._cuda_getDevice() != x.device.index
 
 
-def batch_norm(
+def on_device_of(x: Tensor, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call with the GPU of x as the current one."""
+    if elsewhere(x):
+        with torch.cuda.device_of(x):
+            return call(*arguments)
+    return call(*arguments)
+
+
+def refusal(
     x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    target_variance: float,
-    activation: str | None,
-) -> Tensor:
-    """`functional.batch_norm` after its checks, for what `refusal` has nothing against."""
-    tracked = num_batches_tracked is not None and running_mean is not None
-    plan, x, residual = plan_of(
-        x, weight, bias, residual, running_mean, tracked, training, momentum, eps, target_variance,
-        activation,
-    )  # fmt: skip
-    return plan.run(x, running_mean, running_var, weight, bias, residual, num_batches_tracked)
-
-
-def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`functional.channel_stats`, in one read."""
-    x = dense(x.detach())
-    n, c, hw = x.shape[0], x.shape[1], math.prod(x.shape[2:])
-    innermost, size = not x.is_contiguous(), x.element_size()
-    machine = (schedule.processors(x.device), COOPERATIVE and x.is_cuda)
-    geometry = schedule.geometry(n, c, hw, innermost, size, 1, *machine)
-    flags = kernels.Flags(weight=False, bias=False, normalize=False)
-    launch = kernels.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
-    stats = torch.empty(2 * c, dtype=accumulator_dtype(x.dtype), device=x.device)
-    with torch.cuda.device_of(x):
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
-        work = Workspace(x.device, stats.dtype, *kernels.scratch(geometry))
-        # What a call does not have, the kernel does not touch.
-        blank = (x, x, x, x, stats, stats, stats, stats, work.counters)
-        launch(stream, *blank, stats, work.partial, work.counters)
-    return stats[:c], stats[c:]
-
-
-def refusal(x: Tensor, *others: Tensor | None) -> str | None:
-    """Why the kernels cannot take these tensors; None where they can."""
-    present = [t for t in others if t is not None]
+    others: Iterable[Tensor | None],
+    tracked: Tensor | None,
+    vectors: Iterable[Tensor | None],
+) -> str | None:
+    """Why no kernel can take these tensors; None where one may. `vectors` have to be dense."""
+    dense = [t for t in (*vectors, tracked) if t is not None]
+    present = [*(t for t in others if t is not None), *dense]
+    if tracked is not None and tracked.dtype != torch.int64:
+        return f"num_batches_tracked is {tracked.dtype}, not torch.int64"
     for t in (x, *present):
         if type(t) not in (Tensor, torch.nn.Parameter):
             return f"a tensor is a {type(t).__name__}, of which the kernels know nothing"
@@ -346,83 +89,18 @@ def refusal(x: Tensor, *others: Tensor | None) -> str | None:
         return f"the input is {x.dtype}"
     if x.numel() == 0:
         return "the input is empty"
-    if x.shape[0] * math.prod(x.shape[2:]) >= 2**31:
-        return "a channel has 2^31 values or more"
     if any(t.device != x.device for t in present):
         return f"not every tensor is on {x.device}, where the input is"
-    if any(t.dim() == 1 and not t.is_contiguous() for t in present):
+    if not all(t.is_contiguous() for t in dense):
         return "a weight, a bias or a running statistic is strided"
     return None
 
 
-def _composed_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stats: Tensor,
-    bits: Tensor | None,
-    plan: _Plan,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """The gradients as torch operations, which autograd can differentiate again."""
-    key = plan.key
-    dresidual = None
-    activation = key.activation
-    if bits is not None:
-        # relu's signs as a tensor of ones and zeros: the gradient that a dy of ones gives.
-        mask = (False, False, False, True)
-        ones = torch.ones_like(x)
-        signs = plan.backward(ones, x.detach(), weight, bias, residual, stats, bits, mask)[3]
-        assert signs is not None
-        dy, activation = dy * signs, None
-    if key.residual and residual is None:
-        dresidual = dy if needs[3] else None
-    running_mean = running_var = None
-    if not key.training:
-        running_mean, rstd = stats.chunk(2)
-        running_var = rstd.pow(-2) - key.eps
-        if key.running is not None:
-            running_mean, running_var = running_mean.to(key.running), running_var.to(key.running)
-    y = aten.batch_norm(
-        x, running_mean, running_var, weight, bias, residual, None, key.training, 0.0, key.eps,
-        key.target_variance, activation,
-    )  # fmt: skip
-    inputs = [x, weight, bias, residual]
-    asked = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-    got = iter(torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ())
-    dx, dweight, dbias, through = (
-        next(got) if need and t is not None else None for t, need in zip(inputs, needs, strict=True)
-    )
-    return dx, dweight, dbias, through if through is not None else dresidual
-
-
-def dense(x: Tensor) -> Tensor:
-    """x, copied if it is neither contiguous nor channels_last."""
-    if x.is_contiguous() or _is_innermost(x.shape, x.stride()):
-        return x
-    return x.contiguous()
-
-
-def laid_out_like(tensor: Tensor, x: Tensor) -> Tensor:
-    """`tensor`, copied if its values lie otherwise in memory than those of `x`."""
-    if x.is_contiguous():
-        return tensor.contiguous()
-    if tensor.shape == x.shape and _is_innermost(tensor.shape, tensor.stride()):
-        return tensor
-    return torch.empty_like(x).copy_(tensor)
-
-
-def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """As `Tensor.is_contiguous`, of a shape and strides."""
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size != 1 and step != expected:
             return False
         expected *= size
     return True
-
-
-def _is_innermost(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """channels_last, for any number of dimensions."""
-    return _is_contiguous((shape[0], *shape[2:], shape[1]), (stride[0], *stride[2:], stride[1]))

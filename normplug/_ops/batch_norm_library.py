@@ -1,4 +1,4 @@
-"""The kernels as operators of `torch.library`, for compilers: opaque, functional, with gradients.
+"""BatchNorm's kernels as operators of `torch.library`, for compilers: opaque, with gradients.
 
 Eager calls do not come here: dispatching an operator costs more than launching a kernel. What a
 call does not have is an empty tensor. The running statistics are moved by torch operations beside
@@ -29,7 +29,7 @@ def _forward(
     activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, stats (mean and rstd of the channels, (2 * C,)), and relu's signs in bits."""
-    from normplug._ops import gpu
+    from normplug._ops import batch_norm_gpu as gpu
 
     plan, x, residual = gpu.plan_of(
         x, weight, bias, residual, None if training else running_mean, False, training, 0.0, eps,
@@ -52,7 +52,7 @@ def _(
     target_variance: float,
     activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from normplug._ops import gpu
+    from normplug._ops import batch_norm_gpu as gpu
 
     x = gpu.dense(x)
     n, c, hw = x.shape[0], x.shape[1], math.prod(x.shape[2:])
@@ -83,7 +83,7 @@ def _backward(
     needs_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, bias and residual; empty where not needed."""
-    from normplug._ops import gpu
+    from normplug._ops import batch_norm_gpu as gpu
 
     stand_in = x if has_residual else None
     running = None if training else stats
@@ -116,7 +116,7 @@ def _(
     needs_bias: bool,
     needs_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from normplug._ops import gpu
+    from normplug._ops import batch_norm_gpu as gpu
 
     like = (gpu.dense(x), weight, bias, gpu.dense(x))
     needs = (needs_x, needs_weight, needs_bias, needs_residual)

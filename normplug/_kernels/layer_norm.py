@@ -1,0 +1,168 @@
+"""LayerNorm by kernel: from a tensor's shape and strides to launches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from normplug._kernels import rows, schedule, wide_rows
+from normplug._kernels.launch import Launch, number
+from normplug._kernels.schedule import Rows, WideBackward, WideForward
+
+_FAN_IN = 256  # parts of the running statistics that are added at a time
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What a call asks for, beside its shape."""
+
+    weight: bool = True
+    bias: bool = True
+    input_bias: bool = False
+    residual: bool = False
+    stats: bool = True
+    running: bool = False
+    tracked: bool = False
+    cumulative: bool = False
+
+
+@dataclass(frozen=True)
+class Strides:
+    """How far apart rows lie, in values; what a call does not have counts as dense."""
+
+    x: int
+    residual: int | None = None
+    dy: int | None = None
+    dtotal: int | None = None
+
+    def unit(self, width: int) -> int:
+        """What the compiler may take as aligned."""
+        others = (s for s in (self.residual, self.dy, self.dtotal) if s is not None)
+        return schedule.unit_of(width, self.x, *others)
+
+
+def forward_launch(
+    shape: Rows | WideForward,
+    dtype: torch.dtype,
+    flags: Flags,
+    strides: Strides,
+    momentum: float,
+    eps: float,
+    tv: float,
+) -> Launch:
+    """Set up the forward kernel of a geometry."""
+    double = dtype == torch.float64
+    unit = strides.unit(shape.width)
+    residual = shape.width if strides.residual is None else strides.residual
+    sizes = (shape.rows, shape.width // unit, strides.x // unit, residual // unit)
+    numbers = tuple(number(v, double) for v in (momentum, eps, math.sqrt(tv)))
+    constants: dict[str, Any] = {
+        "FAN_IN": _FAN_IN,
+        "ACC": tl.float64 if double else tl.float32,
+        "WEIGHT": flags.weight,
+        "BIAS": flags.bias,
+        "INPUT_BIAS": flags.input_bias,
+        "RESIDUAL": flags.residual,
+        "STATS": flags.stats,
+        "RUNNING": flags.running,
+        "TRACKED": flags.running and flags.tracked,
+        "CUMULATIVE": flags.cumulative,
+        "WIDE": schedule.needs_int64(shape.rows, max(shape.width, strides.x, residual)),
+    }
+    if isinstance(shape, WideForward):
+        head = {"UNIT": unit, "BLOCK": shape.block, "KP": min(schedule.power_of_2(shape.k), 1024)}
+        return Launch(
+            wide_rows.layer_norm_wide_forward,
+            shape.rows * shape.k + shape.lag,
+            (*sizes, shape.k, shape.lag, *numbers),
+            {**head, **constants, "EVEN": shape.even},
+            shape.warps,
+        )
+    head = {"UNIT": unit, "R": shape.r, "U": shape.u, "BC": shape.bc, "STAGES": shape.stages}
+    head["KEEP"] = shape.keep
+    return Launch(
+        rows.layer_norm_rows_forward,
+        shape.programs,
+        sizes + numbers,
+        {**head, **constants, "EVEN": shape.even},
+        shape.warps,
+    )
+
+
+def backward_launch(
+    shape: Rows | WideBackward,
+    dtype: torch.dtype,
+    flags: Flags,
+    strides: Strides,
+    needs: tuple[bool, bool, bool, bool],
+    tv: float,
+) -> Launch:
+    """Set up the backward kernel; `needs` are those of dx, dweight, dbias and dinput_bias."""
+    double = dtype == torch.float64
+    unit = strides.unit(shape.width)
+    dy = shape.width if strides.dy is None else strides.dy
+    dtotal = shape.width if strides.dtotal is None else strides.dtotal
+    sizes = (shape.rows, shape.width // unit, strides.x // unit, dy // unit, dtotal // unit)
+    root = number(math.sqrt(tv), double)
+    dx, dweight, dbias, dinput_bias = needs
+    sums = sum(needs[1:])
+    constants: dict[str, Any] = {
+        "GB": 32,
+        "ACC": tl.float64 if double else tl.float32,
+        "WEIGHT": flags.weight,
+        "INPUT_BIAS": flags.input_bias,
+        "DTOTAL": strides.dtotal is not None,
+        "DX": dx,
+        "DWEIGHT": dweight,
+        "DBIAS": dbias,
+        "DINPUT_BIAS": dinput_bias,
+        "WIDE": schedule.needs_int64(shape.rows, max(shape.width, strides.x, dy, dtotal)),
+    }
+    if isinstance(shape, WideBackward):
+        lag = shape.lag if dx or dinput_bias else 0
+        finishers = shape.k if sums and shape.blocks > 1 else 0
+        head = {"UNIT": unit, "RB": shape.rb, "CW": shape.cw}
+        head["KF"] = min(schedule.power_of_2(shape.k), max(4096 // (2 * shape.rb), 1))
+        return Launch(
+            wide_rows.layer_norm_wide_backward,
+            shape.blocks * shape.k + lag + finishers,
+            (*sizes, shape.k, lag, root),
+            {**head, **constants, "SINGLE": shape.blocks == 1, "EVEN": shape.even},
+            shape.warps,
+        )
+    head = {"UNIT": unit, "R": shape.r, "U": shape.u, "BC": shape.bc, "STAGES": shape.stages}
+    head |= {"KEEP": shape.keep, "K": shape.k, "KP": schedule.power_of_2(shape.k)}
+    head["FOLD"] = shape.fold
+    finishers = -(-shape.width // shape.finish) if sums and shape.k == 1 else 0
+    return Launch(
+        rows.layer_norm_rows_backward,
+        shape.programs + finishers,
+        (*sizes, shape.programs, root),
+        {**head, "CB": shape.finish, **constants, "EVEN": shape.even},
+        shape.warps,
+        cooperative=shape.k > 1,
+    )
+
+
+def forward_scratch(shape: Rows | WideForward, flags: Flags) -> tuple[int, int]:
+    """Counters and partial results that a forward launch needs."""
+    if isinstance(shape, WideForward):
+        return shape.rows + 1, 2 * shape.rows * (shape.k + 1)
+    return (1, 2 * shape.programs) if flags.running else (0, 0)
+
+
+def backward_scratch(
+    shape: Rows | WideBackward, needs: tuple[bool, bool, bool, bool]
+) -> tuple[int, int]:
+    """Counters and partial results that a backward launch needs."""
+    sums = sum(needs[1:])
+    if isinstance(shape, WideBackward):
+        rows_room = shape.blocks * (shape.k + 1) * 2 * shape.rb
+        parts = 0 if shape.blocks == 1 else shape.blocks * sums * shape.width
+        return 2 * shape.blocks + shape.k, rows_room + parts
+    met = shape.tiles if shape.k > 1 else 0
+    return 1 + met, 2 * met * shape.k * shape.r + shape.groups * sums * shape.width

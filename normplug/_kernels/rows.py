@@ -1,0 +1,397 @@
+"""LayerNorm over rows that a program can hold: x is read once, forward and backward.
+
+The tensor is ROWS rows of WIDTH adjacent values, which lie X_STRIDE apart. A tile is R rows, as
+(R, U, BC): BC adjacent columns go to the threads of a row, U times over. Programs take tiles in
+turn, so that what is summed over rows (the running statistics; the gradients of weight and bias)
+stays in registers until a program's last tile. Then each program hands in its part, and the parts
+are added in the programs' order: forward by whoever comes last, backward by further programs, one
+for each stretch of columns.
+
+Backward, where the sums of a whole row do not fit beside it, K programs that run at once share its
+columns, and tell each other the two sums that the row's dx depends on.
+"""
+
+import triton
+import triton.language as tl
+
+from normplug._kernels.primitives import (
+    arrive,
+    count_batch,
+    finish_columns,
+    meet,
+    move_running,
+    scalar,
+    sum_parts,
+    wait,
+)
+
+# Sizes are not compiled in: another batch size is no other kernel, and UNIT says what is aligned.
+_SIZES = ["ROWS", "UNITS", "X_UNITS", "R_UNITS", "DY_UNITS", "DTOTAL_UNITS", "PROGRAMS"]
+
+
+@triton.jit
+def _columns(start, WIDTH, U: tl.constexpr, BC: tl.constexpr):
+    """U times BC columns, and which of them exist."""
+    columns = start + tl.arange(0, U)[:, None] * BC + tl.arange(0, BC)[None, :]
+    return columns, columns < WIDTH
+
+
+@triton.jit
+def _rows(tile, ROWS, R: tl.constexpr, WIDE: tl.constexpr):
+    rows = tile * R + tl.arange(0, R)
+    inside = rows < ROWS
+    if WIDE:
+        rows = rows.to(tl.int64)
+    return rows, inside
+
+
+@triton.jit
+def _vector(pointer, columns, live, R: tl.constexpr, EVEN: tl.constexpr):
+    """Weights or the like, once for each row of a tile: every thread gets its own columns'."""
+    places = columns[None, :, :] + tl.zeros([R, 1, 1], tl.int32)
+    if EVEN:
+        vector = tl.load(pointer + places)
+    else:
+        vector = tl.load(pointer + places, mask=live[None, :, :], other=0.0)
+    return vector
+
+
+@triton.jit
+def _load(pointer, rows, inside, columns, live, STRIDE, EVEN: tl.constexpr):
+    """A tile that nobody reads again. EVEN: all its rows and columns exist."""
+    offsets = _each(rows * STRIDE) + columns[None, :, :]
+    if EVEN:
+        tile = tl.load(pointer + offsets, eviction_policy="evict_first")
+    else:
+        mask = _each(inside) & live[None, :, :]
+        tile = tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def _store(pointer, value, rows, inside, columns, live, STRIDE, EVEN: tl.constexpr):
+    offsets = _each(rows * STRIDE) + columns[None, :, :]
+    value = value.to(pointer.dtype.element_ty)
+    if EVEN:
+        tl.store(pointer + offsets, value, eviction_policy="evict_first")
+    else:
+        mask = _each(inside) & live[None, :, :]
+        tl.store(pointer + offsets, value, mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def _sum(values):
+    """Of each row of a tile: over what a thread holds, then over threads."""
+    return tl.sum(tl.sum(values, axis=1), axis=1)
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _sums(a, b):
+    """`_sum` of both, in one exchange between threads."""
+    return tl.reduce((tl.sum(a, axis=1), tl.sum(b, axis=1)), 1, _add_pairs)
+
+
+@triton.jit
+def _folded(values, FOLD: tl.constexpr):
+    """Values of a tile summed over its rows, where a thread holds all of these."""
+    if FOLD:
+        folded = tl.sum(values, axis=0)[None, :, :]
+    else:
+        folded = values
+    return folded
+
+
+@triton.jit
+def _each(values):
+    """A number of each row beside the row's values, in the layout that `_sum` leaves it in."""
+    return values[:, None][:, None, :]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def layer_norm_rows_forward(
+    x_ptr,
+    residual_ptr,
+    y_ptr,
+    total_ptr,
+    weight_ptr,
+    bias_ptr,
+    input_bias_ptr,
+    running_mean_ptr,
+    running_var_ptr,
+    tracked_ptr,
+    stats_ptr,
+    partial_ptr,
+    counter_ptr,
+    ROWS,
+    UNITS,
+    X_UNITS,
+    R_UNITS,
+    momentum,
+    eps,
+    root,
+    UNIT: tl.constexpr,
+    R: tl.constexpr,
+    U: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+    KEEP: tl.constexpr,
+    FAN_IN: tl.constexpr,
+    ACC: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    INPUT_BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    STATS: tl.constexpr,
+    RUNNING: tl.constexpr,
+    TRACKED: tl.constexpr,
+    CUMULATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Y = weight * root * (h - mean) * rstd + bias, and stats = (mean, rstd) of all rows.
+
+    h = x + input_bias or, rounded and kept as total, x + residual.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    WIDTH = UNITS * UNIT
+    X_STRIDE = X_UNITS * UNIT
+    R_STRIDE = R_UNITS * UNIT
+    if WIDE:
+        X_STRIDE = X_STRIDE.to(tl.int64)
+        R_STRIDE = R_STRIDE.to(tl.int64)
+    n = WIDTH.to(ACC)
+    columns, live = _columns(0, WIDTH, U, BC)
+    if KEEP and WEIGHT:
+        weight = _vector(weight_ptr, columns, live, R, EVEN)
+    if KEEP and BIAS:
+        bias = _vector(bias_ptr, columns, live, R, EVEN)
+    sum_mean = tl.zeros([R], ACC)
+    sum_var = tl.zeros([R], ACC)
+    if RUNNING:
+        old_mean = tl.load(running_mean_ptr)
+        old_var = tl.load(running_var_ptr)
+    for tile in tl.range(program, tl.cdiv(ROWS, R), programs, num_stages=STAGES):
+        rows, inside = _rows(tile, ROWS, R, WIDE)
+        h = _load(x_ptr, rows, inside, columns, live, X_STRIDE, EVEN).to(ACC)
+        first = tl.load(x_ptr + rows * X_STRIDE, mask=inside, other=0.0).to(ACC)
+        if RESIDUAL:
+            h += _load(residual_ptr, rows, inside, columns, live, R_STRIDE, EVEN).to(ACC)
+            first += tl.load(residual_ptr + rows * R_STRIDE, mask=inside, other=0.0).to(ACC)
+            h = h.to(total_ptr.dtype.element_ty)
+            _store(total_ptr, h, rows, inside, columns, live, WIDTH, EVEN)
+            h = h.to(ACC)
+        if INPUT_BIAS:
+            h += _vector(input_bias_ptr, columns, live, R, EVEN).to(ACC)
+            first += tl.load(input_bias_ptr).to(ACC)
+        # Distances from one of the values: their sums do not round at the size of the mean.
+        d = h - _each(first)
+        if not EVEN:
+            d = tl.where(live[None, :, :], d, 0.0)
+        mean = _sum(d) / n
+        d -= _each(mean)
+        mean += first
+        if not EVEN:
+            d = tl.where(live[None, :, :], d, 0.0)
+        var = _sum(d * d) / n
+        rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+        y = d * _each(rstd * scalar(root, ACC))
+        if WEIGHT:
+            if not KEEP:
+                weight = _vector(weight_ptr, columns, live, R, EVEN)
+            y *= weight.to(ACC)
+        if BIAS:
+            if not KEEP:
+                bias = _vector(bias_ptr, columns, live, R, EVEN)
+            y += bias.to(ACC)
+        _store(y_ptr, y, rows, inside, columns, live, WIDTH, EVEN)
+        if STATS:
+            tl.store(stats_ptr + rows, mean, mask=inside)
+            tl.store(stats_ptr + ROWS + rows, rstd, mask=inside)
+        if RUNNING:
+            sum_mean += tl.where(inside, mean, 0.0)
+            sum_var += tl.where(inside, var, 0.0)
+    if RUNNING:
+        tl.store(partial_ptr + 2 * program, tl.sum(sum_mean))
+        tl.store(partial_ptr + 2 * program + 1, tl.sum(sum_var))
+        if arrive(counter_ptr) == programs - 1:
+            tl.atomic_xchg(counter_ptr, 0, sem="relaxed")
+            step = count_batch(tracked_ptr, momentum, ACC, TRACKED, CUMULATIVE)
+            mean = sum_parts(partial_ptr, programs, FAN_IN, ACC) / ROWS.to(ACC)
+            var = sum_parts(partial_ptr + 1, programs, FAN_IN, ACC) / ROWS.to(ACC)
+            move_running(running_mean_ptr, old_mean, mean, step)
+            move_running(running_var_ptr, old_var, var, step)
+
+
+@triton.jit
+def _share_sums(
+    partial_ptr, counter_ptr, tile, k, a, b, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
+):
+    """Two sums over the rows of a tile, from those of the shares that K programs have of them."""
+    rows = tl.arange(0, R)
+    shares = tl.arange(0, KP)[None, :]
+    tile_ptr = partial_ptr + tile.to(tl.int64) * (2 * K * R)
+    tl.store(tile_ptr + k * (2 * R) + rows, a)
+    tl.store(tile_ptr + k * (2 * R) + R + rows, b)
+    meet(counter_ptr + tile, K)
+    all_ptr = tile_ptr + shares * (2 * R) + rows[:, None]
+    a = tl.sum(tl.load(all_ptr, mask=shares < K, other=0.0, cache_modifier=".cg"), axis=1)
+    b = tl.sum(tl.load(all_ptr + R, mask=shares < K, other=0.0, cache_modifier=".cg"), axis=1)
+    return a, b
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def layer_norm_rows_backward(
+    dy_ptr,
+    dtotal_ptr,
+    x_ptr,
+    weight_ptr,
+    input_bias_ptr,
+    stats_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    dinput_bias_ptr,
+    partial_ptr,
+    counter_ptr,
+    ROWS,
+    UNITS,
+    X_UNITS,
+    DY_UNITS,
+    DTOTAL_UNITS,
+    PROGRAMS,
+    root,
+    UNIT: tl.constexpr,
+    R: tl.constexpr,
+    U: tl.constexpr,
+    BC: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    STAGES: tl.constexpr,
+    KEEP: tl.constexpr,
+    FOLD: tl.constexpr,
+    GB: tl.constexpr,
+    CB: tl.constexpr,
+    ACC: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    INPUT_BIAS: tl.constexpr,
+    DTOTAL: tl.constexpr,
+    DX: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
+    DINPUT_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The gradients of `layer_norm_rows_forward`; those not asked for are not computed.
+
+    x is what was normalised, but for input_bias: the total, where there was a residual. dx is the
+    gradient of both then, and of input_bias its sum over the rows.
+    """
+    program = tl.program_id(0)
+    WIDTH = UNITS * UNIT
+    SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
+    SHARE: tl.constexpr = U * BC
+    groups = PROGRAMS // K
+    group = program // K
+    k = program - group * K
+    tiles = tl.cdiv(ROWS, R)
+    parts_ptr = partial_ptr
+    if K > 1:
+        parts_ptr += tiles.to(tl.int64) * (2 * K * R)
+    if program < PROGRAMS:
+        X_STRIDE = X_UNITS * UNIT
+        DY_STRIDE = DY_UNITS * UNIT
+        DTOTAL_STRIDE = DTOTAL_UNITS * UNIT
+        if WIDE:
+            X_STRIDE = X_STRIDE.to(tl.int64)
+            DY_STRIDE = DY_STRIDE.to(tl.int64)
+            DTOTAL_STRIDE = DTOTAL_STRIDE.to(tl.int64)
+        n = WIDTH.to(ACC)
+        columns, live = _columns(k * SHARE, WIDTH, U, BC)
+        if KEEP and WEIGHT:
+            weight = _vector(weight_ptr, columns, live, R, EVEN)
+        LANES: tl.constexpr = 1 if FOLD else R
+        dweight = tl.zeros([LANES, U, BC], ACC)
+        dbias = tl.zeros([LANES, U, BC], ACC)
+        dinput_bias = tl.zeros([LANES, U, BC], ACC)
+        for tile in tl.range(group, tiles, groups, num_stages=STAGES):
+            rows, inside = _rows(tile, ROWS, R, WIDE)
+            h = _load(x_ptr, rows, inside, columns, live, X_STRIDE, EVEN).to(ACC)
+            dy = _load(dy_ptr, rows, inside, columns, live, DY_STRIDE, EVEN).to(ACC)
+            mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+            rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
+            if INPUT_BIAS:
+                h += _vector(input_bias_ptr, columns, live, R, EVEN).to(ACC)
+            # dy is 0 where there is nothing, and so is all that d is multiplied by.
+            d = h - _each(mean)
+            if DWEIGHT:
+                dweight += _folded(dy * _each(rstd) * d, FOLD)
+            if DBIAS:
+                dbias += _folded(dy, FOLD)
+            if DX or DINPUT_BIAS:
+                g = dy
+                if WEIGHT:
+                    if not KEEP:
+                        weight = _vector(weight_ptr, columns, live, R, EVEN)
+                    g *= weight.to(ACC)
+                sum_g, sum_gd = _sums(g, g * d)
+                if K > 1:
+                    sum_g, sum_gd = _share_sums(
+                        partial_ptr, counter_ptr + 1, tile, k, sum_g, sum_gd, R, K, KP
+                    )
+                scale = rstd * scalar(root, ACC)
+                slope = scale * rstd * rstd * (sum_gd / n)
+                dx = g * _each(scale) - (d * _each(slope) + _each(scale * (sum_g / n)))
+                if DTOTAL:
+                    dx += _load(dtotal_ptr, rows, inside, columns, live, DTOTAL_STRIDE, EVEN).to(
+                        ACC
+                    )
+                if DINPUT_BIAS:
+                    if EVEN:
+                        dinput_bias += _folded(dx, FOLD)
+                    else:
+                        exists = _each(inside) & live[None, :, :]
+                        dinput_bias += _folded(tl.where(exists, dx, 0.0), FOLD)
+                if DX:
+                    _store(dx_ptr, dx, rows, inside, columns, live, WIDTH, EVEN)
+        if SUMS > 0:
+            part_ptr = parts_ptr + (group * SUMS).to(tl.int64) * WIDTH
+            if DWEIGHT:
+                tl.store(part_ptr + columns, tl.sum(dweight, axis=0), mask=live)
+                part_ptr += WIDTH
+            if DBIAS:
+                tl.store(part_ptr + columns, tl.sum(dbias, axis=0), mask=live)
+                part_ptr += WIDTH
+            if DINPUT_BIAS:
+                tl.store(part_ptr + columns, tl.sum(dinput_bias, axis=0), mask=live)
+            arrive(counter_ptr)
+    if SUMS > 0:
+        stretches = tl.cdiv(WIDTH, CB)
+        if K > 1:
+            c = program  # all run at once, and so can wait for each other
+        else:
+            c = program - PROGRAMS  # further programs, which wait for the numbers below theirs
+        if (c >= 0) & (c < stretches):
+            wait(counter_ptr, PROGRAMS, tl.minimum(stretches, PROGRAMS) if K > 1 else stretches)
+            for stretch in range(c, stretches, PROGRAMS):
+                if DWEIGHT:
+                    finish_columns(
+                        dweight_ptr, parts_ptr, 0, stretch, WIDTH, groups, scalar(root, ACC), SUMS,
+                        GB, CB, ACC,
+                    )  # fmt: skip
+                if DBIAS:
+                    finish_columns(
+                        dbias_ptr, parts_ptr, DWEIGHT, stretch, WIDTH, groups, 1.0, SUMS, GB, CB,
+                        ACC,
+                    )  # fmt: skip
+                if DINPUT_BIAS:
+                    finish_columns(
+                        dinput_bias_ptr, parts_ptr, DWEIGHT + DBIAS, stretch, WIDTH, groups, 1.0,
+                        SUMS, GB, CB, ACC,
+                    )  # fmt: skip

@@ -1,0 +1,381 @@
+"""LayerNorm over rows too wide for a program to hold, or so few that they have to be shared.
+
+Forward, a row is cut into K tiles of BLOCK values; backward, a block of RB rows into K tiles of CW
+columns. Program t reduces tile t, publishes what it found, and then writes tile t - LAG (see
+`primitives`): by then the tile's rows are complete, and the tile is still in the L2 cache. DRAM
+traffic is one read and one write. Gradients of weight and bias are summed over the rows of a tile,
+and over the blocks of rows by further programs at the end, in order.
+"""
+
+import triton
+import triton.language as tl
+
+from normplug._kernels.primitives import (
+    arrive,
+    count_batch,
+    finish_columns,
+    merge_moments,
+    move_running,
+    scalar,
+    sum_parts,
+    tile_counts,
+    wait,
+)
+
+# Sizes are not compiled in: another batch size is no other kernel, and UNIT says what is aligned.
+_SIZES = ["ROWS", "UNITS", "X_UNITS", "R_UNITS", "DY_UNITS", "DTOTAL_UNITS", "K", "LAG"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def layer_norm_wide_forward(
+    x_ptr,
+    residual_ptr,
+    y_ptr,
+    total_ptr,
+    weight_ptr,
+    bias_ptr,
+    input_bias_ptr,
+    running_mean_ptr,
+    running_var_ptr,
+    tracked_ptr,
+    stats_ptr,
+    partial_ptr,
+    counter_ptr,
+    ROWS,
+    UNITS,
+    X_UNITS,
+    R_UNITS,
+    K,
+    LAG,
+    momentum,
+    eps,
+    root,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KP: tl.constexpr,
+    FAN_IN: tl.constexpr,
+    ACC: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    INPUT_BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    STATS: tl.constexpr,
+    RUNNING: tl.constexpr,
+    TRACKED: tl.constexpr,
+    CUMULATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """As `rows.layer_norm_rows_forward`; RUNNING needs a counter and two numbers a row more."""
+    t = tl.program_id(0)
+    WIDTH = UNITS * UNIT
+    X_STRIDE = X_UNITS * UNIT
+    R_STRIDE = R_UNITS * UNIT
+    Y_STRIDE = WIDTH
+    if WIDE:
+        X_STRIDE = X_STRIDE.to(tl.int64)
+        R_STRIDE = R_STRIDE.to(tl.int64)
+        Y_STRIDE = Y_STRIDE.to(tl.int64)
+    if t < ROWS * K:
+        row = t // K
+        k = t - row * K
+        columns = k * BLOCK + tl.arange(0, BLOCK)
+        live = (columns < WIDTH) | EVEN
+        first = tl.load(x_ptr + row * X_STRIDE + k * BLOCK).to(ACC)
+        h = tl.load(x_ptr + row * X_STRIDE + columns, mask=live, other=0.0).to(ACC)
+        if RESIDUAL:
+            first += tl.load(residual_ptr + row * R_STRIDE + k * BLOCK).to(ACC)
+            h += tl.load(
+                residual_ptr + row * R_STRIDE + columns, mask=live, other=0.0,
+                eviction_policy="evict_first",
+            ).to(ACC)  # fmt: skip
+            total = h.to(total_ptr.dtype.element_ty)
+            tl.store(total_ptr + row * Y_STRIDE + columns, total, mask=live)
+            h = total.to(ACC)
+        if INPUT_BIAS:
+            first += tl.load(input_bias_ptr + k * BLOCK).to(ACC)
+            h += tl.load(input_bias_ptr + columns, mask=live, other=0.0).to(ACC)
+        # Distances from one of the values: their sums do not round at the size of the mean.
+        d = h - first
+        if not EVEN:
+            d = tl.where(live, d, 0.0)
+        mean = tl.sum(d) / tile_counts(k, WIDTH, BLOCK, ACC)
+        d -= mean
+        if not EVEN:
+            d = tl.where(live, d, 0.0)
+        tl.store(partial_ptr + 2 * t, first + mean)
+        tl.store(partial_ptr + 2 * t + 1, tl.sum(d * d))
+        arrive(counter_ptr + row)
+    u = t - LAG
+    if u >= 0:
+        row = u // K
+        k = u - row * K
+        columns = k * BLOCK + tl.arange(0, BLOCK)
+        live = (columns < WIDTH) | EVEN
+        if RESIDUAL:
+            wait(counter_ptr + row, K, K)  # not before the total is there
+            h = tl.load(
+                total_ptr + row * Y_STRIDE + columns, mask=live, other=0.0, cache_modifier=".cg"
+            )
+        else:
+            h = tl.load(
+                x_ptr + row * X_STRIDE + columns, mask=live, other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+            wait(counter_ptr + row, K, K)
+        mean, m2 = merge_moments(partial_ptr + 2 * row * K, K, WIDTH, BLOCK, KP, ACC)
+        var = m2 / WIDTH.to(ACC)
+        rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+        h = h.to(ACC)
+        if INPUT_BIAS:
+            h += tl.load(input_bias_ptr + columns, mask=live, other=0.0).to(ACC)
+        y = (h - mean) * (rstd * scalar(root, ACC))
+        if WEIGHT:
+            y *= tl.load(weight_ptr + columns, mask=live, other=0.0).to(ACC)
+        if BIAS:
+            y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(ACC)
+        y = y.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row * Y_STRIDE + columns, y, mask=live, eviction_policy="evict_first")
+        if k == 0:
+            if STATS:
+                tl.store(stats_ptr + row, mean)
+                tl.store(stats_ptr + ROWS + row, rstd)
+            if RUNNING:
+                rows_ptr = partial_ptr + 2 * ROWS * K
+                tl.store(rows_ptr + 2 * row, mean)
+                tl.store(rows_ptr + 2 * row + 1, var)
+                if arrive(counter_ptr + ROWS) == ROWS - 1:
+                    tl.atomic_xchg(counter_ptr + ROWS, 0, sem="relaxed")
+                    step = count_batch(tracked_ptr, momentum, ACC, TRACKED, CUMULATIVE)
+                    n = ROWS.to(ACC)
+                    mean = sum_parts(rows_ptr, ROWS, FAN_IN, ACC) / n
+                    var = sum_parts(rows_ptr + 1, ROWS, FAN_IN, ACC) / n
+                    move_running(running_mean_ptr, tl.load(running_mean_ptr), mean, step)
+                    move_running(running_var_ptr, tl.load(running_var_ptr), var, step)
+
+
+@triton.jit
+def _columns_gradient(
+    value, gradient_ptr, parts_ptr, which, block, columns, live, WIDTH, SUMS: tl.constexpr,
+    SINGLE: tl.constexpr, factor,
+):  # fmt: skip
+    """A gradient summed over the rows of a tile: all of it if SINGLE, else a part."""
+    total = tl.sum(value, axis=0)
+    if SINGLE:
+        total = (total * factor).to(gradient_ptr.dtype.element_ty)
+        tl.store(gradient_ptr + columns, total, mask=live)
+    else:
+        offset = (block * SUMS + which).to(tl.int64) * WIDTH
+        tl.store(parts_ptr + offset + columns, total, mask=live)
+
+
+@triton.jit
+def _tile(pointer, rows, columns, STRIDE, mask, EVEN: tl.constexpr, LAST: tl.constexpr):
+    """EVEN: all its rows and columns exist; LAST: nobody reads it again."""
+    policy: tl.constexpr = "evict_first" if LAST else ""
+    offsets = (rows * STRIDE)[:, None] + columns[None, :]
+    if EVEN:
+        tile = tl.load(pointer + offsets, eviction_policy=policy)
+    else:
+        tile = tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy=policy)
+    return tile
+
+
+@triton.jit
+def _vector(pointer, columns, live, EVEN: tl.constexpr):
+    if EVEN:
+        vector = tl.load(pointer + columns)
+    else:
+        vector = tl.load(pointer + columns, mask=live, other=0.0)
+    return vector
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def layer_norm_wide_backward(
+    dy_ptr,
+    dtotal_ptr,
+    x_ptr,
+    weight_ptr,
+    input_bias_ptr,
+    stats_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    dinput_bias_ptr,
+    partial_ptr,
+    counter_ptr,
+    ROWS,
+    UNITS,
+    X_UNITS,
+    DY_UNITS,
+    DTOTAL_UNITS,
+    K,
+    LAG,
+    root,
+    UNIT: tl.constexpr,
+    RB: tl.constexpr,
+    CW: tl.constexpr,
+    KF: tl.constexpr,
+    GB: tl.constexpr,
+    ACC: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    INPUT_BIAS: tl.constexpr,
+    DTOTAL: tl.constexpr,
+    DX: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
+    DINPUT_BIAS: tl.constexpr,
+    SINGLE: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """As `rows.layer_norm_rows_backward`; LAG is 0 where dx is not needed.
+
+    Counters: arrivals of each block of rows, its sums' readiness, arrivals of each tile of columns.
+    """
+    t = tl.program_id(0)
+    WIDTH = UNITS * UNIT
+    X_STRIDE = X_UNITS * UNIT
+    DY_STRIDE = DY_UNITS * UNIT
+    DTOTAL_STRIDE = DTOTAL_UNITS * UNIT
+    DX_STRIDE = WIDTH
+    if WIDE:
+        X_STRIDE = X_STRIDE.to(tl.int64)
+        DY_STRIDE = DY_STRIDE.to(tl.int64)
+        DTOTAL_STRIDE = DTOTAL_STRIDE.to(tl.int64)
+        DX_STRIDE = DX_STRIDE.to(tl.int64)
+    SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
+    LATE: tl.constexpr = DX or DINPUT_BIAS
+    BLOCKS = tl.cdiv(ROWS, RB)
+    TILES = BLOCKS * K
+    n = WIDTH.to(ACC)
+    lanes = tl.arange(0, RB)
+    sums_ptr = partial_ptr + TILES.to(tl.int64) * (2 * RB)
+    parts_ptr = sums_ptr + BLOCKS * (2 * RB)
+    ready_ptr = counter_ptr + BLOCKS
+    done_ptr = ready_ptr + BLOCKS
+    if LATE and t < TILES:
+        block = t // K
+        k = t - block * K
+        rows = block * RB + lanes
+        columns = k * CW + tl.arange(0, CW)
+        inside = rows < ROWS
+        live = columns < WIDTH
+        mask = inside[:, None] & live[None, :]
+        x = _tile(x_ptr, rows, columns, X_STRIDE, mask, EVEN, False)
+        dy = _tile(dy_ptr, rows, columns, DY_STRIDE, mask, EVEN, False).to(ACC)
+        mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+        rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
+        h = x.to(ACC)
+        if INPUT_BIAS:
+            h += _vector(input_bias_ptr, columns, live, EVEN).to(ACC)[None, :]
+        # dy is 0 where there is nothing, and so is all that d is multiplied by.
+        d = h - mean[:, None]
+        g = dy
+        if WEIGHT:
+            g *= _vector(weight_ptr, columns, live, EVEN).to(ACC)[None, :]
+        tile_ptr = partial_ptr + t.to(tl.int64) * (2 * RB)
+        tl.store(tile_ptr + lanes, tl.sum(g, axis=1))
+        tl.store(tile_ptr + RB + lanes, tl.sum(g * d, axis=1) * rstd)
+        if arrive(counter_ptr + block) == K - 1:
+            tl.atomic_xchg(counter_ptr + block, 0, sem="relaxed")
+            places = tl.arange(0, 2 * RB)
+            total = tl.zeros([KF, 2 * RB], ACC)
+            block_ptr = partial_ptr + (block * K).to(tl.int64) * (2 * RB)
+            for start in range(0, K, KF):
+                tile = start + tl.arange(0, KF)
+                total += tl.load(
+                    block_ptr + tile[:, None] * (2 * RB) + places[None, :],
+                    mask=(tile < K)[:, None], other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+            tl.store(sums_ptr + block * (2 * RB) + places, tl.sum(total, axis=0) / n)
+            arrive(ready_ptr + block)
+    u = t - LAG
+    if (u >= 0) & (u < TILES):
+        block = u // K
+        k = u - block * K
+        rows = block * RB + lanes
+        columns = k * CW + tl.arange(0, CW)
+        inside = rows < ROWS
+        live = columns < WIDTH
+        mask = inside[:, None] & live[None, :]
+        x = _tile(x_ptr, rows, columns, X_STRIDE, mask, EVEN, True)
+        dy = _tile(dy_ptr, rows, columns, DY_STRIDE, mask, EVEN, True).to(ACC)
+        mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+        rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
+        h = x.to(ACC)
+        if INPUT_BIAS:
+            h += _vector(input_bias_ptr, columns, live, EVEN).to(ACC)[None, :]
+        d = h - mean[:, None]
+        if LATE:
+            wait(ready_ptr + block, 1, K)
+            mean_g = tl.load(sums_ptr + block * (2 * RB) + lanes, cache_modifier=".cg")
+            mean_gx = tl.load(sums_ptr + block * (2 * RB) + RB + lanes, cache_modifier=".cg")
+            g = dy
+            if WEIGHT:
+                g *= _vector(weight_ptr, columns, live, EVEN).to(ACC)[None, :]
+            scale = rstd * scalar(root, ACC)
+            slope = scale * rstd * mean_gx
+            dx = g * scale[:, None] - (d * slope[:, None] + (scale * mean_g)[:, None])
+            if DTOTAL:
+                dx += _tile(dtotal_ptr, rows, columns, DTOTAL_STRIDE, mask, EVEN, True).to(ACC)
+            if DX:
+                offsets = (rows * DX_STRIDE)[:, None] + columns[None, :]
+                out = dx.to(dx_ptr.dtype.element_ty)
+                if EVEN:
+                    tl.store(dx_ptr + offsets, out, eviction_policy="evict_first")
+                else:
+                    tl.store(dx_ptr + offsets, out, mask=mask, eviction_policy="evict_first")
+            if DINPUT_BIAS:
+                _columns_gradient(
+                    dx if EVEN else tl.where(mask, dx, 0.0), dinput_bias_ptr, parts_ptr,
+                    DWEIGHT + DBIAS, block, columns, live, WIDTH, SUMS, SINGLE, 1.0,
+                )  # fmt: skip
+        if DWEIGHT:
+            _columns_gradient(
+                dy * rstd[:, None] * d, dweight_ptr, parts_ptr, 0, block, columns, live, WIDTH,
+                SUMS, SINGLE, scalar(root, ACC),
+            )  # fmt: skip
+        if DBIAS:
+            _columns_gradient(
+                dy,
+                dbias_ptr,
+                parts_ptr,
+                DWEIGHT,
+                block,
+                columns,
+                live,
+                WIDTH,
+                SUMS,
+                SINGLE,
+                1.0,
+            )
+        if SUMS > 0 and not SINGLE:
+            arrive(done_ptr + k)
+    if SUMS > 0 and not SINGLE:
+        k = u - TILES
+        if k >= 0:
+            wait(done_ptr + k, BLOCKS, 1)
+            if DWEIGHT:
+                finish_columns(
+                    dweight_ptr,
+                    parts_ptr,
+                    0,
+                    k,
+                    WIDTH,
+                    BLOCKS,
+                    scalar(root, ACC),
+                    SUMS,
+                    GB,
+                    CW,
+                    ACC,
+                )
+            if DBIAS:
+                finish_columns(
+                    dbias_ptr, parts_ptr, DWEIGHT, k, WIDTH, BLOCKS, 1.0, SUMS, GB, CW, ACC
+                )
+            if DINPUT_BIAS:
+                finish_columns(
+                    dinput_bias_ptr, parts_ptr, DWEIGHT + DBIAS, k, WIDTH, BLOCKS, 1.0, SUMS, GB,
+                    CW, ACC,
+                )  # fmt: skip

@@ -1,0 +1,534 @@
+"""LayerNorm over normplug's own kernels.
+
+A call's shape, strides and flags name a `_Plan`, made once: what is cut into tiles how, and which
+kernels are launched. A call is then one launch forward and one backward. Second derivatives go
+through torch's own operations.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normplug._kernels import layer_norm as kernels
+from normplug._kernels import schedule
+from normplug._kernels.launch import COOPERATIVE, Launch
+from normplug._ops import aten, gpu
+
+_Needs = tuple[bool, bool, bool, bool]  # dx, dweight, dbias, dinput_bias
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class _Key(NamedTuple):
+    shape: torch.Size
+    row_dims: int
+    stride: int
+    dtype: torch.dtype
+    device: torch.device
+    residual: tuple[int, torch.dtype] | None
+    weight: torch.dtype | None
+    bias: torch.dtype | None
+    input_bias: torch.dtype | None
+    running: torch.dtype | None
+    tracked: bool
+    momentum: float | None
+    eps: float
+    target_variance: float
+    out: torch.dtype
+
+    @property
+    def total(self) -> torch.dtype:
+        """Of what is normalised."""
+        return torch.promote_types(self.dtype, self.residual[1]) if self.residual else self.dtype
+
+
+class _Plan:
+    """All that calls of one shape, strides and flags have in common."""
+
+    def __init__(self, key: _Key) -> None:
+        self.key = key
+        self.total = key.total
+        dtypes = (self.total, key.weight, key.bias, key.input_bias)
+        double = torch.float64 in dtypes
+        self.acc = torch.float64 if double else torch.float32
+        self.width = math.prod(key.shape[len(key.shape) - key.row_dims :])
+        self.rows = math.prod(key.shape[: len(key.shape) - key.row_dims])
+        self._vector = key.shape[len(key.shape) - key.row_dims :]
+        # What a thread holds decides how a row is cut: that of the narrowest tensor, or float64.
+        self.itemsize = 8 if double else self.total.itemsize
+        device = key.device
+        self._machine = (schedule.processors(device), schedule.shared_memory(device))
+        self._forward: dict[bool, tuple[Launch, tuple[int, int]]] = {}
+        self._backward: dict[tuple[Any, ...], tuple[Launch, tuple[int, int]]] = {}
+        self._workspaces = gpu.Workspaces(key.device, self.acc)
+        # `empty_like` takes the host half the time of `empty`.
+        self._like_x = key.stride == self.width
+        self._like_weight = key.bias == key.weight
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        input_bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        tracked: Tensor | None,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """y, the total where there is a residual, and if `keep` the rows' mean and rstd."""
+        key = self.key
+        y = self._empty(x, key.dtype, key.out)
+        total = None if residual is None else self._empty(x, key.dtype, self.total)
+        stats = x.new_empty(2 * self.rows if keep else 1, dtype=self.acc)
+        prepared = self._forward.get(keep)
+        if prepared is None:
+            prepared = self._set_up_forward(keep)
+        launch, scratch = prepared
+        stream, work = self._workspaces.get(scratch)
+        # What a call does not have, the kernel does not touch: any tensor stands in.
+        launch(
+            stream,
+            x,
+            x if residual is None else residual,
+            y,
+            y if total is None else total,
+            stats if weight is None else weight,
+            stats if bias is None else bias,
+            stats if input_bias is None else input_bias,
+            stats if running_mean is None else running_mean,
+            stats if running_var is None else running_var,
+            work.counters if tracked is None else tracked,
+            stats,
+            work.partial,
+            work.counters,
+        )
+        return y, total, stats
+
+    def backward(
+        self,
+        dy: Tensor,
+        dtotal: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        input_bias: Tensor | None,
+        stats: Tensor,
+        needs: _Needs,
+    ) -> _Gradients:
+        """The gradients of x (and the residual), weight, bias and input_bias that `needs` names."""
+        key = self.key
+        dy, dy_stride = _with_dense_rows(dy, key.row_dims, self.width)
+        dtotal_stride = None
+        if dtotal is not None:
+            dtotal, dtotal_stride = _with_dense_rows(dtotal, key.row_dims, self.width)
+        if not any(needs):
+            return None, None, None, None
+        signature = (needs, dy_stride, dtotal_stride)
+        prepared = self._backward.get(signature)
+        if prepared is None:
+            prepared = self._set_up_backward(*signature)
+        launch, scratch = prepared
+        dx = dweight = dbias = dinput_bias = None
+        if needs[0]:
+            dx = self._empty(x, self.total, self.total)
+        if needs[1] and weight is not None:
+            dweight = torch.empty_like(weight)
+        if needs[2]:
+            if weight is not None and self._like_weight:
+                dbias = torch.empty_like(weight)
+            else:
+                dbias = x.new_empty(self._vector, dtype=key.bias)
+        if needs[3] and input_bias is not None:
+            dinput_bias = torch.empty_like(input_bias)
+        stream, work = self._workspaces.get(scratch)
+        launch(
+            stream,
+            dy,
+            dy if dtotal is None else dtotal,
+            x,
+            stats if weight is None else weight,
+            stats if input_bias is None else input_bias,
+            stats,
+            dy if dx is None else dx,
+            stats if dweight is None else dweight,
+            stats if dbias is None else dbias,
+            stats if dinput_bias is None else dinput_bias,
+            work.partial,
+            work.counters,
+        )
+        return dx, dweight, dbias, dinput_bias
+
+    def _empty(self, x: Tensor, dtype: torch.dtype, wanted: torch.dtype) -> Tensor:
+        """Contiguous, shaped like x, whose dtype is `dtype`."""
+        if self._like_x and dtype == wanted:
+            return torch.empty_like(x)
+        return x.new_empty(self.key.shape, dtype=wanted)
+
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        input_bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        tracked: Tensor | None,
+    ) -> Tensor:
+        """y, with what its gradients need."""
+        if gpu.elsewhere(x):
+            with torch.cuda.device_of(x):
+                return self.run(x, weight, bias, input_bias, running_mean, running_var, tracked)
+        if torch.is_grad_enabled():
+            rest = (self, running_mean, running_var, tracked)
+            return _LayerNorm.apply(x, weight, bias, input_bias, rest)
+        return self.forward(
+            x, None, weight, bias, input_bias, running_mean, running_var, tracked, keep=False
+        )[0]
+
+    def run_add(
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(y, total), with what their gradients need."""
+        if gpu.elsewhere(x):
+            with torch.cuda.device_of(x):
+                return self.run_add(x, residual, weight, bias)
+        if torch.is_grad_enabled():
+            return _AddLayerNorm.apply(x, residual, weight, bias, self)
+        y, total, _ = self.forward(x, residual, weight, bias, None, None, None, None, keep=False)
+        assert total is not None
+        return y, total
+
+    def _set_up_forward(self, keep: bool) -> tuple[Launch, tuple[int, int]]:
+        key = self.key
+        running = key.running is not None
+        flags = kernels.Flags(
+            weight=key.weight is not None,
+            bias=key.bias is not None,
+            input_bias=key.input_bias is not None,
+            residual=key.residual is not None,
+            stats=keep,
+            running=running,
+            tracked=running and key.tracked,
+            cumulative=running and key.momentum is None,
+        )
+        strides = kernels.Strides(key.stride, residual=key.residual and key.residual[0])
+        shape = schedule.layer_norm_forward(
+            self.rows, self.width, strides.unit(self.width), self.itemsize, running, *self._machine
+        )
+        launch = kernels.forward_launch(
+            shape, self.acc, flags, strides, key.momentum or 0.0, key.eps, key.target_variance
+        )
+        prepared = self._forward[keep] = launch, kernels.forward_scratch(shape, flags)
+        return prepared
+
+    def _set_up_backward(
+        self, needs: _Needs, dy_stride: int, dtotal_stride: int | None
+    ) -> tuple[Launch, tuple[int, int]]:
+        key = self.key
+        flags = kernels.Flags(weight=key.weight is not None, input_bias=key.input_bias is not None)
+        # Where there was a residual, x is the total, which is dense.
+        stride = self.width if key.residual else key.stride
+        strides = kernels.Strides(stride, dy=dy_stride, dtotal=dtotal_stride)
+        shape = schedule.layer_norm_backward(
+            self.rows,
+            self.width,
+            strides.unit(self.width),
+            self.itemsize,
+            *self._machine,
+            COOPERATIVE and key.device.type == "cuda",
+        )
+        launch = kernels.backward_launch(
+            shape, self.acc, flags, strides, needs, key.target_variance
+        )
+        prepared = launch, kernels.backward_scratch(shape, needs)
+        self._backward[needs, dy_stride, dtotal_stride] = prepared
+        return prepared
+
+
+_plans = gpu.Plans[_Key, _Plan](_Plan)
+
+
+def plan_of(
+    x: Tensor,
+    row_dims: int,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    running_mean: Tensor | None,
+    tracked: bool,
+    momentum: float | None,
+    eps: float,
+    target_variance: float,
+    out: torch.dtype,
+) -> tuple[_Plan, Tensor, Tensor | None]:
+    """The plan of a call, with x and the residual laid out so that it can run."""
+    width = math.prod(x.shape[x.dim() - row_dims :])
+    x, stride = _with_dense_rows(x, row_dims, width)
+    beside = None
+    if residual is not None:
+        residual, residual_stride = _with_dense_rows(residual, row_dims, width)
+        beside = (residual_stride, residual.dtype)
+    key = _Key(
+        x.shape,
+        row_dims,
+        stride,
+        x.dtype,
+        x.device,
+        beside,
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+        None if input_bias is None else input_bias.dtype,
+        None if running_mean is None else running_mean.dtype,
+        tracked,
+        momentum,
+        eps,
+        target_variance,
+        out,
+    )
+    return _plans[key], x, residual
+
+
+class _LayerNorm(torch.autograd.Function):
+    # A tensor argument costs the host time: those that get no gradient come in `rest`.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        input_bias: Tensor | None,
+        rest: tuple[_Plan, Tensor | None, Tensor | None, Tensor | None],
+    ) -> Tensor:
+        plan, running_mean, running_var, tracked = rest
+        y, _, stats = plan.forward(
+            x, None, weight, bias, input_bias, running_mean, running_var, tracked, keep=True
+        )
+        ctx.save_for_backward(x, weight, input_bias, stats)
+        ctx.plan = plan
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, input_bias, stats = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:4]
+        if torch.is_grad_enabled():
+            return (*_composed_backward(dy, x, weight, input_bias, ctx.plan, needs), None)
+        if gpu.elsewhere(x):
+            with torch.cuda.device_of(x):
+                gradients = ctx.plan.backward(dy, None, x, weight, input_bias, stats, needs)
+        else:
+            gradients = ctx.plan.backward(dy, None, x, weight, input_bias, stats, needs)
+        return (*gradients, None)
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        plan: _Plan,
+    ) -> tuple[Tensor, Tensor]:
+        y, total, stats = plan.forward(x, residual, weight, bias, None, None, None, None, keep=True)
+        assert total is not None
+        ctx.save_for_backward(total, weight, stats)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        if not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(total)
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, stats = ctx.saved_tensors
+        plan, key = ctx.plan, ctx.plan.key
+        dx, dresidual, dweight, dbias, _ = ctx.needs_input_grad
+        needs = (dx or dresidual, dweight, dbias, False)
+        through: Tensor | None
+        if dy is None:  # nobody used y
+            through, dweight, dbias = dtotal, None, None
+        elif torch.is_grad_enabled():
+            through, dweight, dbias, _ = _composed_backward(dy, total, weight, None, plan, needs)
+            if through is not None and dtotal is not None:
+                through = through + dtotal
+        else:
+            through, dweight, dbias, _ = gpu.on_device_of(
+                total, plan.backward, dy, dtotal, total, weight, None, stats, needs
+            )
+        if through is None:
+            return None, None, dweight, dbias, None
+        return (
+            through.to(key.dtype) if dx else None,
+            through.to(key.residual[1]) if dresidual else None,
+            dweight,
+            dbias,
+            None,
+        )
+
+
+def _plan_of(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    normalized_shape: tuple[int, ...],
+    momentum: float | None,
+    eps: float,
+    target_variance: float,
+    low_autocast: bool,
+) -> tuple[_Plan, Tensor]:
+    tracked = num_batches_tracked is not None and running_mean is not None
+    plan, x, _ = plan_of(
+        x, len(normalized_shape), None, weight, bias, input_bias, running_mean, tracked, momentum,
+        eps, target_variance, output_dtype(x, x.dtype, low_autocast),
+    )  # fmt: skip
+    return plan, x
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    *settings: Any,
+) -> Tensor:
+    """`functional.layer_norm` after its checks, for what `refusal` has nothing against."""
+    tensors = (weight, bias, input_bias, running_mean, running_var, num_batches_tracked)
+    plan, x = _plan_of(x, *tensors, *settings)
+    return plan.run(x, *tensors)
+
+
+def _plan_of_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: tuple[int, ...],
+    eps: float,
+    target_variance: float,
+    low_autocast: bool,
+) -> tuple[_Plan, Tensor, Tensor]:
+    total = torch.promote_types(x.dtype, residual.dtype)
+    plan, x, beside = plan_of(
+        x, len(normalized_shape), residual, weight, bias, None, None, False, 0.0, eps,
+        target_variance, output_dtype(x, total, low_autocast),
+    )  # fmt: skip
+    assert beside is not None
+    return plan, x, beside
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    """`functional.add_layer_norm` after its checks, for what `refusal` has nothing against."""
+    plan, x, residual = _plan_of_add(x, residual, weight, bias, *settings)
+    return plan.run_add(x, residual, weight, bias)
+
+
+def output_dtype(x: Tensor, dtype: torch.dtype, low_autocast: bool) -> torch.dtype:
+    """Of y: `dtype` or, under autocast, what `functional.layer_norm` says of `autocast_output`."""
+    autocast = aten.autocast_dtype(x.device.type, dtype)
+    if autocast is None:
+        return dtype
+    return autocast if low_autocast else torch.float32
+
+
+def refusal(
+    x: Tensor,
+    row_dims: int,
+    residual: Tensor | None,
+    tracked: Tensor | None,
+    vectors: tuple[Tensor | None, ...],
+) -> str | None:
+    """Why the kernels cannot take these tensors; None where they can."""
+    why = gpu.refusal(x, (residual,), tracked, vectors)
+    if why is None:
+        width = math.prod(x.shape[x.dim() - row_dims :])
+        if max(width, x.numel() // width) > schedule.MOST_PLACES:
+            why = "a row has nearly 2^31 values or more, or there are so many rows"
+    return why
+
+
+def straight(route: Any, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Any:
+    """The plan's own method, where calls like this one need nothing else; else None."""
+    if route is add_layer_norm:
+        plan, *laid_out = _plan_of_add(*tensors, *settings)
+        return plan.run_add if all(map(operator.is_, laid_out, tensors)) else None
+    plan, x = _plan_of(*tensors, *settings)
+    return plan.run if x is tensors[0] else None
+
+
+def row_stride(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> int | None:
+    """How far apart rows lie, in values; None where rows are not dense or not evenly spaced."""
+    outer = len(shape) - row_dims
+    if not gpu.is_contiguous(shape[outer:], stride[outer:]):
+        return None
+    step = math.prod(shape[outer:])
+    expected = None
+    for size, there in zip(reversed(shape[:outer]), reversed(stride[:outer]), strict=True):
+        if size == 1:
+            continue
+        if expected is None:
+            step = there
+        elif there != expected:
+            return None
+        expected = there * size
+    return step
+
+
+def _with_dense_rows(t: Tensor, row_dims: int, width: int) -> tuple[Tensor, int]:
+    """A tensor, copied if its rows have to be, and how far apart they lie."""
+    if t.is_contiguous():
+        return t, width
+    stride = row_stride(t.shape, t.stride(), row_dims)
+    return (t.contiguous(), width) if stride is None else (t, stride)
+
+
+def _composed_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    input_bias: Tensor | None,
+    plan: _Plan,
+    needs: Sequence[bool],
+) -> _Gradients:
+    """The gradients as torch operations, which autograd can differentiate again."""
+    key, acc = plan.key, plan.acc
+    dims = tuple(range(x.dim() - key.row_dims))
+    shape = tuple(x.shape[x.dim() - key.row_dims :])
+    with torch.autocast(x.device.type, enabled=False):
+        h = x.to(acc)
+        if input_bias is not None:
+            h = h + input_bias.to(acc)
+        scale = None if weight is None else weight.to(acc) * math.sqrt(key.target_variance)
+        y = F.layer_norm(h, shape, scale, None, key.eps)
+        if scale is None:
+            y = y * math.sqrt(key.target_variance)
+        inputs = (x, weight, None, input_bias)
+        asked = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
+        got = torch.autograd.grad(y, asked, dy.to(acc), create_graph=True) if asked else ()
+        found = iter(got)
+        gradients = [
+            next(found) if need and t is not None else None
+            for t, need in zip(inputs, needs, strict=True)
+        ]
+        if needs[2]:
+            gradients[2] = (dy.to(acc).sum(dims) if dims else dy).to(key.bias)
+    dx, dweight, dbias, dinput_bias = gradients
+    return dx, dweight, dbias, dinput_bias

@@ -1,0 +1,255 @@
+"""LayerNorm's kernels as operators of `torch.library`, for compilers: opaque, with gradients.
+
+As `batch_norm_library`, whose remarks hold here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from normplug.reference import accumulator_dtype
+
+
+def _accumulator(*tensors: Tensor | None) -> torch.dtype:
+    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return accumulator_dtype(torch.float64 if double else torch.float32)
+
+
+def _rows(x: Tensor, row_dims: int) -> int:
+    return math.prod(x.shape[: x.dim() - row_dims])
+
+
+@torch.library.custom_op("normplug::layer_norm", mutates_args=())
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    row_dims: int,
+    eps: float,
+    target_variance: float,
+    out: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """y, and stats: mean and rstd of the rows, (2 * rows,)."""
+    from normplug._ops import layer_norm_gpu as gpu
+
+    plan, x, _ = gpu.plan_of(
+        x, row_dims, None, weight, bias, input_bias, None, False, 0.0, eps, target_variance, out
+    )
+    y, _, stats = plan.forward(x, None, weight, bias, input_bias, None, None, None, keep=True)
+    return y, stats
+
+
+@_forward.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    row_dims: int,
+    eps: float,
+    target_variance: float,
+    out: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    stats = x.new_empty(2 * _rows(x, row_dims), dtype=_accumulator(x, weight, bias, input_bias))
+    return x.new_empty(x.shape, dtype=out), stats
+
+
+@torch.library.custom_op("normplug::add_layer_norm", mutates_args=())
+def _forward_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    row_dims: int,
+    eps: float,
+    target_variance: float,
+    out: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the total, and stats."""
+    from normplug._ops import layer_norm_gpu as gpu
+
+    plan, x, beside = gpu.plan_of(
+        x, row_dims, residual, weight, bias, None, None, False, 0.0, eps, target_variance, out
+    )
+    y, total, stats = plan.forward(x, beside, weight, bias, None, None, None, None, keep=True)
+    assert total is not None
+    return y, total, stats
+
+
+@_forward_add.register_fake
+def _(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    row_dims: int,
+    eps: float,
+    target_variance: float,
+    out: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    stats = x.new_empty(2 * _rows(x, row_dims), dtype=_accumulator(x, residual, weight, bias))
+    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    return x.new_empty(x.shape, dtype=out), total, stats
+
+
+@torch.library.custom_op("normplug::layer_norm_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    stats: Tensor,
+    row_dims: int,
+    target_variance: float,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    needs_input_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x (the total, where there was one), weight, bias and input_bias."""
+    from normplug._ops import layer_norm_gpu as gpu
+
+    plan, x, _ = gpu.plan_of(
+        x, row_dims, None, weight, bias, input_bias, None, False, 0.0, 0.0, target_variance,
+        dy.dtype,
+    )  # fmt: skip
+    needs = (needs_x, needs_weight, needs_bias, needs_input_bias)
+    gradients = plan.backward(dy, dtotal, x, weight, input_bias, stats, needs)
+    dx, dweight, dbias, dinput_bias = (x.new_empty(0) if g is None else g for g in gradients)
+    return dx, dweight, dbias, dinput_bias
+
+
+@_backward.register_fake
+def _(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    stats: Tensor,
+    row_dims: int,
+    target_variance: float,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    needs_input_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    like = (x, weight, bias, input_bias)
+    needs = (needs_x, needs_weight, needs_bias, needs_input_bias)
+    dx, dweight, dbias, dinput_bias = (
+        t.new_empty(t.shape) if need and t is not None else x.new_empty(0)
+        for t, need in zip(like, needs, strict=True)
+    )
+    return dx, dweight, dbias, dinput_bias
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
+    x, weight, bias, input_bias, row_dims, _, target_variance, _ = inputs
+    _, stats = output
+    ctx.save_for_backward(x, weight, bias, input_bias, stats)
+    ctx.options = (row_dims, target_variance)
+    ctx.mark_non_differentiable(stats)
+
+
+def _gradient(ctx, dy, _):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    needs = ctx.needs_input_grad[:4]
+    gradients = _backward(dy, None, *ctx.saved_tensors, *ctx.options, *needs)
+    asked = [g if need else None for g, need in zip(gradients, needs, strict=True)]
+    return (*asked, None, None, None, None)
+
+
+def _setup_context_add(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
+    x, residual, weight, bias, row_dims, _, target_variance, _ = inputs
+    _, total, stats = output
+    ctx.save_for_backward(total, weight, bias, stats)
+    ctx.options = (row_dims, target_variance)
+    ctx.dtypes = (x.dtype, residual.dtype)
+    if any(ctx.needs_input_grad[:2]):
+        ctx.mark_non_differentiable(stats)
+    else:
+        ctx.mark_non_differentiable(total, stats)
+
+
+def _gradient_add(ctx, dy, dtotal, _):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    total, weight, bias, stats = ctx.saved_tensors
+    for_x, for_residual, for_weight, for_bias = ctx.needs_input_grad[:4]
+    needs = (for_x or for_residual, for_weight, for_bias, False)
+    through, dweight, dbias, _ = _backward(
+        dy, dtotal, total, weight, bias, None, stats, *ctx.options, *needs
+    )
+    # Two gradients of one operator, of which compilers want that they do not share their memory.
+    dx = through.to(ctx.dtypes[0]) if for_x else None
+    dresidual = through.to(ctx.dtypes[1]) if for_residual else None
+    asked = (dx, dresidual, dweight if for_weight else None, dbias if for_bias else None)
+    return (*asked, None, None, None, None)
+
+
+_forward.register_autograd(_gradient, setup_context=_setup_context)
+_forward_add.register_autograd(_gradient_add, setup_context=_setup_context_add)
+
+
+def _output_dtype(x: Tensor, dtype: torch.dtype, low_autocast: bool) -> torch.dtype:
+    from normplug._ops import layer_norm_gpu as gpu
+
+    return gpu.output_dtype(x, dtype, low_autocast)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    normalized_shape: tuple[int, ...],
+    momentum: float | None,
+    eps: float,
+    target_variance: float,
+    low_autocast: bool,
+) -> Tensor:
+    """`functional.layer_norm` after its checks, as an operator."""
+    out = _output_dtype(x, x.dtype, low_autocast)
+    y, stats = _forward(
+        x, weight, bias, input_bias, len(normalized_shape), eps, target_variance, out
+    )
+    if running_mean is not None and running_var is not None:
+        step: float | Tensor
+        if num_batches_tracked is not None:
+            num_batches_tracked.add_(1)
+        if momentum is None:
+            assert num_batches_tracked is not None
+            step = num_batches_tracked.to(running_mean).reciprocal()
+        else:
+            step = momentum
+        with torch.no_grad():
+            mean, rstd = stats.chunk(2)
+            var = (rstd.pow(-2).mean() - eps).clamp_min(0)
+            running_mean.lerp_(mean.mean().to(running_mean.dtype), step)
+            running_var.lerp_(var.to(running_var.dtype), step)
+    return y
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: tuple[int, ...],
+    eps: float,
+    target_variance: float,
+    low_autocast: bool,
+) -> tuple[Tensor, Tensor]:
+    """`functional.add_layer_norm` after its checks, as an operator."""
+    out = _output_dtype(x, torch.promote_types(x.dtype, residual.dtype), low_autocast)
+    y, total, _ = _forward_add(
+        x, residual, weight, bias, len(normalized_shape), eps, target_variance, out
+    )
+    return y, total

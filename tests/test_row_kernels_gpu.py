@@ -1,0 +1,491 @@
+"""LayerNorm's kernels where they run in parallel: sizes, waiting, graphs, streams, compilers."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import normplug
+from normplug import functional, reference
+from row_cases import (
+    HALVES,
+    LAYOUTS,
+    OPERATOR_CASES,
+    Case,
+    assert_accurate,
+    assert_same_bits,
+    check_compiled,
+    check_operators,
+    make,
+    run,
+)
+
+pytestmark = pytest.mark.gpu
+GPU = "cuda"
+WIDTHS = [
+    1, 7, 256, 768, 1000, 1024, 4096, 5120, 8192, 12288, 16384, 32768, 40000, 65536, 131072, 262144,
+]  # fmt: skip
+MOST = 1 << 26  # values, of which the exact results take 8 bytes each, many times
+FULL = "weight+bias+input_bias"
+
+
+def shapes(rows, widths):
+    return [(min(rows, MOST // width), width) for width in widths]
+
+
+def error(value, truth):
+    value, truth = value.detach().double(), truth.detach().double()
+    return float((value - truth).norm() / truth.norm().clamp_min(1e-300))
+
+
+GRID = [
+    *((torch.bfloat16, shape) for rows in (3, 4096) for shape in shapes(rows, WIDTHS)),
+    *((torch.float32, shape) for rows in (3, 4096) for shape in shapes(rows, WIDTHS)),
+    *((torch.float64, shape) for shape in shapes(300, WIDTHS)),
+    *((torch.float16, shape) for shape in shapes(300, [7, 1000, 4096, 12288, 40000, 131072])),
+    *((torch.bfloat16, (rows, width)) for rows in (1, 64) for width in (1000, 8192, 65536)),
+    (torch.bfloat16, (50432, 768)),
+    (torch.float32, (200_000, 7)),
+    (torch.float32, (1_000_003, 24)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "shape"), GRID, ids=str)
+def test_as_close_to_float64_as_torch(dtype, shape):
+    for offset in (3.0, 1e3):
+        assert_accurate(Case(shape, dtype, offset=offset), GPU)
+
+
+# Wide enough that programs share the columns of a row and wait for each other, where they can.
+SHARED = [(132, 8704), (133, 12288), (300, 16384), (1024, 20480), (150, 40000), (257, 65536)]
+
+
+def shares_columns(shape, dtype):
+    from normplug._kernels import schedule
+    from normplug._kernels.launch import COOPERATIVE
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    machine = (schedule.processors(device), schedule.shared_memory(device), COOPERATIVE)
+    unit = schedule.unit_of(shape[-1])
+    cut = schedule.layer_norm_backward(*shape, unit, dtype.itemsize, *machine)
+    return isinstance(cut, schedule.Rows) and cut.k > 1
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHARED, ids=str)
+def test_programs_that_share_the_columns_of_a_row(shape, dtype):
+    if not shares_columns(shape, dtype):
+        pytest.skip("this GPU, or this Triton, has other kernels for it")
+    for options in (
+        {"vectors": FULL, "offset": 1e3},
+        {"residual": "contiguous"},
+        {"needs": ("weight", "bias")},
+        {"vectors": "", "layout": "apart"},
+    ):
+        case = Case(shape, dtype, **options)
+        out = assert_accurate(case, GPU)
+        assert_same_bits(out, run(case, make(case, GPU), "triton"))
+
+
+@pytest.mark.parametrize("shape", [(1000, 1), (37, 1000), (300, 12288), (9, 70_001)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_gradients_match_the_formulas_written_out_on_a_cpu(shape, dtype):
+    tensors = make(Case(shape, dtype, params=torch.promote_types(dtype, torch.float32)), GPU)
+    x, weight, bias = (t.requires_grad_() for t in (tensors.x, tensors.weight, tensors.bias))
+    y = functional.layer_norm(x, shape[1:], weight, bias, mode=0.5, backend="triton")
+    got = (y, *torch.autograd.grad(y, (x, weight, bias), tensors.dy))
+    x, weight, bias, dy = (t.detach().cpu().double() for t in (x, weight, bias, tensors.dy))
+    options = {"target_variance": 0.5}
+    expected = (
+        reference.layer_norm(x, shape[1:], weight, bias, **options).y,
+        *reference.layer_norm_backward(dy, x, shape[1:], weight, **options),
+    )
+    for ours, truth in zip(got, expected, strict=True):
+        if shape[1] > 1:
+            exact = 5e-12 if ours.dtype == torch.float64 else 1e-5
+            assert error(ours.cpu(), truth) < max(torch.finfo(ours.dtype).eps, exact)
+        else:  # dx and dweight are what cancels
+            ours = ours.detach().cpu().double()
+            torch.testing.assert_close(ours, truth, rtol=0.02, atol=1e-3)
+
+
+OPTIONS = [
+    {"vectors": FULL, "running": torch.float32},
+    {"vectors": "bias", "running": torch.float32, "momentum": None, "offset": 1e3},
+    {"vectors": "", "mode": "standard", "running": torch.float32, "tracked": False},
+    {"residual": "contiguous", "residual_dtype": torch.float32},
+    {"residual": "apart", "layout": "apart", "vectors": "weight"},
+    {"layout": "odd", "dy": "repeated", "vectors": "weight+input_bias", "needs": ("weight",)},
+    {"layout": "transposed", "dy": "expanded"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: str(Case((), **options)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(5000, 96), (700, 1000), (2048, 4096), (40, 70_000)], ids=str)
+def test_every_option_at_every_size(shape, dtype, options):
+    assert_accurate(Case(shape, dtype, params=torch.float32, **options), GPU)
+
+
+@pytest.mark.parametrize("running", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(6, 24), (700, 768), (40, 40_000)], ids=str)
+def test_float64(shape, running):
+    vectors = "weight+input_bias"
+    assert_accurate(Case(shape, torch.float64, running=running, vectors=vectors, offset=1e3), GPU)
+    assert_accurate(Case(shape, torch.float64, residual="contiguous"), GPU)
+    assert_accurate(Case(shape, torch.float32, params=torch.float64), GPU)
+    assert_accurate(Case(shape, torch.bfloat16, params=torch.float64), GPU)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_may_lie_anyhow(layout, dims):
+    shape = (3, 4, 6, 8)
+    assert_accurate(Case(shape, dims=dims, layout=layout, dy="contiguous"), GPU)
+    assert_accurate(Case(shape, torch.bfloat16, dims=dims, residual=layout, dtotal=layout), GPU)
+    assert_accurate(Case((24,), layout="contiguous"), GPU)
+
+
+NEEDS = [("x",), ("weight",), ("bias",), ("input_bias",), ("x", "bias"), ("weight", "input_bias")]
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids="+".join)
+@pytest.mark.parametrize("shape", [(700, 768), (140, 16384), (20, 70_000)], ids=str)
+def test_some_of_the_gradients(shape, needs):
+    assert_accurate(Case(shape, torch.bfloat16, vectors=FULL, needs=needs), GPU)
+
+
+@pytest.mark.parametrize("shape", [(700, 768), (140, 16384), (20, 70_000)], ids=str)
+def test_one_output_of_two_is_used(shape):
+    assert_accurate(Case(shape, residual="contiguous", used=("y",)), GPU)
+    needs = ("x", "residual")
+    assert_accurate(Case(shape, residual="contiguous", used=("total",), needs=needs), GPU)
+
+
+REPEATED = [
+    (3, 24),
+    (50_432, 768),
+    (4096, 4096),
+    (2, 8192),
+    (600, 16384),
+    (300, 40_000),
+    (64, 2**17),
+]
+
+
+@pytest.mark.parametrize("shape", REPEATED, ids=str)
+def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape):
+    from normplug._kernels.launch import Workspace
+
+    for options in ({"vectors": FULL, "running": torch.float32}, {"residual": "contiguous"}):
+        case = Case(shape, torch.bfloat16, params=torch.float32, **options)
+        tensors = make(case, GPU)
+        first = run(case, tensors, "triton")
+        for _ in range(3):
+            assert_same_bits(run(case, tensors, "triton"), first)
+    torch.cuda.synchronize()
+    assert Workspace._kept
+    assert not any(kept.counters.any() for kept in Workspace._kept.values())
+
+
+# A graph is captured on a stream of its own, and gradients then accumulate on another.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("shape", [(512, 768), (256, 16384), (16, 70_000)], ids=str)
+def test_a_graph_replays_the_step_and_moves_the_statistics(shape):
+    x = torch.randn(shape, device=GPU).bfloat16().requires_grad_()
+    graphed, eager = (
+        normplug.LayerNorm(shape[1], backend="triton", device=GPU, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    dy = torch.randn_like(x)
+
+    def step(layer):
+        y = layer(x)
+        again, total = functional.add_layer_norm(y, x, shape[1:], layer.weight, backend="triton")
+        leaves = (x, layer.weight, layer.bias)
+        return (y, again, total, *torch.autograd.grad((again, total), leaves, (dy, dy)))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(graphed)
+    torch.cuda.current_stream().wait_stream(stream)
+    for _ in range(2):
+        step(eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(graphed)
+    for _ in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x) * 2 + 1)
+        graph.replay()
+        expected = step(eager)
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+        assert torch.equal(graphed.running_mean, eager.running_mean)
+        assert torch.equal(graphed.running_var, eager.running_var)
+        assert graphed.num_batches_tracked == eager.num_batches_tracked
+
+
+@pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
+def test_the_operators_keep_torchs_rules(case):
+    from normplug._ops import layer_norm_library  # noqa: F401
+
+    check_operators(torch.ops.normplug, case, GPU)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_in_one_graph_with_other_numbers_of_rows(residual, compiler):
+    check_compiled(residual, GPU, compiler)
+
+
+def test_streams_do_not_disturb_each_other():
+    sizes = [(4096, 768), (600, 16384), (64, 100_000)]
+    cases = [Case(shape, torch.bfloat16, vectors=FULL, running=torch.float32) for shape in sizes]
+    tensors = [make(case, GPU) for case in cases]
+    expected = [run(case, given, "triton") for case, given in zip(cases, tensors, strict=True)]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(10):
+        for stream, case, given, truth in zip(streams, cases, tensors, expected, strict=True):
+            with torch.cuda.stream(stream):
+                results.append((run(case, given, "triton"), truth))
+    torch.cuda.synchronize()
+    for ours, truth in results:
+        assert_same_bits(ours, truth)
+
+
+@pytest.mark.parametrize("width", [8192, 70_000])
+def test_more_than_2_to_the_31_values(width):
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 60 << 30:
+        pytest.skip("needs 60 GB of free GPU memory")
+    rows = 2**31 // width + 300
+    x = torch.empty(rows, width, device=GPU, dtype=torch.bfloat16).normal_(1.0, 2.0)
+    x.requires_grad_()
+    weight, bias = (torch.ones(width, device=GPU, requires_grad=True) for _ in range(2))
+    y = functional.layer_norm(x, (width,), weight, bias, backend="triton", mode="standard")
+    dy = torch.empty_like(x).normal_()
+    dx, dweight, dbias = torch.autograd.grad(y, (x, weight, bias), dy)
+    for part in (slice(0, 5), slice(rows - 5, rows)):
+        piece, gradient = x.detach()[part].double(), dy[part].double()
+        truth = reference.layer_norm(piece, (width,), weight.double(), bias.double())
+        assert error(y[part], truth.y) < 5e-3
+        exact = reference.layer_norm_backward(gradient, piece, (width,), weight.double())
+        assert error(dx[part], exact.dx) < 5e-3
+    ends = {"dweight": 0.0, "dbias": 0.0}
+    for start in range(0, rows, 1 << 12):
+        part = slice(start, start + (1 << 12))
+        exact = reference.layer_norm_backward(
+            dy[part].double(), x.detach()[part].double(), (width,), weight.detach().double()
+        )
+        ends["dweight"] = ends["dweight"] + exact.dweight
+        ends["dbias"] = ends["dbias"] + exact.dbias
+    assert error(dweight, ends["dweight"]) < 1e-4
+    assert error(dbias, ends["dbias"]) < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(60, 768), (140, 16384), (5, 70_000)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tensors_may_begin_anywhere(shape, dtype):
+    case = Case(shape, dtype, vectors=FULL, running=torch.float32)
+    aligned = make(case, GPU)
+
+    def moved(tensor):
+        if tensor is None:
+            return None
+        flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=GPU)
+        flat[1:] = tensor.flatten()
+        return flat[1:].view(tensor.shape)
+
+    elsewhere = type(aligned)(*(moved(t) for t in vars(aligned).values()))
+    assert elsewhere.x.data_ptr() % 16 != 0
+    expected = run(case, aligned, "triton")
+    # Once more each: a launch is prepared by the first, and taken back by what it does not fit.
+    for given in (elsewhere, elsewhere, aligned, elsewhere):
+        for name, value in run(case, given, "triton").items():
+            torch.testing.assert_close(value, expected[name])
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_the_host_never_waits():
+    layers = [normplug.LayerNorm(w, backend="triton", device=GPU) for w in (768, 16384, 70_000)]
+    inputs = [torch.randn(256, *layer.normalized_shape, device=GPU) for layer in layers]
+
+    def step():
+        for layer, x in zip(layers, inputs, strict=True):
+            x = x.detach().requires_grad_()
+            y, total = functional.add_layer_norm(
+                layer(x), x, layer.normalized_shape, layer.weight, layer.bias, backend="triton"
+            )
+            torch.autograd.backward((y, total), (x.detach(), x.detach()))
+
+    step()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        for layer in layers:
+            layer.momentum = None
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.parametrize("low", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("asked", ["low", "float32"])
+@pytest.mark.parametrize("shape", [(300, 768), (140, 16384), (6, 70_000)], ids=str)
+def test_autocast_decides_the_dtype_of_the_output_only(shape, asked, dtype, low):
+    tensors = make(Case(shape, dtype, params=torch.float32, vectors=FULL), GPU)
+    names = ("x", "weight", "bias", "input_bias")
+    leaves = {name: getattr(tensors, name).requires_grad_() for name in names}
+    h = (leaves["x"] + leaves["input_bias"]).detach().double()
+    results, dy = {}, None
+    for backend in ("triton", "torch"):
+        for _ in range(2):  # the second time by what the first has prepared
+            with torch.autocast(GPU, low):
+                y = functional.layer_norm(
+                    leaves["x"], shape[1:], leaves["weight"], leaves["bias"], mode="standard",
+                    input_bias=leaves["input_bias"], autocast_output=asked, backend=backend,
+                )  # fmt: skip
+        assert y.dtype == (low if asked == "low" else torch.float32)
+        dy = torch.randn_like(y) if dy is None else dy
+        results[backend] = (y, *torch.autograd.grad(y, list(leaves.values()), dy))
+    weight = leaves["weight"].detach().double()
+    exact = reference.layer_norm_backward(dy.double(), h, shape[1:], weight)
+    bias = leaves["bias"].detach().double()
+    truth = (reference.layer_norm(h, shape[1:], weight, bias).y, *exact, exact.dx.sum(0))
+    for ours, theirs, value in zip(*results.values(), truth, strict=True):
+        assert ours.dtype == theirs.dtype
+        bound = 2 * error(theirs, value) + torch.finfo(ours.dtype).eps
+        assert error(ours, value) <= bound + 1e-6
+
+
+def test_under_autocast_a_sum_keeps_its_dtype():
+    x, residual = (torch.randn(60, 256, device=GPU, requires_grad=True) for _ in range(2))
+    with torch.autocast(GPU, torch.bfloat16):
+        for asked, expected in (("low", torch.bfloat16), ("float32", torch.float32)):
+            for backend in ("triton", "torch"):
+                y, total = functional.add_layer_norm(
+                    x, residual, (256,), autocast_output=asked, backend=backend
+                )
+                assert y.dtype == expected
+                assert total.dtype == torch.float32
+        y, total = functional.add_layer_norm(x.bfloat16(), residual, (256,), backend="triton")
+    assert (y.dtype, total.dtype) == (torch.float32, torch.float32)
+    # What was prepared under autocast is not for calls without.
+    assert functional.layer_norm(x.bfloat16(), (256,), backend="triton").dtype == torch.bfloat16
+
+
+def test_transforms_go_to_torch():
+    x = torch.randn(3, 8, 64, device=GPU)
+    weight, bias = torch.rand(64, device=GPU) + 0.5, torch.randn(64, device=GPU)
+
+    def norm(x, **options):
+        return functional.layer_norm(x, (64,), weight, bias, **options)
+
+    assert error(torch.vmap(norm)(x), norm(x)) < 1e-6
+    slope = torch.func.grad(lambda x: norm(x).square().sum())(x)
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(norm(x, backend="triton").square().sum(), x)
+    assert error(slope, expected) < 1e-5
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.vmap(lambda x: norm(x, backend="triton"))(x)
+
+
+def test_second_derivatives_are_those_of_torch():
+    case = Case((6, 40), torch.float64, vectors=FULL)
+    found = []
+    for backend in ("triton", "torch"):
+        tensors = make(case, GPU)
+        names = ("x", "weight", "bias", "input_bias")
+        x, weight, bias, input_bias = (getattr(tensors, n).requires_grad_() for n in names)
+        y = functional.layer_norm(x, (40,), weight, bias, input_bias=input_bias, backend=backend)
+        leaves = (x, weight, input_bias)
+        first = torch.autograd.grad(y, leaves, tensors.dy, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 cannot tell that it exports"
+)
+def test_an_exported_model_needs_no_normplug():
+    model = nn.Sequential(nn.Linear(32, 64), normplug.LayerNorm(64), nn.GELU()).to(GPU).eval()
+    x = torch.randn(8, 32, device=GPU)
+    program = torch.export.export(model, (x,))
+    assert "normplug" not in str(program.graph)
+    assert error(program.module()(x), model(x)) < 1e-5
+
+
+def test_a_module_trains_by_the_kernels():
+    torch.manual_seed(0)
+    layers = {b: normplug.LayerNorm(512, backend=b, device=GPU) for b in ("triton", "torch")}
+    data = [torch.randn(64, 512, device=GPU) * 2 + 1 for _ in range(4)]
+    for layer in layers.values():
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for x in data:
+            optimizer.zero_grad()
+            (layer(x) - 1).square().mean().backward()
+            optimizer.step()
+    ours, theirs = (layer.state_dict().values() for layer in layers.values())
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Block(nn.Module):
+    """The half of a transformer's layer that is not attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(128)
+        self.body = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+
+    def forward(self, x):
+        return x + self.body(self.norm(x))
+
+
+def test_a_swapped_model_hands_on_the_dtype_of_autocast():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)), nn.LayerNorm(128)).to(GPU)
+    normplug.swap(model, mode="standard", backend="triton")
+    seen = []
+    for block in model[:3]:
+        block.norm.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    x = torch.randn(40, 128, device=GPU)
+    results = []
+    for backend in ("triton", "torch"):
+        for module in model.modules():
+            if isinstance(module, normplug.LayerNorm):
+                module.backend = backend
+        with torch.autocast(GPU, torch.bfloat16):
+            y = model(x)
+            loss = y.float().square().mean()
+        results.append((y, *torch.autograd.grad(loss, list(model.parameters()))))
+        assert y.dtype == torch.bfloat16
+    assert seen == [torch.bfloat16] * 6
+    for ours, theirs in zip(*results, strict=True):
+        assert error(ours, theirs) < 0.05
+
+
+def test_other_settings_are_other_plans():
+    x = torch.randn(50, 96, device=GPU)
+    outputs = [
+        functional.layer_norm(x, (96,), eps=eps, mode=mode, backend="triton")
+        for eps in (1e-5, 1.0)
+        for mode in ("standard", 0.25)
+    ]
+    for y, (eps, tv) in zip(outputs, [(1e-5, 1), (1e-5, 0.25), (1.0, 1), (1.0, 0.25)], strict=True):
+        made = reference.layer_norm(x.double(), (96,), eps=eps, target_variance=tv)
+        assert error(y, made.y) < 1e-6
+        assert math.isclose(float(y.var()), tv / (1 + (eps if eps == 1 else 0)), rel_tol=0.1)
+    case = Case((50, 96), running=torch.float32)
+    for momentum in (0.1, 0.5, None):
+        assert_accurate(dataclasses.replace(case, momentum=momentum), GPU)
