@@ -7,12 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from normplug.bench import results
+from normplug.bench import results, rivals
 from normplug.bench.__main__ import main
 from normplug.bench.accuracy import relative_errors, require_accurate
 from normplug.bench.kernels import OPS, PROVIDERS, figures, floor_bytes, measure, memory_for
-from normplug.bench.suites import BATCH_NORMS, DTYPES, SUITES, Case, layouts, select
+from normplug.bench.plot import STYLES, speed_figure
+from normplug.bench.suites import (
+    BATCH_NORMS,
+    DTYPES,
+    LAYER_NORMS,
+    SUITES,
+    WIDTHS,
+    Case,
+    layouts,
+    select,
+)
 from normplug.bench.timing import FEWEST, MOST, TURN, HostTime, Stopwatch
 from normplug.bench.trace import trace
 
@@ -38,11 +49,13 @@ def rows_of(case, providers=("normplug", "eager")):
 
 
 def test_the_ops_are_those_of_the_suites():
-    assert tuple(OPS) == BATCH_NORMS
+    assert tuple(OPS) == (*BATCH_NORMS, *LAYER_NORMS)
     for cases in SUITES.values():
         assert len(set(cases)) == len(cases)
-        assert {case.op for case in cases} == set(BATCH_NORMS)
+        assert {case.op for case in cases} <= set(OPS)
         assert {case.dtype for case in cases} <= set(DTYPES)
+    for suite in ("headline", "full"):
+        assert {case.op for case in SUITES[suite]} == set(OPS)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +73,26 @@ def test_the_ops_are_those_of_the_suites():
         ("full", Case("bn", "NHWC", (100, 33, 17, 19), "bfloat16")),
         ("full", Case("bn", "NCHW", (128, 256, 56, 56), "float16")),
         ("full", Case("bn", "NC", (1024, 1000), "float64")),
+        *(
+            ("headline", Case("ln", "rows", (4096, 2**power), dtype))
+            for power in (8, *range(10, 18))
+            for dtype in ("bfloat16", "float32")
+        ),
+        ("headline", Case("ln", "rows", (4096, 768), "bfloat16")),
+        ("headline", Case("ln", "rows", (50432, 768), "float32")),
+        ("headline", Case("ln", "rows", (512, 8192), "bfloat16")),
+        ("headline", Case("ln_stats", "rows", (50432, 768), "bfloat16")),
+        ("headline", Case("ln_stats", "rows", (4096, 8192), "bfloat16")),
+        ("headline", Case("add_ln", "rows", (50432, 768), "bfloat16")),
+        ("headline", Case("add_ln", "rows", (8192, 4096), "bfloat16")),
+        ("headline", Case("bias_ln", "rows", (512, 8192), "float32")),
+        ("headline", Case("bias_ln", "rows", (512, 8192), "bfloat16")),
+        ("small", Case("ln", "rows", (32, 128), "bfloat16")),
+        ("small", Case("ln_stats", "rows", (512, 256), "float32")),
+        ("small", Case("add_ln", "rows", (4096, 256), "bfloat16")),
+        ("full", Case("ln", "rows", (1, 1048576), "bfloat16")),
+        ("full", Case("ln", "rows", (4096, 12288), "bfloat16")),
+        ("full", Case("ln", "rows", (50432, 768), "float16")),
     ],
     ids=str,
 )
@@ -76,9 +109,19 @@ def test_select_takes_what_fits_every_filter():
     assert select("seed", None, None, "") == list(SUITES["seed"])
 
 
-@pytest.mark.parametrize(("op", "passes"), [("bn", (2, 5)), ("bn_relu", (2, 5)), (None, (3, 7))])
+@pytest.mark.parametrize(
+    ("op", "passes"),
+    [
+        ("bn", (2, 5)),
+        ("bn_relu", (2, 5)),
+        ("bn_add_relu", (3, 7)),
+        ("ln", (2, 5)),
+        ("ln_stats", (2, 5)),
+        ("add_ln", (4, 8)),
+        ("bias_ln", (2, 5)),
+    ],
+)
 def test_floors(op, passes):
-    op = op or "bn_add_relu"
     assert tuple(OPS[op].passes.items()) == (("F", passes[0]), ("F+B", passes[1]))
     assert floor_bytes(Case(op, "NC", (10, 3), "bfloat16"), passes[0]) == passes[0] * 10 * 3 * 2
     assert floor_bytes(Case(op, "NC", (10, 3), "float64"), passes[1]) == passes[1] * 10 * 3 * 8
@@ -136,9 +179,16 @@ def test_normplug_is_found_right_on_any_shape(op, shape, dtype):
         assert rows_of(Case(op, layout, shape, dtype), ["normplug"])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 33), (37, 64), (300, 5)], ids=str)
+@pytest.mark.parametrize("op", LAYER_NORMS)
+def test_normplug_is_found_right_on_any_rows(op, shape, dtype):
+    assert rows_of(Case(op, "rows", shape, dtype), ["normplug"])
+
+
 def test_channels_last_is_channels_last():
     problem = OPS["bn_add_relu"].make(SMALL, "cpu")
-    for tensor in (problem.leaves["x"], problem.leaves["residual"], problem.dy):
+    for tensor in (problem.leaves["x"], problem.leaves["residual"], problem.gradients["y"]):
         assert tensor.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -155,6 +205,53 @@ def test_the_truth_in_groups_of_channels_is_the_whole_truth(monkeypatch):
         *("running_mean", "running_var", "num_batches_tracked"),
     }
     assert max(errors.values()) < 1e-13
+
+
+def stock_layer_norm(x, weight, bias, residual=None, input_bias=None, **state):
+    """In float64, by autograd; running statistics spelled out."""
+    h = x if residual is None else x + residual
+    h = h if input_bias is None else h + input_bias
+    if state:
+        mean, var = h.detach().mean(1), h.detach().var(1, correction=0)
+        state["running_mean"].copy_(0.9 * state["running_mean"] + 0.1 * mean.mean())
+        state["running_var"].copy_(0.9 * state["running_var"] + 0.1 * var.mean())
+        state["num_batches_tracked"].fill_(1)
+    y = F.layer_norm(h, x.shape[1:], weight, bias, 1e-5)
+    return y if residual is None else (y, h)
+
+
+@pytest.mark.parametrize(
+    ("op", "others"),
+    [
+        ("ln", set()),
+        ("ln_stats", {"running_mean", "running_var", "num_batches_tracked"}),
+        ("add_ln", {"total", "dresidual"}),
+        ("bias_ln", {"dinput_bias"}),
+    ],
+)
+def test_the_truth_of_layer_norm_in_groups_of_rows_is_that_of_autograd(op, others, monkeypatch):
+    monkeypatch.setattr("normplug.bench.layer_norm.CHUNK_ELEMENTS", 3 * 7)
+    problem = OPS[op].make(Case(op, "rows", (11, 7), "float64"), "cpu")
+    truth = list(OPS[op].truth(problem, 1.0))
+    assert [piece.where for piece in truth if piece.name == "y"] == [
+        (slice(first, first + 3),) for first in (0, 3, 6, 9)
+    ]
+    errors = relative_errors(problem.outputs(stock_layer_norm), truth)
+    assert set(errors) == {"y", "dx", "dweight", "dbias"} | others
+    assert max(errors.values()) < 1e-13
+
+
+def test_the_total_is_rounded_before_it_is_normalised():
+    op = OPS["add_ln"]
+    problem = op.make(Case("add_ln", "rows", (8, 64), "bfloat16"), "cpu")
+    truth = {name: value for name, _, value in op.truth(problem, 1.0)}
+    x, residual, weight, bias = (
+        problem.leaves[name].detach() for name in ("x", "residual", "weight", "bias")
+    )
+    total = (x + residual).double()
+    assert torch.equal(truth["total"], total)
+    y = F.layer_norm(total, (64,), weight.double(), bias.double(), 1e-5)
+    torch.testing.assert_close(truth["y"], y, rtol=1e-12, atol=1e-12)
 
 
 def tampered_output(**tensors):
@@ -215,6 +312,50 @@ def test_a_relu_that_lets_all_gradients_through_is_refused():
 
     with pytest.raises(AssertionError, match="dx is wrong"):
         require_accurate("wrong", problem.outputs(wrong), op.truth(problem, GOLDEN), yardstick)
+
+
+def tampered(op, change):
+    """The norm of ours, then a change of what it made by what it got."""
+    return lambda **tensors: change(OPS[op].normplug(**tensors, backend="auto"), tensors)
+
+
+def forget_the_gradient_of_the_total(made, tensors):
+    return made[0], made[1].detach() + 0 * made[1]
+
+
+def raise_the_running_mean(y, tensors):
+    tensors["running_mean"].mul_(1.02)
+    return y
+
+
+def forget_the_statistics(x, weight, bias, **state):
+    return OPS["ln"].normplug(x, weight, bias, backend="auto")
+
+
+@pytest.mark.parametrize(
+    ("op", "function", "output"),
+    [
+        ("ln", tampered("ln", lambda y, tensors: 1.02 * y), "y"),
+        ("ln", tampered("ln", lambda y, t: y + (t["bias"] - t["bias"].detach())), "dbias"),
+        ("ln", OPS["ln"].eager, "y"),
+        ("ln_stats", tampered("ln_stats", raise_the_running_mean), "running_mean"),
+        ("ln_stats", forget_the_statistics, "running_mean"),
+        ("add_ln", tampered("add_ln", lambda both, t: (both[0], both[1] + 0.1)), "total"),
+        ("add_ln", tampered("add_ln", forget_the_gradient_of_the_total), "dx"),
+        (
+            "bias_ln",
+            tampered("bias_ln", lambda y, t: y + t["input_bias"] - t["input_bias"].detach()),
+            "dinput_bias",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_wrong_layer_norm_is_refused(op, function, output, dtype):
+    case, op = Case(op, "rows", (37, 64), dtype), OPS[op]
+    problem = op.make(case, "cpu")
+    yardstick = relative_errors(problem.outputs(op.eager), op.truth(problem, 1.0))
+    with pytest.raises(AssertionError, match=f"{case}: {output} is wrong"):
+        require_accurate(str(case), problem.outputs(function), op.truth(problem, GOLDEN), yardstick)
 
 
 def test_an_output_that_nobody_knows_the_truth_of_is_refused():
@@ -333,6 +474,165 @@ def test_the_table_command(tmp_path, capsys):
     assert target.read_text() == TABLE
     with pytest.raises(SystemExit, match="nowhere.json cannot be read"):
         main(["table", "nowhere.json"])
+
+
+ROWS = Case("ln", "rows", (37, 64), "float32")
+LIGER = """
+import torch.nn.functional as F
+
+class LigerLayerNormFunction:
+    @staticmethod
+    def apply(x, weight, bias, eps):
+        if x.shape[1] > 65536:
+            raise RuntimeError("Cannot launch Triton kernel")
+        return F.layer_norm(x, x.shape[1:], weight, bias, eps) {tampered}
+"""
+FLAGGEMS = """
+import torch
+
+def layer_norm(x, shape, weight, bias, eps):
+    return torch.native_layer_norm(x, shape, weight, bias, eps)
+
+def layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, mask):
+    return torch.ops.aten.native_layer_norm_backward(
+        dy, x, shape, mean, rstd, weight, bias, mask
+    )
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Make packages of given text, the rivals' names free before and after."""
+
+    def forget():
+        for name in list(sys.modules):
+            if name.split(".")[0] in rivals.PACKAGES.values():
+                del sys.modules[name]
+
+    def packages(**modules):
+        for name, text in modules.items():
+            path = tmp_path.joinpath(*name.split("__")).with_suffix(".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            info = tmp_path / f"{name.split('__')[0]}-9.8.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Name: {name.split('__')[0]}\nVersion: 9.8\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    forget()
+    yield packages
+    forget()
+
+
+def test_rivals_that_are_there_are_measured(install):
+    install(liger_kernel__ops__layer_norm=LIGER.format(tampered=""), flag_gems=FLAGGEMS)
+    assert rivals.installed() == ("liger", "flaggems")
+    assert results.provenance()["versions"].items() >= {
+        ("liger_kernel", "9.8"),
+        ("flag_gems", "9.8"),
+    }
+    for provider in rivals.PACKAGES:
+        rows = rows_of(ROWS, [provider])
+        assert [(row["provider"], row["direction"]) for row in rows] == [
+            (provider, "F"),
+            (provider, "F+B"),
+        ]
+    assert rows_of(ROWS._replace(op="add_ln"), rivals.PACKAGES) == []
+
+
+@pytest.mark.parametrize(
+    ("tampered", "shape", "reason"),
+    [("+ 0.001", (37, 64), "y is wrong"), ("", (1, 70_000), "Cannot launch Triton kernel")],
+)
+def test_a_rival_that_is_wrong_or_fails_is_left_out_aloud(install, capsys, tampered, shape, reason):
+    install(liger_kernel__ops__layer_norm=LIGER.format(tampered=tampered))
+    rows = rows_of(ROWS._replace(shape=shape), ["liger", "eager"])
+    assert [row["provider"] for row in rows] == ["eager", "eager"]
+    error = capsys.readouterr().err
+    assert error.startswith(f"{ROWS._replace(shape=shape)}: liger is left out: ")
+    assert reason in error
+
+
+def test_a_rival_that_is_not_there_is_asked_for_in_vain(monkeypatch):
+    monkeypatch.setattr(rivals, "find_spec", lambda name: None)
+    assert rivals.installed() == ()
+    with pytest.raises(SystemExit, match="liger needs the package liger_kernel"):
+        main(["kernels", "--provider", "liger"])
+
+
+def speeds(providers=("normplug", "eager", "liger"), op="ln"):
+    """Rows in which a provider's speed is its place times the width; liger knows no large one."""
+    rows = [
+        {
+            "op": op,
+            "shape": [4096, width],
+            "direction": direction,
+            "dtype": dtype,
+            "provider": provider,
+            "gbps": float(place * width),
+        }
+        for width in reversed(WIDTHS)
+        for direction in ("F", "F+B")
+        for dtype in ("bfloat16", "float32")
+        for place, provider in enumerate(providers, 1)
+        if provider != "liger" or width <= 65536
+    ]
+    other = {**rows[0], "shape": [512, 8192], "gbps": 1e9}
+    return {**CONTENT, "rows": [*CONTENT["rows"], *rows, other]}
+
+
+def test_the_plot_has_a_line_for_each_provider_in_each_panel():
+    figure = speed_figure(speeds())
+    assert [axes.get_title("left") for axes in figure.axes] == [
+        "F, bfloat16",
+        "F+B, bfloat16",
+        "F, float32",
+        "F+B, float32",
+    ]
+    for axes in figure.axes:
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        assert set(lines) == {"normplug", "eager", "liger", "copy"}
+        for place, provider in enumerate(("normplug", "eager"), 1):
+            assert list(lines[provider].get_xdata()) == list(WIDTHS)
+            assert list(lines[provider].get_ydata()) == [place * width for width in WIDTHS]
+        assert max(lines["liger"].get_xdata()) == 65536
+        assert set(lines["copy"].get_ydata()) == {CONTENT["copy_gbps"]}
+        assert axes.get_xscale() == "log"
+    (legend,) = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == set(lines)
+
+
+def test_every_provider_has_a_look_of_its_own():
+    assert set(STYLES) == {*PROVIDERS, *rivals.PACKAGES}
+    assert len({style.colour for style in STYLES.values()}) == len(STYLES)
+
+
+def test_the_plot_command(tmp_path):
+    source, target = tmp_path / "rows.json", tmp_path / "made" / "speed.png"
+    source.write_text(json.dumps(speeds()))
+    main(["plot", str(source)])
+    main(["plot", str(source), "-o", str(target)])
+    for path in (source.with_suffix(".png"), target):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    source.write_text(json.dumps(speeds(op="ln_stats")))
+    with pytest.raises(SystemExit, match=r"rows\.json: no row of ln with 4096 rows"):
+        main(["plot", str(source)])
+    with pytest.raises(SystemExit, match=r"nowhere\.json cannot be read"):
+        main(["plot", "nowhere.json"])
+
+
+def test_the_plot_command_without_matplotlib_says_what_to_install(tmp_path):
+    source = tmp_path / "rows.json"
+    source.write_text(json.dumps(speeds()))
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; "
+        f"from normplug.bench.__main__ import main; main(['plot', {str(source)!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    (message,) = done.stderr.splitlines()
+    assert message.startswith("normplug.bench plot needs matplotlib")
+    assert message.endswith("pip install 'normplug[bench]'")
 
 
 def test_the_trace_names_every_call(tmp_path):

@@ -2,11 +2,14 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from normplug.bench import rivals
+from normplug.bench.autocast import ARMS, FEWEST, save, train_all
 from normplug.bench.kernels import OPS, PROVIDERS, run
 from normplug.bench.results import write_at_once
 from normplug.bench.suites import DTYPES, SUITES, select
@@ -16,12 +19,16 @@ from normplug.bench.trace import trace
 
 def kernels(arguments: argparse.Namespace) -> None:
     """Measure a suite."""
+    there = rivals.installed()
+    for provider in arguments.provider or ():
+        if (package := rivals.PACKAGES.get(provider)) and provider not in there:
+            raise SystemExit(f"normplug.bench: {provider} needs the package {package}.")
     if not torch.cuda.is_available():
         raise SystemExit("normplug.bench needs a CUDA device; torch.cuda.is_available() is False.")
     cases = select(arguments.suite, arguments.op, arguments.dtype, arguments.only)
     if not cases:
         raise SystemExit(f"normplug.bench: no case of the suite {arguments.suite} is left.")
-    results = run(cases, arguments.provider or PROVIDERS, arguments.json)
+    results = run(cases, arguments.provider or (*PROVIDERS, *there), arguments.json)
     if arguments.markdown:
         write_at_once(arguments.markdown, render(results.content))
     if arguments.trace:
@@ -30,15 +37,74 @@ def kernels(arguments: argparse.Namespace) -> None:
 
 def table(arguments: argparse.Namespace) -> None:
     """Show the rows of a file."""
-    try:
-        content = json.loads(arguments.file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"normplug.bench: {arguments.file} cannot be read: {error}") from None
-    markdown = render(content)
+    markdown = render(_content(arguments.file))
     if arguments.out:
         write_at_once(arguments.out, markdown)
     else:
         print(markdown, end="")
+
+
+def plot(arguments: argparse.Namespace) -> None:
+    """Draw the rows of a file."""
+    content = _content(arguments.file)
+    try:
+        from normplug.bench.plot import speed_figure
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"normplug.bench plot needs {error.name}: pip install 'normplug[bench]'"
+        ) from None
+    try:
+        figure = speed_figure(content)
+    except ValueError as error:
+        raise SystemExit(f"normplug.bench: {arguments.file}: {error}") from None
+    path = arguments.out or arguments.file.with_suffix(".png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def autocast(arguments: argparse.Namespace) -> None:
+    """Train with either dtype of LayerNorm's output."""
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("normplug.bench: torch.cuda.is_available() is False; give --device cpu.")
+    try:
+        from normplug.bench import curves
+        from normplug.bench.tasks import make_tasks
+
+        tasks = make_tasks(device, text=arguments.text, size=arguments.size, steps=arguments.steps)
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"normplug.bench autocast needs {error.name}: pip install 'normplug[bench]'"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"normplug.bench: {error}") from None
+    if arguments.text is None:
+        print("No --text FILE was given: the ViT is trained, the GPT is not.", flush=True)
+    arms = [arm for arm in ARMS if arm in (arguments.arm or ARMS)]
+    content = train_all(tasks, arms, range(arguments.seeds), arguments.json)
+    content["summary"] = curves.summarise(content)
+    print(f"\n{curves.render(content)}", end="")
+    if arguments.json:
+        save(content, arguments.json)
+    if arguments.plot:
+        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
+        curves.loss_figure(content).savefig(arguments.plot, format="png", dpi=150)
+
+
+def _at_least(fewest: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < fewest:
+            raise argparse.ArgumentTypeError(f"must be at least {fewest}; got {text}")
+        return int(text)
+
+    return number
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"normplug.bench: {path} cannot be read: {error}") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,9 +115,16 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("kernels", help="time the norms next to torch's own")
     command.set_defaults(command=kernels)
     command.add_argument("--suite", choices=SUITES, default="headline")
-    for name, choices in (("op", OPS), ("dtype", DTYPES), ("provider", PROVIDERS)):
+    for name, choices in (
+        ("op", OPS),
+        ("dtype", DTYPES),
+        ("provider", (*PROVIDERS, *rivals.PACKAGES)),
+    ):
         command.add_argument(
-            f"--{name}", choices=choices, action="append", help="may be repeated; default: all"
+            f"--{name}",
+            choices=choices,
+            action="append",
+            help="may be repeated; default: all there are",
         )
     command.add_argument(
         "--only", metavar="SUBSTRING", default="", help="of a case, such as 'NHWC 256x512x28x28'"
@@ -64,6 +137,28 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(command=table)
     command.add_argument("file", metavar="FILE.json", type=Path)
     command.add_argument("-o", "--out", metavar="FILE.md", type=Path, help="default: print it")
+
+    command = commands.add_parser("plot", help="draw the speed of LayerNorm over its width")
+    command.set_defaults(command=plot)
+    command.add_argument("file", metavar="FILE.json", type=Path)
+    command.add_argument("-o", "--out", metavar="FILE.png", type=Path, help="default: beside it")
+
+    command = commands.add_parser(
+        "autocast", help="train with either dtype of LayerNorm's output under autocast"
+    )
+    command.set_defaults(command=autocast)
+    command.add_argument("--text", metavar="FILE", type=Path, help="train a GPT on it, too")
+    command.add_argument("--arm", choices=ARMS, action="append", help="default: all")
+    command.add_argument("--seeds", metavar="N", type=_at_least(1), default=3)
+    command.add_argument("--steps", metavar="N", type=_at_least(FEWEST), help="of each training")
+    command.add_argument("--size", choices=("full", "small"), help="of the GPT; small on a CPU")
+    command.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    command.add_argument("--json", metavar="FILE", type=Path, help="every curve and the summary")
+    command.add_argument("--plot", metavar="FILE.png", type=Path, help="the curves as a figure")
     return top
 
 

@@ -48,7 +48,7 @@ def make(case: Case, device: str, activation: str | None, has_residual: bool) ->
         "running_var": vector().abs_().add_(0.5),
         "num_batches_tracked": torch.zeros((), dtype=torch.long, device=device),
     }
-    problem = Problem(leaves, state, dy=image())
+    problem = Problem(leaves, state, {"y": image()})
     if activation is not None:
         _mask_the_undecided(problem)
     for leaf in leaves.values():
@@ -113,7 +113,7 @@ def eager_bn_add_relu(residual: Tensor, **tensors: Tensor) -> Tensor:
 
 def truth(problem: Problem, variance: float, activation: str | None) -> Iterator[Piece]:
     """The exact outputs, by groups of channels."""
-    for part in _channel_groups(problem.dy):
+    for part in _channel_groups(problem.leaves["x"]):
         exact = _exact(problem, part)
         x, weight = exact["x"], exact["weight"]
         normalized, pre = _forward(exact, variance)
@@ -138,7 +138,7 @@ def truth(problem: Problem, variance: float, activation: str | None) -> Iterator
             yield Piece(name, (slice(None), part), value)
         for name, value in vectors.items():
             yield Piece(name, (part,), value)
-    yield Piece("num_batches_tracked", (), problem.dy.new_ones((), dtype=torch.float64))
+    yield Piece("num_batches_tracked", (), problem.leaves["x"].new_ones((), dtype=torch.float64))
 
 
 def aten_backend(problem: Problem) -> dict[str, str]:
@@ -150,12 +150,13 @@ def aten_backend(problem: Problem) -> dict[str, str]:
 
 
 def _mask_the_undecided(problem: Problem) -> None:
-    margin = math.sqrt(torch.finfo(problem.dy.dtype).eps)  # far above any rounding of the input
-    for part in _channel_groups(problem.dy):
+    dy = problem.gradients["y"]
+    margin = math.sqrt(torch.finfo(dy.dtype).eps)  # far above any rounding of the input
+    for part in _channel_groups(problem.leaves["x"]):
         exact = _exact(problem, part)
         for mode in ("standard", "golden"):
             _, pre = _forward(exact, target_variance(mode))
-            problem.dy[:, part].masked_fill_(pre.abs() < margin, 0)
+            dy[:, part].masked_fill_(pre.abs() < margin, 0)
 
 
 def _forward(exact: dict[str, Tensor], variance: float) -> tuple[reference.Normalized, Tensor]:
@@ -173,7 +174,7 @@ def _channel_groups(x: Tensor) -> Iterator[slice]:
 
 
 def _exact(problem: Problem, part: slice) -> dict[str, Tensor]:
-    tensors = {**problem.leaves, **problem.state, "dy": problem.dy}
+    tensors = {**problem.leaves, **problem.state, "dy": problem.gradients["y"]}
     del tensors["num_batches_tracked"]
     return {
         name: (tensor[part] if tensor.dim() == 1 else tensor[:, part]).detach().double()

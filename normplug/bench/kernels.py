@@ -7,21 +7,21 @@ import gc
 import math
 import statistics
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from normplug import target_variance
-from normplug.bench import batch_norm
+from normplug.bench import batch_norm, layer_norm
 from normplug.bench.accuracy import relative_errors, require_accurate
 from normplug.bench.op import Function, Op, Problem
 from normplug.bench.results import Results, Row
 from normplug.bench.suites import Case
 from normplug.bench.timing import Stopwatch
 
-OPS = {op.name: op for op in batch_norm.OPS}
+OPS = {op.name: op for op in (*batch_norm.OPS, *layer_norm.OPS)}
 OURS = {"normplug": "auto", "normplug-triton": "triton"}  # provider -> backend
 PROVIDERS = (*OURS, "eager", "compile")
 
@@ -31,7 +31,7 @@ def run(cases: Iterable[Case], providers: Collection[str], json: Path | None) ->
 
     Args:
         cases: what to measure.
-        providers: of `PROVIDERS`.
+        providers: of `PROVIDERS` and `rivals.PACKAGES`.
         json: where to keep the rows; None for nowhere.
     """
     stopwatch = Stopwatch()
@@ -68,12 +68,14 @@ def measure(
     """
     op = OPS[case.op]
     problem = op.make(case, device)
-    functions = accurate_functions(case, op, problem, providers)
+    yardstick = relative_errors(problem.outputs(op.eager), op.truth(problem, 1.0))
+    functions = accurate_functions(case, op, problem, providers, yardstick)
     if "eager" in providers:
         functions["eager"] = op.eager
     if "compile" in providers:
         torch.compiler.reset()  # earlier cases would count towards its limit of recompilations
         functions["compile"] = torch.compile(op.eager, fullgraph=True, dynamic=False)
+    functions |= accurate_rivals(case, op, problem, providers, yardstick)
     facts = {"eager": op.eager_facts(problem)}
     for direction, passes in op.passes.items():
         calls = {name: problem.calls(call)[direction] for name, call in functions.items()}
@@ -91,10 +93,13 @@ def measure(
 
 
 def accurate_functions(
-    case: Case, op: Op, problem: Problem, providers: Collection[str]
+    case: Case,
+    op: Op,
+    problem: Problem,
+    providers: Collection[str],
+    yardstick: Mapping[str, float],
 ) -> dict[str, Function]:
     """Those of `OURS` that have a kernel for the problem, once their results are found right."""
-    yardstick = relative_errors(problem.outputs(op.eager), op.truth(problem, 1.0))
     functions: dict[str, Function] = {}
     for name, backend in OURS.items():
         if name not in providers:
@@ -107,6 +112,29 @@ def accurate_functions(
         truth = op.truth(problem, target_variance("golden"))
         require_accurate(f"{name}, {case}", outputs, truth, yardstick)
         functions[name] = function
+    return functions
+
+
+def accurate_rivals(
+    case: Case,
+    op: Op,
+    problem: Problem,
+    providers: Collection[str],
+    yardstick: Mapping[str, float],
+) -> dict[str, Function]:
+    """The rivals that are found right; of the others, what is wrong is printed."""
+    functions: dict[str, Function] = {}
+    for name, load in op.rivals.items():
+        if name not in providers:
+            continue
+        try:
+            function = load()
+            outputs = problem.outputs(function)
+            require_accurate(f"{name}, {case}", outputs, op.truth(problem, 1.0), yardstick)
+        except Exception as error:  # of whatever kind: it is not ours to stop for
+            print(f"{case}: {name} is left out: {error!r}", file=sys.stderr, flush=True)
+        else:
+            functions[name] = function
     return functions
 
 
@@ -124,7 +152,7 @@ def identity(case: Case, direction: str, passes: int) -> Row:
 
 
 def floor_bytes(case: Case, passes: int) -> int:
-    """The fewest bytes that can be moved: vectors of one value a channel are left out."""
+    """The fewest bytes that can be moved: vectors of statistics and parameters are left out."""
     return passes * math.prod(case.shape) * getattr(torch, case.dtype).itemsize
 
 

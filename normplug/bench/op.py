@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from normplug.bench.accuracy import Piece
 from normplug.bench.suites import Case
 from normplug.bench.timing import Call
 
-Function = Callable[..., Tensor]
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -23,26 +23,30 @@ class Problem:
     Attributes:
         leaves: arguments that get a gradient.
         state: arguments that a call updates in place.
-        dy: the gradient of the output.
+        gradients: output -> what comes back for it, in the order of the outputs.
     """
 
     leaves: dict[str, Tensor]
     state: dict[str, Tensor]
-    dy: Tensor
+    gradients: dict[str, Tensor]
 
     def calls(self, function: Function) -> dict[str, Call]:
         """Direction -> a call of `function` in that direction, as a training step makes it."""
         forward = partial(function, **self.leaves, **self.state)
-        inputs = tuple(self.leaves.values())
-        return {"F": forward, "F+B": lambda: torch.autograd.grad(forward(), inputs, self.dy)}
+        return {"F": forward, "F+B": lambda: self._backward(forward())}
 
     def outputs(self, function: Function) -> dict[str, Tensor]:
-        """All that `function` computes: y, the gradients and the state, which is spared here."""
+        """All that `function` computes: its outputs, gradients and the state, which is spared."""
         state = {name: tensor.clone() for name, tensor in self.state.items()}
-        y = function(**self.leaves, **state)
-        gradients = torch.autograd.grad(y, tuple(self.leaves.values()), self.dy)
-        names = [f"d{name}" for name in self.leaves]
-        return {"y": y.detach(), **dict(zip(names, gradients, strict=True)), **state}
+        made = function(**self.leaves, **state)
+        outputs = [made] if isinstance(made, Tensor) else made
+        names = [*self.gradients, *(f"d{name}" for name in self.leaves)]
+        tensors = [*(output.detach() for output in outputs), *self._backward(made)]
+        return {**dict(zip(names, tensors, strict=True)), **state}
+
+    def _backward(self, made: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        inputs, gradients = tuple(self.leaves.values()), tuple(self.gradients.values())
+        return torch.autograd.grad(made, inputs, gradients)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Op:
         eager: takes what a problem holds; the stock norm, as separate calls of torch.
         truth: what a problem's outputs are under a target variance.
         eager_facts: what else a row about `eager` should say.
+        rivals: provider of `rivals.PACKAGES` -> loads its stock norm, which takes what a problem
+            holds.
     """
 
     name: str
@@ -65,4 +71,5 @@ class Op:
     normplug: Function
     eager: Function
     truth: Callable[[Problem, float], Iterator[Piece]]
-    eager_facts: Callable[[Problem], dict[str, str]]
+    eager_facts: Callable[[Problem], dict[str, str]] = lambda problem: {}
+    rivals: Mapping[str, Callable[[], Function]] = field(default_factory=dict)

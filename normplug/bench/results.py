@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 import normplug
+from normplug.bench import rivals
 from normplug.experiment.provenance import versions
 
 Row = dict[str, Any]
 
-PACKAGES = ("torch", "triton", "cuda", "python", "normplug")
+PACKAGES = ("torch", "triton", "cuda", "python", "normplug", *rivals.PACKAGES.values())
 
 
 class Results:
@@ -46,7 +47,8 @@ class Results:
 
 def provenance() -> dict[str, Any]:
     """Device, versions and date."""
-    found = versions() | {"cuda": str(torch.version.cuda), "normplug": normplug.__version__}
+    found = versions(*rivals.PACKAGES.values())
+    found |= {"cuda": str(torch.version.cuda), "normplug": normplug.__version__}
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "versions": {name: found[name] for name in PACKAGES if name in found},

@@ -8,6 +8,7 @@ from typing import NamedTuple
 Shape = tuple[int, ...]
 
 BATCH_NORMS = ("bn", "bn_relu", "bn_add_relu")
+LAYER_NORMS = ("ln", "ln_stats", "add_ln", "bias_ln")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 HEADLINE_SHAPES: tuple[Shape, ...] = (
@@ -42,6 +43,19 @@ OTHER_SHAPES: tuple[Shape, ...] = (
     (100, 33, 17, 19),  # no power of two anywhere
 )
 
+WIDTHS = (256, 768, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+WIDTHS_ROWS = 4096  # of each of these
+VIT_ROWS: Shape = (50432, 768)  # ViT-B/16 at 224 px, batch 256
+FEW_WIDE_ROWS: Shape = (512, 8192)
+SMALL_ROWS: tuple[Shape, ...] = ((32, 128), (512, 256), (4096, 256))
+OTHER_ROWS: tuple[Shape, ...] = (
+    (1_000_000, 64),  # the heads of an attention
+    (1024, 1000),  # no power of two, and no multiple of 16 bytes beyond 8
+    (4096, 12288),  # GPT-3
+    (16, 262144),
+    (1, 1048576),
+)
+
 
 class Case(NamedTuple):
     """One operation on one input.
@@ -49,7 +63,7 @@ class Case(NamedTuple):
     Attributes:
         op: a key of `kernels.OPS`.
         layout: "NCHW" for contiguous, "NHWC" for channels last, whatever the number of dimensions
-            of space; "NC" where there is none.
+            of space; "NC" where there is none. "rows" for LayerNorm.
         shape: of the input.
         dtype: of the input, by its name in torch.
     """
@@ -87,6 +101,12 @@ def _every_layout(
     )
 
 
+def _rows(ops: Iterable[str], shapes: Iterable[Shape], dtypes: Sequence[str]) -> tuple[Case, ...]:
+    return tuple(
+        Case(op, "rows", shape, dtype) for op in ops for shape in shapes for dtype in dtypes
+    )
+
+
 HEADLINE = (
     *_every_layout(["bn"], HEADLINE_SHAPES, ["bfloat16"]),
     *_every_layout(["bn"], HEADLINE_SHAPES[:1], ["float32"]),
@@ -95,6 +115,11 @@ HEADLINE = (
         for op in ("bn_relu", "bn_add_relu")
         for shape in FUSED_SHAPES
     ),
+    *_rows(["ln"], [(WIDTHS_ROWS, width) for width in WIDTHS], ["bfloat16", "float32"]),
+    *_rows(["ln"], [VIT_ROWS, FEW_WIDE_ROWS], ["bfloat16", "float32"]),
+    *_rows(["ln_stats"], [VIT_ROWS, (4096, 8192)], ["bfloat16"]),
+    *_rows(["add_ln"], [VIT_ROWS, (8192, 4096)], ["bfloat16"]),
+    *_rows(["bias_ln"], [FEW_WIDE_ROWS], ["bfloat16", "float32"]),
 )
 SEED = tuple(
     Case(op, layouts(shape)[0], shape, dtype)
@@ -102,13 +127,18 @@ SEED = tuple(
     for shape in SEED_SHAPES
     for dtype in ("float32", "float64")
 )
-SMALL = _every_layout(BATCH_NORMS, SMALL_SHAPES, ["bfloat16", "float32"])
+SMALL = (
+    *_every_layout(BATCH_NORMS, SMALL_SHAPES, ["bfloat16", "float32"]),
+    *_rows(["ln", "ln_stats", "add_ln"], SMALL_ROWS, ["bfloat16", "float32"]),
+)
 FULL = (
     *HEADLINE,
     *SEED,
     *SMALL,
     *_every_layout(BATCH_NORMS, OTHER_SHAPES, ["bfloat16"]),
     *_every_layout(["bn"], HEADLINE_SHAPES[:1], ["float16"]),
+    *_rows(["ln"], OTHER_ROWS, ["bfloat16", "float32"]),
+    *_rows(["ln"], [VIT_ROWS, (4096, 8192)], ["float16"]),
 )
 SUITES: dict[str, tuple[Case, ...]] = {
     "headline": HEADLINE,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from normplug.bench.suites import SMALL_SHAPES, shape_name
+from normplug.bench.suites import SUITES, shape_name
 
 NOTHING = "-"
+SMALL = {case.shape for case in SUITES["small"]}
 COLUMNS = ("op", "direction", "layout", "shape", "dtype")
 
 Row = Mapping[str, Any]
@@ -27,7 +28,7 @@ def render(content: Mapping[str, Any]) -> str:
         f"({_floors(rows)}), and median microseconds:\n",
         _table(rows, lambda row: f"{row['percent_of_copy']:.0f}% ({_us(row['us'])})"),
     ]
-    small = [row for row in rows if tuple(row["shape"]) in SMALL_SHAPES]
+    small = [row for row in rows if tuple(row["shape"]) in SMALL]
     if small:
         parts += [
             "Small shapes, microseconds a call: until the host is free again / in calls back to "

@@ -13,10 +13,10 @@ import torch
 PACKAGES = ("normplug", "torchvision", "triton", "lightning", "hydra-core", "numpy")
 
 
-def versions() -> dict[str, str]:
-    """Name -> version of Python and of each package that a result may depend on."""
+def versions(*more: str) -> dict[str, str]:
+    """Name -> version of Python and of each package that a result may depend on, `more` too."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *more):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

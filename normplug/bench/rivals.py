@@ -1,0 +1,50 @@
+"""The stock norm by other packages, which are measured where they are installed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normplug.bench.op import Function
+
+PACKAGES = {"liger": "liger_kernel", "flaggems": "flag_gems"}  # provider -> what it imports
+
+
+def installed() -> tuple[str, ...]:
+    """The providers whose package is there."""
+    return tuple(provider for provider, package in PACKAGES.items() if find_spec(package))
+
+
+def liger_layer_norm(eps: float) -> Function:
+    """That of Liger-Kernel."""
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return LigerLayerNormFunction.apply(x, weight, bias, eps)
+
+    return layer_norm
+
+
+def flaggems_layer_norm(eps: float) -> Function:
+    """That of FlagGems: its operators called by hand, since enabling them replaces eager's too."""
+    import flag_gems
+
+    class LayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            y, mean, rstd = flag_gems.layer_norm(x, x.shape[-1:], weight, bias, eps)
+            ctx.save_for_backward(x, mean, rstd, weight, bias)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+            x, *others = ctx.saved_tensors
+            return flag_gems.layer_norm_backward(dy, x, x.shape[-1:], *others, [True] * 3)
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return LayerNorm.apply(x, weight, bias)
+
+    return layer_norm
