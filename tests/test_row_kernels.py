@@ -198,7 +198,7 @@ def test_a_row_that_no_program_holds(monkeypatch):
         assert_accurate(Case((2, 5000), dtype, running=torch.float32, offset=1e3))
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_may_lie_anyhow(layout, dims):
     shape = (3, 4, 2, 6)
@@ -326,7 +326,7 @@ def test_running_statistics_move_once_a_call():
         torch.testing.assert_close(var.double(), expected[1], rtol=1e-6, atol=1e-6)
 
 
-@EVERY_SETUP
+@SOME_SETUPS
 def test_without_gradients_the_results_are_the_same(setup, prepared):
     for options in ({"running": torch.float32}, {"residual": "contiguous"}):
         case = prepared(setup, **options)

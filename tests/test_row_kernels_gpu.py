@@ -27,7 +27,7 @@ GPU = "cuda"
 WIDTHS = [
     1, 7, 256, 768, 1000, 1024, 4096, 5120, 8192, 12288, 16384, 32768, 40000, 65536, 131072, 262144,
 ]  # fmt: skip
-MOST = 1 << 26  # values, of which the exact results take 8 bytes each, many times
+MOST = 1 << 24  # values, of which the exact results take 8 bytes each, many times
 FULL = "weight+bias+input_bias"
 
 

@@ -135,7 +135,7 @@ def finish_columns(
         offsets = ((part * SUMS + which).to(tl.int64) * WIDTH)[:, None] + columns[None, :]
         mask = (part < PARTS)[:, None] & live[None, :]
         total += tl.load(parts_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
-    gradient = (tl.sum(total, axis=0) * factor).to(gradient_ptr.dtype.element_ty)
+    gradient = as_stored(tl.sum(total, axis=0) * factor, gradient_ptr)
     tl.store(gradient_ptr + columns, gradient, mask=live)
 
 
@@ -143,7 +143,7 @@ def finish_columns(
 def move_running(running_ptr, old, value, step):
     """The moving average in memory, which is `old`, takes one step towards `value`."""
     old = old.to(value.dtype)
-    tl.store(running_ptr, (old + step * (value - old)).to(running_ptr.dtype.element_ty))
+    tl.store(running_ptr, as_stored(old + step * (value - old), running_ptr))
 
 
 @triton.jit
@@ -158,6 +158,14 @@ def count_batch(
         if CUMULATIVE:
             step = 1.0 / count.to(ACC)
     return step
+
+
+@triton.jit
+def as_stored(value, pointer):
+    """A value in the dtype that `pointer` points to; float64 gets to a half by way of float32."""
+    if value.dtype == tl.float64 and pointer.dtype.element_ty.primitive_bitwidth == 16:
+        value = value.to(tl.float32)
+    return value.to(pointer.dtype.element_ty)
 
 
 @triton.jit

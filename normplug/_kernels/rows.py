@@ -16,6 +16,7 @@ import triton.language as tl
 
 from normplug._kernels.primitives import (
     arrive,
+    as_stored,
     count_batch,
     finish_columns,
     meet,
@@ -71,7 +72,7 @@ def _load(pointer, rows, inside, columns, live, STRIDE, EVEN: tl.constexpr):
 @triton.jit
 def _store(pointer, value, rows, inside, columns, live, STRIDE, EVEN: tl.constexpr):
     offsets = _each(rows * STRIDE) + columns[None, :, :]
-    value = value.to(pointer.dtype.element_ty)
+    value = as_stored(value, pointer)
     if EVEN:
         tl.store(pointer + offsets, value, eviction_policy="evict_first")
     else:
@@ -183,7 +184,7 @@ def layer_norm_rows_forward(
         if RESIDUAL:
             h += _load(residual_ptr, rows, inside, columns, live, R_STRIDE, EVEN).to(ACC)
             first += tl.load(residual_ptr + rows * R_STRIDE, mask=inside, other=0.0).to(ACC)
-            h = h.to(total_ptr.dtype.element_ty)
+            h = as_stored(h, total_ptr)
             _store(total_ptr, h, rows, inside, columns, live, WIDTH, EVEN)
             h = h.to(ACC)
         if INPUT_BIAS:
@@ -375,11 +376,13 @@ def layer_norm_rows_backward(
         stretches = tl.cdiv(WIDTH, CB)
         if K > 1:
             c = program  # all run at once, and so can wait for each other
+            step = PROGRAMS
         else:
             c = program - PROGRAMS  # further programs, which wait for the numbers below theirs
+            step = stretches
         if (c >= 0) & (c < stretches):
             wait(counter_ptr, PROGRAMS, tl.minimum(stretches, PROGRAMS) if K > 1 else stretches)
-            for stretch in range(c, stretches, PROGRAMS):
+            for stretch in range(c, stretches, step):
                 if DWEIGHT:
                     finish_columns(
                         dweight_ptr, parts_ptr, 0, stretch, WIDTH, groups, scalar(root, ACC), SUMS,

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from normplug._kernels.primitives import (
     arrive,
+    as_stored,
     count_batch,
     finish_columns,
     merge_moments,
@@ -80,7 +81,7 @@ def layer_norm_wide_forward(
         row = t // K
         k = t - row * K
         columns = k * BLOCK + tl.arange(0, BLOCK)
-        live = (columns < WIDTH) | EVEN
+        live = columns < WIDTH
         first = tl.load(x_ptr + row * X_STRIDE + k * BLOCK).to(ACC)
         h = tl.load(x_ptr + row * X_STRIDE + columns, mask=live, other=0.0).to(ACC)
         if RESIDUAL:
@@ -89,7 +90,7 @@ def layer_norm_wide_forward(
                 residual_ptr + row * R_STRIDE + columns, mask=live, other=0.0,
                 eviction_policy="evict_first",
             ).to(ACC)  # fmt: skip
-            total = h.to(total_ptr.dtype.element_ty)
+            total = as_stored(h, total_ptr)
             tl.store(total_ptr + row * Y_STRIDE + columns, total, mask=live)
             h = total.to(ACC)
         if INPUT_BIAS:
@@ -111,7 +112,7 @@ def layer_norm_wide_forward(
         row = u // K
         k = u - row * K
         columns = k * BLOCK + tl.arange(0, BLOCK)
-        live = (columns < WIDTH) | EVEN
+        live = columns < WIDTH
         if RESIDUAL:
             wait(counter_ptr + row, K, K)  # not before the total is there
             h = tl.load(
@@ -134,7 +135,7 @@ def layer_norm_wide_forward(
             y *= tl.load(weight_ptr + columns, mask=live, other=0.0).to(ACC)
         if BIAS:
             y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(ACC)
-        y = y.to(y_ptr.dtype.element_ty)
+        y = as_stored(y, y_ptr)
         tl.store(y_ptr + row * Y_STRIDE + columns, y, mask=live, eviction_policy="evict_first")
         if k == 0:
             if STATS:
@@ -162,7 +163,7 @@ def _columns_gradient(
     """A gradient summed over the rows of a tile: all of it if SINGLE, else a part."""
     total = tl.sum(value, axis=0)
     if SINGLE:
-        total = (total * factor).to(gradient_ptr.dtype.element_ty)
+        total = as_stored(total * factor, gradient_ptr)
         tl.store(gradient_ptr + columns, total, mask=live)
     else:
         offset = (block * SUMS + which).to(tl.int64) * WIDTH
@@ -321,7 +322,7 @@ def layer_norm_wide_backward(
                 dx += _tile(dtotal_ptr, rows, columns, DTOTAL_STRIDE, mask, EVEN, True).to(ACC)
             if DX:
                 offsets = (rows * DX_STRIDE)[:, None] + columns[None, :]
-                out = dx.to(dx_ptr.dtype.element_ty)
+                out = as_stored(dx, dx_ptr)
                 if EVEN:
                     tl.store(dx_ptr + offsets, out, eviction_policy="evict_first")
                 else:

@@ -309,9 +309,11 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 def refusal(
     x: Tensor, residual: Tensor | None, tracked: Tensor | None, vectors: tuple[Tensor | None, ...]
 ) -> str | None:
-    """Why the kernels cannot take these tensors; None where they can."""
+    """Why the kernels cannot take these tensors; `vectors` starts with the running statistics."""
     if residual is not None and residual.dtype != x.dtype:
         return f"the input is {x.dtype} and the residual {residual.dtype}"
+    if len({t.dtype for t in vectors[:2] if t is not None}) > 1:
+        return "running_mean and running_var differ in dtype"
     why = gpu.refusal(x, (residual,), tracked, vectors)
     if why is None and x.shape[0] * math.prod(x.shape[2:]) >= 2**31:
         why = "a channel has 2^31 values or more"

@@ -35,7 +35,7 @@ class _Key(NamedTuple):
     weight: torch.dtype | None
     bias: torch.dtype | None
     input_bias: torch.dtype | None
-    running: torch.dtype | None
+    running: tuple[torch.dtype, torch.dtype] | None
     tracked: bool
     momentum: float | None
     eps: float
@@ -262,7 +262,7 @@ def plan_of(
     weight: Tensor | None,
     bias: Tensor | None,
     input_bias: Tensor | None,
-    running_mean: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
     tracked: bool,
     momentum: float | None,
     eps: float,
@@ -286,7 +286,7 @@ def plan_of(
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
         None if input_bias is None else input_bias.dtype,
-        None if running_mean is None else running_mean.dtype,
+        None if running is None else (running[0].dtype, running[1].dtype),
         tracked,
         momentum,
         eps,
@@ -390,10 +390,13 @@ def _plan_of(
     target_variance: float,
     low_autocast: bool,
 ) -> tuple[_Plan, Tensor]:
-    tracked = num_batches_tracked is not None and running_mean is not None
+    both = None
+    if running_mean is not None and running_var is not None:
+        both = (running_mean, running_var)
+    tracked = num_batches_tracked is not None and both is not None
     plan, x, _ = plan_of(
-        x, len(normalized_shape), None, weight, bias, input_bias, running_mean, tracked, momentum,
-        eps, target_variance, output_dtype(x, x.dtype, low_autocast),
+        x, len(normalized_shape), None, weight, bias, input_bias, both, tracked, momentum, eps,
+        target_variance, output_dtype(x, x.dtype, low_autocast),
     )  # fmt: skip
     return plan, x
 
