@@ -50,7 +50,7 @@ def batch_norm(
     if x.numel() == 0:
         y = _empty_batch_norm(x, weight, bias)
     elif training and running_mean is not None and running_var is not None:
-        step = _count(running_mean, num_batches_tracked, momentum)
+        step = count_batch(running_mean, num_batches_tracked, momentum)
         if isinstance(step, Tensor):
             y = _cumulative_batch_norm(x, running_mean, running_var, weight, bias, step, eps)
         else:
@@ -88,7 +88,7 @@ def layer_norm(
     if running_mean is not None and running_var is not None and x.numel() > 0:
         with torch.no_grad():
             mean, var = _row_statistics(h, len(normalized_shape), mean, rstd, eps)
-            step = _count(running_mean, num_batches_tracked, momentum)
+            step = count_batch(running_mean, num_batches_tracked, momentum)
             running_mean.lerp_(mean.to(running_mean), step)
             running_var.lerp_(var.to(running_var), step)
     if autocast is None:
@@ -137,7 +137,7 @@ def _row_statistics(
     return mean.mean(), var.mean()
 
 
-def _count(running: Tensor, count: Tensor | None, momentum: float | None) -> float | Tensor:
+def count_batch(running: Tensor, count: Tensor | None, momentum: float | None) -> float | Tensor:
     """Count one more batch; return the weight that it gets in the running statistics.
 
     As a tensor where momentum is None: torch.nn makes it a float, for which the host has to wait

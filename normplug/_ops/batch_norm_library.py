@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from normplug._ops import aten
 from normplug.reference import accumulator_dtype
 
 
@@ -175,14 +176,7 @@ def batch_norm(
         x, weight, bias, residual, *evaluating, training, eps, target_variance, activation
     )
     if training and running_mean is not None and running_var is not None:
-        step: float | Tensor
-        if num_batches_tracked is not None:
-            num_batches_tracked.add_(1)
-        if momentum is None:
-            assert num_batches_tracked is not None
-            step = num_batches_tracked.to(running_mean).reciprocal()
-        else:
-            step = momentum
+        step = aten.count_batch(running_mean, num_batches_tracked, momentum)
         n = x.numel() // x.shape[1]
         with torch.no_grad():
             mean, rstd = stats.chunk(2)

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from normplug._ops import aten
 from normplug.reference import accumulator_dtype
 
 
@@ -221,14 +222,7 @@ def layer_norm(
         x, weight, bias, input_bias, len(normalized_shape), eps, target_variance, out
     )
     if running_mean is not None and running_var is not None:
-        step: float | Tensor
-        if num_batches_tracked is not None:
-            num_batches_tracked.add_(1)
-        if momentum is None:
-            assert num_batches_tracked is not None
-            step = num_batches_tracked.to(running_mean).reciprocal()
-        else:
-            step = momentum
+        step = aten.count_batch(running_mean, num_batches_tracked, momentum)
         with torch.no_grad():
             mean, rstd = stats.chunk(2)
             var = (rstd.pow(-2).mean() - eps).clamp_min(0)
