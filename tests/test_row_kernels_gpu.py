@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import normplug
@@ -489,3 +490,10 @@ def test_other_settings_are_other_plans():
     case = Case((50, 96), running=torch.float32)
     for momentum in (0.1, 0.5, None):
         assert_accurate(dataclasses.replace(case, momentum=momentum), GPU)
+
+
+def test_a_bias_before_the_norm_differs_from_torchs_addition_by_rounding():
+    x, bias = torch.randn(512, 8192, device=GPU), torch.randn(8192, device=GPU)
+    ours = functional.layer_norm(x, (8192,), mode=1, input_bias=bias, backend="triton")
+    theirs = F.layer_norm(x + bias, (8192,))
+    assert (ours - theirs).abs().max() < 5e-7 * theirs.abs().max()
