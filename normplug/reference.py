@@ -48,9 +48,9 @@ class Gradients(NamedTuple):
     dbias: Tensor
 
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are carried in: float64 for float64, float32 for every other."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def accumulator_dtype(*dtypes: torch.dtype | None) -> torch.dtype:
+    """The dtype sums are carried in: float64 where one of `dtypes` is, else float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def batch_norm(

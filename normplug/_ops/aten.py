@@ -137,6 +137,14 @@ def _row_statistics(
     return mean.mean(), var.mean()
 
 
+def output_dtype(x: Tensor, dtype: torch.dtype, low_autocast: bool) -> torch.dtype:
+    """What the kernels return: `dtype` or, under autocast, what `autocast_output` says."""
+    autocast = autocast_dtype(x.device.type, dtype)
+    if autocast is None:
+        return dtype
+    return autocast if low_autocast else torch.float32
+
+
 def count_batch(running: Tensor, count: Tensor | None, momentum: float | None) -> float | Tensor:
     """Count one more batch; return the weight that it gets in the running statistics.
 

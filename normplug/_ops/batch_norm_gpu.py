@@ -110,10 +110,10 @@ class _Plan:
         if self.flags.cumulative and tracked is not None:
             tracked.add_(1)
         y = torch.empty_like(x)
-        stats = torch.empty(2 * self._sizes[1], dtype=self.acc, device=x.device)
+        stats = x.new_empty(2 * self._sizes[1], dtype=self.acc)
         bits = None
         if self._mask_bytes:
-            bits = torch.empty(self._mask_bytes, dtype=torch.uint8, device=x.device)
+            bits = x.new_empty(self._mask_bytes, dtype=torch.uint8)
         stream, work = self._workspaces.get(self._forward_scratch)
         # What a call does not have, the kernel does not touch: any tensor stands in.
         self._forward(
@@ -296,7 +296,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     geometry = schedule.geometry(n, c, hw, innermost, size, 1, *machine)
     flags = kernels.Flags(weight=False, bias=False, normalize=False)
     launch = kernels.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
-    stats = torch.empty(2 * c, dtype=accumulator_dtype(x.dtype), device=x.device)
+    stats = x.new_empty(2 * c, dtype=accumulator_dtype(x.dtype))
     with torch.cuda.device_of(x):
         stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
         work = Workspace(x.device, stats.dtype, *kernels.scratch(geometry))

@@ -1,7 +1,7 @@
 """BatchNorm's kernels as operators of `torch.library`, for compilers: opaque, with gradients.
 
 Eager calls do not come here: dispatching an operator costs more than launching a kernel. What a
-call does not have is an empty tensor. The running statistics are moved by torch operations beside
+call does not return is an empty tensor. The running statistics are moved by torch operations beside
 the operator, which a compiler fuses, and which leaves the operator without side effects.
 """
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,7 +19,6 @@ _HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is
 # takes less time over it (in training 15 us for BatchNorm, 60 to 100 for LayerNorm), and until here
 # the GPU waits for the host (docs/kernels.md). BatchNorm of halves in channels_last never gains.
 _HOST_BOUND = {2: 8 << 20, 4: 16 << 20, 8: 16 << 20}
-_WITHOUT_PLANS = (aten.__name__, batch_norm_library.__name__, layer_norm_library.__name__)
 
 _Signature = tuple[Any, ...]
 _Route = Callable[..., Any]
@@ -56,9 +55,9 @@ def remember(
         return
     if len(_known) >= _KEPT:
         _known.clear()
-    straight = None
-    if route.__module__ not in _WITHOUT_PLANS:
-        straight = import_module(route.__module__).straight(route, tensors, settings)
+    # Only modules whose routes have plans have this.
+    find_plan = getattr(sys.modules[route.__module__], "straight", None)
+    straight = find_plan and find_plan(route, tensors, settings)
     _known[signature] = straight or (lambda *tensors: route(*tensors, *settings))
 
 

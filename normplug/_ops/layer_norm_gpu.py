@@ -20,6 +20,7 @@ from normplug._kernels import layer_norm as kernels
 from normplug._kernels import schedule
 from normplug._kernels.launch import COOPERATIVE, Launch
 from normplug._ops import aten, gpu
+from normplug.reference import accumulator_dtype
 
 _Needs = tuple[bool, bool, bool, bool]  # dx, dweight, dbias, dinput_bias
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -54,14 +55,12 @@ class _Plan:
     def __init__(self, key: _Key) -> None:
         self.key = key
         self.total = key.total
-        dtypes = (self.total, key.weight, key.bias, key.input_bias)
-        double = torch.float64 in dtypes
-        self.acc = torch.float64 if double else torch.float32
+        self.acc = accumulator_dtype(self.total, key.weight, key.bias, key.input_bias)
         self.width = math.prod(key.shape[len(key.shape) - key.row_dims :])
         self.rows = math.prod(key.shape[: len(key.shape) - key.row_dims])
         self._vector = key.shape[len(key.shape) - key.row_dims :]
-        # What a thread holds decides how a row is cut: that of the narrowest tensor, or float64.
-        self.itemsize = 8 if double else self.total.itemsize
+        # What a thread holds decides how a row is cut.
+        self.itemsize = 8 if self.acc == torch.float64 else self.total.itemsize
         device = key.device
         self._machine = (schedule.processors(device), schedule.shared_memory(device))
         self._forward: dict[bool, tuple[Launch, tuple[int, int]]] = {}
@@ -321,11 +320,9 @@ class _LayerNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():
             return (*_composed_backward(dy, x, weight, input_bias, ctx.plan, needs), None)
-        if gpu.elsewhere(x):
-            with torch.cuda.device_of(x):
-                gradients = ctx.plan.backward(dy, None, x, weight, input_bias, stats, needs)
-        else:
-            gradients = ctx.plan.backward(dy, None, x, weight, input_bias, stats, needs)
+        gradients = gpu.on_device_of(
+            x, ctx.plan.backward, dy, None, x, weight, input_bias, stats, needs
+        )
         return (*gradients, None)
 
 
@@ -396,7 +393,7 @@ def _plan_of(
     tracked = num_batches_tracked is not None and both is not None
     plan, x, _ = plan_of(
         x, len(normalized_shape), None, weight, bias, input_bias, both, tracked, momentum, eps,
-        target_variance, output_dtype(x, x.dtype, low_autocast),
+        target_variance, aten.output_dtype(x, x.dtype, low_autocast),
     )  # fmt: skip
     return plan, x
 
@@ -430,7 +427,7 @@ def _plan_of_add(
     total = torch.promote_types(x.dtype, residual.dtype)
     plan, x, beside = plan_of(
         x, len(normalized_shape), residual, weight, bias, None, None, False, 0.0, eps,
-        target_variance, output_dtype(x, total, low_autocast),
+        target_variance, aten.output_dtype(x, total, low_autocast),
     )  # fmt: skip
     assert beside is not None
     return plan, x, beside
@@ -442,14 +439,6 @@ def add_layer_norm(
     """`functional.add_layer_norm` after its checks, for what `refusal` has nothing against."""
     plan, x, residual = _plan_of_add(x, residual, weight, bias, *settings)
     return plan.run_add(x, residual, weight, bias)
-
-
-def output_dtype(x: Tensor, dtype: torch.dtype, low_autocast: bool) -> torch.dtype:
-    """Of y: `dtype` or, under autocast, what `functional.layer_norm` says of `autocast_output`."""
-    autocast = aten.autocast_dtype(x.device.type, dtype)
-    if autocast is None:
-        return dtype
-    return autocast if low_autocast else torch.float32
 
 
 def refusal(

@@ -15,8 +15,7 @@ from normplug.reference import accumulator_dtype
 
 
 def _accumulator(*tensors: Tensor | None) -> torch.dtype:
-    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
-    return accumulator_dtype(torch.float64 if double else torch.float32)
+    return accumulator_dtype(*(t.dtype for t in tensors if t is not None))
 
 
 def _rows(x: Tensor, row_dims: int) -> int:
@@ -196,12 +195,6 @@ _forward.register_autograd(_gradient, setup_context=_setup_context)
 _forward_add.register_autograd(_gradient_add, setup_context=_setup_context_add)
 
 
-def _output_dtype(x: Tensor, dtype: torch.dtype, low_autocast: bool) -> torch.dtype:
-    from normplug._ops import layer_norm_gpu as gpu
-
-    return gpu.output_dtype(x, dtype, low_autocast)
-
-
 def layer_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -217,7 +210,7 @@ def layer_norm(
     low_autocast: bool,
 ) -> Tensor:
     """`functional.layer_norm` after its checks, as an operator."""
-    out = _output_dtype(x, x.dtype, low_autocast)
+    out = aten.output_dtype(x, x.dtype, low_autocast)
     y, stats = _forward(
         x, weight, bias, input_bias, len(normalized_shape), eps, target_variance, out
     )
@@ -242,7 +235,7 @@ def add_layer_norm(
     low_autocast: bool,
 ) -> tuple[Tensor, Tensor]:
     """`functional.add_layer_norm` after its checks, as an operator."""
-    out = _output_dtype(x, torch.promote_types(x.dtype, residual.dtype), low_autocast)
+    out = aten.output_dtype(x, torch.promote_types(x.dtype, residual.dtype), low_autocast)
     y, total, _ = _forward_add(
         x, residual, weight, bias, len(normalized_shape), eps, target_variance, out
     )
