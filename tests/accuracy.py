@@ -54,3 +54,9 @@ def leaf(tensor: Tensor | None) -> Tensor | None:
 def _scale(truth: Tensor) -> Tensor:
     size = truth.double().norm()
     return size if size > 0 else torch.ones_like(size)
+
+
+def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name

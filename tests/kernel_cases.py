@@ -165,12 +165,6 @@ def assert_as_accurate_as_torch(case: Case, tensors: Tensors, ours: dict[str, Te
         assert_no_worse(name, value, theirs[name], truth[name], terms[name], spare)
 
 
-def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-
-
 def force(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
     """Have every call cut into work as `change` makes of the schedule that it would have had."""
     from normplug._kernels import schedule

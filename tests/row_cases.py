@@ -220,12 +220,6 @@ def _is_truncated(value: Tensor) -> bool:
     return value.is_cpu and value.dtype == torch.bfloat16
 
 
-def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-
-
 def force(
     monkeypatch: pytest.MonkeyPatch,
     forward: Callable[[Any], Any] = lambda shape: shape,

@@ -19,13 +19,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import interpreted
+from accuracy import assert_same_bits
 from kernel_cases import (
     DTYPES,
     INPUTS,
     OPERATOR_CASES,
     Case,
     assert_accurate,
-    assert_same_bits,
     check_compiled,
     check_operators,
     force,
@@ -40,22 +41,11 @@ import triton.language as tl  # noqa: E402
 
 from normplug._kernels import batch_norm as kernels  # noqa: E402
 from normplug._kernels import columns, schedule  # noqa: E402
-from normplug._kernels.launch import INTERPRETED  # noqa: E402
 from normplug._ops import batch_norm_gpu as gpu  # noqa: E402
 from normplug._ops import batch_norm_library as library  # noqa: E402
 from normplug._ops import choice  # noqa: E402
 
-pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: see test_interpreter"),
-    # numpy's, where a GPU says nothing: exp of much, and values that are masked afterwards.
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-    # The interpreter's own, of Triton before 3.7.
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
-    # torch's own, of its forward mode.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-]
+pytestmark = interpreted.MARKS
 
 
 class Setup(NamedTuple):

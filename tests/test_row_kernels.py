@@ -17,7 +17,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import interpreted
 import normplug
+from accuracy import assert_same_bits
 from normplug import functional, reference
 from row_cases import (
     DTYPES,
@@ -26,7 +28,6 @@ from row_cases import (
     OPERATOR_CASES,
     Case,
     assert_accurate,
-    assert_same_bits,
     call,
     check_compiled,
     check_operators,
@@ -39,22 +40,12 @@ triton = pytest.importorskip("triton")
 
 from normplug._kernels import layer_norm as kernels  # noqa: E402
 from normplug._kernels import rows, schedule  # noqa: E402
-from normplug._kernels.launch import INTERPRETED, Workspace  # noqa: E402
+from normplug._kernels.launch import Workspace  # noqa: E402
 from normplug._kernels.schedule import Rows, WideBackward, WideForward  # noqa: E402
 from normplug._ops import choice, gpu  # noqa: E402
 from normplug._ops import layer_norm_library as library  # noqa: E402
 
-pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: see test_interpreter"),
-    # numpy's, where a GPU says nothing: of values that are masked afterwards.
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-    # The interpreter's own, of Triton before 3.7.
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
-    # torch's own, of its forward mode.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-]
+pytestmark = interpreted.MARKS
 
 
 class Setup(NamedTuple):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import normplug
+from accuracy import assert_same_bits
 from normplug import functional, reference
 from row_cases import (
     HALVES,
@@ -16,7 +17,6 @@ from row_cases import (
     OPERATOR_CASES,
     Case,
     assert_accurate,
-    assert_same_bits,
     check_compiled,
     check_operators,
     make,
