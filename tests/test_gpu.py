@@ -72,7 +72,7 @@ def test_the_output_dtype_under_autocast(asked, expected):
         y, stock = layer(x), F.layer_norm(x, (64,), layer.weight, layer.bias)
     assert y.dtype == expected
     assert stock.dtype == torch.float32
-    assert torch.equal(y, stock.to(expected))
+    torch.testing.assert_close(y, stock.to(expected))
     assert layer.num_batches_tracked == 1
     assert layer.running_var.item() == pytest.approx(
         0.9 + 0.1 * x.float().var(1, correction=0).mean().item(), rel=1e-4

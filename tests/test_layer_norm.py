@@ -51,8 +51,13 @@ def compare(x, row, weight, bias, mode):
     dy = torch.randn_like(x)
     truth = run(stock, double(x), row, double(weight), double(bias), dy.double())
     theirs, got = (run(norm, x, row, weight, bias, dy) for norm in (stock, ours))
+    # Of float64 input the truth, too, is rounded at the size of the values.
+    spare = 0.0
+    if x.dtype == torch.float64:
+        deviation = (x.var(correction=0) + 1e-5).sqrt()
+        spare = torch.finfo(x.dtype).eps * float(x.abs().max() / deviation)
     for name in truth:
-        assert_no_worse(name, got[name], theirs[name], truth[name])
+        assert_no_worse(name, got[name], theirs[name], truth[name], spare=spare)
     return got
 
 

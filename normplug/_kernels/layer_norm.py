@@ -13,7 +13,7 @@ from normplug._kernels import rows, schedule, wide_rows
 from normplug._kernels.launch import Launch, number
 from normplug._kernels.schedule import Rows, WideBackward, WideForward
 
-_FAN_IN = 256  # parts of the running statistics that are added at a time
+_FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def forward_launch(
     residual = shape.width if strides.residual is None else strides.residual
     sizes = (shape.rows, shape.width // unit, strides.x // unit, residual // unit)
     numbers = tuple(number(v, double) for v in (momentum, eps, math.sqrt(tv)))
+    finishers = _finishers(shape) if flags.running else 0
     constants: dict[str, Any] = {
-        "FAN_IN": _FAN_IN,
+        "FAN_IN": _FAN_IN * shape.warps,
         "ACC": tl.float64 if double else tl.float32,
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
@@ -77,17 +78,16 @@ def forward_launch(
         head = {"UNIT": unit, "BLOCK": shape.block, "KP": min(schedule.power_of_2(shape.k), 1024)}
         return Launch(
             wide_rows.layer_norm_wide_forward,
-            shape.rows * shape.k + shape.lag,
-            (*sizes, shape.k, shape.lag, *numbers),
+            shape.rows * shape.k + shape.lag + finishers,
+            (*sizes, shape.k, shape.lag, finishers, *numbers),
             {**head, **constants, "EVEN": shape.even},
             shape.warps,
         )
-    head = {"UNIT": unit, "R": shape.r, "U": shape.u, "BC": shape.bc, "STAGES": shape.stages}
-    head["KEEP"] = shape.keep
+    head = {"UNIT": unit, "R": shape.r, "U": shape.u, "BC": shape.bc, "KEEP": shape.keep}
     return Launch(
         rows.layer_norm_rows_forward,
-        shape.programs,
-        sizes + numbers,
+        shape.programs + finishers,
+        (*sizes, finishers, *numbers),
         {**head, **constants, "EVEN": shape.even},
         shape.warps,
     )
@@ -150,9 +150,22 @@ def backward_launch(
 
 def forward_scratch(shape: Rows | WideForward, flags: Flags) -> tuple[int, int]:
     """Counters and partial results that a forward launch needs."""
+    words = 2 * (_parts(shape) + _finishers(shape)) if flags.running else 0
     if isinstance(shape, WideForward):
-        return shape.rows + 1, 2 * shape.rows * (shape.k + 1)
-    return (1, 2 * shape.programs) if flags.running else (0, 0)
+        return shape.rows + words, 2 * shape.rows * shape.k
+    return words, 0
+
+
+def _parts(shape: Rows | WideForward) -> int:
+    """Parts that the running statistics are added up from."""
+    return shape.rows if isinstance(shape, WideForward) else shape.programs
+
+
+def _finishers(shape: Rows | WideForward) -> int:
+    """Programs that add them up; each has as many parts, about, as there are such programs."""
+    parts, at_a_time = _parts(shape), _FAN_IN * shape.warps
+    times = -(-math.isqrt(parts) // at_a_time)
+    return -(-parts // (times * at_a_time))
 
 
 def backward_scratch(

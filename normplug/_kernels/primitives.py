@@ -112,13 +112,41 @@ def merge_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def sum_parts(part_ptr, PARTS, FAN_IN: tl.constexpr, ACC: tl.constexpr):
-    """The sum of every second of 2 * PARTS numbers, in their order."""
-    total = tl.zeros([FAN_IN], ACC)
-    for start in range(0, PARTS, FAN_IN):
-        part = start + tl.arange(0, FAN_IN)
-        total += tl.load(part_ptr + 2 * part, mask=part < PARTS, other=0.0, cache_modifier=".cg")
-    return tl.sum(total)
+def _word(value):
+    bits = value.to(tl.float64).to(tl.int64, bitcast=True)
+    # No number but one nan is all ones.
+    return tl.where(value == value, ~bits, 1)
+
+
+@triton.jit
+def publish(words_ptr, place, a, b):
+    """Hand in two numbers as words that are never 0: they say themselves that they are there.
+
+    No other store has to be through before, and eight bytes come at once: a plain store will do,
+    and the program can end without an answer. `collect` reads them.
+    """
+    tl.store(words_ptr + 2 * place, _word(a))
+    tl.store(words_ptr + 2 * place + 1, _word(b))
+
+
+@triton.jit
+def collect(words_ptr, PAIRS, FAN_IN: tl.constexpr):
+    """Wait for PAIRS pairs; return the sums of both, in order, and leave 0 in their places."""
+    halves = tl.arange(0, 2)[None, :]
+    total = tl.zeros([FAN_IN, 2], tl.float64)
+    for start in range(0, PAIRS, FAN_IN):
+        pairs = start + tl.arange(0, FAN_IN)[:, None]
+        all_ptr = words_ptr + 2 * pairs + halves
+        live = pairs + 0 * halves < PAIRS
+        words = tl.load(all_ptr, mask=live, other=1, volatile=True)
+        while tl.sum(tl.where(words == 0, 1, 0)) > 0:
+            words = tl.load(all_ptr, mask=live, other=1, volatile=True)
+        tl.store(all_ptr, tl.zeros([FAN_IN, 2], tl.int64), mask=live)
+        total += tl.where(live, (~words).to(tl.float64, bitcast=True), 0.0)
+    sums = tl.sum(total, axis=0)[None, :]
+    a = tl.sum(tl.where(halves == 0, sums, 0.0))
+    b = tl.sum(tl.where(halves == 1, sums, 0.0))
+    return a, b
 
 
 @triton.jit
@@ -158,6 +186,30 @@ def count_batch(
         if CUMULATIVE:
             step = 1.0 / count.to(ACC)
     return step
+
+
+@triton.jit
+def finish_running(
+    running_mean_ptr, running_var_ptr, tracked_ptr, words_ptr, f, FINISHERS, PARTS, ROWS, momentum,
+    FAN_IN: tl.constexpr, ACC: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr,
+):  # fmt: skip
+    """Take running statistics one step to the mean of ROWS rows' means, and of their variances.
+
+    Pairs of words: PARTS sums of means and variances, then those of the FINISHERS: each adds up
+    a stretch of the parts, and the last what they found.
+    """
+    old_mean = tl.load(running_mean_ptr)
+    old_var = tl.load(running_var_ptr)
+    stretch = tl.cdiv(PARTS, FINISHERS)
+    first = f * stretch
+    mean, var = collect(words_ptr + 2 * first, tl.minimum(PARTS - first, stretch), FAN_IN)
+    found_ptr = words_ptr + 2 * PARTS
+    publish(found_ptr, f, mean, var)
+    if f == FINISHERS - 1:
+        step = count_batch(tracked_ptr, momentum, ACC, TRACKED, CUMULATIVE)
+        mean, var = collect(found_ptr, FINISHERS, FAN_IN)
+        move_running(running_mean_ptr, old_mean, (mean / ROWS).to(ACC), step)
+        move_running(running_var_ptr, old_var, (var / ROWS).to(ACC), step)
 
 
 @triton.jit

@@ -3,9 +3,8 @@
 The tensor is ROWS rows of WIDTH adjacent values, which lie X_STRIDE apart. A tile is R rows, as
 (R, U, BC): BC adjacent columns go to the threads of a row, U times over. Programs take tiles in
 turn, so that what is summed over rows (the running statistics; the gradients of weight and bias)
-stays in registers until a program's last tile. Then each program hands in its part, and the parts
-are added in the programs' order: forward by whoever comes last, backward by further programs, one
-for each stretch of columns.
+stays in registers until a program's last tile. Then each program hands in its part, and further
+programs add the parts up in the programs' order.
 
 Backward, where the sums of a whole row do not fit beside it, K programs that run at once share its
 columns, and tell each other the two sums that the row's dx depends on.
@@ -17,17 +16,25 @@ import triton.language as tl
 from normplug._kernels.primitives import (
     arrive,
     as_stored,
-    count_batch,
     finish_columns,
+    finish_running,
     meet,
-    move_running,
+    publish,
     scalar,
-    sum_parts,
     wait,
 )
 
 # Sizes are not compiled in: another batch size is no other kernel, and UNIT says what is aligned.
-_SIZES = ["ROWS", "UNITS", "X_UNITS", "R_UNITS", "DY_UNITS", "DTOTAL_UNITS", "PROGRAMS"]
+_SIZES = [
+    "ROWS",
+    "UNITS",
+    "X_UNITS",
+    "R_UNITS",
+    "DY_UNITS",
+    "DTOTAL_UNITS",
+    "PROGRAMS",
+    "FINISHERS",
+]
 
 
 @triton.jit
@@ -58,14 +65,16 @@ def _vector(pointer, columns, live, R: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _load(pointer, rows, inside, columns, live, STRIDE, EVEN: tl.constexpr):
-    """A tile that nobody reads again. EVEN: all its rows and columns exist."""
+def _load(
+    pointer, rows, inside, columns, live, STRIDE, EVEN: tl.constexpr, POLICY: tl.constexpr
+):  # fmt: skip
+    """A tile. EVEN: all its rows and columns exist. POLICY: of eviction from the caches."""
     offsets = _each(rows * STRIDE) + columns[None, :, :]
     if EVEN:
-        tile = tl.load(pointer + offsets, eviction_policy="evict_first")
+        tile = tl.load(pointer + offsets, eviction_policy=POLICY)
     else:
         mask = _each(inside) & live[None, :, :]
-        tile = tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+        tile = tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy=POLICY)
     return tile
 
 
@@ -74,10 +83,10 @@ def _store(pointer, value, rows, inside, columns, live, STRIDE, EVEN: tl.constex
     offsets = _each(rows * STRIDE) + columns[None, :, :]
     value = as_stored(value, pointer)
     if EVEN:
-        tl.store(pointer + offsets, value, eviction_policy="evict_first")
+        tl.store(pointer + offsets, value)
     else:
         mask = _each(inside) & live[None, :, :]
-        tl.store(pointer + offsets, value, mask=mask, eviction_policy="evict_first")
+        tl.store(pointer + offsets, value, mask=mask)
 
 
 @triton.jit
@@ -132,6 +141,7 @@ def layer_norm_rows_forward(
     UNITS,
     X_UNITS,
     R_UNITS,
+    FINISHERS,
     momentum,
     eps,
     root,
@@ -139,7 +149,6 @@ def layer_norm_rows_forward(
     R: tl.constexpr,
     U: tl.constexpr,
     BC: tl.constexpr,
-    STAGES: tl.constexpr,
     KEEP: tl.constexpr,
     FAN_IN: tl.constexpr,
     ACC: tl.constexpr,
@@ -159,74 +168,70 @@ def layer_norm_rows_forward(
     h = x + input_bias or, rounded and kept as total, x + residual.
     """
     program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    WIDTH = UNITS * UNIT
-    X_STRIDE = X_UNITS * UNIT
-    R_STRIDE = R_UNITS * UNIT
-    if WIDE:
-        X_STRIDE = X_STRIDE.to(tl.int64)
-        R_STRIDE = R_STRIDE.to(tl.int64)
-    n = WIDTH.to(ACC)
-    columns, live = _columns(0, WIDTH, U, BC)
-    if KEEP and WEIGHT:
-        weight = _vector(weight_ptr, columns, live, R, EVEN)
-    if KEEP and BIAS:
-        bias = _vector(bias_ptr, columns, live, R, EVEN)
-    sum_mean = tl.zeros([R], ACC)
-    sum_var = tl.zeros([R], ACC)
-    if RUNNING:
-        old_mean = tl.load(running_mean_ptr)
-        old_var = tl.load(running_var_ptr)
-    for tile in tl.range(program, tl.cdiv(ROWS, R), programs, num_stages=STAGES):
-        rows, inside = _rows(tile, ROWS, R, WIDE)
-        h = _load(x_ptr, rows, inside, columns, live, X_STRIDE, EVEN).to(ACC)
-        first = tl.load(x_ptr + rows * X_STRIDE, mask=inside, other=0.0).to(ACC)
-        if RESIDUAL:
-            h += _load(residual_ptr, rows, inside, columns, live, R_STRIDE, EVEN).to(ACC)
-            first += tl.load(residual_ptr + rows * R_STRIDE, mask=inside, other=0.0).to(ACC)
-            h = as_stored(h, total_ptr)
-            _store(total_ptr, h, rows, inside, columns, live, WIDTH, EVEN)
-            h = h.to(ACC)
-        if INPUT_BIAS:
-            h += _vector(input_bias_ptr, columns, live, R, EVEN).to(ACC)
-            first += tl.load(input_bias_ptr).to(ACC)
-        # Distances from one of the values: their sums do not round at the size of the mean.
-        d = h - _each(first)
-        if not EVEN:
-            d = tl.where(live[None, :, :], d, 0.0)
-        mean = _sum(d) / n
-        d -= _each(mean)
-        mean += first
-        if not EVEN:
-            d = tl.where(live[None, :, :], d, 0.0)
-        var = _sum(d * d) / n
-        rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
-        y = d * _each(rstd * scalar(root, ACC))
-        if WEIGHT:
-            if not KEEP:
-                weight = _vector(weight_ptr, columns, live, R, EVEN)
-            y *= weight.to(ACC)
-        if BIAS:
-            if not KEEP:
-                bias = _vector(bias_ptr, columns, live, R, EVEN)
-            y += bias.to(ACC)
-        _store(y_ptr, y, rows, inside, columns, live, WIDTH, EVEN)
-        if STATS:
-            tl.store(stats_ptr + rows, mean, mask=inside)
-            tl.store(stats_ptr + ROWS + rows, rstd, mask=inside)
+    programs = tl.num_programs(0) - FINISHERS
+    if program < programs:
+        WIDTH = UNITS * UNIT
+        X_STRIDE = X_UNITS * UNIT
+        R_STRIDE = R_UNITS * UNIT
+        if WIDE:
+            X_STRIDE = X_STRIDE.to(tl.int64)
+            R_STRIDE = R_STRIDE.to(tl.int64)
+        n = WIDTH.to(ACC)
+        columns, live = _columns(0, WIDTH, U, BC)
+        if KEEP and WEIGHT:
+            weight = _vector(weight_ptr, columns, live, R, EVEN)
+        if KEEP and BIAS:
+            bias = _vector(bias_ptr, columns, live, R, EVEN)
+        sum_mean = tl.zeros([R], ACC)
+        sum_var = tl.zeros([R], ACC)
+        for tile in range(program, tl.cdiv(ROWS, R), programs):
+            rows, inside = _rows(tile, ROWS, R, WIDE)
+            h = _load(x_ptr, rows, inside, columns, live, X_STRIDE, EVEN, "").to(ACC)
+            first = tl.load(x_ptr + rows * X_STRIDE, mask=inside, other=0.0).to(ACC)
+            if RESIDUAL:
+                h += _load(residual_ptr, rows, inside, columns, live, R_STRIDE, EVEN, "").to(ACC)
+                first += tl.load(residual_ptr + rows * R_STRIDE, mask=inside, other=0.0).to(ACC)
+                h = as_stored(h, total_ptr)
+                _store(total_ptr, h, rows, inside, columns, live, WIDTH, EVEN)
+                h = h.to(ACC)
+            if INPUT_BIAS:
+                h += _vector(input_bias_ptr, columns, live, R, EVEN).to(ACC)
+                first += tl.load(input_bias_ptr).to(ACC)
+            # Distances from one of the values: their sums do not round at the size of the mean.
+            d = h - _each(first)
+            if not EVEN:
+                d = tl.where(live[None, :, :], d, 0.0)
+            mean = _sum(d) / n
+            d -= _each(mean)
+            mean += first
+            if not EVEN:
+                d = tl.where(live[None, :, :], d, 0.0)
+            var = _sum(d * d) / n
+            rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+            y = d * _each(rstd * scalar(root, ACC))
+            if WEIGHT:
+                if not KEEP:
+                    weight = _vector(weight_ptr, columns, live, R, EVEN)
+                y *= weight.to(ACC)
+            if BIAS:
+                if not KEEP:
+                    bias = _vector(bias_ptr, columns, live, R, EVEN)
+                y += bias.to(ACC)
+            _store(y_ptr, y, rows, inside, columns, live, WIDTH, EVEN)
+            if STATS:
+                tl.store(stats_ptr + rows, mean, mask=inside)
+                tl.store(stats_ptr + ROWS + rows, rstd, mask=inside)
+            if RUNNING:
+                sum_mean += tl.where(inside, mean, 0.0)
+                sum_var += tl.where(inside, var, 0.0)
         if RUNNING:
-            sum_mean += tl.where(inside, mean, 0.0)
-            sum_var += tl.where(inside, var, 0.0)
-    if RUNNING:
-        tl.store(partial_ptr + 2 * program, tl.sum(sum_mean))
-        tl.store(partial_ptr + 2 * program + 1, tl.sum(sum_var))
-        if arrive(counter_ptr) == programs - 1:
-            tl.atomic_xchg(counter_ptr, 0, sem="relaxed")
-            step = count_batch(tracked_ptr, momentum, ACC, TRACKED, CUMULATIVE)
-            mean = sum_parts(partial_ptr, programs, FAN_IN, ACC) / ROWS.to(ACC)
-            var = sum_parts(partial_ptr + 1, programs, FAN_IN, ACC) / ROWS.to(ACC)
-            move_running(running_mean_ptr, old_mean, mean, step)
-            move_running(running_var_ptr, old_var, var, step)
+            total_mean, total_var = tl.reduce((sum_mean, sum_var), 0, _add_pairs)
+            publish(counter_ptr, program, total_mean, total_var)
+    elif RUNNING:
+        finish_running(
+            running_mean_ptr, running_var_ptr, tracked_ptr, counter_ptr, program - programs,
+            FINISHERS, programs, ROWS, momentum, FAN_IN, ACC, TRACKED, CUMULATIVE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -298,6 +303,8 @@ def layer_norm_rows_backward(
     WIDTH = UNITS * UNIT
     SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
     SHARE: tl.constexpr = U * BC
+    # Faster where few programs share a row, slower where many do, and all the same for one.
+    POLICY: tl.constexpr = "evict_first" if K > 1 and K <= 4 else ""
     groups = PROGRAMS // K
     group = program // K
     k = program - group * K
@@ -323,8 +330,8 @@ def layer_norm_rows_backward(
         dinput_bias = tl.zeros([LANES, U, BC], ACC)
         for tile in tl.range(group, tiles, groups, num_stages=STAGES):
             rows, inside = _rows(tile, ROWS, R, WIDE)
-            h = _load(x_ptr, rows, inside, columns, live, X_STRIDE, EVEN).to(ACC)
-            dy = _load(dy_ptr, rows, inside, columns, live, DY_STRIDE, EVEN).to(ACC)
+            h = _load(x_ptr, rows, inside, columns, live, X_STRIDE, EVEN, POLICY).to(ACC)
+            dy = _load(dy_ptr, rows, inside, columns, live, DY_STRIDE, EVEN, POLICY).to(ACC)
             mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
             rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
             if INPUT_BIAS:
@@ -350,9 +357,9 @@ def layer_norm_rows_backward(
                 slope = scale * rstd * rstd * (sum_gd / n)
                 dx = g * _each(scale) - (d * _each(slope) + _each(scale * (sum_g / n)))
                 if DTOTAL:
-                    dx += _load(dtotal_ptr, rows, inside, columns, live, DTOTAL_STRIDE, EVEN).to(
-                        ACC
-                    )
+                    dx += _load(
+                        dtotal_ptr, rows, inside, columns, live, DTOTAL_STRIDE, EVEN, POLICY
+                    ).to(ACC)
                 if DINPUT_BIAS:
                     if EVEN:
                         dinput_bias += _folded(dx, FOLD)

@@ -211,9 +211,11 @@ _FEW_ROWS = 2048
 _HELD_BYTES = 128 << 10  # of a row as float32 or wider, that a program holds forward
 _SUMMED_BYTES = 32 << 10  # the same backward, beside the sums for weight and bias
 _SHARED_WIDTH = 65536  # up to which programs share rows backward, where they can
-_WIDE_LAG_BYTES = 48 << 10  # a multiprocessor, between a wide row's first read and its second
+# A multiprocessor, between a wide row's first read and its second.
+_WIDE_FORWARD_LAG, _WIDE_BACKWARD_LAG = 24 << 10, 32 << 10  # bytes
 _MANY_ROWS_EACH = 128  # rows a multiprocessor, from which two programs on it are faster than one
 _MANY_ROWS = 1 << 17
+_MOST_PROGRAMS = 1 << 17  # with running statistics each has two words of its own
 
 
 def needs_int64(rows: int, stride: int) -> bool:
@@ -313,44 +315,45 @@ def _columns(
 
 
 def layer_norm_forward(
-    rows: int, width: int, unit: int, itemsize: int, running: bool, sms: int, shared: int
+    rows: int, width: int, unit: int, itemsize: int, running: bool, sms: int
 ) -> Rows | WideForward:
     """How the kernels take `rows` rows of `width` values.
 
-    unit: what divides width and strides. running: with running statistics, for which few programs
-    are better than one a tile. shared: bytes of shared memory that a program can have.
+    unit: what divides width and strides. running: with running statistics, to which each program
+    adds its part.
     """
     padded = power_of_2(width)
     if padded > _HELD_BYTES // max(itemsize, 4) or (width > 8192 and 5 * width <= 4 * padded):
         block = 4096 if itemsize <= 4 else 2048
         k = -(-width // block)
-        lag = min(max(sms * _WIDE_LAG_BYTES // (block * itemsize), k), rows * k)
+        lag = min(max(sms * _WIDE_FORWARD_LAG // (block * itemsize), k), rows * k)
         return WideForward(rows, width, block, 4, lag)
-    needed = max(padded // (512 if itemsize == 8 else 1024), 1)  # warps for a row
-    one_each = _row_tile(rows, width, unit, itemsize, max(needed, 2), needed, 16)
-    many = one_each.tiles > 32 * sms
-    if one_each.tiles <= sms or not running and (itemsize != 4 or padded > 8192 or many):
-        return one_each
-    warps = max(needed, 4)
-    shape = _row_tile(rows, width, unit, itemsize, warps, needed, 16)
-    at_once = 4 if itemsize == 4 and not many else max(32 // warps, 1)
-    stages = 3 if itemsize == 4 or needed >= 4 else 1
-    stages = max(min(stages, shared // (2 * shape.r * padded * itemsize)), 1)
-    keep = padded <= 16384
-    programs = min(at_once * sms, shape.tiles)
-    return replace(shape, stages=stages if keep else 1, programs=programs, keep=keep)
+    if itemsize == 2 and padded == 1024 and rows > _MANY_ROWS_EACH * sms:
+        return _row_tile(rows, width, unit, itemsize, 4 if running else 1, 1, 32)
+    few = itemsize == 8 or padded <= (2048 if itemsize == 4 else 4096)
+    needed = max(padded // (512 if few else 1024), 1)
+    if itemsize == 4:
+        warps = max(needed, min(2 * needed, 8), 4)
+        shape = _row_tile(rows, width, unit, itemsize, warps, needed, 16)
+        return replace(shape, keep=padded <= 16384)
+    values = 32 if itemsize == 2 and padded >= 1024 else 16
+    return _row_tile(rows, width, unit, itemsize, max(needed, 2), needed, values)
 
 
 def layer_norm_backward(
     rows: int, width: int, unit: int, itemsize: int, sms: int, shared: int, together: bool
 ) -> Rows | WideBackward:
-    """As `layer_norm_forward`; together: programs that all run at once can be had."""
+    """As `layer_norm_forward`.
+
+    shared: bytes of shared memory that a program can have. together: programs that all run at once
+    can be had.
+    """
     padded = power_of_2(width)
     if padded * max(itemsize, 4) <= _SUMMED_BYTES:
         warps = 4 if padded <= 1024 else 8
-        values = 32 if itemsize <= 4 and padded >= 1024 else 16
-        shape = _row_tile(rows, width, unit, itemsize, warps, warps, values)
         at_once = 2 if warps == 4 and rows > _MANY_ROWS_EACH * sms else 1
+        values = 32 if itemsize <= 4 and (padded >= 1024 or at_once == 2) else 16
+        shape = _row_tile(rows, width, unit, itemsize, warps, warps, values)
         programs = min(at_once * sms, _programs_for(rows, itemsize), shape.tiles)
         room = shared // at_once - (4 << 10)
         if not shape.fold:
@@ -373,14 +376,17 @@ def layer_norm_backward(
             )  # fmt: skip
     cw, rb = (1024, 8) if itemsize == 2 and width >= 131072 else (512, 16)
     k = -(-width // cw)
-    lag = max(sms * _WIDE_LAG_BYTES * 2 // 3 // (rb * cw * itemsize), k)
+    lag = max(sms * _WIDE_BACKWARD_LAG // (rb * cw * itemsize), k)
     return WideBackward(rows, width, rb, cw, 4, min(lag, k * -(-rows // rb)))
 
 
 def _row_tile(
     rows: int, width: int, unit: int, itemsize: int, warps: int, needed: int, values: int
 ) -> Rows:
-    """One program a tile; a row goes to `needed` warps at most, `values` values to a thread."""
+    """One program a tile, as far as there may be so many.
+
+    A row goes to `needed` warps at most, `values` values to a thread.
+    """
     padded = power_of_2(width)
     vector = min(16 // itemsize, unit)
     bc = min(padded, needed * 32 * vector)
@@ -390,7 +396,8 @@ def _row_tile(
     while in_turn > 1 and side_by_side * in_turn > rows:
         in_turn //= 2
     r = side_by_side * in_turn
-    return Rows(rows, width, r, u, bc, warps, 1, -(-rows // r), fold=side_by_side == 1)
+    programs = min(-(-rows // r), _MOST_PROGRAMS)
+    return Rows(rows, width, r, u, bc, warps, 1, programs, fold=side_by_side == 1)
 
 
 def _programs_for(rows: int, itemsize: int) -> int:

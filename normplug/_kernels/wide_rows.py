@@ -13,18 +13,27 @@ import triton.language as tl
 from normplug._kernels.primitives import (
     arrive,
     as_stored,
-    count_batch,
     finish_columns,
+    finish_running,
     merge_moments,
-    move_running,
+    publish,
     scalar,
-    sum_parts,
     tile_counts,
     wait,
 )
 
 # Sizes are not compiled in: another batch size is no other kernel, and UNIT says what is aligned.
-_SIZES = ["ROWS", "UNITS", "X_UNITS", "R_UNITS", "DY_UNITS", "DTOTAL_UNITS", "K", "LAG"]
+_SIZES = [
+    "ROWS",
+    "UNITS",
+    "X_UNITS",
+    "R_UNITS",
+    "DY_UNITS",
+    "DTOTAL_UNITS",
+    "K",
+    "LAG",
+    "FINISHERS",
+]
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -48,6 +57,7 @@ def layer_norm_wide_forward(
     R_UNITS,
     K,
     LAG,
+    FINISHERS,
     momentum,
     eps,
     root,
@@ -67,7 +77,7 @@ def layer_norm_wide_forward(
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """As `rows.layer_norm_rows_forward`; RUNNING needs a counter and two numbers a row more."""
+    """As `rows.layer_norm_rows_forward`; RUNNING needs two words a row more."""
     t = tl.program_id(0)
     WIDTH = UNITS * UNIT
     X_STRIDE = X_UNITS * UNIT
@@ -86,10 +96,7 @@ def layer_norm_wide_forward(
         h = tl.load(x_ptr + row * X_STRIDE + columns, mask=live, other=0.0).to(ACC)
         if RESIDUAL:
             first += tl.load(residual_ptr + row * R_STRIDE + k * BLOCK).to(ACC)
-            h += tl.load(
-                residual_ptr + row * R_STRIDE + columns, mask=live, other=0.0,
-                eviction_policy="evict_first",
-            ).to(ACC)  # fmt: skip
+            h += tl.load(residual_ptr + row * R_STRIDE + columns, mask=live, other=0.0).to(ACC)
             total = as_stored(h, total_ptr)
             tl.store(total_ptr + row * Y_STRIDE + columns, total, mask=live)
             h = total.to(ACC)
@@ -108,7 +115,7 @@ def layer_norm_wide_forward(
         tl.store(partial_ptr + 2 * t + 1, tl.sum(d * d))
         arrive(counter_ptr + row)
     u = t - LAG
-    if u >= 0:
+    if (u >= 0) & (u < ROWS * K):
         row = u // K
         k = u - row * K
         columns = k * BLOCK + tl.arange(0, BLOCK)
@@ -119,10 +126,7 @@ def layer_norm_wide_forward(
                 total_ptr + row * Y_STRIDE + columns, mask=live, other=0.0, cache_modifier=".cg"
             )
         else:
-            h = tl.load(
-                x_ptr + row * X_STRIDE + columns, mask=live, other=0.0,
-                eviction_policy="evict_first",
-            )  # fmt: skip
+            h = tl.load(x_ptr + row * X_STRIDE + columns, mask=live, other=0.0)
             wait(counter_ptr + row, K, K)
         mean, m2 = merge_moments(partial_ptr + 2 * row * K, K, WIDTH, BLOCK, KP, ACC)
         var = m2 / WIDTH.to(ACC)
@@ -136,23 +140,20 @@ def layer_norm_wide_forward(
         if BIAS:
             y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(ACC)
         y = as_stored(y, y_ptr)
-        tl.store(y_ptr + row * Y_STRIDE + columns, y, mask=live, eviction_policy="evict_first")
+        tl.store(y_ptr + row * Y_STRIDE + columns, y, mask=live)
         if k == 0:
             if STATS:
                 tl.store(stats_ptr + row, mean)
                 tl.store(stats_ptr + ROWS + row, rstd)
             if RUNNING:
-                rows_ptr = partial_ptr + 2 * ROWS * K
-                tl.store(rows_ptr + 2 * row, mean)
-                tl.store(rows_ptr + 2 * row + 1, var)
-                if arrive(counter_ptr + ROWS) == ROWS - 1:
-                    tl.atomic_xchg(counter_ptr + ROWS, 0, sem="relaxed")
-                    step = count_batch(tracked_ptr, momentum, ACC, TRACKED, CUMULATIVE)
-                    n = ROWS.to(ACC)
-                    mean = sum_parts(rows_ptr, ROWS, FAN_IN, ACC) / n
-                    var = sum_parts(rows_ptr + 1, ROWS, FAN_IN, ACC) / n
-                    move_running(running_mean_ptr, tl.load(running_mean_ptr), mean, step)
-                    move_running(running_var_ptr, tl.load(running_var_ptr), var, step)
+                publish(counter_ptr + ROWS, row, mean, var)
+    if RUNNING:
+        f = u - ROWS * K
+        if f >= 0:
+            finish_running(
+                running_mean_ptr, running_var_ptr, tracked_ptr, counter_ptr + ROWS, f, FINISHERS,
+                ROWS, ROWS, momentum, FAN_IN, ACC, TRACKED, CUMULATIVE,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -219,7 +219,12 @@ class _Plan:
         )
         strides = kernels.Strides(key.stride, residual=key.residual and key.residual[0])
         shape = schedule.layer_norm_forward(
-            self.rows, self.width, strides.unit(self.width), self.itemsize, running, *self._machine
+            self.rows,
+            self.width,
+            strides.unit(self.width),
+            self.itemsize,
+            running,
+            self._machine[0],
         )
         launch = kernels.forward_launch(
             shape, self.acc, flags, strides, key.momentum or 0.0, key.eps, key.target_variance
