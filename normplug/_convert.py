@@ -103,10 +103,9 @@ def convert(
 
 def revert(module: TargetVarianceNorm) -> None:
     """Make a normplug layer the stock layer that it was, in place; the inverse of `convert`."""
-    if "_unsynced_class" in vars(module):
-        desynchronise(module)
-        if not isinstance(module, TargetVarianceNorm):
-            return
+    desynchronise(module)
+    if not isinstance(module, TargetVarianceNorm):
+        return
     if isinstance(module, LayerNorm):
         for name in (*LAYER_NORM_STATISTICS, "track_running_stats", "momentum", "autocast_output"):
             delattr(module, name)
@@ -134,6 +133,8 @@ def synchronise(module: nn.Module) -> bool:
 
 def desynchronise(module: nn.Module) -> None:
     """Undo `synchronise`; a layer that was stock stays normplug's if it has another mode now."""
+    if "_unsynced_class" not in vars(module):  # undone since, by `unswap`
+        return
     before = vars(module).pop("_unsynced_class")
     del module.process_group
     if plain_class(module) is modules.SyncBatchNorm:  # a lazy one may have been materialised

@@ -1,6 +1,7 @@
 """What the processes of the tests of SyncBatchNorm run, and save for pytest to see."""
 
 import os
+import tempfile
 import warnings
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -255,13 +256,41 @@ def data_parallel(rank, world, device):
     return net.state_dict()
 
 
+def without_waiting(rank, world, device):
+    """What made the host wait for the GPU in a step of training; None where nothing did."""
+    layer = SyncBatchNorm(CHANNELS, momentum=None, device=device)
+    x = torch.randn(8, CHANNELS, 6, 6, device=device, requires_grad=True)
+    layer(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def with_lightning(rank, world, device):
+    """Models trained by Lightning's strategy ddp."""
+    import sync_lightning
+
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with tempfile.TemporaryDirectory() as directory:
+        return sync_lightning.distributed(directory)
+
+
 CHECKS = {
     2: [
         numbers, messages, too_few, second_derivatives, compiled, measured, data_parallel,
+        with_lightning,
     ],
     3: [numbers, groups],
 }  # fmt: skip
-ON_GPU = [numbers, messages, second_derivatives, compiled, measured, data_parallel]
+ON_GPU = [
+    numbers, messages, second_derivatives, compiled, measured, data_parallel, without_waiting,
+]  # fmt: skip
 
 
 def process(rank, world, on_gpu, directory):
@@ -270,6 +299,7 @@ def process(rank, world, on_gpu, directory):
     device = f"cuda:{rank}" if on_gpu else "cpu"
     if on_gpu:
         torch.cuda.set_device(rank)
+        torch.backends.cudnn.allow_tf32 = False
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -277,11 +307,12 @@ def process(rank, world, on_gpu, directory):
         init_method=f"file://{directory}/rendezvous",
         rank=rank,
         world_size=world,
+        device_id=torch.device(device) if on_gpu else None,
     )
     results = {}
     for check in ON_GPU if on_gpu else CHECKS[world]:
         with warnings.catch_warnings():
-            if check is not compiled:
+            if not on_gpu and check not in (compiled, with_lightning):
                 warnings.simplefilter("error")
             results[check.__name__] = check(rank, world, device)
     torch.save(results, f"{directory}/{rank}.pt")

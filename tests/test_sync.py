@@ -11,8 +11,10 @@ from torch import nn
 
 import normplug
 import sync_cases
+import sync_lightning
 from accuracy import assert_no_worse
 from normplug import SyncBatchNorm, plan, set_mode, swap, target_variance, unswap
+from normplug.lightning import SwapNorms, SyncNorms
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 from sync_cases import CHANNELS, Case
 
@@ -155,7 +157,7 @@ def assert_compiled(results):
     for result in results:
         ours, eager = result["compiled"]
         for name in ("y", "dx", "dweight", "dbias"):
-            torch.testing.assert_close(ours[name], eager[name], msg=name)
+            torch.testing.assert_close(ours[name], eager[name], rtol=1e-4, atol=1e-5, msg=name)
         for name in STATISTICS:
             torch.testing.assert_close(ours["state"][name], eager["state"][name], msg=name)
 
@@ -193,6 +195,40 @@ def test_data_parallel_training_is_one_process_on_all_data(two):
     assert_data_parallel(two)
 
 
+@pytest.mark.parametrize("run", ["stock", "swapped", "late"])
+def test_lightnings_processes_train_as_one_and_give_the_layers_back(run, two, tmp_path):
+    mode = [] if run == "stock" else [SwapNorms("golden")]
+    module = sync_lightning.Module()
+    plain = sync_lightning.fit(module, 16, tmp_path, *mode, plugins=[SyncNorms()])
+    truth = module.net.state_dict()
+    for result in two:
+        seen, after, state = result["with_lightning"][run]
+        assert seen == ["normplug.modules.SyncBatchNorm"] * 2
+        assert after == plain[1] == plain[0]  # one process joins nothing
+        for name, value in truth.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_lightnings_own_synchronisation_of_swapped_layers_is_refused(two):
+    for result in two:
+        text = result["with_lightning"]["refused"]
+        assert "would rebuild every BatchNorm" in text
+        assert "plugins=[normplug.lightning.SyncNorms()]" in text
+
+
+def test_sync_norms_keeps_a_mode_that_is_set_while_it_holds():
+    model, plugin = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), SyncNorms()
+    plugin.apply(model)
+    set_mode(model[0], 0.5)
+    plugin.revert(model)
+    assert [type(m) for m in model] == [normplug.BatchNorm1d, nn.BatchNorm1d]
+    assert vars(model[1]).keys() == vars(nn.BatchNorm1d(4)).keys()
+    plugin.apply(model)
+    unswap(model)
+    plugin.revert(model)
+    assert [type(m) for m in model] == [nn.BatchNorm1d, nn.BatchNorm1d]
+
+
 @pytest.mark.gpu
 def test_two_gpus_send_measure_compile_and_train_as_two_processes_do(two_gpus):
     assert_two_messages(two_gpus)
@@ -200,6 +236,11 @@ def test_two_gpus_send_measure_compile_and_train_as_two_processes_do(two_gpus):
     assert_compiled(two_gpus)
     assert_measured(two_gpus)
     assert_data_parallel(two_gpus)
+
+
+@pytest.mark.gpu
+def test_the_host_of_two_gpus_never_waits(two_gpus):
+    assert [result["without_waiting"] for result in two_gpus] == [None, None]
 
 
 def test_a_process_group_joins_its_own_processes_only(three):
