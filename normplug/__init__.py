@@ -2,7 +2,7 @@
 
 from normplug import functional
 from normplug.modes import NormMode, target_variance
-from normplug.modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm
+from normplug.modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, SyncBatchNorm
 from normplug.plan import plan
 from normplug.swap import set_mode, swap, unswap
 
@@ -14,6 +14,7 @@ __all__ = [
     "BatchNorm3d",
     "LayerNorm",
     "NormMode",
+    "SyncBatchNorm",
     "functional",
     "plan",
     "set_mode",

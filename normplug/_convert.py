@@ -22,10 +22,19 @@ REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
     nn.LazyBatchNorm1d: modules.LazyBatchNorm1d,
     nn.LazyBatchNorm2d: modules.LazyBatchNorm2d,
     nn.LazyBatchNorm3d: modules.LazyBatchNorm3d,
+    nn.SyncBatchNorm: modules.SyncBatchNorm,
     nn.LayerNorm: modules.LayerNorm,
 }
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()
+}
+_SYNCHRONISED: dict[type[nn.Module], type[nn.Module]] = {
+    modules.BatchNorm1d: modules.SyncBatchNorm,
+    modules.BatchNorm2d: modules.SyncBatchNorm,
+    modules.BatchNorm3d: modules.SyncBatchNorm,
+    modules.LazyBatchNorm1d: modules.LazySyncBatchNorm,
+    modules.LazyBatchNorm2d: modules.LazySyncBatchNorm,
+    modules.LazyBatchNorm3d: modules.LazySyncBatchNorm,
 }
 
 
@@ -39,9 +48,14 @@ def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
     return REPLACEMENTS.get(plain_class(module))
 
 
+def synchronised(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that `synchronise` makes of a normplug class: for other than BatchNorms, itself."""
+    return _SYNCHRONISED.get(cls, cls)
+
+
 def is_revertible(module: nn.Module) -> bool:
     """Whether `revert` knows the way back: not for a user's own subclass of a normplug class."""
-    return plain_class(module) in _STOCK
+    return plain_class(module) in _STOCK or plain_class(module) is modules.LazySyncBatchNorm
 
 
 def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]]:
@@ -75,6 +89,8 @@ def convert(
     if isinstance(module, nn.LayerNorm):
         module.autocast_output = autocast_output  # type: ignore[assignment]
     if isinstance(module, TargetVarianceNorm):
+        if (unsynced := vars(module).get("_unsynced_class")) in REPLACEMENTS:
+            module._unsynced_class = REPLACEMENTS[unsynced]  # type: ignore[assignment]
         return
     ours = replacement(module)
     assert ours is not None
@@ -87,11 +103,47 @@ def convert(
 
 def revert(module: TargetVarianceNorm) -> None:
     """Make a normplug layer the stock layer that it was, in place; the inverse of `convert`."""
+    desynchronise(module)
+    if not isinstance(module, TargetVarianceNorm):
+        return
     if isinstance(module, LayerNorm):
         for name in (*LAYER_NORM_STATISTICS, "track_running_stats", "momentum", "autocast_output"):
             delattr(module, name)
     del module.target_variance, module.backend
     _assign_class(module, _STOCK[plain_class(module)])
+
+
+def synchronise(module: nn.Module) -> bool:
+    """Make a BatchNorm, stock (then in mode standard) or normplug's, a SyncBatchNorm, in place.
+
+    Returns:
+        Whether it was one; anything else is left alone.
+    """
+    before = plain_class(module)
+    ours = REPLACEMENTS.get(before, before)
+    if ours not in _SYNCHRONISED:
+        return False
+    if before is not ours:
+        convert(module, 1.0, backend="torch")
+    module._unsynced_class = before  # type: ignore[assignment]
+    module.process_group = None  # type: ignore[assignment]
+    _assign_class(module, _SYNCHRONISED[ours])
+    return True
+
+
+def desynchronise(module: nn.Module) -> None:
+    """Undo `synchronise`; a layer that was stock stays normplug's if it has another mode now."""
+    if "_unsynced_class" not in vars(module):  # undone since, by `unswap`
+        return
+    before = vars(module).pop("_unsynced_class")
+    del module.process_group
+    if plain_class(module) is modules.SyncBatchNorm:  # a lazy one may have been materialised
+        before = getattr(before, "cls_to_become", before)
+    ours = REPLACEMENTS.get(before, before)
+    _assign_class(module, ours)
+    assert isinstance(module, TargetVarianceNorm)
+    if before is not ours and module.target_variance == 1.0:
+        revert(module)
 
 
 def _assign_class(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Lightning callbacks: swap a LightningModule's norms, and watch the variance of every norm."""
+"""For Lightning: swap a LightningModule's norms, synchronise them, watch the variance of each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
@@ -25,15 +27,16 @@ from normplug.modes import ModeLike, NormMode
 from normplug.modules import TargetVarianceNorm
 from normplug.swap import swap
 
-__all__ = ["SwapNorms", "VarianceLogger"]
+__all__ = ["SwapNorms", "SyncNorms", "VarianceLogger"]
 
 
 class SwapNorms(Callback):
     """Swap the norms of a LightningModule before its optimizer is built.
 
     The mode goes into checkpoints; resuming under another is refused. At the start of fit,
-    validate and test the layers are counted, since tools that rebuild norms (such as
-    `Trainer(sync_batchnorm=True)`) would silently drop the target variance.
+    validate and test the layers are counted, since tools that rebuild norms would silently drop
+    the target variance. One that is known to, `Trainer(sync_batchnorm=True)`, is refused before it
+    does: `SyncNorms` is for that.
 
     Args:
         mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
@@ -41,7 +44,7 @@ class SwapNorms(Callback):
 
     Raises:
         ValueError: an unknown mode; a checkpoint of another one.
-        RuntimeError: where swapped layers have been rebuilt since.
+        RuntimeError: where swapped layers have been rebuilt since, or BatchNorms are about to be.
 
     Example:
         >>> trainer = Trainer(callbacks=[SwapNorms("golden", exclude="head.*")], logger=False)
@@ -57,10 +60,13 @@ class SwapNorms(Callback):
         """Swap, unless the layers are only made later, in `configure_model`."""
         if self._model is not pl_module and any(True for _ in norm_layers(pl_module)):
             self._swap(pl_module)
+        if stage == "fit":
+            self._refuse_torchs_sync(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Swap what `configure_model` has made; see that what was swapped still is."""
         self._verify(pl_module)
+        self._refuse_torchs_sync(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As `on_fit_start`."""
@@ -89,6 +95,18 @@ class SwapNorms(Callback):
         self._swapped = [path for path, _ in _convert.normplug_layers(pl_module)]
         rank_zero_info(f"normplug: {len(self._swapped)} norm layers in mode {self.mode}")
 
+    def _refuse_torchs_sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Only strategies over several processes have one.
+        if not isinstance(getattr(trainer.strategy, "_layer_sync", None), TorchSyncBatchNorm):
+            return
+        layers = (layer for _, layer in _convert.normplug_layers(pl_module))
+        if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):
+            raise RuntimeError(
+                "normplug.lightning.SwapNorms: Trainer(sync_batchnorm=True) would rebuild every "
+                f"BatchNorm as torch's SyncBatchNorm, without mode {self.mode}. Use "
+                "Trainer(plugins=[normplug.lightning.SyncNorms()]) in its place."
+            )
+
     def _verify(self, pl_module: LightningModule) -> None:
         if self._model is not pl_module:
             self._swap(pl_module)
@@ -99,8 +117,62 @@ class SwapNorms(Callback):
                 f"normplug.lightning.SwapNorms: {len(lost)} of {len(self._swapped)} swapped norm "
                 f"layers are not normplug's any more, so mode {self.mode} is lost: "
                 f"{', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''}. Another tool rebuilt "
-                "them (Trainer(sync_batchnorm=True) does); run it before the swap."
+                "them; run it before the swap."
             )
+
+
+class SyncNorms(LayerSync):
+    """Synchronise BatchNorms over all processes while a Trainer fits; give them back after.
+
+    In place of `Trainer(sync_batchnorm=True)`, which forgets what it rebuilds: here every layer
+    stays the same object, in its mode, and is of its own class again after the fit. Stock layers
+    take part in mode standard, and come back as stock. Layers that are SyncBatchNorms already are
+    left alone.
+
+    Only strategies over several processes that Lightning lets synchronise layers (DDP and FSDP)
+    have an effect: in one process there is nothing to join.
+
+    Example:
+        >>> trainer = Trainer(plugins=[SyncNorms()], callbacks=[SwapNorms("golden")], logger=False)
+    """
+
+    def __init__(self) -> None:
+        self._synchronised: list[nn.Module] = []
+        self._deferred: _AtFitStart | None = None
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Synchronise every BatchNorm of `model`; on the CPU, when the fit starts."""
+        trainer = getattr(model, "_trainer", None)
+        if trainer is not None and trainer.strategy.root_device.type == "cpu":
+            # DistributedDataParallel wraps the model in between, and refuses to on the CPU where
+            # there is a SyncBatchNorm, since torch's own does not run there.
+            self._deferred = _AtFitStart(self)
+            trainer.callbacks.insert(0, self._deferred)
+        else:
+            self.synchronise(model)
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Give back what `apply` has synchronised."""
+        trainer = getattr(model, "_trainer", None)
+        if trainer is not None and self._deferred in trainer.callbacks:
+            trainer.callbacks.remove(self._deferred)
+        for module in self._synchronised:
+            _convert.desynchronise(module)
+        self._synchronised = []
+        return model
+
+    def synchronise(self, model: nn.Module) -> None:
+        """Synchronise every BatchNorm of `model` now, until `revert`."""
+        self._synchronised += [m for m in model.modules() if _convert.synchronise(m)]
+
+
+class _AtFitStart(Callback):
+    def __init__(self, sync_norms: SyncNorms) -> None:
+        self._sync_norms = sync_norms
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._sync_norms.synchronise(pl_module)
 
 
 class VarianceLogger(Callback):
@@ -111,8 +183,9 @@ class VarianceLogger(Callback):
     are taken within each channel (BatchNorm) or row (LayerNorm) and averaged over them. They are
     measured inside the layer's forward, on logged steps only, stay on the device, and come over in
     one transfer a log. Stock norms are measured as well: for a logged step they act as normplug
-    layers of mode standard, which compute the same. Works with `torch.compile`, which makes a
-    second graph for logged steps. On other steps nothing runs.
+    layers of mode standard, which compute the same. Only torch's own SyncBatchNorm is not, as one
+    process cannot change what it sends; `swap(model, "standard")` makes it one that is. Works with
+    `torch.compile`, which makes a second graph for logged steps. On other steps nothing runs.
 
     Under a distributed strategy only rank 0 measures, and its own part of the batch; rows say so
     in `rank` and `world_size`.
@@ -165,6 +238,8 @@ class VarianceLogger(Callback):
             return
         self.logged_step = step
         for name, module in norm_layers(pl_module):
+            if _convert.plain_class(module) is nn.SyncBatchNorm:
+                continue
             self._probed.append(_Probed(name, module, pl_module.device))
 
     def on_train_batch_end(

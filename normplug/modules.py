@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normplug import _checks, functional
+from normplug import _checks, _sync, functional
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.reference import accumulator_dtype
 
-__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm"]
+__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "SyncBatchNorm"]
 
 LAYER_NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -45,12 +45,16 @@ class TargetVarianceNorm(nn.Module):
         """The torch class's line, and the mode."""
         return f"{super().extra_repr()}, mode={self.mode}"
 
-    def _record(self, x: Tensor, y: Tensor) -> None:
-        """Fill `_probe`: variance of x, of the output before the affine, after it; weight RMS."""
+    def _record(self, x: Tensor, y: Tensor, *statistics: Tensor) -> None:
+        """Fill `_probe`: variance of x, of the output before the affine, after it; weight RMS.
+
+        statistics: what x was normalised by, where the layer cannot tell from x.
+        """
         assert self._probe is not None
         with torch.no_grad():
             x, y = x.detach(), y.detach()
-            values = [self._variance(z).float() for z in (x, self._without_affine(x), y)]
+            plain = self._without_affine(x, *statistics)
+            values = [self._variance(z).float() for z in (x, plain, y)]
             weight: Tensor | None = self.weight  # type: ignore[assignment]
             ones = torch.ones_like(values[0])
             values.append(ones if weight is None else weight.float().square().mean().sqrt())
@@ -59,7 +63,7 @@ class TargetVarianceNorm(nn.Module):
     def _variance(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _without_affine(self, x: Tensor) -> Tensor:
+    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
         raise NotImplementedError
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -115,13 +119,15 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
     def _variance(self, x: Tensor) -> Tensor:
         return functional.channel_stats(x)[1].mean()
 
-    def _without_affine(self, x: Tensor) -> Tensor:
+    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
         training = self.training or self.running_mean is None
-        statistics = (None, None) if training else (self.running_mean, self.running_var)
+        own = (None, None) if training else (self.running_mean, self.running_var)
+        mean, var = statistics or own
         return functional.batch_norm(
             x,
-            *statistics,
-            training=training,
+            mean,
+            var,
+            training=mean is None,
             eps=self.eps,
             mode=self.target_variance,
             backend=self.backend,
@@ -174,6 +180,79 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """
 
 
+class _SyncBatchNormForward(_BatchNormForward):
+    process_group: Any
+    # What the layer was before it was synchronised, and what input it still takes.
+    _unsynced_class: type[Any] = nn.SyncBatchNorm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`; in training, with the other processes, and move the statistics."""
+        group = _sync.group_to_join(self.process_group) if self.training else None
+        if group is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        tracked = self.track_running_stats
+        y, mean, var = _sync.batch_norm(
+            input,
+            self.running_mean if tracked else None,
+            self.running_var if tracked else None,
+            self.weight,
+            self.bias,
+            self.num_batches_tracked if tracked else None,
+            # As in `_BatchNormForward`.
+            0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum,
+            self.eps,
+            self.target_variance,
+            self.backend,
+            group,
+        )
+        if self._probe is not None:
+            self._record(input, y, mean, var)
+        return y
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        self._unsynced_class._check_input_dim(self, input)
+
+
+class SyncBatchNorm(_SyncBatchNormForward, _BatchNorm, nn.SyncBatchNorm):
+    """`torch.nn.SyncBatchNorm` that normalises to a target variance, on CPU tensors as well.
+
+        y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
+
+    In training, mean and var are those of the joined batch of all processes of the group, and so
+    are the gradients and the running statistics. The processes' batches may differ in size, and
+    some may be empty; each process must call the layers in the same order. One message is sent
+    forward and one backward, and every process gets the same statistics, bit for bit. The
+    gradients of weight and bias are sums over the process's own batch, which
+    `DistributedDataParallel` averages, as with torch's. In eval, in one process, or where no
+    process group is initialised, it is `BatchNorm1d` and its kin, and sends nothing.
+
+    Under CUDA the host never waits, and so cannot refuse a joined batch of one value a channel:
+    its output is the bias, and the running statistics stay.
+
+    `DistributedDataParallel` refuses to wrap any `torch.nn.SyncBatchNorm` on the CPU. There, wrap
+    first and then `normplug.swap(model, mode, sync=True)`.
+
+    Args:
+        *args: those of `torch.nn.SyncBatchNorm`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch", as in `BatchNorm1d`; what is summed for the gradients
+            in several processes is always torch's.
+        **kwargs: those of `torch.nn.SyncBatchNorm`; `process_group` None is all processes.
+
+    Shape: (N, C) or (N, C, *space), in and out. One that a swap made of a `BatchNorm2d` takes what
+    that took. Differentiable twice, if all processes do it.
+
+    Raises:
+        ValueError: an unknown mode or backend, input of another dimension, and on the CPU one value
+            a channel in the joined batch.
+
+    Example:
+        >>> SyncBatchNorm(8, mode="standard")(torch.ones(2, 8)).sum()
+        tensor(0., grad_fn=<SumBackward0>)
+    """
+
+
 class LazyBatchNorm1d(_BatchNormForward, nn.LazyBatchNorm1d):
     """What a swap makes of `torch.nn.LazyBatchNorm1d`, until its first forward."""
 
@@ -190,6 +269,14 @@ class LazyBatchNorm3d(_BatchNormForward, nn.LazyBatchNorm3d):
     """What a swap makes of `torch.nn.LazyBatchNorm3d`, until its first forward."""
 
     cls_to_become = BatchNorm3d
+
+
+class LazySyncBatchNorm(
+    _SyncBatchNormForward, nn.modules.batchnorm._LazyNormBase, nn.modules.batchnorm._BatchNorm
+):
+    """What `swap(sync=True)` makes of `torch.nn.LazyBatchNorm*d`, until its first forward."""
+
+    cls_to_become = SyncBatchNorm
 
 
 class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
@@ -311,7 +398,7 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         dims = tuple(range(-len(self.normalized_shape), 0))
         return x.var(dims, correction=0).mean()
 
-    def _without_affine(self, x: Tensor) -> Tensor:
+    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
         return functional.layer_norm(
             x,
             self.normalized_shape,

@@ -90,7 +90,9 @@ class Plan:
         return "; ".join(parts)
 
 
-def plan(model: nn.Module, *, include: Filters = None, exclude: Filters = None) -> Plan:
+def plan(
+    model: nn.Module, *, include: Filters = None, exclude: Filters = None, sync: bool = False
+) -> Plan:
     """List what `normplug.swap` with the same filters would do, and change nothing.
 
     Args:
@@ -99,6 +101,7 @@ def plan(model: nn.Module, *, include: Filters = None, exclude: Filters = None) 
             "re:..." that the whole path must match, a class, a callable (path, module) -> bool,
             or a list of these; None takes all.
         exclude: leave layers that match, whatever `include` says.
+        sync: as in `normplug.swap`: BatchNorms become SyncBatchNorms.
 
     Returns:
         A `Plan`: printable, and iterable over one `PlanRow` a norm layer.
@@ -121,7 +124,7 @@ def plan(model: nn.Module, *, include: Filters = None, exclude: Filters = None) 
     hazards = _fast_path_hazards(model)
     rows = []
     for module, (path, *aliases) in names.items():
-        becomes, note = _destination(module)
+        becomes, note = _destination(module, sync)
         if module in excluded:
             becomes, note = None, "excluded"
         elif included is not None and module not in included:
@@ -154,18 +157,17 @@ def _is_norm(module: nn.Module) -> bool:
     return is_leaf and "norm" in name.lower() and not name.startswith("_")
 
 
-def _destination(module: nn.Module) -> tuple[str | None, str]:
+def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
     """The class that the layer becomes, or None; and a note."""
     cls = _convert.plain_class(module)
     if isinstance(module, TargetVarianceNorm):
         if not _convert.is_revertible(module):
             return None, "a subclass of a normplug class"
-        return cls.__name__, f"swapped already, mode {module.mode}"
+        becomes = _convert.synchronised(cls) if sync else cls
+        return becomes.__name__, f"swapped already, mode {module.mode}"
     ours = _convert.replacement(module)
     if ours is not None:
-        return ours.__name__, ""
-    if isinstance(module, nn.SyncBatchNorm):
-        return None, "its statistics are synchronised over processes"
+        return (_convert.synchronised(ours) if sync else ours).__name__, ""
     stock = next((c for c in cls.__mro__ if c in _convert.REPLACEMENTS), None)
     if stock is not None:
         return None, f"a subclass of nn.{stock.__name__}, which may have a forward of its own"

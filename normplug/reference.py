@@ -79,14 +79,14 @@ def batch_norm(
     """
     x_acc = x.to(accumulator_dtype(x.dtype))
     if mean is None or var is None:
-        var, mean = torch.var_mean(x_acc, dim=_channel_dims(x), correction=0)
+        var, mean = torch.var_mean(x_acc, dim=channel_dims(x), correction=0)
     mean, var = mean.to(x_acc.dtype), var.to(x_acc.dtype)
-    xhat = (x_acc - _per_channel(mean, x)) * _per_channel(torch.rsqrt(var + eps), x)
+    xhat = (x_acc - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
     y = xhat * math.sqrt(target_variance)
     if weight is not None:
-        y = y * _per_channel(weight.to(y.dtype), x)
+        y = y * per_channel(weight.to(y.dtype), x)
     if bias is not None:
-        y = y + _per_channel(bias.to(y.dtype), x)
+        y = y + per_channel(bias.to(y.dtype), x)
     return Normalized(y.to(x.dtype), mean, var)
 
 
@@ -117,11 +117,11 @@ def batch_norm_backward(
         dx in the dtype of `x`; dweight and dbias, (C,), in the accumulator's dtype.
     """
     acc = accumulator_dtype(x.dtype)
-    dims = _channel_dims(x)
-    rstd = _per_channel(torch.rsqrt(var.to(acc) + eps), x)
-    xhat = (x.to(acc) - _per_channel(mean.to(acc), x)) * rstd
+    dims = channel_dims(x)
+    rstd = per_channel(torch.rsqrt(var.to(acc) + eps), x)
+    xhat = (x.to(acc) - per_channel(mean.to(acc), x)) * rstd
     dy, scale = dy.to(acc), math.sqrt(target_variance)
-    g = dy * scale if weight is None else dy * scale * _per_channel(weight.to(acc), x)
+    g = dy * scale if weight is None else dy * scale * per_channel(weight.to(acc), x)
     dx = g
     if training:
         dx = g - g.mean(dims, keepdim=True) - xhat * (g * xhat).mean(dims, keepdim=True)
@@ -230,16 +230,18 @@ def running_average(running: Tensor, value: Tensor, momentum: float | None, coun
     return (1.0 - m) * running + m * value
 
 
-def _normal_cdf(z: Tensor) -> Tensor:
-    return 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0)))
-
-
-def _channel_dims(x: Tensor) -> tuple[int, ...]:
+def channel_dims(x: Tensor) -> tuple[int, ...]:
+    """Batch and space: the dimensions over which a channel is normalised."""
     return (0, *range(2, x.dim()))
 
 
-def _per_channel(values: Tensor, x: Tensor) -> Tensor:
+def per_channel(values: Tensor, x: Tensor) -> Tensor:
+    """(C,) values, shaped to broadcast over `x`."""
     return values.reshape(1, -1, *[1] * (x.dim() - 2))
+
+
+def _normal_cdf(z: Tensor) -> Tensor:
+    return 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0)))
 
 
 def _row_dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ def swap(
     exclude: Filters = None,
     track_running_stats: bool = True,
     preserve_output: bool = False,
+    sync: bool = False,
     autocast_output: str = "low",
     backend: str = "auto",
 ) -> nn.Module:
@@ -60,6 +61,8 @@ def swap(
         preserve_output: divide each weight by sqrt(tv), so that the model's function stays what
             it was, and only its parametrisation changes. A layer without a weight gets a frozen
             one. For swapping into a trained model.
+        sync: make every BatchNorm a `normplug.SyncBatchNorm` over all processes, until `unswap`.
+            False leaves those that are SyncBatchNorms so, in the process group that they have.
         autocast_output: what LayerNorm returns under autocast: "low", the autocast dtype, or
             "float32", torch's rule.
         backend: "auto", "triton" or "torch".
@@ -83,7 +86,7 @@ def swap(
     tv = target_variance(mode)
     _checks.autocast_output("swap", autocast_output)
     _checks.backend("swap", backend)
-    planned = plan(model, include=include, exclude=exclude)
+    planned = plan(model, include=include, exclude=exclude, sync=sync)
     taken = [row for row in planned if row.becomes]
     if not taken:
         warnings.warn(_nothing_swapped(model, planned), stacklevel=2)
@@ -108,6 +111,8 @@ def swap(
                 track_running_stats=track_running_stats,
                 device=device,
             )
+            if sync:
+                _convert.synchronise(row.module)
         _guard_fast_path(model)
     return model
 

@@ -219,6 +219,17 @@ def test_a_layer_that_is_not_run_stays_nan_and_an_exception_leaves_none_measurin
     assert "_probe" not in vars(module.spare)
 
 
+def test_torchs_sync_batch_norm_is_not_measured_and_normplugs_is(tmp_path):
+    module, logger = Module(), VarianceLogger(1, tmp_path)
+    module.net[0] = nn.SyncBatchNorm(3)
+    trainer(tmp_path, logger, max_steps=1).fit(module, loader())
+    assert [row.layer for row in logger.last] == ["net.3"]
+    normplug.swap(module, 0.25)
+    trainer(tmp_path, logger, max_steps=1).fit(module, loader())
+    assert [row.kind for row in logger.last] == ["SyncBatchNorm", "LayerNorm"]
+    assert logger.last[0].output_variance == pytest.approx(0.25, rel=1e-3)
+
+
 def test_every_n_steps_must_be_positive():
     with pytest.raises(ValueError, match="every_n_steps must be at least 1; got 0"):
         VarianceLogger(0)

@@ -216,27 +216,25 @@ def test_nothing_to_swap_warns_with_what_was_seen():
         swap(nn.Linear(2, 2))
 
 
-def test_subclasses_other_norms_and_synchronised_ones_are_left_and_plan_says_so(net):
+def test_subclasses_and_other_norms_are_left_and_plan_says_so(net):
     class Odd(nn.BatchNorm2d):
         def forward(self, x):
             return super().forward(x).relu()
 
     net.odd = Odd(4)
     net.rms = nn.RMSNorm(4)
-    net.sync = nn.SyncBatchNorm(4)
     net.weighty = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     notes = {row.path: row.note for row in plan(net) if not row.becomes}
     assert notes == {
         "odd": "a subclass of nn.BatchNorm2d, which may have a forward of its own",
         "rms": "no normplug counterpart",
-        "sync": "its statistics are synchronised over processes",
     }
     swap(net)
     assert type(net.odd) is Odd
     text = str(plan(net))
     assert "swapped already, mode golden; also again; also head.1" in text
     assert (
-        "3 of 6 norm layers: 1 BatchNorm2d, 1 BatchNorm1d, 1 LayerNorm; left: 1 Odd (a sub" in text
+        "3 of 5 norm layers: 1 BatchNorm2d, 1 BatchNorm1d, 1 LayerNorm; left: 1 Odd (a sub" in text
     )
 
 

@@ -232,7 +232,8 @@ def _checked_arm(cfg: DictConfig) -> str:
     if cfg.trainer.get("sync_batchnorm") and cfg.mode != BASELINE:
         raise UserError(
             "normplug.experiment: trainer.sync_batchnorm=true rebuilds every BatchNorm as a stock "
-            f"SyncBatchNorm, which would drop mode={cfg.mode}. Leave it out, or use mode=baseline."
+            f"SyncBatchNorm, which would drop mode={cfg.mode}. Use instead "
+            "'+trainer.plugins=[{_target_: normplug.lightning.SyncNorms}]'."
         )
     try:
         return arm_name(cfg.mode, cfg.gamma0, cfg.tag)

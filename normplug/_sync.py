@@ -1,0 +1,256 @@
+"""BatchNorm over the joined batch of a group of processes: one message forward, one backward.
+
+Forward, n_r, mean_r and var_r of process r come in one all-gather. With w_r = n_r / sum_r n_r:
+
+    mean = sum_r w_r * mean_r        var = sum_r w_r * (var_r + (mean_r - mean)^2)
+
+which is Chan's merge. All processes add the same numbers in the order of the ranks, and so have the
+same bits. One without data has n_r = 0, and takes part.
+
+Backward, sum(dy) and sum(dy * (x - mean)) are added over the processes in one all-reduce; the rest
+is `normplug.reference`'s formula, n being the joined batch's. The gradients of weight and bias stay
+sums over the process's own batch, which DDP averages, as in `torch.nn.SyncBatchNorm`.
+
+Source of the merge: Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from normplug import _checks, functional
+from normplug.reference import accumulator_dtype, channel_dims, per_channel
+
+# torch 2.14 deprecated the second name for the first; without torch.distributed there is neither.
+_all_gather = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
+)
+
+
+def group_to_join(group: Any) -> Any:
+    """`group`, None being all processes; None where this process has no other to join."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = group or dist.group.WORLD
+    return group if dist.get_world_size(group) > 1 else None
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    target_variance: float,
+    backend: str,
+    group: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`functional.batch_norm` in training, over the batches of all processes of `group`.
+
+    Returns:
+        y, and the (C,) mean and biased variance of the joined batch.
+
+    Raises:
+        ValueError: shapes that do not fit; on the CPU, one value a channel in the joined batch.
+            Elsewhere the host would have to wait to know: y is `bias` then.
+        TypeError: an input that is not floating point.
+    """
+    who = "SyncBatchNorm"
+    _checks.floating(who, input)
+    _checks.channels(who, input, running_mean=running_mean, weight=weight, bias=bias)
+    y, mean, var, n = _SyncBatchNorm.apply(
+        input, weight, bias, eps, target_variance, backend, group
+    )
+    if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
+        raise ValueError(
+            f"normplug.{who}: training needs more than one value per channel; the joined batch of "
+            f"{dist.get_world_size(group)} processes has 1. Use .eval(), a larger batch, or "
+            "drop_last=True in the loader."
+        )
+    if running_mean is not None and running_var is not None:
+        # A batch without a variance moves nothing, counted or not.
+        counts = n > 1
+        step = counts.to(running_mean.dtype)
+        if num_batches_tracked is not None:
+            num_batches_tracked.add_(counts)
+        if momentum is not None:
+            step = step * momentum
+        elif num_batches_tracked is not None:
+            step = step / num_batches_tracked.clamp(min=1)
+        unbiased = var * (n / (n - 1).clamp(min=1))
+        running_mean.lerp_(mean.to(running_mean.dtype), step)
+        running_var.lerp_(unbiased.to(running_var.dtype), step)
+    return y, mean, var
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        target_variance: float,
+        backend: str,
+        group: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """y; mean, biased variance and number of values a channel of the joined batch."""
+        acc = accumulator_dtype(x.dtype)
+        mean, var, n = _joined_statistics(x, group)
+        y = functional.batch_norm(
+            x,
+            mean,
+            var,
+            None if weight is None else weight.to(acc),
+            None if bias is None else bias.to(acc),
+            eps=eps,
+            mode=target_variance,
+            backend=backend,
+        )
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), n)
+        ctx.eps, ctx.scale, ctx.group = eps, math.sqrt(target_variance), group
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, var, n)
+        ctx.set_materialize_grads(False)
+        return y, mean, var, n
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        """The gradients of x, weight and bias."""
+        x, weight, mean, rstd, n = ctx.saved_tensors
+        n = n.clamp(min=1)
+        if dy is None:
+            dy = torch.zeros_like(x)
+        # A graph of the gradients is wanted: torch operations only, from x on.
+        twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if twice:
+            mean, rstd = _differentiable_statistics(x, n, ctx.eps, ctx.group)
+        fused = _has_kernels(x) and not twice
+        if fused:
+            x = _dense(x)
+            dy = _laid_out_like(dy, x)
+        sums = _own_sums(dy, x, mean, rstd, fused)
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            means = (_Sum.apply(sums, ctx.group) if twice else _sum(sums, ctx.group)) / n
+            scale = torch.full_like(rstd, ctx.scale)
+            if weight is not None:
+                scale = weight.to(rstd.dtype) * scale
+            dx = _input_gradient(dy, x, mean, rstd, scale, means, fused)
+        sum_dy, sum_dy_centred = sums.chunk(2)
+        if ctx.needs_input_grad[1]:
+            dweight = (sum_dy_centred * rstd * ctx.scale).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = sum_dy.to(ctx.bias_dtype)
+        return dx, dweight, dbias, None, None, None, None
+
+
+def _own_sums(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, fused: bool) -> Tensor:
+    """(2C,): sum(dy), then sum(dy * (x - mean)), over this process's batch."""
+    if fused:
+        sums = torch.batch_norm_backward_reduce(dy, x, mean, rstd, None, True, False, False)[:2]
+        return torch.cat(sums)
+    dy, dims = dy.to(mean.dtype), channel_dims(x)
+    return torch.cat([dy.sum(dims), (dy * (x.to(mean.dtype) - per_channel(mean, x))).sum(dims)])
+
+
+def _input_gradient(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, means: Tensor, fused: bool
+) -> Tensor:
+    """dx, given the means over the joined batch of dy and dy * (x - mean)."""
+    mean_dy, mean_dy_centred = means.chunk(2)
+    if fused:
+        # It divides by the number of values, as an int32 of each process: the means are divided.
+        one = torch.ones(1, dtype=torch.int32, device=x.device)
+        return torch.batch_norm_backward_elemt(
+            dy, x, mean, rstd, scale, mean_dy, mean_dy_centred, one
+        )
+    centred = x.to(mean.dtype) - per_channel(mean, x)
+    slope = per_channel(mean_dy_centred * rstd * rstd, x)
+    dx = dy.to(mean.dtype) - per_channel(mean_dy, x) - centred * slope
+    return (dx * per_channel(scale * rstd, x)).to(x.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all processes; so is the gradient, as every process has used it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _sum(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(dtotal, ctx.group), None
+
+
+def _sum(values: Tensor, group: Any) -> Tensor:
+    total = values.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and number of values a channel, of all processes' batches together."""
+    acc, channels = accumulator_dtype(x.dtype), x.shape[1]
+    if x.numel() == 0:
+        own = x.new_zeros(2 * channels + 1, dtype=acc)
+    else:
+        # As a float32, a count above 2^24 is rounded, which moves a weight by 1e-7 of itself.
+        count = x.new_full((1,), x.numel() // channels, dtype=acc)
+        own = torch.cat([*functional.channel_stats(x), count])
+    processes = dist.get_world_size(group)
+    gathered = own.new_empty(processes * own.shape[0])
+    assert _all_gather is not None
+    _all_gather(gathered, own, group)
+    means, variances, counts = gathered.view(processes, -1).split([channels, channels, 1], dim=1)
+    n = counts.sum()
+    weights = counts / n.clamp(min=1)
+    mean = (weights * means).sum(0)
+    var = (weights * (variances + (means - mean).square())).sum(0)
+    return mean, var, n
+
+
+def _differentiable_statistics(
+    x: Tensor, n: Tensor, eps: float, group: Any
+) -> tuple[Tensor, Tensor]:
+    """Mean and rstd of the joined batch as functions of x, for second derivatives."""
+    dims = channel_dims(x)
+    x = x.to(n.dtype)
+    mean = _Sum.apply(x.sum(dims), group) / n
+    var = _Sum.apply((x - per_channel(mean, x)).square().sum(dims), group) / n
+    return mean, torch.rsqrt(var + eps)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether torch's pieces of a synchronised backward can take x: eager CUDA."""
+    tracing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return x.is_cuda and not tracing and x.numel() > 0
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x, copied if it is neither contiguous nor channels_last."""
+    return x if x.is_contiguous() or _is_channels_last(x) else x.contiguous()
+
+
+def _laid_out_like(dy: Tensor, x: Tensor) -> Tensor:
+    if x.is_contiguous():
+        return dy.contiguous()
+    return dy.contiguous(memory_format=_CHANNELS_LAST[x.dim()])
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    memory_format = _CHANNELS_LAST.get(x.dim())
+    return memory_format is not None and x.is_contiguous(memory_format=memory_format)
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
