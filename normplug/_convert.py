@@ -6,6 +6,7 @@ buffers (so a running optimizer stays valid), hooks, aliases, sharing, dtype, de
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,8 +31,18 @@ _STOCK: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class, behind the private subclass that a parametrization puts before it."""
-    return parametrize.type_before_parametrizations(module)
+    """The module's class, behind a private subclass that torch has put before it."""
+    private = _private_base(module)
+    return type(module) if private is None else type(module).__bases__[private]
+
+
+def _private_base(module: nn.Module) -> int | None:
+    """Which base of a private subclass, by a parametrization or by `fully_shard`, is the class."""
+    if parametrize.is_parametrized(module):
+        return 0
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = fsdp is not None and issubclass(type(module).__bases__[0], fsdp.FSDPModule)
+    return 1 if sharded else None
 
 
 def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
@@ -95,8 +106,9 @@ def revert(module: TargetVarianceNorm) -> None:
 
 
 def _assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    if parametrize.is_parametrized(module):
+    index = _private_base(module)
+    if index is not None:
         private = type(module)
         namespace = {k: v for k, v in vars(private).items() if k not in ("__dict__", "__weakref__")}
-        cls = type(private.__name__, (cls,), namespace)
+        cls = type(private.__name__, (*private.__bases__[:index], cls), namespace)
     module.__class__ = cls

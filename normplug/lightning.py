@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from normplug import _convert
+from normplug import _convert, _record
 from normplug._variance_log import (
     MEASURED,
     LayerVariance,
@@ -21,6 +21,7 @@ from normplug._variance_log import (
     as_table,
     draw_heat_map,
 )
+from normplug.check import refuse
 from normplug.modes import ModeLike, NormMode
 from normplug.modules import TargetVarianceNorm
 from normplug.swap import swap
@@ -32,8 +33,8 @@ class SwapNorms(Callback):
     """Swap the norms of a LightningModule before its optimizer is built.
 
     The mode goes into checkpoints; resuming under another is refused. At the start of fit,
-    validate and test the layers are counted, since tools that rebuild norms (such as
-    `Trainer(sync_batchnorm=True)`) would silently drop the target variance.
+    validate and test the layers are compared with the record of the swap, as `normplug.check` does,
+    since a tool that rebuilds norms would silently drop the target variance.
 
     Args:
         mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
@@ -41,7 +42,7 @@ class SwapNorms(Callback):
 
     Raises:
         ValueError: an unknown mode; a checkpoint of another one.
-        RuntimeError: where swapped layers have been rebuilt since.
+        RuntimeError: where swapped layers have been rebuilt or bypassed since.
 
     Example:
         >>> trainer = Trainer(callbacks=[SwapNorms("golden", exclude="head.*")], logger=False)
@@ -51,7 +52,6 @@ class SwapNorms(Callback):
         self.mode = NormMode(mode)
         self.options = options
         self._model: LightningModule | None = None
-        self._swapped: list[str] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Swap, unless the layers are only made later, in `configure_model`."""
@@ -86,21 +86,13 @@ class SwapNorms(Callback):
     def _swap(self, pl_module: LightningModule) -> None:
         swap(pl_module, self.mode, **self.options)
         self._model = pl_module
-        self._swapped = [path for path, _ in _convert.normplug_layers(pl_module)]
-        rank_zero_info(f"normplug: {len(self._swapped)} norm layers in mode {self.mode}")
+        swapped = sum(1 for _ in _convert.normplug_layers(pl_module))
+        rank_zero_info(f"normplug: {swapped} norm layers in mode {self.mode}")
 
     def _verify(self, pl_module: LightningModule) -> None:
         if self._model is not pl_module:
             self._swap(pl_module)
-        now = {path for path, _ in _convert.normplug_layers(pl_module)}
-        lost = [path for path in self._swapped if path not in now]
-        if lost:
-            raise RuntimeError(
-                f"normplug.lightning.SwapNorms: {len(lost)} of {len(self._swapped)} swapped norm "
-                f"layers are not normplug's any more, so mode {self.mode} is lost: "
-                f"{', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''}. Another tool rebuilt "
-                "them (Trainer(sync_batchnorm=True) does); run it before the swap."
-            )
+        refuse("lightning.SwapNorms", pl_module, _record.findings(pl_module))
 
 
 class VarianceLogger(Callback):
