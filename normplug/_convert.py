@@ -62,6 +62,19 @@ def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]
             yield path, module
 
 
+def is_patched(module: nn.Module) -> bool:
+    """Whether an attribute of the instance has taken the place of the class's `forward`.
+
+    A bound method of the class is none: accelerate leaves one behind when it removes its hooks.
+    """
+    return "forward" in vars(module) and not _is_bound_forward(module)
+
+
+def _is_bound_forward(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return getattr(forward, "__func__", None) is type(module).forward
+
+
 def convert(
     module: nn.Module,
     target_variance: float,
@@ -106,6 +119,8 @@ def revert(module: TargetVarianceNorm) -> None:
 
 
 def _assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    if _is_bound_forward(module):
+        del module.forward
     index = _private_base(module)
     if index is not None:
         private = type(module)

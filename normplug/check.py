@@ -158,7 +158,7 @@ def _shape(layer: nn.Module) -> tuple[int, ...]:
 def _problems(layer: TargetVarianceNorm) -> list[str]:
     """Where a layer's forward is not the formula."""
     found = []
-    patched = " (its forward was replaced on the instance)" if "forward" in vars(layer) else ""
+    patched = " (its forward was replaced on the instance)" if _convert.is_patched(layer) else ""
     for name, training, grad in _settings(layer):
         try:
             with _untouched(layer, training, grad):

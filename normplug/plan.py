@@ -170,7 +170,7 @@ def _destination(module: nn.Module) -> tuple[str | None, str]:
     if isinstance(module, torch.jit.ScriptModule):
         return None, "compiled TorchScript"
     ours = _convert.replacement(module)
-    if ours is not None and "forward" in vars(module):
+    if ours is not None and _convert.is_patched(module):
         return None, "its forward was replaced on the instance, by a patch or accelerate's hooks"
     if ours is not None:
         return ours.__name__, ""

@@ -147,7 +147,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         text = "subclasses of normplug classes have no torch class to go back to and stay"
         warnings.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.", stacklevel=2)
     layers = [(path, m) for path, m in layers if _convert.is_revertible(m)]
-    patched = [shown(path) for path, m in layers if "forward" in vars(m)]
+    patched = [shown(path) for path, m in layers if _convert.is_patched(m)]
     if patched:
         raise ValueError(
             f"normplug.unswap: the forward of {', '.join(patched)} was replaced on the instance "
