@@ -698,7 +698,8 @@ def write(path):
         "Each cell applies one tool to a small model of convolution, BatchNorm2d, linear layer,",
         "BatchNorm1d and LayerNorm, and compares outputs (where it trains: losses, gradients and",
         "statistics too) with the same tool on the stock model of the same function. *Refused* is",
-        "an error, in the words shown; no cell may drop a target variance without one.",
+        "an error, its first sentence is shown, and the way out is `normplug.unswap` before it.",
+        "What no guard knows of, `normplug.check(model, batch)` finds.",
         "",
         "| tool | swapped, golden | after `unswap` |",
         "|---|---|---|",
@@ -710,7 +711,8 @@ def write(path):
             continue
         cells = [outcome(one, name) for name in COLUMNS]
         wrong += [one.tool for cell in cells if cell.startswith("silently")]
-        lines.append(f"| {one.tool} | {' | '.join(cells)} |")
+        shown = [cell.split(". ")[0].replace("normplug: ", "") for cell in cells]
+        lines.append(f"| {one.tool} | {' | '.join(shown)} |")
         print(lines[-1], flush=True)
     names = sorted({"torch", *(need for one in ROWS for need in one.needs)})
     versions = []

@@ -121,6 +121,18 @@ def test_a_layer_that_computes_something_else_is_found(net):
     assert "in train, its forward fails (its forward was replaced on the instance)" in found(net)
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_torchs_transformers_do_not_bypass_their_norms(norm_first):
+    options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
+    model = nn.Transformer(16, 2, 1, 2, 32, **options)
+    for norm in (m for m in model.modules() if isinstance(m, nn.LayerNorm)):
+        nn.init.normal_(norm.weight, 1, 0.3)
+    inputs = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
+    report = check(swap(model), *inputs)
+    assert len(report) == 2 + 3 * 2 + 2
+
+
 class Bypassing(nn.Module):
     def __init__(self):
         super().__init__()
@@ -219,3 +231,13 @@ def test_what_cannot_be_compared_is_said():
 
 def test_normplug_is_not_needed_to_read_an_unswapped_model(net):
     assert b"normplug" not in pickle.dumps(unswap(net))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_kernels_are_compared_too(net, dtype):
+    state = torch.cuda.get_rng_state()
+    with torch.autocast("cuda", torch.bfloat16):
+        check(net.to("cuda", dtype))
+    check(net, X.to("cuda", dtype))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
