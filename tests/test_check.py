@@ -66,6 +66,19 @@ def test_a_layer_that_was_rebuilt_or_removed_is_found(net, copied):
     assert "1.6: swapped in mode golden, not in the model any more" in text
 
 
+def test_rebuilding_is_refused_only_where_it_drops_something(net):
+    with pytest.raises(RuntimeError, match="convert_sync_batchnorm would drop the target variance"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    check(net)
+    assert (net[1].eps, net[1].affine) == (1e-5, True)
+    expected = set_mode(net, "standard").eval()(X)
+    nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    torch.testing.assert_close(net(X), expected)
+    assert "1: swapped in mode standard, a SyncBatchNorm now" in found(net)  # the next set_mode
+    with pytest.raises(AttributeError, match="'LayerNorm' object has no attribute 'affine'"):
+        net[4].affine  # noqa: B018
+
+
 def test_layers_that_were_lost_are_forgotten_with_a_warning(net):
     net[1] = nn.BatchNorm2d(8)
     with pytest.warns(
