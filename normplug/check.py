@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from normplug import _checks, _convert, _record, reference
+from normplug import _checks, _convert, _record, modules, reference
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 from normplug.plan import counts, shown
@@ -148,6 +148,8 @@ def _untestable(layer: nn.Module) -> str | None:
     weight: Tensor | None = layer.weight  # type: ignore[assignment]
     if weight is not None and (type(weight).__name__ == "DTensor" or weight.shape != _shape(layer)):
         return "not compared: sharded"
+    if type(layer).forward.__module__ != modules.__name__:
+        return "not compared: a subclass with a forward of its own"
     return None
 
 
@@ -179,18 +181,18 @@ def _problems(layer: TargetVarianceNorm) -> list[str]:
 def _untouched(layer: nn.Module, training: bool, grad: bool) -> Iterator[None]:
     """In a block, one setting, with buffers that are copies; afterwards everything as before."""
     probe = vars(layer).pop("_probe", None)
-    modules, was_training = list(layer.modules()), layer.training
-    before = [m._buffers for m in modules]
+    parts, was_training = list(layer.modules()), layer.training
+    before = [m._buffers for m in parts]
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(grad), parametrize.cached():
-            for m in modules:
+            for m in parts:
                 m._buffers = {k: None if b is None else b.clone() for k, b in m._buffers.items()}
             layer.training = training
             with torch.autocast(_like(layer).device.type, enabled=False):
                 yield
     finally:
         layer.training = was_training
-        for m, buffers in zip(modules, before, strict=True):
+        for m, buffers in zip(parts, before, strict=True):
             m._buffers = buffers
         if probe is not None:
             layer._probe = probe

@@ -237,7 +237,13 @@ def test_every_kind_of_layer_is_compared(norm):
         check(norm)
 
 
+class WithRelu(LayerNorm):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
 def test_what_cannot_be_compared_is_said():
+    assert "not compared: a subclass with a forward of its own" in str(check(WithRelu(4)))
     assert "not compared: on the meta device" in str(check(swap(make().to("meta"))))
     assert "not compared: no shape yet" in str(check(swap(nn.Sequential(nn.LazyBatchNorm1d()))))
 
