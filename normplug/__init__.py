@@ -1,10 +1,11 @@
 """Norm layers with a target variance: swap them into any PyTorch model with one line."""
 
 from normplug import functional
+from normplug.check import check
 from normplug.modes import NormMode, target_variance
 from normplug.modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, SyncBatchNorm
 from normplug.plan import plan
-from normplug.swap import set_mode, swap, unswap
+from normplug.swap import set_mode, swap, swapped, unswap
 
 __version__ = "0.1.0"
 
@@ -15,10 +16,12 @@ __all__ = [
     "LayerNorm",
     "NormMode",
     "SyncBatchNorm",
+    "check",
     "functional",
     "plan",
     "set_mode",
     "swap",
+    "swapped",
     "target_variance",
     "unswap",
 ]

@@ -5,13 +5,26 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 ACTIVATIONS = (None, "relu", "silu", "gelu")
 AUTOCAST_OUTPUTS = ("low", "float32")
 BACKENDS = ("auto", "triton", "torch")
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # once: a call costs microseconds
+
+
+def module(who: str, model: Any) -> None:
+    """Refuse what is no module, and what is compiled TorchScript and has no layers left."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"normplug.{who}: model must be an nn.Module; got {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"normplug.{who}: model must be an nn.Module in Python; got {type(model).__name__}, "
+            "compiled TorchScript, whose layers cannot change. Use the module it was made from."
+        )
 
 
 def backend(who: str, name: str) -> str:

@@ -6,6 +6,7 @@ buffers (so a running optimizer stays valid), hooks, aliases, sharing, dtype, de
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,8 +40,18 @@ _SYNCHRONISED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class, behind the private subclass that a parametrization puts before it."""
-    return parametrize.type_before_parametrizations(module)
+    """The module's class, behind a private subclass that torch has put before it."""
+    private = _private_base(module)
+    return type(module) if private is None else type(module).__bases__[private]
+
+
+def _private_base(module: nn.Module) -> int | None:
+    """Which base of a private subclass, by a parametrization or by `fully_shard`, is the class."""
+    if parametrize.is_parametrized(module):
+        return 0
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = fsdp is not None and issubclass(type(module).__bases__[0], fsdp.FSDPModule)
+    return 1 if sharded else None
 
 
 def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
@@ -63,6 +74,19 @@ def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]
     for path, module in model.named_modules():
         if isinstance(module, TargetVarianceNorm):
             yield path, module
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether an attribute of the instance has taken the place of the class's `forward`.
+
+    A bound method of the class is none: accelerate leaves one behind when it removes its hooks.
+    """
+    return "forward" in vars(module) and not _is_bound_forward(module)
+
+
+def _is_bound_forward(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return getattr(forward, "__func__", None) is type(module).forward
 
 
 def convert(
@@ -147,8 +171,11 @@ def desynchronise(module: nn.Module) -> None:
 
 
 def _assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    if parametrize.is_parametrized(module):
+    if _is_bound_forward(module):
+        del module.forward
+    index = _private_base(module)
+    if index is not None:
         private = type(module)
         namespace = {k: v for k, v in vars(private).items() if k not in ("__dict__", "__weakref__")}
-        cls = type(private.__name__, (cls,), namespace)
+        cls = type(private.__name__, (*private.__bases__[:index], cls), namespace)
     module.__class__ = cls

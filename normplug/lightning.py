@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from normplug import _convert
+from normplug import _convert, _record
 from normplug._variance_log import (
     MEASURED,
     LayerVariance,
@@ -23,6 +23,7 @@ from normplug._variance_log import (
     as_table,
     draw_heat_map,
 )
+from normplug.check import refuse
 from normplug.modes import ModeLike, NormMode
 from normplug.modules import TargetVarianceNorm
 from normplug.swap import swap
@@ -34,9 +35,9 @@ class SwapNorms(Callback):
     """Swap the norms of a LightningModule before its optimizer is built.
 
     The mode goes into checkpoints; resuming under another is refused. At the start of fit,
-    validate and test the layers are counted, since tools that rebuild norms would silently drop
-    the target variance. One that is known to, `Trainer(sync_batchnorm=True)`, is refused before it
-    does: `SyncNorms` is for that.
+    validate and test the layers are compared with the record of the swap, as `normplug.check` does,
+    since a tool that rebuilds norms would silently drop the target variance. One that is known to,
+    `Trainer(sync_batchnorm=True)`, is refused before it does: `SyncNorms` is for that.
 
     Args:
         mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
@@ -44,7 +45,8 @@ class SwapNorms(Callback):
 
     Raises:
         ValueError: an unknown mode; a checkpoint of another one.
-        RuntimeError: where swapped layers have been rebuilt since, or BatchNorms are about to be.
+        RuntimeError: where swapped layers have been rebuilt or bypassed since, or BatchNorms are
+            about to be.
 
     Example:
         >>> trainer = Trainer(callbacks=[SwapNorms("golden", exclude="head.*")], logger=False)
@@ -54,7 +56,6 @@ class SwapNorms(Callback):
         self.mode = NormMode(mode)
         self.options = options
         self._model: LightningModule | None = None
-        self._swapped: list[str] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Swap, unless the layers are only made later, in `configure_model`."""
@@ -92,8 +93,8 @@ class SwapNorms(Callback):
     def _swap(self, pl_module: LightningModule) -> None:
         swap(pl_module, self.mode, **self.options)
         self._model = pl_module
-        self._swapped = [path for path, _ in _convert.normplug_layers(pl_module)]
-        rank_zero_info(f"normplug: {len(self._swapped)} norm layers in mode {self.mode}")
+        swapped = sum(1 for _ in _convert.normplug_layers(pl_module))
+        rank_zero_info(f"normplug: {swapped} norm layers in mode {self.mode}")
 
     def _refuse_torchs_sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Only strategies over several processes have one.
@@ -110,15 +111,7 @@ class SwapNorms(Callback):
     def _verify(self, pl_module: LightningModule) -> None:
         if self._model is not pl_module:
             self._swap(pl_module)
-        now = {path for path, _ in _convert.normplug_layers(pl_module)}
-        lost = [path for path in self._swapped if path not in now]
-        if lost:
-            raise RuntimeError(
-                f"normplug.lightning.SwapNorms: {len(lost)} of {len(self._swapped)} swapped norm "
-                f"layers are not normplug's any more, so mode {self.mode} is lost: "
-                f"{', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''}. Another tool rebuilt "
-                "them; run it before the swap."
-            )
+        refuse("lightning.SwapNorms", pl_module, _record.findings(pl_module))
 
 
 class SyncNorms(LayerSync):

@@ -12,9 +12,9 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from normplug import _checks, _sync, functional
+from normplug import _checks, _guards, _sync, functional
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.reference import accumulator_dtype
 
@@ -44,6 +44,18 @@ class TargetVarianceNorm(nn.Module):
     def extra_repr(self) -> str:
         """The torch class's line, and the mode."""
         return f"{super().extra_repr()}, mode={self.mode}"
+
+    def _as_leaf(self, input: fx.Proxy) -> Tensor:
+        """The call of the layer as one node of a graph, as torch.fx makes of torch's own layers."""
+        tracer: Any = input.tracer
+        return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+
+    def __prepare_scriptable__(self) -> None:
+        raise NotImplementedError(
+            f"normplug: torch.jit.script cannot compile a {type(self).__name__} in mode "
+            f"{self.mode}. Script normplug.unswap(model), the same function in torch.nn layers, or "
+            "use torch.jit.trace or torch.export."
+        )
 
     def _record(self, x: Tensor, y: Tensor, *statistics: Tensor) -> None:
         """Fill `_probe`: variance of x, of the output before the affine, after it; weight RMS.
@@ -90,9 +102,32 @@ class TargetVarianceNorm(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
+class _Watched:
+    """An attribute that a tool which rebuilds BatchNorms reads, and is refused by."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        if layer is None or self.name not in vars(layer):
+            raise AttributeError(self.name)
+        if not torch.compiler.is_compiling():
+            _guards.refuse_rebuilder(layer)
+        return vars(layer)[self.name]
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        vars(layer)[self.name] = value
+
+
 class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
+    affine = _Watched()
+    if torch.__version__ >= "2.14":  # torch.compile of torch 2.6 cannot follow it in the forward
+        eps = _Watched()
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
         self._check_input_dim(input)
         mean, var = self.running_mean, self.running_var
         training = self.training or (mean is None and var is None)
@@ -107,7 +142,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             training,
             # A layer without its counter (a checkpoint of torch < 0.4.1) averages nothing.
             0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum,
-            self.eps,
+            self.__dict__["eps"],  # a tenth of the time that asking who reads it takes
             mode=self.target_variance,
             num_batches_tracked=self.num_batches_tracked,
             backend=self.backend,
@@ -187,6 +222,8 @@ class _SyncBatchNormForward(_BatchNormForward):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, with the other processes, and move the statistics."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
         group = _sync.group_to_join(self.process_group) if self.training else None
         if group is None:
             return super().forward(input)
@@ -201,7 +238,7 @@ class _SyncBatchNormForward(_BatchNormForward):
             self.num_batches_tracked if tracked else None,
             # As in `_BatchNormForward`.
             0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum,
-            self.eps,
+            self.__dict__["eps"],
             self.target_variance,
             self.backend,
             group,
@@ -335,6 +372,8 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
         # torch.func transforms refuse writes to captured tensors, and stock LayerNorm has none.
         transformed = torch._C._are_functorch_transforms_active()
         track = self.training and self.running_mean is not None and not transformed

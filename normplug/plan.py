@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import nn
 
-from normplug import _convert
+from normplug import _checks, _convert
 from normplug.modules import TargetVarianceNorm
 
 Filter: TypeAlias = str | type | Callable[[str, nn.Module], bool]
@@ -50,7 +51,7 @@ class PlanRow:
     @property
     def kind(self) -> str:
         """The layer's class name."""
-        return _convert.plain_class(self.module).__name__
+        return _name(self.module)
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,13 @@ def plan(
         A `Plan`: printable, and iterable over one `PlanRow` a norm layer.
 
     Raises:
-        TypeError: where `model` is no module, or a filter none of the above.
+        TypeError: where `model` is no module or TorchScript, or a filter none of the above.
         ValueError: where an `include` pattern matches no norm layer: a typo, most likely.
 
     Warns:
         UserWarning: where an `exclude` pattern matches no norm layer.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"normplug.plan: model must be an nn.Module; got {type(model).__name__}.")
+    _checks.module("plan", model)
     names: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if _is_norm(module):
@@ -152,9 +152,15 @@ def _is_norm(module: nn.Module) -> bool:
         return True
     # Norms of other libraries by name; a leading underscore marks torch's own weight and spectral
     # normalisation, which are parametrizations and no layers.
-    name = _convert.plain_class(module).__name__
+    name = _name(module)
     is_leaf = next(module.children(), None) is None
     return is_leaf and "norm" in name.lower() and not name.startswith("_")
+
+
+def _name(module: nn.Module) -> str:
+    if isinstance(module, torch.jit.ScriptModule):
+        return getattr(module, "original_name", type(module).__name__)
+    return _convert.plain_class(module).__name__
 
 
 def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
@@ -165,7 +171,11 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
             return None, "a subclass of a normplug class"
         becomes = _convert.synchronised(cls) if sync else cls
         return becomes.__name__, f"swapped already, mode {module.mode}"
+    if isinstance(module, torch.jit.ScriptModule):
+        return None, "compiled TorchScript"
     ours = _convert.replacement(module)
+    if ours is not None and _convert.is_patched(module):
+        return None, "its forward was replaced on the instance, by a patch or accelerate's hooks"
     if ours is not None:
         return (_convert.synchronised(ours) if sync else ours).__name__, ""
     stock = next((c for c in cls.__mro__ if c in _convert.REPLACEMENTS), None)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from normplug import _checks, _convert
+from normplug import _checks, _convert, _guards, _record
 from normplug.modes import ModeLike, target_variance
 from normplug.modules import TargetVarianceNorm
 from normplug.plan import Filters, Plan, counts, fast_path_owners, plan, shown
@@ -73,17 +73,19 @@ def swap(
     Raises:
         ValueError: an unknown mode, autocast_output or backend, an `include` pattern that matches
             nothing, or `preserve_output` where a weight cannot be divided. The model is as before.
-        TypeError: where `model` is no module.
+        TypeError: where `model` is no module, or TorchScript.
         NotImplementedError: backend "triton" where there is no kernel.
 
     Warns:
-        UserWarning: where there was nothing to swap, with what was seen instead.
+        UserWarning: where there was nothing to swap, with what was seen instead; where layers of
+            an earlier swap have been rebuilt since, as for `unswap` and `set_mode`.
 
     Example:
         >>> swap(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].mode.name
         'golden'
     """
     tv = target_variance(mode)
+    _checks.module("swap", model)
     _checks.autocast_output("swap", autocast_output)
     _checks.backend("swap", backend)
     planned = plan(model, include=include, exclude=exclude, sync=sync)
@@ -114,6 +116,8 @@ def swap(
             if sync:
                 _convert.synchronise(row.module)
         _guard_fast_path(model)
+    _guards.tell_opacus(_convert.REPLACEMENTS)
+    _record.renew("swap", model)
     return model
 
 
@@ -133,20 +137,28 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         `model` itself.
 
     Raises:
-        TypeError: where `model` is no module.
-        ValueError: where a weight cannot be multiplied: a parametrized one, or one that is shared
-            with a layer that would change. The model is as before.
+        TypeError: where `model` is no module, or TorchScript.
+        ValueError: where a weight cannot be multiplied: a parametrized or computed one, or one
+            that is shared with a layer that would change; where a layer's forward has been
+            replaced on the instance. The model is as before.
 
     Warns:
         UserWarning: where a layer stays because it is a user's own subclass of a normplug class.
     """
-    _check_module("unswap", model)
+    _checks.module("unswap", model)
     layers = list(_convert.normplug_layers(model))
     stuck = [shown(path) for path, m in layers if not _convert.is_revertible(m)]
     if stuck:
         text = "subclasses of normplug classes have no torch class to go back to and stay"
         warnings.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.", stacklevel=2)
     layers = [(path, m) for path, m in layers if _convert.is_revertible(m)]
+    patched = [shown(path) for path, m in layers if _convert.is_patched(m)]
+    if patched:
+        raise ValueError(
+            f"normplug.unswap: the forward of {', '.join(patched)} was replaced on the instance "
+            "since the swap, by a patch or accelerate's hooks; remove that first, as with "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True)."
+        )
     scalings = [_Scaling(p, m, math.sqrt(m.target_variance)) for p, m in layers if fold]
     _check_scalings("unswap", model, scalings)
     with _all_or_nothing([m for _, m in layers], model):
@@ -154,8 +166,75 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         for _, module in layers:
             _convert.revert(module)
         if not stuck:
-            _release_fast_path(model)
+            _release_fast_path(_guarded(model))
+    _record.renew("unswap", model)
     return model
+
+
+@contextmanager
+def swapped(model: nn.Module, mode: ModeLike = "golden", **options: Any) -> Iterator[nn.Module]:
+    """Swap for the length of a `with` block, and put every layer back after it.
+
+    Afterwards, on an exception too, each layer has the class, attributes and buffers it had, and a
+    layer that was normplug's has its own mode and options. Parameters and BatchNorm's statistics
+    stay as the block left them, since it may train: weights trained in golden are then in a stock
+    layer, which is another function. With `preserve_output=True` they are divided before the block
+    and multiplied after it, so that the function is the same on both sides of either end.
+
+    Args:
+        model: any module.
+        mode: as in `normplug.swap`.
+        **options: those of `normplug.swap`.
+
+    Yields:
+        `model` itself.
+
+    Raises:
+        ValueError: as `normplug.swap` does.
+        TypeError: as `normplug.swap` does.
+
+    Example:
+        >>> model = nn.Sequential(nn.LayerNorm(8))
+        >>> with swapped(model, 0.5):
+        ...     print(model[0].mode)
+        0.5
+        >>> type(model[0])
+        <class 'torch.nn.modules.normalization.LayerNorm'>
+    """
+    _checks.module("swapped", model)
+    before = {
+        path: (m, _settings(m))
+        for path, m in model.named_modules()
+        if isinstance(m, TargetVarianceNorm) or _convert.replacement(m) is not None
+    }
+    synchronised = {m for m, _ in before.values() if "_unsynced_class" in vars(m)}
+    records, guarded = _record.take(model), _guarded(model)
+    swap(model, mode, **options)
+    scalings = [
+        _Scaling(path, m, math.sqrt(m.target_variance / settings.get("target_variance", 1.0)))
+        for path, (m, settings) in before.items()
+        if options.get("preserve_output") and isinstance(m, TargetVarianceNorm)
+    ]
+    try:
+        yield model
+    finally:
+        now = [s for s in scalings if isinstance(s.module, TargetVarianceNorm)]
+        _scale(now, _device_of(model))
+        for m, settings in before.values():
+            if isinstance(m, TargetVarianceNorm) and not settings:
+                _convert.revert(m)
+            elif m not in synchronised:
+                _convert.desynchronise(m)
+            for name, value in settings.items():
+                setattr(m, name, value)
+        _release_fast_path({o: a for o, a in _guarded(model).items() if o not in guarded})
+        _record.put(model, records)
+
+
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    """What a swap sets on a layer that is normplug's already; nothing for a stock layer."""
+    names = ("target_variance", "backend", "autocast_output")
+    return {name: vars(layer)[name] for name in names if name in vars(layer)}
 
 
 def set_mode(model: nn.Module, mode: ModeLike) -> nn.Module:
@@ -169,11 +248,11 @@ def set_mode(model: nn.Module, mode: ModeLike) -> nn.Module:
         `model` itself.
 
     Raises:
-        TypeError: where `model` is no module.
+        TypeError: where `model` is no module, or TorchScript.
         ValueError: an unknown mode, or a model without normplug layers.
     """
     tv = target_variance(mode)
-    _check_module("set_mode", model)
+    _checks.module("set_mode", model)
     layers = [layer for _, layer in _convert.normplug_layers(model)]
     if not layers:
         raise ValueError(
@@ -182,12 +261,8 @@ def set_mode(model: nn.Module, mode: ModeLike) -> nn.Module:
         )
     for layer in layers:
         layer.target_variance = tv
+    _record.renew("set_mode", model)
     return model
-
-
-def _check_module(who: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"normplug.{who}: model must be an nn.Module; got {type(model).__name__}.")
 
 
 def _nothing_swapped(model: nn.Module, planned: Plan) -> str:
@@ -220,6 +295,11 @@ def _check_scalings(who: str, model: nn.Module, scalings: list[_Scaling]) -> Non
             raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
         if is_lazy(module.weight):  # type: ignore[arg-type]
             raise ValueError(f"{where} has no shape yet; run one forward first.")
+        if "weight" not in module._parameters:
+            raise ValueError(
+                f"{where} is no parameter but computed from one, by a hook (weight_norm, prune) or "
+                "FSDP: remove the hook first, or act within FSDP.summon_full_params."
+            )
         shared = owners.get(id(module.weight), []) if module.weight is not None else []
         others = [name for name, other in shared if other != factor]
         if others:
@@ -262,17 +342,23 @@ def _frozen_weight(module: nn.Module, value: float, device: torch.device | None)
 def _guard_fast_path(model: nn.Module) -> None:
     """Turn off torch's fused inference where it would read a swapped norm's weight."""
     for _, owner, attribute in fast_path_owners(model):
-        swapped = any(True for _ in _convert.normplug_layers(owner))
-        if swapped and not hasattr(owner, _FAST_PATH):
-            setattr(owner, _FAST_PATH, getattr(owner, attribute))
+        now = getattr(owner, attribute)
+        if now and any(True for _ in _convert.normplug_layers(owner)):
+            if not hasattr(owner, _FAST_PATH):
+                setattr(owner, _FAST_PATH, now)
             setattr(owner, attribute, 0)
 
 
-def _release_fast_path(model: nn.Module) -> None:
-    for _, owner, attribute in fast_path_owners(model):
-        if hasattr(owner, _FAST_PATH):
-            setattr(owner, attribute, getattr(owner, _FAST_PATH))
-            delattr(owner, _FAST_PATH)
+def _guarded(model: nn.Module) -> dict[nn.Module, str]:
+    """The owners of a fast path that is off because of a swap, with the attribute that says so."""
+    owners = fast_path_owners(model)
+    return {owner: attribute for _, owner, attribute in owners if hasattr(owner, _FAST_PATH)}
+
+
+def _release_fast_path(owners: dict[nn.Module, str]) -> None:
+    for owner, attribute in owners.items():
+        setattr(owner, attribute, getattr(owner, _FAST_PATH))
+        delattr(owner, _FAST_PATH)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 import normplug
 from normplug import (
@@ -112,7 +112,12 @@ def test_modules_parameters_buffers_hooks_and_flags_survive(net):
     net.norm.register_forward_hook(lambda *_: calls.append("forward"))
     net.norm.register_forward_pre_hook(lambda *_: calls.append("pre"))
     net.norm.register_full_backward_hook(lambda *_: calls.append("backward"))
+    net.norm.register_full_backward_pre_hook(lambda *_: calls.append("pre-backward"))
+    net.norm.weight.register_hook(lambda *_: calls.append("gradient"))
     net.flat.register_state_dict_pre_hook(lambda *_: calls.append("state"))
+    net.flat.register_state_dict_post_hook(lambda *_: calls.append("post-state"))
+    net.flat.register_load_state_dict_pre_hook(lambda *_: calls.append("pre-load"))
+    net.flat.register_load_state_dict_post_hook(lambda *_: calls.append("load"))
     net.flat.weight.requires_grad_(False)
     net.flat.eval()
     net.norm.note = "mine"
@@ -128,8 +133,53 @@ def test_modules_parameters_buffers_hooks_and_flags_survive(net):
     assert not net.flat.weight.requires_grad
     assert net.norm.note == "mine"
     net(X).sum().backward()
-    net.state_dict()
-    assert Counter(calls) == {"pre": 2, "forward": 2, "backward": 2, "state": 1}
+    net.load_state_dict(net.state_dict())
+    assert Counter(calls) == {
+        **{"pre": 2, "forward": 2, "pre-backward": 2, "backward": 2, "gradient": 1},
+        **{"state": 1, "post-state": 1, "pre-load": 1, "load": 1},
+    }
+
+
+def test_settings_buffers_and_children_of_a_layer_survive():
+    norm = nn.BatchNorm2d(4, eps=0.1, momentum=None, affine=False, track_running_stats=False)
+    norm.register_buffer("mine", torch.ones(3), persistent=False)
+    norm.child = nn.Linear(2, 2)
+    keys = set(norm.state_dict())
+    swap(norm)
+    assert (norm.eps, norm.momentum, norm.running_mean) == (0.1, None, None)
+    assert torch.equal(norm.mine, torch.ones(3))
+    assert set(norm.state_dict()) == keys == {"child.weight", "child.bias"}
+    x = torch.randn(8, 4, 3, 3)
+    expected = nn.BatchNorm2d(4, eps=0.1, affine=False)(x) * GOLDEN**0.5
+    torch.testing.assert_close(norm.eval()(x), expected)  # no statistics: the batch's, in eval too
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_swapped_model_is_copied_and_saved_whole(net, way, tmp_path):
+    swap(net, 0.5, exclude="flat")
+    expected = copy.deepcopy(net.state_dict())
+    if way == "deepcopy":
+        twin = copy.deepcopy(net)
+    elif way == "pickle":
+        twin = pickle.loads(pickle.dumps(net))
+    else:
+        torch.save(net, tmp_path / "net.pt")
+        twin = torch.load(tmp_path / "net.pt", weights_only=False)
+    assert twin.again is twin.norm is twin.head[1]
+    assert normplug.check(twin).summary() == "2 norm layers in order: 2 in mode 0.5"
+    torch.testing.assert_close(twin(X), net(X), rtol=0, atol=0)
+    unswap(twin)
+    assert type(twin.norm) is nn.LayerNorm
+    assert type(net.norm) is LayerNorm
+    assert net.state_dict().keys() == expected.keys()
+
+
+def test_a_state_dict_loads_strictly_both_ways(net):
+    plain, swapped_net = copy.deepcopy(net), swap(net, "standard")
+    swapped_net.load_state_dict(plain.state_dict())
+    kept = {k: v for k, v in swapped_net.state_dict().items() if k in plain.state_dict()}
+    plain.load_state_dict(kept)
+    torch.testing.assert_close(plain(X), swapped_net(X))
 
 
 def test_a_running_optimizer_goes_on(net):
@@ -345,6 +395,83 @@ def test_a_parametrized_layer_keeps_its_parametrization():
     torch.testing.assert_close(norm(x), expected)
 
 
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_torchs_own_parametrizations(name):
+    norm = nn.LayerNorm((6, 4) if name == "orthogonal" else 6).eval()
+    nn.init.normal_(norm.weight, 1, 0.3)
+    getattr(nn.utils.parametrizations, name)(norm, "weight")
+    x = torch.randn(5, *norm.normalized_shape)
+    expected = norm(x)
+    swap(norm)
+    norm.eval()
+    bias = norm.bias.expand_as(x)
+    torch.testing.assert_close(norm(x), (expected - bias) * GOLDEN**0.5 + bias)
+    normplug.check(norm)
+    golden = norm(x)
+    torch.testing.assert_close(copy.deepcopy(norm)(x), golden)
+    parametrize.remove_parametrizations(norm, "weight")
+    unswap(norm)
+    assert type(norm) is nn.LayerNorm
+    torch.testing.assert_close(norm(x), golden)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("how", ["weight_norm", "spectral_norm", "prune"])
+def test_a_weight_that_a_hook_computes_is_swapped_but_not_scaled_behind_its_back(how):
+    norm = nn.LayerNorm((4, 6)).eval()
+    remove = {
+        "weight_norm": nn.utils.remove_weight_norm,
+        "spectral_norm": nn.utils.remove_spectral_norm,
+        "prune": lambda m: prune.remove(m, "weight"),
+    }[how]
+    if how == "prune":
+        prune.random_unstructured(norm, "weight", amount=0.5)
+    else:
+        getattr(nn.utils, how)(norm)
+    x = torch.randn(5, 4, 6)
+    expected = norm(x) * GOLDEN**0.5
+    swap(norm)
+    torch.testing.assert_close(norm(x), expected)
+    for refused in (unswap, lambda m: swap(m, 2, preserve_output=True)):
+        with pytest.raises(ValueError, match="is no parameter but computed from one"):
+            refused(norm)
+    torch.testing.assert_close(norm(x), expected)
+    remove(norm)
+    torch.testing.assert_close(unswap(norm)(x), expected)
+
+
+def test_a_forward_that_was_replaced_on_the_instance_is_left_and_said(net):
+    forward = net.flat.forward
+    net.flat.forward = lambda x: forward(x)
+    swap(net)
+    assert type(net.flat) is nn.BatchNorm1d
+    assert "its forward was replaced on the instance" in str(plan(net))
+    forward = net.norm.forward
+    net.norm.forward = lambda x: forward(x)
+    normplug.check(net)
+    set_mode(net, 0.5)
+    before = frozen(net)
+    with pytest.raises(ValueError, match="the forward of norm was replaced on the instance"):
+        unswap(net)
+    assert_frozen(net, before)
+    del net.norm.forward
+    unswap(net)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_torchscript_is_refused_and_its_parts_are_left(net):
+    traced = torch.jit.trace(net.eval(), X)
+    for call in (swap, unswap, plan, normplug.check, lambda m: set_mode(m, 1)):
+        with pytest.raises(TypeError, match="got .*, compiled TorchScript, whose layers cannot"):
+            call(traced)
+    model = nn.Sequential(traced, nn.LayerNorm(4))
+    swap(model)
+    assert type(model[1]) is LayerNorm
+    assert ["0.flat", "BatchNorm1d", "-", "compiled", "TorchScript"] in [
+        line.split() for line in str(plan(model)).splitlines()
+    ]
+
+
 def test_a_lazy_layer_becomes_one_at_its_first_forward():
     model = nn.Sequential(nn.LazyBatchNorm2d())
     with pytest.raises(ValueError, match="has no shape yet"):
@@ -449,3 +576,90 @@ def test_golden_sgd_is_the_stock_norm_with_a_scaled_start_and_rate(net):
     for _ in range(10):
         assert train_step(net, ours) == pytest.approx(train_step(twin, theirs), rel=1e-4)
     torch.testing.assert_close(net.norm.weight * scale, twin.norm.weight, rtol=1e-4, atol=1e-5)
+
+
+class Trained(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("options", [{}, {"include": ["flat", "norm"]}, {"backend": "torch"}])
+def test_swapped_puts_everything_back_but_what_was_trained(net, fails, options):
+    net.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    before = frozen(net)
+    try:
+        with normplug.swapped(net, "golden", **options) as inside:
+            assert inside is net
+            assert type(net.norm) is LayerNorm
+            if "include" not in options:
+                assert net.encoder.activation_relu_or_gelu == 0
+            train_step(net)
+            weight, mean = net.norm.weight.clone(), net.flat.running_mean.clone()
+            if fails:
+                raise Trained
+    except Trained:
+        assert fails
+    assert torch.equal(net.norm.weight, weight)
+    assert torch.equal(net.flat.running_mean, mean)
+    assert net.encoder.activation_relu_or_gelu == 1
+    net.load_state_dict(before[1])
+    assert_frozen(net, before)
+
+
+def test_swapped_gives_normplugs_layers_their_own_mode_and_options_back(net):
+    swap(net, 0.5, include="norm", autocast_output="float32")
+    net(X)
+    before = frozen(net)
+    with normplug.swapped(net, 2, backend="torch"):
+        assert {row.module.target_variance for row in plan(net)} == {2.0}
+        set_mode(net, 3)
+    assert_frozen(net, before)
+    assert (net.norm.target_variance, net.norm.backend, net.norm.autocast_output) == (
+        0.5,
+        "auto",
+        "float32",
+    )
+    assert normplug.check(net).summary() == "1 norm layers in order: 1 in mode 0.5"
+    with normplug.swapped(net), normplug.swapped(net, 2):
+        unswap(net)
+    assert all(type(row.module).__module__.startswith("torch") for row in plan(net))
+
+
+def test_swapped_with_preserved_output_keeps_the_function_at_both_ends(net):
+    net.bare = nn.BatchNorm1d(4, affine=False)
+    net.head.append(net.bare)
+    swap(net.stem, 0.5)
+    net.eval()
+    expected, before = net(X), frozen(net)
+    with normplug.swapped(net, preserve_output=True):
+        torch.testing.assert_close(net(X), expected)
+        with torch.no_grad():
+            net.norm.weight.mul_(3)
+        trained = net(X)
+    torch.testing.assert_close(net(X), trained)
+    with torch.no_grad():
+        net.norm.weight.div_(3)
+    for now, then in zip(frozen(net)[0], before[0], strict=True):
+        assert now[:3] == then[:3]
+    torch.testing.assert_close(net(X), expected)
+
+
+def test_swapped_takes_synchronisation_back_that_was_not_there(net):
+    swap(net, 0.5, include="stem.*")
+    swap(net, 0.5, include="flat", sync=True)
+    before = frozen(net)
+    with normplug.swapped(net, "golden", sync=True):
+        synchronised = {type(m) for m in net.modules() if isinstance(m, nn.SyncBatchNorm)}
+        assert synchronised == {normplug.SyncBatchNorm}
+        assert type(net.stem[1]) is normplug.SyncBatchNorm
+    assert_frozen(net, before)
+
+
+def test_swapped_refuses_as_swap_does(net):
+    before = frozen(net)
+    for bad, error in (({"mode": "gold"}, ValueError), ({"include": "lyaer*"}, ValueError)):
+        with pytest.raises(error), normplug.swapped(net, **bad):
+            pass
+        assert_frozen(net, before)
+    with pytest.raises(TypeError, match="normplug.swapped: model must be an nn.Module"):
+        normplug.swapped({}).__enter__()

@@ -1,0 +1,734 @@
+"""normplug next to other tools: each tool on a golden model, an unswapped one, and a stock one.
+
+    python tests/matrix.py -o docs/compatibility.md
+
+writes the table. `test_matrix.py` runs the same cells. A cell applies one tool to a small model;
+what comes out must be what comes out of the stock model of the same function, which has sqrt(tv) in
+its norms' weights.
+"""
+
+import argparse
+import copy
+import datetime
+import importlib.metadata
+import importlib.util
+import io
+import math
+import pickle
+import platform
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import DataLoader, TensorDataset
+
+import normplug
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)
+COLUMNS = ("swapped", "unswapped")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tool.
+
+    refused: what the error says on a golden model; "" where the tool works on it.
+    """
+
+    tool: str
+    run: Callable[[nn.Module], Any]
+    needs: tuple[str, ...]
+    refused: str
+    tolerance: float
+
+    @property
+    def lacks(self) -> str:
+        """What of `needs` is not installed."""
+        missing = [name for name in self.needs if not is_there(name)]
+        return ", ".join(missing)
+
+
+ROWS: list[Row] = []
+
+
+def is_there(name):
+    if name == "c++":
+        return shutil.which("c++") is not None
+    if name.startswith("torch>="):
+        return torch.__version__ >= name.removeprefix("torch>=")
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def row(tool, *needs, refused="", tolerance=1e-4):
+    def add(run):
+        ROWS.append(Row(tool, run, needs, refused, tolerance))
+        return run
+
+    return add
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.bn = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU()
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.flatten = nn.Flatten()
+        self.fc = nn.Linear(32, 32)
+        self.bn1 = nn.BatchNorm1d(32)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        x = self.flatten(self.pool(self.relu(self.bn(self.conv(x)))))
+        return self.head(self.norm(self.bn1(self.fc(x))))
+
+
+def make():
+    torch.manual_seed(0)
+    net = Net()
+    for module in net.modules():
+        if isinstance(module, NORMS):
+            nn.init.normal_(module.weight, 1, 0.3)
+            nn.init.normal_(module.bias, 0, 0.3)
+        if isinstance(module, NORMS[0]):
+            nn.init.normal_(module.running_mean, 0, 0.1)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+    return net
+
+
+def stock(tv=None):
+    net, scale = make(), math.sqrt(tv or normplug.target_variance("golden"))
+    with torch.no_grad():
+        for module in net.modules():
+            if isinstance(module, NORMS):
+                module.weight.mul_(scale)
+    return net
+
+
+def column(name):
+    net = normplug.swap(make(), "golden")
+    return normplug.unswap(net) if name == "unswapped" else net
+
+
+torch.manual_seed(1)
+X, Y = torch.randn(24, 3, 6, 6), torch.randint(4, (24,))
+BATCHES = list(zip(X.split(8), Y.split(8), strict=True))
+
+
+def outcome(one, name):
+    """What a tool makes of a column's model: "works", "refused: ..." or "silently wrong: ..."."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(2)
+        expected = one.run(stock())
+        model = column(name)
+        torch.manual_seed(2)
+        try:
+            got = one.run(model)
+        except Exception as error:
+            return f"refused: {str(error).strip().splitlines()[0]}"
+        try:
+            assert_same(got, expected, one.tolerance)
+        except AssertionError as difference:
+            try:
+                normplug.check(model)
+            except RuntimeError as error:
+                return f"refused by check: {str(error).splitlines()[1].strip(' -')}"
+            return f"silently wrong: {difference}"
+    return "works"
+
+
+def assert_same(got, expected, tolerance):
+    (got, got_spec), (expected, spec) = tree_flatten(got), tree_flatten(expected)
+    assert got_spec == spec, f"{got_spec} is not {spec}"
+    assert got, "nothing was compared"
+    for a, b in zip(got, expected, strict=True):
+        if isinstance(b, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance / 10, check_dtype=False)
+        else:
+            assert a == b, f"{a} is not {b}"
+
+
+def evaluate(model, x=X):
+    with torch.no_grad():
+        return model.eval()(x)
+
+
+def parameters(model):
+    """All but the norms' weights, in which the two parametrisations differ."""
+    weights = {id(m.weight) for m in model.modules() if isinstance(m, NORMS)}
+    return [p for p in model.parameters() if id(p) not in weights]
+
+
+def statistics(model):
+    """The BatchNorms' statistics; LayerNorm's are normplug's own."""
+    norms = [m for m in model.modules() if isinstance(m, NORMS[0])]
+    return [b.clone() for m in norms for b in m.buffers()]
+
+
+def train(model, optimizer=None, after=lambda: None):
+    """Three steps: their losses, the last gradients, the statistics; and the function after."""
+    trained = parameters(model)
+    optimizer = optimizer or torch.optim.SGD(trained, 0.05, momentum=0.9)
+    model.train()
+    losses = []
+    for x, y in BATCHES:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        after()
+        losses.append(loss.detach())
+    gradients = [p.grad.clone() for p in trained if p.grad is not None]
+    return losses, gradients, statistics(model), evaluate(model)
+
+
+# Tools that rebuild norms.
+
+
+@row("`nn.SyncBatchNorm.convert_sync_batchnorm`", refused="torch's convert_sync_batchnorm would")
+def convert_sync_batchnorm(model):
+    return evaluate(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+
+
+@row(
+    "Lightning `Trainer(sync_batchnorm=True)`",
+    "lightning",
+    refused="torch's convert_sync_batchnorm would",
+)
+def lightning_sync_batchnorm(model):
+    from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+
+    plugin = TorchSyncBatchNorm()
+    return evaluate(plugin.revert(plugin.apply(model)))
+
+
+@row("timm `convert_sync_batchnorm`", "timm", refused="timm's convert_sync_batchnorm would")
+def timm_convert_sync_batchnorm(model):
+    import timm
+
+    return evaluate(timm.layers.convert_sync_batchnorm(model))
+
+
+@row("timm `convert_splitbn_model`", "timm", refused="timm's convert_splitbn_model would")
+def timm_convert_splitbn_model(model):
+    import timm
+
+    model.bn = timm.layers.convert_splitbn_model(model.bn)
+    return evaluate(model)
+
+
+@row("timm `freeze_batch_norm_2d`", "timm", refused="timm's freeze_batch_norm_2d would")
+def timm_freeze_batch_norm_2d(model):
+    import timm
+
+    return evaluate(timm.layers.freeze_batch_norm_2d(model))
+
+
+@row("`torch.func.replace_all_batch_norm_modules_`")
+def replace_all_batch_norm_modules(model):
+    torch.func.replace_all_batch_norm_modules_(model)
+    return model.eval()(X), model.train()(X)
+
+
+# Tools that read a norm's tensors.
+
+
+@row("`nn.utils.fuse_conv_bn_eval`", refused="fuse_conv_bn_eval would|a Identity now")
+def fuse_conv_bn_eval(model):
+    model.eval()
+    model.conv, model.bn = nn.utils.fuse_conv_bn_eval(model.conv, model.bn), nn.Identity()
+    return evaluate(model)
+
+
+@row("`nn.utils.fuse_linear_bn_eval`", refused="fuse_linear_bn_eval would|a Identity now")
+def fuse_linear_bn_eval(model):
+    model.eval()
+    model.fc, model.bn1 = nn.utils.fuse_linear_bn_eval(model.fc, model.bn1), nn.Identity()
+    return evaluate(model)
+
+
+@row("`torch.ao.quantization.fuse_modules`", refused="(did not find fuser method|[Cc]annot fuse)")
+def fuse_modules(model):
+    from torch.ao.quantization import fuse_modules
+
+    return evaluate(fuse_modules(model.eval(), [["conv", "bn"]]))
+
+
+@row("`torch.fx.experimental.optimization.fuse`")
+def fx_fuse(model):
+    from torch.fx.experimental.optimization import fuse
+
+    return evaluate(fuse(model.eval()))
+
+
+@row("`torch.utils.mkldnn.to_mkldnn`", refused="torch's to_mkldnn would")
+def to_mkldnn(model):
+    from torch.utils import mkldnn
+
+    head = nn.Sequential(model.conv, model.bn).eval()
+    return mkldnn.to_mkldnn(head)(X.to_mkldnn()).to_dense()
+
+
+@row("`nn.TransformerEncoder`, its fused inference")
+def transformer_encoder(model):
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+    layer.norm1, layer.norm2 = model.norm, copy.deepcopy(model.norm)
+    if isinstance(model.norm, normplug.LayerNorm):
+        normplug.swap(layer)
+    encoder = nn.TransformerEncoder(layer, 2)
+    x = torch.randn(2, 5, 32)
+    return encoder.train()(x), evaluate(encoder, x)
+
+
+# Compilers and exporters.
+
+
+@row("`torch.jit.script`", refused="torch.jit.script cannot compile a BatchNorm2d in mode golden")
+def jit_script(model):
+    return evaluate(torch.jit.script(model.eval()))
+
+
+@row("`torch.jit.trace`, `freeze`, `optimize_for_inference`")
+def jit_trace(model):
+    traced = torch.jit.freeze(torch.jit.trace(model.eval(), X))
+    return evaluate(torch.jit.optimize_for_inference(traced), X)
+
+
+@row("`torch.fx.symbolic_trace`")
+def symbolic_trace(model):
+    return train(torch.fx.symbolic_trace(model))
+
+
+@row("torchvision `create_feature_extractor`", "torchvision")
+def create_feature_extractor(model):
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    return evaluate(create_feature_extractor(model, ["bn", "norm"]))
+
+
+@row("`torch.export`")
+def export(model):
+    batch = torch.export.Dim("batch", min=2)
+    program = torch.export.export(model.eval(), (X,), dynamic_shapes=({0: batch},))
+    with io.BytesIO() as file:
+        torch.export.save(program, file)
+        file.seek(0)
+        program = torch.export.load(file)
+    return program.module()(X[:5])
+
+
+def run_onnx(model, **options):
+    import onnxruntime
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "model.onnx"
+        torch.onnx.export(model.eval(), (X,), path, input_names=["x"], **options)
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return torch.from_numpy(session.run(None, {"x": X.numpy()})[0])
+
+
+@row("`torch.onnx.export(dynamo=True)`, ONNX Runtime", "onnx", "onnxscript", "onnxruntime")
+def onnx_dynamo(model):
+    return run_onnx(model, dynamo=True, verbose=False)
+
+
+@row("`torch.onnx.export(dynamo=False)`, ONNX Runtime", "onnx", "onnxruntime")
+def onnx_torchscript(model):
+    return run_onnx(model, dynamo=False)
+
+
+@row("`torch.compile`, AOTAutograd")
+def compile_aot(model):
+    torch.compiler.reset()
+    return train(torch.compile(model, backend="aot_eager", fullgraph=True))
+
+
+@row("`torch.compile`, Inductor, training", "c++")
+def compile_inductor(model):
+    torch.compiler.reset()
+    return train(torch.compile(model, fullgraph=True))
+
+
+@row("`torch.compile`, Inductor, freezing", "c++")
+def compile_freezing(model):
+    import torch._inductor.config
+
+    torch.compiler.reset()
+    with torch._inductor.config.patch(freezing=True):
+        return evaluate(torch.compile(model.eval(), fullgraph=True))
+
+
+# Averages of weights.
+
+
+@row("`swa_utils.update_bn`")
+def update_bn(model):
+    torch.optim.swa_utils.update_bn(BATCHES, model)
+    return statistics(model), evaluate(model)
+
+
+@row("`swa_utils.AveragedModel`, then `update_bn`")
+def averaged_model(model):
+    average = torch.optim.swa_utils.AveragedModel(model)
+    train(model, after=lambda: average.update_parameters(model))
+    torch.optim.swa_utils.update_bn(BATCHES, average)
+    return evaluate(average)
+
+
+@row("`swa_utils.AveragedModel`, EMA of buffers too")
+def averaged_model_ema(model):
+    mean = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=mean, use_buffers=True)
+    train(model, after=lambda: average.update_parameters(model))
+    return statistics(average), evaluate(average)
+
+
+@row("EMA over a deep copy's `state_dict`")
+def deepcopy_ema(model):
+    average = copy.deepcopy(model)
+
+    def update():
+        with torch.no_grad():
+            for a, b in zip(
+                average.state_dict().values(), model.state_dict().values(), strict=True
+            ):
+                a.copy_(a.float().lerp(b.float(), 0.5))
+
+    train(model, after=update)
+    return evaluate(average)
+
+
+def fit(model, *callbacks, epochs=2, **options):
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(parameters(self.net), 0.05)
+
+    with tempfile.TemporaryDirectory() as directory:
+        Trainer(
+            accelerator="cpu",
+            callbacks=list(callbacks),
+            max_epochs=epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=directory,
+            **options,
+        ).fit(Module(), DataLoader(TensorDataset(X, Y), 8))
+    return statistics(model), evaluate(model)
+
+
+@row("Lightning `StochasticWeightAveraging`", "lightning")
+def lightning_swa(model):
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    return fit(model, StochasticWeightAveraging(0.01, swa_epoch_start=1), epochs=3)
+
+
+@row("Lightning `EMAWeightAveraging`", "lightning")
+def lightning_ema(model):
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    return fit(model, EMAWeightAveraging(decay=0.5))
+
+
+@row("Lightning `precision='bf16-mixed'`, gradient accumulation", "lightning", tolerance=0.1)
+def lightning_mixed(model):
+    return fit(model, precision="bf16-mixed", accumulate_grad_batches=3)
+
+
+# torch.func and Opacus.
+
+
+@row("`torch.func.vmap` over `stack_module_state`")
+def vmap_models(model):
+    models = [model.eval(), copy.deepcopy(model)]
+    with torch.no_grad():
+        models[1].conv.weight.mul_(2)
+    stacked = torch.func.stack_module_state(models)
+    skeleton = copy.deepcopy(model).to("meta")
+
+    def one(params, buffers, x):
+        return torch.func.functional_call(skeleton, (params, buffers), (x,))
+
+    return torch.func.vmap(one, in_dims=(0, 0, None))(*stacked, X)
+
+
+def functional(model):
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    buffers = {k: b.clone() for k, b in model.named_buffers()}
+    return params, lambda params, x: torch.func.functional_call(model, (params, buffers), (x,))
+
+
+@row("`torch.func.grad`, in training")
+def func_grad(model):
+    torch.func.replace_all_batch_norm_modules_(model)
+    params, call = functional(model.train())
+    gradients = torch.func.grad(lambda p: F.cross_entropy(call(p, X), Y))(params)
+    return gradients["conv.weight"], gradients["norm.bias"], gradients["head.weight"]
+
+
+@row("per-sample gradients, `vmap` of `grad`")
+def per_sample_gradients(model):
+    params, call = functional(model.eval())
+
+    def loss(p, x, y):
+        return F.cross_entropy(call(p, x[None]), y[None])
+
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, X, Y)
+    return gradients["conv.weight"], gradients["bn1.bias"]
+
+
+@row("`torch.func.jvp`, forward-mode")
+def func_jvp(model):
+    _, call = functional(model.eval())
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    return torch.func.jvp(lambda x: call(params, x), (X,), (torch.ones_like(X),))
+
+
+@row("`torch.autograd.forward_ad`")
+def forward_ad(model):
+    import torch.autograd.forward_ad as fwd
+
+    with fwd.dual_level():
+        y = model.eval()(fwd.make_dual(X, torch.ones_like(X)))
+        return fwd.unpack_dual(y).tangent
+
+
+@row("Opacus `ModuleValidator.validate`: says the same", "opacus")
+def opacus_validate(model):
+    from opacus.validators import ModuleValidator
+
+    if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
+        normplug.swap(model)  # Opacus is imported by now
+    return [type(error).__name__ for error in ModuleValidator.validate(model.train())]
+
+
+# Parallel training, each in one process.
+
+
+@contextmanager
+def process_group():
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@row("`DistributedDataParallel`")
+def ddp(model):
+    with process_group():
+        return train(nn.parallel.DistributedDataParallel(model))
+
+
+@row("`DataParallel`")
+def data_parallel(model):
+    return train(nn.DataParallel(model))
+
+
+@row("FSDP1, `use_orig_params=True`")
+def fsdp1(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    with process_group():
+        return train(FSDP(model, device_id=torch.device("cpu"), use_orig_params=True))
+
+
+@row("FSDP2, `fully_shard`", "torch>=2.14")
+def fsdp2(model):
+    from torch.distributed.fsdp import fully_shard
+
+    with process_group():
+        for layer in (model.bn, model.norm, model):
+            fully_shard(layer)
+        losses, gradients, statistics, y = train(model)
+        return losses, [g.full_tensor() for g in gradients], statistics, y
+
+
+@row("accelerate `Accelerator().prepare`", "accelerate")
+def accelerate_prepare(model):
+    from accelerate import Accelerator
+
+    optimizer = torch.optim.SGD(parameters(model), 0.05, momentum=0.9)
+    return train(*Accelerator(cpu=True).prepare(model, optimizer))
+
+
+@row("accelerate `cpu_offload`", "accelerate")
+def accelerate_offload(model):
+    from accelerate import cpu_offload
+
+    return evaluate(cpu_offload(model, execution_device="cpu"))
+
+
+# Training with less memory or precision.
+
+
+@row("`torch.utils.checkpoint`, not reentrant")
+def checkpoint(model):
+    return train_checkpointed(model, use_reentrant=False)
+
+
+@row("`torch.utils.checkpoint`, reentrant")
+def checkpoint_reentrant(model):
+    return train_checkpointed(model, use_reentrant=True)
+
+
+def train_checkpointed(model, use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    model.train()
+    y = checkpoint(model, X.clone().requires_grad_(), use_reentrant=use_reentrant)
+    F.cross_entropy(y, Y).backward()
+    return [p.grad for p in parameters(model)], statistics(model), evaluate(model)
+
+
+@row("gradient accumulation")
+def accumulation(model):
+    model.train()
+    for x, y in BATCHES:
+        F.cross_entropy(model(x), y).backward()
+    return [p.grad for p in parameters(model)], statistics(model), evaluate(model)
+
+
+@row("`torch.autocast`, bfloat16", tolerance=0.1)
+def autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        losses, _, statistics, y = train(model)
+    return losses, statistics, y
+
+
+@row("`torch.amp.GradScaler`")
+def grad_scaler(model):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(parameters(model), 0.05)
+    model.train()
+    for x, y in BATCHES:
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return statistics(model), evaluate(model)
+
+
+@row("torchao `quantize_`, int8 weights", "torchao")
+def torchao_int8(model):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model.eval(), Int8WeightOnlyConfig())
+    return evaluate(model)
+
+
+@row("weight decay by type of layer")
+def weight_decay_groups(model):
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+        if isinstance(module, NORMS) or name == "bias"
+    ]
+
+
+# Saving and loading.
+
+
+@row("whole-module `pickle` and `torch.save`")
+def pickled(model):
+    model = pickle.loads(pickle.dumps(model))
+    with io.BytesIO() as file:
+        torch.save(model, file)
+        file.seek(0)
+        return evaluate(torch.load(file, weights_only=False))
+
+
+@row("`torch.save(model.state_dict())`, `weights_only=True`")
+def saved_state(model):
+    twin = copy.deepcopy(model)
+    train(twin)
+    with io.BytesIO() as file:
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        twin.load_state_dict(torch.load(file, weights_only=True))
+    return evaluate(twin)
+
+
+@row("safetensors `save_model`, `load_model`", "safetensors")
+def safetensors_model(model):
+    from safetensors.torch import load_model, save_model
+
+    twin = copy.deepcopy(model)
+    train(twin)
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(model, f"{directory}/model.safetensors")
+        load_model(twin, f"{directory}/model.safetensors")
+    return evaluate(twin)
+
+
+def write(path):
+    """The table, with what it was made with."""
+    lines = [
+        "# normplug next to other tools",
+        "",
+        "Each cell applies one tool to a small model of convolution, BatchNorm2d, linear layer,",
+        "BatchNorm1d and LayerNorm, and compares outputs (where it trains: losses, gradients and",
+        "statistics too) with the same tool on the stock model of the same function. *Refused* is",
+        "an error, its first sentence is shown, and the way out is `normplug.unswap` before it.",
+        "What no guard knows of, `normplug.check(model, batch)` finds.",
+        "",
+        "| tool | swapped, golden | after `unswap` |",
+        "|---|---|---|",
+    ]
+    wrong = []
+    for one in ROWS:
+        if one.lacks:
+            lines.append(f"| {one.tool} | not run: no {one.lacks} | |")
+            continue
+        cells = [outcome(one, name) for name in COLUMNS]
+        wrong += [one.tool for cell in cells if cell.startswith("silently")]
+        shown = [cell.split(". ")[0].replace("normplug: ", "") for cell in cells]
+        lines.append(f"| {one.tool} | {' | '.join(shown)} |")
+        print(lines[-1], flush=True)
+    names = sorted({"torch", *(need for one in ROWS for need in one.needs)})
+    versions = []
+    for name in names:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    made = f"{datetime.date.today()}, Python {platform.python_version()}, {', '.join(versions)}"
+    lines += ["", f"`python tests/matrix.py`, on the CPU, {made}.", ""]
+    Path(path).write_text("\n".join(lines))
+    if wrong:
+        raise SystemExit(f"silently wrong: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write the table of compatibility.")
+    parser.add_argument("-o", "--output", default="docs/compatibility.md")
+    write(parser.parse_args().output)

@@ -1,0 +1,269 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from normplug import LayerNorm, check, set_mode, swap, unswap
+
+X = torch.randn(8, 3, 6, 6)
+
+
+def make():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(128)
+    )
+    for norm in (net[1], net[4]):
+        nn.init.normal_(norm.weight, 1, 0.3)
+        nn.init.normal_(norm.bias, 0, 0.3)
+    return net.append(nn.Linear(128, 6)).append(nn.BatchNorm1d(6))
+
+
+@pytest.fixture
+def net():
+    return swap(make())
+
+
+def found(model, *inputs):
+    with pytest.raises(RuntimeError) as error:
+        check(model, *inputs)
+    return str(error.value)
+
+
+def test_a_model_in_order_gets_a_table(net):
+    report = check(net, X)
+    assert [layer.path for layer in report] == ["1", "4", "6"]
+    assert len(report) == 3
+    lines = str(report).splitlines()
+    assert lines[1] == "1     BatchNorm2d  golden  train, eval, eval under no_grad"
+    assert lines[-1] == "3 norm layers in order: 3 in mode golden"
+    swap(net, 0.5, include="4")
+    assert check(net).summary() == "3 norm layers in order: 2 in mode golden, 1 in mode 0.5"
+
+
+def test_synchronised_layers_are_compared_with_the_input_that_they_take():
+    model = swap(
+        nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm1d(4), nn.SyncBatchNorm(4)), sync=True
+    )
+    assert {layer.tested for layer in check(model)} == {"train, eval, eval under no_grad"}
+
+
+def test_a_model_that_was_never_swapped_or_was_unswapped_is_an_error(net):
+    for model in (make(), unswap(net), nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match="has no normplug layers, and no record of a swap"):
+            check(model)
+    assert (
+        check(nn.Sequential(LayerNorm(4))).summary() == "1 norm layers in order: 1 in mode golden"
+    )
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_layer_that_was_rebuilt_or_removed_is_found(net, copied):
+    net[1] = nn.SyncBatchNorm(8)
+    net[4] = LayerNorm(128)  # normplug's, but in the mode of its constructor
+    del net[6]
+    if copied:
+        net = pickle.loads(pickle.dumps(copy.deepcopy(net)))
+    text = found(nn.Sequential(nn.Identity(), net))
+    assert "normplug.check: 3 found in Sequential" in text
+    assert "1.1: swapped in mode golden, a SyncBatchNorm now: another tool rebuilt" in text
+    assert "1.4: swapped in mode golden, a LayerNorm now" in text
+    assert "1.6: swapped in mode golden, not in the model any more" in text
+
+
+def test_rebuilding_is_refused_only_where_it_drops_something(net):
+    with pytest.raises(RuntimeError, match="convert_sync_batchnorm would drop the target variance"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    check(net)
+    assert (net[1].eps, net[1].affine) == (1e-5, True)
+    expected = set_mode(net, "standard").eval()(X)
+    nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    torch.testing.assert_close(net(X), expected)
+    assert "1: swapped in mode standard, a SyncBatchNorm now" in found(net)  # the next set_mode
+    with pytest.raises(AttributeError, match="'LayerNorm' object has no attribute 'affine'"):
+        net[4].affine  # noqa: B018
+
+
+def test_layers_that_were_lost_are_forgotten_with_a_warning(net):
+    net[1] = nn.BatchNorm2d(8)
+    with pytest.warns(
+        UserWarning, match="normplug.set_mode: 1 norm layers of an earlier swap have"
+    ):
+        set_mode(net, 0.5)
+    assert check(net).summary() == "2 norm layers in order: 2 in mode 0.5"
+
+
+def test_a_record_moves_with_the_layers_and_the_later_one_counts(net):
+    model = nn.ModuleDict({"a": nn.Sequential(*net[3:]), "b": net})
+    swap(model, 0.5)
+    set_mode(net, 0.25)  # a part, which the record of the whole still has in mode 0.5
+    assert check(model).summary() == "3 norm layers in order: 3 in mode 0.25"
+    unswap(net[4])
+    assert [layer.path for layer in check(model)] == ["a.3", "b.1"]
+    unswap(model)
+    assert not any("normplug" in name for m in model.modules() for name in vars(m))
+
+
+def test_another_mode_than_was_set_is_found(net):
+    net[1].mode = 0.5
+    assert "1: in mode 0.5, but swapped in mode golden" in found(net)
+
+
+def test_a_fast_path_that_is_on_again_is_found():
+    model = swap(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)))
+    x = torch.randn(2, 3, 8)
+    check(model, x)
+    model[0].activation_relu_or_gelu = 1
+    assert "0: its fused inference is on" in found(model)
+    swap(model)
+    check(model)
+    unswap(model)
+    assert model[0].activation_relu_or_gelu == 1
+
+
+def test_a_layer_that_computes_something_else_is_found(net):
+    stock = nn.BatchNorm2d.forward
+    net[1].forward = lambda x: stock(net[1], x)
+    text = found(net)
+    for setting in ("train", "eval", "eval under no_grad"):
+        assert f"1: in {setting}, its output is off the formula of mode golden by" in text
+    assert "where rounding explains" in text
+    assert "replaced on the instance" in text
+
+    def stock_without_grad(x):
+        return stock(net[1], x) if not torch.is_grad_enabled() else type(net[1]).forward(net[1], x)
+
+    net[1].forward = stock_without_grad
+    assert "1 found" in found(net)
+    net[1].forward = lambda x: x.nope
+    assert "in train, its forward fails (its forward was replaced on the instance)" in found(net)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_torchs_transformers_do_not_bypass_their_norms(norm_first):
+    options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
+    model = nn.Transformer(16, 2, 1, 2, 32, **options)
+    for norm in (m for m in model.modules() if isinstance(m, nn.LayerNorm)):
+        nn.init.normal_(norm.weight, 1, 0.3)
+    inputs = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
+    report = check(swap(model), *inputs)
+    assert len(report) == 2 + 3 * 2 + 2
+
+
+class Bypassing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x):
+        if self.training:
+            return {"y": self.norm(x)}
+        return {"y": nn.functional.layer_norm(x, (6,), self.norm.weight, self.norm.bias)}
+
+
+def test_with_inputs_whatever_else_reads_a_norm_is_found():
+    model = swap(Bypassing())
+    check(model)
+    text = found(model, torch.randn(4, 6))
+    assert "the whole model: in eval, its output is off that of the unswapped model" in text
+    assert "in train," not in text
+    with pytest.raises(ValueError, match="output for these inputs has no float tensor"):
+        check(swap(nn.Sequential(nn.Softmax(1), nn.LayerNorm(4), Argmax())), torch.randn(2, 4))
+
+
+class Argmax(nn.Module):
+    def forward(self, x):
+        return x.argmax()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_checking_leaves_no_trace(net, training):
+    net.append(nn.Dropout(0.5)).train(training)
+    net[1].eval()
+    for module in net.modules():
+        module.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
+    y = net[6].forward(net[5].forward(net[4].forward(torch.randn(4, 128, requires_grad=True))))
+    net[4].weight.grad = torch.ones(128)
+    tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    before = {name: (id(t), t._version, t.clone()) for name, t in tensors.items()}
+    flags, state = [m.training for m in net.modules()], torch.random.get_rng_state()
+    attributes = [sorted(vars(m)) for m in net.modules()]
+    check(net)
+    after = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    for name, (identity, version, value) in before.items():
+        assert (id(after[name]), after[name]._version) == (identity, version)
+        assert torch.equal(after[name], value)
+    assert [m.training for m in net.modules()] == flags
+    assert [sorted(vars(m)) for m in net.modules()] == attributes
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(net[4].weight.grad, torch.ones(128))
+    y.sum().backward()
+
+
+def test_checking_with_inputs_leaves_the_model_alone_too(net):
+    net.append(nn.Dropout(0.5))
+    before, state = copy.deepcopy(net.state_dict()), torch.random.get_rng_state()
+    check(net, X)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_dtype_is_judged_by_its_own_rounding(net, dtype):
+    check(net.to(dtype))
+    net[4].target_variance = 0.65
+    set_mode(net, 0.65)
+    stock = nn.LayerNorm.forward
+    net[4].forward = lambda x: stock(net[4], x)
+    assert "4: in eval, its output is off" in found(net)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm3d(4, affine=False),
+        nn.BatchNorm2d(4, track_running_stats=False, momentum=None),
+        nn.LayerNorm((2, 3), elementwise_affine=False),
+        nn.LayerNorm(4, bias=False),
+    ],
+    ids=str,
+)
+def test_every_kind_of_layer_is_compared(norm):
+    norm = swap(copy.deepcopy(norm))
+    assert [layer.tested for layer in check(norm)] == ["train, eval, eval under no_grad"]
+    with torch.inference_mode():
+        check(norm)
+    if norm.weight is not None:
+        with torch.no_grad():
+            norm.weight[0] = torch.nan
+        check(norm)
+
+
+class WithRelu(LayerNorm):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_what_cannot_be_compared_is_said():
+    assert "not compared: a subclass with a forward of its own" in str(check(WithRelu(4)))
+    assert "not compared: on the meta device" in str(check(swap(make().to("meta"))))
+    assert "not compared: no shape yet" in str(check(swap(nn.Sequential(nn.LazyBatchNorm1d()))))
+
+
+def test_normplug_is_not_needed_to_read_an_unswapped_model(net):
+    assert b"normplug" not in pickle.dumps(unswap(net))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_kernels_are_compared_too(net, dtype):
+    state = torch.cuda.get_rng_state()
+    with torch.autocast("cuda", torch.bfloat16):
+        check(net.to("cuda", dtype))
+    check(net, X.to("cuda", dtype))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
