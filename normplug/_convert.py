@@ -6,6 +6,8 @@ buffers (so a running optimizer stays valid), hooks, aliases, sharing, dtype, de
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +29,19 @@ REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()
 }
+# Where a library defines norms, and the module whose class of the same name takes their place.
+_ADAPTERS = {
+    "timm.layers.": "timm_layers",
+    "timm.models.metaformer": "timm_metaformer",
+    "torchvision.models.convnext": "torchvision_convnext",
+    "transformers.models.": "transformers_models",
+}
+
+
+def register(ours: type[TargetVarianceNorm], stock: type[nn.Module]) -> None:
+    """Make `ours` what a swap turns layers of exactly the class `stock` into."""
+    REPLACEMENTS[stock] = ours
+    _STOCK[ours] = stock
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -35,8 +50,22 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
-    """The normplug class of exactly this torch class, or None."""
-    return REPLACEMENTS.get(plain_class(module))
+    """The normplug class of exactly this torch class, or one of another library; or None."""
+    cls = plain_class(module)
+    if cls not in REPLACEMENTS and issubclass(cls, tuple(REPLACEMENTS)):
+        _adapt(cls)
+    return REPLACEMENTS.get(cls)
+
+
+def _adapt(cls: type[nn.Module]) -> None:
+    """Let the adapter of the class's library, if there is one, register what it knows."""
+    for library, adapter in _ADAPTERS.items():
+        if cls.__module__.startswith(library):
+            try:
+                getattr(importlib.import_module(f"normplug.adapters.{adapter}"), cls.__name__, None)
+            except (ImportError, AttributeError) as error:  # a version that lacks what is adapted
+                text = f"normplug: {cls.__module__}.{cls.__name__} is left as it is, since {error}."
+                warnings.warn(f"{text} Another version of the library may do.", stacklevel=2)
 
 
 def is_revertible(module: nn.Module) -> bool:

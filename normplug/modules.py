@@ -89,6 +89,9 @@ class TargetVarianceNorm(nn.Module):
 class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics."""
+        return self._normalise(input)
+
+    def _normalise(self, input: Tensor, activation: str | None = None) -> Tensor:
         self._check_input_dim(input)
         mean, var = self.running_mean, self.running_var
         training = self.training or (mean is None and var is None)
@@ -105,6 +108,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum,
             self.eps,
             mode=self.target_variance,
+            activation=activation,
             num_batches_tracked=self.num_batches_tracked,
             backend=self.backend,
         )
@@ -248,6 +252,11 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics."""
+        return self._normalise(input, self.weight, self.bias, self.autocast_output)
+
+    def _normalise(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
+    ) -> Tensor:
         # torch.func transforms refuse writes to captured tensors, and stock LayerNorm has none.
         transformed = torch._C._are_functorch_transforms_active()
         track = self.training and self.running_mean is not None and not transformed
@@ -257,15 +266,15 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         y = functional.layer_norm(
             input,
             self.normalized_shape,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             self.eps,
             mode=self.target_variance,
             running_mean=self.running_mean if track else None,
             running_var=self.running_var if track else None,
             num_batches_tracked=self.num_batches_tracked if track else None,
             momentum=self.momentum,
-            autocast_output=self.autocast_output,
+            autocast_output=autocast_output,
             backend=self.backend,
         )
         if self._probe is not None:

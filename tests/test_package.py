@@ -17,12 +17,14 @@ FLOORS = [
     {"functional"},
     {"modules"},
     {"_convert"},
+    {"adapters"},
     {"plan"},
     {"swap"},
     {"lightning"},
     {"compare"},
     {"experiment"},
     {"bench"},
+    {"zoo"},
 ]
 
 
@@ -53,7 +55,8 @@ def test_importing_needs_torch_only_and_touches_no_device():
     code = (
         "import sys, torch; before = set(sys.modules); import normplug; "
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
-        "assert not new & {'triton', 'lightning', 'hydra', 'matplotlib', 'torchvision'}, new; "
+        "assert not new & {'triton', 'lightning', 'hydra', 'matplotlib', 'torchvision', 'timm', "
+        "'transformers'}, new; "
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
