@@ -6,7 +6,9 @@ buffers (so a running optimizer stays valid), hooks, aliases, sharing, dtype, de
 
 from __future__ import annotations
 
+import importlib
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +39,28 @@ _SYNCHRONISED: dict[type[nn.Module], type[nn.Module]] = {
     modules.LazyBatchNorm2d: modules.LazySyncBatchNorm,
     modules.LazyBatchNorm3d: modules.LazySyncBatchNorm,
 }
+# Where a library defines norms, and the module whose class of the same name takes their place.
+_ADAPTERS = {
+    "timm.layers.": "timm_layers",
+    "timm.models.metaformer": "timm_metaformer",
+    "torchvision.models.convnext": "torchvision_convnext",
+    "transformers.models.": "transformers_models",
+}
+
+
+def register(
+    ours: type[TargetVarianceNorm],
+    stock: type[nn.Module],
+    synchronised: type[TargetVarianceNorm] | None = None,
+) -> None:
+    """Make `ours` what a swap turns layers of exactly the class `stock` into.
+
+    synchronised: of a BatchNorm, what `swap(sync=True)` turns them into.
+    """
+    REPLACEMENTS[stock] = ours
+    _STOCK[ours] = stock
+    if synchronised is not None:
+        _SYNCHRONISED[ours] = synchronised
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -55,8 +79,22 @@ def _private_base(module: nn.Module) -> int | None:
 
 
 def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
-    """The normplug class of exactly this torch class, or None."""
-    return REPLACEMENTS.get(plain_class(module))
+    """The normplug class of exactly this torch class, or one of another library; or None."""
+    cls = plain_class(module)
+    if cls not in REPLACEMENTS and issubclass(cls, tuple(REPLACEMENTS)):
+        _adapt(cls)
+    return REPLACEMENTS.get(cls)
+
+
+def _adapt(cls: type[nn.Module]) -> None:
+    """Let the adapter of the class's library, if there is one, register what it knows."""
+    for library, adapter in _ADAPTERS.items():
+        if cls.__module__.startswith(library):
+            try:
+                getattr(importlib.import_module(f"normplug.adapters.{adapter}"), cls.__name__, None)
+            except (ImportError, AttributeError) as error:  # a version that lacks what is adapted
+                text = f"normplug: {cls.__module__}.{cls.__name__} is left as it is, since {error}."
+                warnings.warn(f"{text} Another version of the library may do.", stacklevel=2)
 
 
 def synchronised(cls: type[nn.Module]) -> type[nn.Module]:
@@ -66,7 +104,8 @@ def synchronised(cls: type[nn.Module]) -> type[nn.Module]:
 
 def is_revertible(module: nn.Module) -> bool:
     """Whether `revert` knows the way back: not for a user's own subclass of a normplug class."""
-    return plain_class(module) in _STOCK or plain_class(module) is modules.LazySyncBatchNorm
+    cls = plain_class(module)
+    return cls in _STOCK or cls in _SYNCHRONISED.values()
 
 
 def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]]:
@@ -144,7 +183,7 @@ def synchronise(module: nn.Module) -> bool:
         Whether it was one; anything else is left alone.
     """
     before = plain_class(module)
-    ours = REPLACEMENTS.get(before, before)
+    ours = before if isinstance(module, TargetVarianceNorm) else replacement(module)
     if ours not in _SYNCHRONISED:
         return False
     if before is not ours:

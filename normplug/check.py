@@ -133,7 +133,7 @@ def refuse(who: str, model: nn.Module, findings: list[str]) -> None:
 def _settings(layer: nn.Module) -> list[tuple[str, bool, bool]]:
     # Synchronised statistics are a collective operation, which is not for one process to start.
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    synchronised = isinstance(layer, nn.SyncBatchNorm) and not alone
+    synchronised = hasattr(layer, "process_group") and not alone
     return [setting for setting in _SETTINGS if not (setting[1] and synchronised)]
 
 
@@ -148,7 +148,8 @@ def _untestable(layer: nn.Module) -> str | None:
     weight: Tensor | None = layer.weight  # type: ignore[assignment]
     if weight is not None and (type(weight).__name__ == "DTensor" or weight.shape != _shape(layer)):
         return "not compared: sharded"
-    if type(layer).forward.__module__ != modules.__name__:
+    cls: Any = type(layer)
+    if {cls.forward.__module__, cls._normalise.__module__} != {modules.__name__}:
         return "not compared: a subclass with a forward of its own"
     return None
 

@@ -128,6 +128,9 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         """Normalise `input`; in training, move the running statistics."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
+        return self._normalise(input)
+
+    def _normalise(self, input: Tensor, activation: str | None = None) -> Tensor:
         self._check_input_dim(input)
         mean, var = self.running_mean, self.running_var
         training = self.training or (mean is None and var is None)
@@ -144,6 +147,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum,
             self.__dict__["eps"],  # a tenth of the time that asking who reads it takes
             mode=self.target_variance,
+            activation=activation,
             num_batches_tracked=self.num_batches_tracked,
             backend=self.backend,
         )
@@ -224,7 +228,7 @@ class _SyncBatchNormForward(_BatchNormForward):
         """Normalise `input`; in training, with the other processes, and move the statistics."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        group = _sync.group_to_join(self.process_group) if self.training else None
+        group = self.group_to_join()
         if group is None:
             return super().forward(input)
         self._check_input_dim(input)
@@ -246,6 +250,10 @@ class _SyncBatchNormForward(_BatchNormForward):
         if self._probe is not None:
             self._record(input, y, mean, var)
         return y
+
+    def group_to_join(self) -> Any:
+        """The process group of the next forward; None where it takes this process's batch only."""
+        return _sync.group_to_join(self.process_group) if self.training else None
 
     def _check_input_dim(self, input: Tensor) -> None:
         self._unsynced_class._check_input_dim(self, input)
@@ -374,6 +382,11 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         """Normalise `input`; in training, move the running statistics."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
+        return self._normalise(input, self.weight, self.bias, self.autocast_output)
+
+    def _normalise(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
+    ) -> Tensor:
         # torch.func transforms refuse writes to captured tensors, and stock LayerNorm has none.
         transformed = torch._C._are_functorch_transforms_active()
         track = self.training and self.running_mean is not None and not transformed
@@ -383,15 +396,15 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         y = functional.layer_norm(
             input,
             self.normalized_shape,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             self.eps,
             mode=self.target_variance,
             running_mean=self.running_mean if track else None,
             running_var=self.running_var if track else None,
             num_batches_tracked=self.num_batches_tracked if track else None,
             momentum=self.momentum,
-            autocast_output=self.autocast_output,
+            autocast_output=autocast_output,
             backend=self.backend,
         )
         if self._probe is not None:

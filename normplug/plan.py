@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -153,8 +154,15 @@ def _is_norm(module: nn.Module) -> bool:
     # Norms of other libraries by name; a leading underscore marks torch's own weight and spectral
     # normalisation, which are parametrizations and no layers.
     name = _name(module)
-    is_leaf = next(module.children(), None) is None
-    return is_leaf and "norm" in name.lower() and not name.startswith("_")
+    if "norm" not in name.lower() or name.startswith("_"):
+        return False
+    # A leaf, or a norm with an activation in it, as opposed to a block that holds norms.
+    children = list(module.children())
+    return not children or (hasattr(module, "weight") and not any(map(_has_tensors, children)))
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return next(chain(module.parameters(), module.buffers()), None) is not None
 
 
 def _name(module: nn.Module) -> str:
@@ -180,7 +188,11 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
         return (_convert.synchronised(ours) if sync else ours).__name__, ""
     stock = next((c for c in cls.__mro__ if c in _convert.REPLACEMENTS), None)
     if stock is not None:
-        return None, f"a subclass of nn.{stock.__name__}, which may have a forward of its own"
+        library = stock.__module__.partition(".")[0]
+        name = f"{'nn' if library == 'torch' else library}.{stock.__name__}"
+        return None, f"a subclass of {name}, which may have a forward of its own"
+    if "Frozen" in cls.__name__:
+        return None, "frozen: it scales by constants, and measures no variance to set"
     return None, "no normplug counterpart"
 
 

@@ -49,7 +49,8 @@ def swap(
     In place, by assignment of each layer's `__class__`: the same modules, parameters and buffers,
     so that hooks, aliases, shared layers and an optimizer that was built before all stay valid.
     Layers that are normplug's already take the new mode. Subclasses of the torch classes are
-    left, as their forward is their own; `normplug.plan` lists what is taken and what is left.
+    left, as their forward is their own, but for those of timm, torchvision and transformers that
+    `normplug.adapters` knows; `normplug.plan` lists what is taken and what is left.
 
     Args:
         model: any module; itself a norm layer, too.
@@ -122,7 +123,7 @@ def swap(
 
 
 def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
-    """Make every normplug layer the plain `torch.nn` layer it was, in place, with the same outputs.
+    """Make every normplug layer the stock layer that it was, in place, with the same outputs.
 
     sqrt(tv) is multiplied into each weight, so that the model computes what it did and needs no
     normplug to be loaded, exported, fused or quantised. A layer without a weight gets a frozen

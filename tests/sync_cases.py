@@ -209,6 +209,17 @@ def groups(rank, world, device):
     return x, layer.running_mean
 
 
+def with_activation(rank, world, device):
+    """timm's BatchNorm with an activation, and what it should be, where timm is installed."""
+    try:
+        from timm.layers import BatchNormAct2d
+    except ImportError:
+        return None
+    x, *_ = Case((5, 3)).of_rank(rank, device)
+    layer = swap(BatchNormAct2d(CHANNELS), 0.5, sync=True)
+    return layer(x).detach(), SyncBatchNorm(CHANNELS, mode=0.5)(x).detach().relu()
+
+
 def measured(rank, world, device):
     """What one process alone measures while all train."""
     case = Case((5, 3))
@@ -284,7 +295,7 @@ def with_lightning(rank, world, device):
 CHECKS = {
     2: [
         numbers, messages, too_few, second_derivatives, compiled, measured, data_parallel,
-        with_lightning,
+        with_activation, with_lightning,
     ],
     3: [numbers, groups],
 }  # fmt: skip

@@ -18,6 +18,7 @@ FLOORS = [
     {"_sync"},
     {"modules"},
     {"_convert"},
+    {"adapters"},
     {"plan"},
     {"_record"},
     {"swap"},
@@ -26,6 +27,7 @@ FLOORS = [
     {"compare"},
     {"experiment"},
     {"bench"},
+    {"zoo"},
 ]
 
 
@@ -56,7 +58,8 @@ def test_importing_needs_torch_only_and_touches_no_device():
     code = (
         "import sys, torch; before = set(sys.modules); import normplug; "
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
-        "assert not new & {'triton', 'lightning', 'hydra', 'matplotlib', 'torchvision'}, new; "
+        "assert not new & {'triton', 'lightning', 'hydra', 'matplotlib', 'torchvision', 'timm', "
+        "'transformers'}, new; "
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

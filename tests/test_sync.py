@@ -243,6 +243,15 @@ def test_the_host_of_two_gpus_never_waits(two_gpus):
     assert [result["without_waiting"] for result in two_gpus] == [None, None]
 
 
+def test_a_norm_with_an_activation_joins_the_batches_too(two):
+    results = [result["with_activation"] for result in two]
+    if None in results:
+        pytest.skip("needs timm")
+    for got, expected in results:
+        assert torch.equal(got, expected)
+        assert (got == 0).any()
+
+
 def test_a_process_group_joins_its_own_processes_only(three):
     x, means = zip(*(result["groups"] for result in three), strict=True)
     together = torch.cat([x[0], x[2]]).mean(0)

@@ -1,0 +1,18 @@
+"""LayerNorm over the channels of an image, as several libraries have it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from normplug.modules import LayerNorm
+
+
+class ChannelsFirstLayerNorm(LayerNorm):
+    """LayerNorm of each position of (N, C, H, W) over its channels."""
+
+    def _normalise(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
+    ) -> Tensor:
+        # A view there and back: channels_last input is normalised as it lies.
+        x = input.permute(0, 2, 3, 1)
+        return super()._normalise(x, weight, bias, autocast_output).permute(0, 3, 1, 2)

@@ -1,0 +1,137 @@
+"""The norms of `timm.layers`.
+
+A layer made while timm's fast norm was on takes its dtype under autocast from the swap's
+`autocast_output`, as every other does.
+"""
+
+from __future__ import annotations
+
+from timm.layers import activations, norm, norm_act
+from torch import Tensor, fx, nn
+from torch.nn.modules import module as _module
+
+from normplug import _convert, modules
+from normplug.adapters.channels_first import ChannelsFirstLayerNorm
+
+_FUSED: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    activations.GELU: "gelu",  # torch's exact one, with an `inplace` that does nothing
+}
+
+
+class BatchNormAct2d(modules._BatchNorm, norm_act.BatchNormAct2d):
+    """`timm.layers.BatchNormAct2d` that normalises to a target variance.
+
+    BatchNorm and activation are one kernel, where dropout is off and neither module has hooks.
+    """
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`, then apply the layer's own `drop` and `act`."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
+        fused = None if self._probe is not None else _fused_activation(self.drop, self.act)
+        y = self._normalise(input, fused)
+        return self.act(self.drop(y)) if fused is None else y
+
+
+class SyncBatchNormAct2d(modules._SyncBatchNormForward, BatchNormAct2d):
+    """`BatchNormAct2d` over the joined batch of all processes, as `normplug.SyncBatchNorm`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`, with the other processes in training, then apply `drop` and `act`."""
+        if isinstance(input, fx.Proxy) or self.group_to_join() is None:
+            return BatchNormAct2d.forward(self, input)
+        return self.act(self.drop(super().forward(input)))
+
+
+def _fused_activation(drop: nn.Module, act: nn.Module) -> str | None:
+    """The functional's name for what `drop` and `act` do; None where they have to be called."""
+    if type(drop) is not nn.Identity or _is_watched(drop) or _is_watched(act):
+        return None
+    if type(act) is nn.GELU:
+        return "gelu" if act.approximate == "none" else None
+    return _FUSED.get(type(act))
+
+
+def _is_watched(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
+
+
+class LayerNorm(modules.LayerNorm, norm.LayerNorm):
+    """`timm.layers.LayerNorm` that normalises to a target variance."""
+
+
+class LayerNorm2d(ChannelsFirstLayerNorm, norm.LayerNorm2d):
+    """`timm.layers.LayerNorm2d` that normalises to a target variance."""
+
+
+class _Float32(modules.LayerNorm):
+    """Computes in float32 and returns the input's dtype, under autocast or not."""
+
+    def _normalise(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
+    ) -> Tensor:
+        weight = None if weight is None else weight.float()
+        bias = None if bias is None else bias.float()
+        return super()._normalise(input.float(), weight, bias, "float32").to(input.dtype)
+
+
+class LayerNormFp32(_Float32, norm.LayerNormFp32):
+    """`timm.layers.LayerNormFp32` that normalises to a target variance."""
+
+
+class LayerNorm2dFp32(_Float32, ChannelsFirstLayerNorm, norm.LayerNorm2dFp32):
+    """`timm.layers.LayerNorm2dFp32` that normalises to a target variance."""
+
+
+class _WithActivation(modules.LayerNorm):
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`, then apply the layer's own `drop` and `act`."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
+        return self.act(self.drop(super().forward(input)))
+
+
+class LayerNormAct(_WithActivation, norm_act.LayerNormAct):
+    """`timm.layers.LayerNormAct` that normalises to a target variance."""
+
+
+class LayerNormAct2d(_WithActivation, ChannelsFirstLayerNorm, norm_act.LayerNormAct2d):
+    """`timm.layers.LayerNormAct2d` that normalises to a target variance."""
+
+
+class LayerNormActFp32(_WithActivation, _Float32, norm_act.LayerNormActFp32):
+    """`timm.layers.LayerNormActFp32` that normalises to a target variance."""
+
+
+class LayerNormAct2dFp32(
+    _WithActivation, _Float32, ChannelsFirstLayerNorm, norm_act.LayerNormAct2dFp32
+):
+    """`timm.layers.LayerNormAct2dFp32` that normalises to a target variance."""
+
+
+_convert.register(BatchNormAct2d, norm_act.BatchNormAct2d, SyncBatchNormAct2d)
+_convert.register(LayerNorm, norm.LayerNorm)
+_convert.register(LayerNorm2d, norm.LayerNorm2d)
+_convert.register(LayerNormFp32, norm.LayerNormFp32)
+_convert.register(LayerNorm2dFp32, norm.LayerNorm2dFp32)
+_convert.register(LayerNormAct, norm_act.LayerNormAct)
+_convert.register(LayerNormAct2d, norm_act.LayerNormAct2d)
+_convert.register(LayerNormActFp32, norm_act.LayerNormActFp32)
+_convert.register(LayerNormAct2dFp32, norm_act.LayerNormAct2dFp32)

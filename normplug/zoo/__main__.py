@@ -1,0 +1,54 @@
+"""Swap the norms of other libraries' architectures, and compare each with its stock self.
+
+The exit status is 1 where a comparison fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from normplug.bench.results import write_at_once
+from normplug.zoo.run import LIBRARIES, run
+from normplug.zoo.table import render, summary
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m normplug.zoo", description=__doc__)
+    top.add_argument(
+        "--library", choices=LIBRARIES, action="append", help="may be repeated; default: all"
+    )
+    top.add_argument("--only", metavar="GLOB", default="*", help="of an architecture's name")
+    top.add_argument("--all", action="store_true", help="those that are too large for CI, too")
+    top.add_argument("--device", default="cpu", help="in float64 where it is not the CPU")
+    top.add_argument("--json", metavar="FILE", type=Path, help="every row, as it is made")
+    top.add_argument("--markdown", metavar="FILE", type=Path, help="the table, at the end")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    arguments = parser().parse_args(argv)
+    content = run(
+        arguments.library or list(LIBRARIES),
+        only=arguments.only,
+        large=arguments.all,
+        device=torch.device(arguments.device),
+        path=arguments.json,
+    )
+    if not content["rows"]:
+        print(f"normplug.zoo: no architecture matches {arguments.only!r}", file=sys.stderr)
+        return 1
+    if arguments.markdown:
+        write_at_once(arguments.markdown, render(content))
+    print(summary(content))
+    return int(any(row["result"] == "failed" for row in content["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

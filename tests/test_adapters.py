@@ -1,0 +1,312 @@
+"""Norms of other libraries: a swap takes those that normplug knows, with all that they add."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+from torch import fx, nn
+
+from normplug import BatchNorm2d, _convert, check, plan, swap, target_variance, unswap
+from normplug.lightning import norm_layers
+
+ROOT = target_variance("golden") ** 0.5
+X = torch.randn(4, 8, 5, 6, generator=torch.Generator().manual_seed(0)) * 2 + 1
+
+
+def adapted(module, root_package):
+    """The layer with random weights, or a skip where its library is not installed."""
+    pytest.importorskip(root_package)
+    layer = module()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(1, 0.3)
+    return layer
+
+
+def timm_layer(name, *args, **kwargs):
+    def make():
+        return getattr(import_module("timm.layers"), name)(*args, **kwargs)
+
+    return pytest.param(make, "timm", id=f"{name} {kwargs.get('act_layer', '')}")
+
+
+def convnext_2d():
+    from torchvision.models.convnext import LayerNorm2d
+
+    return LayerNorm2d(8, eps=1e-6)
+
+
+def metaformer(name):
+    def make():
+        return getattr(import_module("timm.models.metaformer"), name)(8)
+
+    return pytest.param(make, "timm", id=name)
+
+
+def transformers_layer(name, folder):
+    def make():
+        module = import_module(f"transformers.models.{folder}.modeling_{folder}")
+        return getattr(module, name)(8, data_format="channels_first")
+
+    return pytest.param(make, "transformers", id=name)
+
+
+ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "hard_swish", "leaky_relu")
+IMAGES = [
+    *(timm_layer("BatchNormAct2d", 8, act_layer=act) for act in ACTIVATIONS),
+    timm_layer("BatchNormAct2d", 8, apply_act=False),
+    timm_layer("BatchNormAct2d", 8, affine=False),
+    timm_layer("BatchNormAct2d", 8, drop_layer=nn.Dropout),
+    timm_layer("LayerNorm2d", 8),
+    timm_layer("LayerNorm2dFp32", 8),
+    timm_layer("LayerNormAct2d", 8, act_layer="silu"),
+    timm_layer("LayerNormAct2dFp32", 8, act_layer="gelu", drop_layer=nn.Dropout),
+    metaformer("LayerNorm2dNoBias"),
+    pytest.param(convnext_2d, "torchvision", id="torchvision's LayerNorm2d"),
+    transformers_layer("ConvNextLayerNorm", "convnext"),
+    transformers_layer("ConvNextV2LayerNorm", "convnextv2"),
+    transformers_layer("SamLayerNorm", "sam"),
+]
+ROWS = [
+    timm_layer("LayerNorm", 6),
+    timm_layer("LayerNorm", 6, affine=False),
+    timm_layer("LayerNormFp32", 6),
+    timm_layer("LayerNormAct", 6, act_layer="relu"),
+    timm_layer("LayerNormActFp32", 6),
+]
+EACH = pytest.mark.parametrize(("make", "library"), [*IMAGES, *ROWS])
+
+
+def run(layer, x, training):
+    """Output, gradients and buffers of one call."""
+    torch.manual_seed(1)
+    x = x.detach().clone().requires_grad_()
+    y = layer.train(training)(x)
+    grads = torch.autograd.grad((y * y.detach().cos()).sum(), [x, *layer.parameters()])
+    return [y, *grads, *(b.clone() for name, b in layer.named_buffers())]
+
+
+@EACH
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_standard_is_the_librarys_layer(make, library, training, channels_last):
+    layer = adapted(make, library)
+    x = X.to(memory_format=torch.channels_last) if channels_last else X
+    ours = swap(copy.deepcopy(layer), "standard", track_running_stats=False)
+    assert type(ours).__module__.startswith("normplug.adapters.")
+    for a, b in zip(run(ours, x, training), run(layer, x, training), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        assert a.stride() == b.stride()
+
+
+@EACH
+@pytest.mark.parametrize("training", [True, False])
+def test_golden_is_the_layer_with_a_scaled_weight_and_unswaps_to_it(make, library, training):
+    layer = adapted(make, library)
+    ours = swap(copy.deepcopy(layer), "golden")
+    assert [row.becomes for row in plan(ours)] == [type(layer).__name__]
+    if layer.weight is None:
+        layer.weight = nn.Parameter(torch.full(shape_of(layer), ROOT), requires_grad=False)
+    else:
+        layer.weight.data.mul_(ROOT)
+    torch.manual_seed(1)
+    expected = layer.train(training)(X)
+    torch.manual_seed(1)
+    torch.testing.assert_close(ours.train(training)(X), expected)
+    back = unswap(copy.deepcopy(ours))
+    assert type(back) is type(layer)
+    assert vars(back).keys() == vars(layer).keys()
+    torch.testing.assert_close(back.eval()(X), layer.eval()(X))
+
+
+def shape_of(layer):
+    return getattr(layer, "normalized_shape", None) or (layer.num_features,)
+
+
+@EACH
+def test_to_fx_it_is_one_node(make, library):
+    layer = swap(adapted(make, library)).eval()
+    graph = fx.symbolic_trace(nn.Sequential(layer, nn.Tanh()))
+    assert [node.op for node in graph.graph.nodes].count("call_module") == 2
+    torch.testing.assert_close(graph(X), layer(X).tanh())
+
+
+def test_a_norm_with_an_activation_is_synchronised_with_it():
+    timm = pytest.importorskip("timm.layers")
+    layer = timm.BatchNormAct2d(8)
+    expected = swap(copy.deepcopy(layer))(X)
+    assert [row.becomes for row in plan(layer, sync=True)] == ["SyncBatchNormAct2d"]
+    swap(layer, sync=True)
+    assert torch.equal(layer(X), expected)
+    assert check(nn.Sequential(layer), X)
+    unswap(layer, fold=False)
+    assert type(layer) is timm.BatchNormAct2d
+
+
+@EACH
+def test_a_copy_and_a_pickle_are_the_same_layer(make, library):
+    layer = swap(adapted(make, library)).eval()
+    assert isinstance(layer, make().__class__)
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(again) is type(layer)
+        assert str(again) == str(layer)
+        assert torch.equal(again(X), layer(X))
+
+
+@pytest.mark.parametrize(
+    ("make", "library"),
+    [timm_layer("BatchNormAct2d", 8), transformers_layer("ConvNextLayerNorm", "convnext")],
+)
+def test_a_pickle_loads_where_nothing_was_swapped(make, library, tmp_path):
+    layer = swap(adapted(make, library))
+    (tmp_path / "layer").write_bytes(pickle.dumps(layer))
+    code = (
+        "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[1], 'rb')); "
+        "print(layer.mode, type(normplug.unswap(layer)).__module__)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "layer"], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == ["golden", type(make()).__module__]
+
+
+@pytest.mark.parametrize("kind", ["forward", "pre", "backward", "on the dropout"])
+def test_a_hook_on_the_activation_is_called(kind):
+    layers = pytest.importorskip("timm.layers")
+    layer = swap(layers.BatchNormAct2d(8, inplace=False))
+    calls = []
+    if kind == "pre":
+        layer.act.register_forward_pre_hook(lambda *_: calls.append(1))
+    elif kind == "backward":
+        layer.act.register_full_backward_hook(lambda *_: calls.append(1))
+    else:
+        watched = layer.act if kind == "forward" else layer.drop
+        watched.register_forward_hook(lambda *_: calls.append(1))
+    layer(X).sum().backward()
+    assert calls == [1]
+
+
+def test_a_global_hook_sees_the_activation():
+    layers = pytest.importorskip("timm.layers")
+    layer = swap(layers.BatchNormAct2d(8))
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m)))
+    try:
+        layer(X)
+    finally:
+        handle.remove()
+    assert seen == [nn.Identity, nn.ReLU, type(layer)]
+
+
+@pytest.mark.parametrize(("act", "calls"), [("relu", 0), ("silu", 0), ("gelu", 0), ("tanh", 1)])
+def test_what_the_kernels_know_is_fused(act, calls, monkeypatch):
+    layers = pytest.importorskip("timm.layers")
+    layer = swap(layers.BatchNormAct2d(8, act_layer=act))
+    made = []
+    forward = type(layer.act).forward
+    monkeypatch.setattr(type(layer.act), "forward", lambda *a: made.append(1) or forward(*a))
+    layer(X)
+    assert len(made) == calls
+
+
+def test_variance_is_measured_before_the_activation():
+    layers = pytest.importorskip("timm.layers")
+    layer = swap(layers.BatchNormAct2d(8))
+    layer._probe = torch.zeros(4)
+    y = layer(X)
+    torch.testing.assert_close(layer._probe[2].item(), ROOT**2, rtol=1e-4, atol=0)
+    assert (y >= 0).all()
+    stock = nn.Sequential(layers.BatchNormAct2d(8))
+    assert [name for name, _ in norm_layers(stock)] == ["0"]
+
+
+@pytest.mark.parametrize("mode", ["standard", "golden"])
+def test_float32_layers_keep_the_inputs_dtype_under_autocast(mode):
+    layers = pytest.importorskip("timm.layers")
+    for make in (layers.LayerNorm2dFp32, layers.LayerNormAct2dFp32):
+        layer = make(8).to(torch.bfloat16)
+        expected = copy.deepcopy(layer)
+        expected.weight.data = expected.weight.float() * (ROOT if mode == "golden" else 1)
+        swap(layer, mode)
+        for dtype in (torch.bfloat16, torch.float32):
+            with torch.autocast("cpu", torch.bfloat16):
+                got, want = layer(X.to(dtype)), expected(X.to(dtype))
+            assert got.dtype == dtype
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("act", ["relu", "tanh"])
+def test_a_compiled_layer_is_one_graph(act):
+    layers = pytest.importorskip("timm.layers")
+    torch.compiler.reset()
+    layer = swap(layers.BatchNormAct2d(8, act_layer=act, inplace=False)).eval()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(X), layer(X))
+
+
+def test_unknown_subclasses_and_frozen_norms_are_left_and_plan_says_why():
+    layers = pytest.importorskip("timm.layers")
+    misc = pytest.importorskip("torchvision.ops.misc")
+
+    class Mine(layers.BatchNormAct2d):
+        pass
+
+    model = nn.Sequential(
+        Mine(8), misc.FrozenBatchNorm2d(8), layers.FrozenBatchNormAct2d(8), layers.RmsNormAct2d(8)
+    )
+    frozen = "frozen: it scales by constants, and measures no variance to set"
+    assert [(row.becomes, row.note) for row in plan(model)] == [
+        (None, "a subclass of timm.BatchNormAct2d, which may have a forward of its own"),
+        (None, frozen),
+        (None, frozen),
+        (None, "no normplug counterpart"),
+    ]
+
+
+def test_a_transformers_layer_that_reads_its_weight_is_left(monkeypatch):
+    pytest.importorskip("transformers")
+    from transformers.models.seggpt import modeling_seggpt
+
+    class SegGptLayerNorm(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x) * (1 + self.weight)
+
+    SegGptLayerNorm.__module__ = modeling_seggpt.__name__
+    monkeypatch.setattr(modeling_seggpt, "SegGptLayerNorm", SegGptLayerNorm)
+    assert [row.becomes for row in plan(SegGptLayerNorm(8))] == [None]
+
+
+def test_a_layer_can_be_made_directly():
+    pytest.importorskip("timm")
+    from normplug.adapters import timm_layers
+
+    assert timm_layers.BatchNormAct2d(8, mode=0.5).target_variance == 0.5
+    assert timm_layers.LayerNorm2d(8, mode=0.5)(X).shape == X.shape
+
+
+def test_a_version_that_lacks_a_layer_is_told_and_left(monkeypatch):
+    layers = pytest.importorskip("timm.layers")
+    monkeypatch.setattr(_convert, "REPLACEMENTS", {nn.BatchNorm2d: BatchNorm2d})
+    monkeypatch.delitem(sys.modules, "normplug.adapters.timm_layers", raising=False)
+    monkeypatch.delattr(layers.norm_act, "LayerNormAct2dFp32")
+    with pytest.warns(
+        UserWarning, match="BatchNormAct2d is left as it is, since .*LayerNormAct2dF"
+    ):
+        (row,) = plan(layers.BatchNormAct2d(8))
+    assert row.becomes is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", ["relu", "silu", "gelu"])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_fused_activation_on_the_gpu(act, training):
+    layers = pytest.importorskip("timm.layers")
+    layer = layers.BatchNormAct2d(8, act_layer=act).cuda()
+    ours = swap(copy.deepcopy(layer), "standard")
+    for x in (X.cuda(), X.cuda().to(memory_format=torch.channels_last)):
+        for a, b in zip(run(ours, x, training), run(layer, x, training), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
