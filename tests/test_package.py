@@ -72,11 +72,14 @@ def test_the_public_surface_is_what_the_design_names():
         "SyncBatchNorm",
         "check",
         "functional",
+        "fuse",
+        "fusions",
         "plan",
         "set_mode",
         "swap",
         "swapped",
         "target_variance",
+        "unfuse",
         "unswap",
     }
     assert normplug.functional.__all__ == [

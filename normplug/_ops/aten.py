@@ -59,7 +59,10 @@ def batch_norm(
     else:
         y = F.batch_norm(x, running_mean, running_var, weight, bias, training, 0.0, eps)
     if residual is not None:
-        y = y + residual
+        # y is nobody else's, and not kept for the backward.
+        same = residual.shape == y.shape and residual.dtype == y.dtype
+        in_place = same and not torch._C._are_functorch_transforms_active()
+        y = y.add_(residual) if in_place else y + residual
     return y if activation is None else _ACTIVATIONS[activation](y)
 
 
