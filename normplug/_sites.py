@@ -80,6 +80,8 @@ def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, 
     for node, norm in norms:
         if sum(m is norm for _, m in norms) > 1:
             reasons[norm] = "called more than once"
+        elif type(norm).forward not in _FORWARDS:
+            reasons[norm] = "a subclass with a forward of its own"
         elif len(node.args) != 1 or node.kwargs:
             reasons[norm] = "not called with one tensor"
         else:
@@ -204,9 +206,9 @@ def _named(node: fx.Node, root: nn.Module) -> str:
     if module is not None:
         return type(module).__name__
     if node.op == "output":
-        return f"the end of {type(root).__name__}"
+        return "the end of the module"
     if node.op == "placeholder":
-        return f"the start of {type(root).__name__}"
+        return "the start of the module"
     return str(getattr(node.target, "__name__", node.target))
 
 
@@ -293,7 +295,14 @@ def batch_norm(
 
 def add_layer_norm(norm: TargetVarianceNorm, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The LayerNorm of a + b, and a + b: in one call where that is the same."""
-    if _is_plain(norm) and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
+    if (
+        _is_plain(norm)
+        and isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and a.shape == b.shape
+        and a.is_floating_point()
+        and b.is_floating_point()
+    ):
         return norm.fused(a, b)  # type: ignore[operator]
     total = a + b
     return norm(total), total

@@ -14,6 +14,7 @@ import functools
 import inspect
 import textwrap
 import types
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ _EXPRESSIONS = (
     ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice, ast.Starred, ast.JoinedStr,
 )  # fmt: skip
 _LOOPS = (enumerate, zip, reversed)
-_BUILTINS = (range, tuple, list, *_LOOPS)
+# Of a stand-in, the numbers raise an error.
+_BUILTINS = (range, tuple, list, bool, int, float, len, *_LOOPS)
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 _LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -46,7 +48,8 @@ class Reads:
     """What a module's forward depends on beside its inputs.
 
     Attributes:
-        arity: how many inputs it must be given.
+        inputs: the names of those that it must be given.
+        sequences: which of them it takes for sequences of tensors.
         values: attributes, and what they were.
         tensors: parameters and buffers, and whether there was one.
         methods: the forward, and those of the class that it calls.
@@ -54,7 +57,8 @@ class Reads:
         training: whether it asks for the training flag.
     """
 
-    arity: int
+    inputs: tuple[str, ...]
+    sequences: set[str] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, bool] = field(default_factory=dict)
     methods: dict[str, Any] = field(default_factory=dict)
@@ -73,16 +77,17 @@ def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
         Untraceable: where the forward does something that cannot be traced safely.
     """
     forward = cls.forward
-    if forward is nn.Sequential.forward:
-        return Reads(arity=1, methods={"forward": forward})
+    if forward is nn.Sequential.forward and cls.__iter__ is nn.Sequential.__iter__:  # type: ignore[attr-defined]
+        return Reads(("input",), methods={"forward": forward})
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("its forward is no plain function")
-    required = 0
+    required = []
     for parameter in list(inspect.signature(forward).parameters.values())[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise Untraceable("its forward takes *args or **kwargs")
-        required += parameter.default is parameter.empty
-    reads = Reads(required)
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    reads = Reads(tuple(required))
     _Reader(module, cls, reads).function(forward)
     return reads
 
@@ -132,12 +137,16 @@ class _Reader:
             raise Untraceable(f"its {function.__name__} is a static method")
         first = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
         given = set(names[first:]) if optional else set()
-        scope = _Scope(names[0], function.__globals__, set(code.co_varnames), set(), given)
+        required = set(self.reads.inputs) if optional else set()
+        scope = _Scope(
+            names[0], function.__globals__, set(code.co_varnames), set(), given, required
+        )
         for node in ast.walk(definition):
             if isinstance(node, ast.For):
                 scope.loop |= {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 scope.optional.discard(node.id)
+                scope.given.discard(node.id)
         self.statements(definition.body, scope)
 
     def statements(self, body: list[ast.stmt], scope: _Scope) -> None:
@@ -146,6 +155,9 @@ class _Reader:
                 raise Untraceable(f"its forward has a {_kind(node)} statement")
             if isinstance(node, ast.Raise):
                 continue  # ends the trace where it is reached
+            if isinstance(node, ast.If) and self.is_off(node.test, scope):
+                self.statements(node.orelse, scope)
+                continue
             if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)):
                 self.targets(node)
             if isinstance(node, ast.AugAssign) and not isinstance(node.op, ast.Add):
@@ -155,6 +167,15 @@ class _Reader:
                     self.expression(expression, scope, name == "iter")
             for name in ("body", "orelse"):
                 self.statements(getattr(node, name, []), scope)
+
+    def is_off(self, test: ast.expr, scope: _Scope) -> bool:
+        """Whether a condition starts with an attribute that is False now."""
+        while isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+            test = test.values[0]
+        if not isinstance(test, ast.Attribute) or not _is_name(test.value, scope.me):
+            return False
+        self.expression(test, scope, module=True)
+        return self.reads.values.get(test.attr) is False
 
     def targets(self, node: Any) -> None:
         for target in getattr(node, "targets", None) or [node.target]:
@@ -175,6 +196,9 @@ class _Reader:
         if isinstance(node, ast.Compare):
             self.compare(node, scope)
         function = _resolve(node.func, scope) if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Call) and function is isinstance:
+            self.is_tensor(node, scope)
+            return
         looped = any(function is loop for loop in _LOOPS)
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.keyword):
@@ -199,6 +223,14 @@ class _Reader:
         if resolved is not torch.jit.is_scripting and not _allowed(resolved):
             raise Untraceable(f"its forward uses {ast.unparse(node)}")
         return True
+
+    def is_tensor(self, node: ast.Call, scope: _Scope) -> None:
+        """Of an input: what is traced is the course that others than tensors take."""
+        what, cls = node.args
+        name = what.id if isinstance(what, ast.Name) else ""
+        if name not in scope.given or _resolve(cls, scope) is not torch.Tensor:
+            raise Untraceable("its forward uses isinstance")
+        self.reads.sequences.add(name)
 
     def own(self, name: str) -> None:
         module, reads = self.module, self.reads
@@ -247,6 +279,7 @@ class _Scope:
     local: set[str]
     loop: set[str]
     optional: set[str]
+    given: set[str]
 
 
 _UNKNOWN = object()
@@ -300,9 +333,9 @@ class _Proxy(fx.Proxy):
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, arities: dict[nn.Module, int]) -> None:
+    def __init__(self, inputs: dict[nn.Module, tuple[str, ...]]) -> None:
         super().__init__()
-        self._arities = arities
+        self._inputs = inputs
         self._scope: tuple[nn.Module, ...] = ()
         self.scopes: dict[fx.Node, tuple[nn.Module, ...]] = {}
 
@@ -312,18 +345,23 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        names = list(inspect.signature(root_fn).parameters)[1:][: self._arities[self.root]]
+        names = self._inputs[self.root]
         return root_fn, [self.root, *(self.create_proxy("placeholder", n, (), {}) for n in names)]
 
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):  # parameters and buffers come as stand-ins
+            raise Untraceable("its forward makes a tensor of its own")
+        return super().create_arg(a)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m not in self._arities
+        return m not in self._inputs
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         plain = not kwargs and all(isinstance(a, fx.Proxy) for a in args)
-        if m in self._arities and not (plain and len(args) == self._arities[m]):
+        if m in self._inputs and not (plain and len(args) == len(self._inputs[m])):
             return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
         outer = self._scope
-        self._scope = (*outer, m) if m in self._arities else outer
+        self._scope = (*outer, m) if m in self._inputs else outer
         try:
             return super().call_module(m, forward, args, kwargs)
         finally:
@@ -358,14 +396,27 @@ def trace(
         Untraceable: where torch.fx cannot follow.
     """
     traced = [root, *inner]
-    tracer = _Tracer({m: reads[m].arity for m in traced})
+    _refuse_two_names(root, {getattr(m, n) for m in traced for n in reads[m].tensors})
+    tracer = _Tracer({m: reads[m].inputs for m in traced})
     with _flagged(traced, training):
         try:
             graph = tracer.trace(root)
+        except Untraceable:
+            raise
         except Exception as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise Untraceable(f"torch.fx cannot follow its forward: {text}") from error
     return Trace(graph, tracer.scopes)
+
+
+def _refuse_two_names(root: nn.Module, tensors: set[Any]) -> None:
+    """A graph keeps one name for a tensor, and would miss that another one means another now."""
+    parameters = root.named_parameters(remove_duplicate=False)
+    buffers = root.named_buffers(remove_duplicate=False)
+    counted = Counter(id(tensor) for _, tensor in (*parameters, *buffers))
+    for tensor in tensors:
+        if counted[id(tensor)] > 1:
+            raise Untraceable("its forward reads a parameter that has two names")
 
 
 @contextmanager

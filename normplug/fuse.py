@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -193,12 +192,15 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 @dataclass(frozen=True)
 class _Guard:
-    """What a traced forward depended on, of one module."""
+    """What a traced forward depended on, of one module.
 
-    module: nn.Module
+    It does not hold the module, which holds it: that would be a cycle, to be freed some time.
+    """
+
     cls: type[nn.Module]
+    children: tuple[nn.Module | None, ...]
+    lists: tuple[tuple[nn.Module, tuple[nn.Module | None, ...]], ...]
     methods: tuple[tuple[str, Any], ...]
-    children: tuple[tuple[nn.Module, tuple[nn.Module | None, ...]], ...]
     values: tuple[tuple[str, Any], ...]
     tensors: tuple[tuple[str, bool], ...]
     asks_training: bool
@@ -206,19 +208,21 @@ class _Guard:
     @classmethod
     def of(cls, module: nn.Module, reads: Reads) -> _Guard:
         return cls(
-            module,
             plain_class(module),
+            tuple(module._modules.values()),
+            tuple((m, tuple(m._modules.values())) for m in reads.lists),
             tuple(reads.methods.items()),
-            tuple((m, tuple(m._modules.values())) for m in (module, *reads.lists)),
             tuple(reads.values.items()),
             tuple(reads.tensors.items()),
             reads.training,
         )
 
-    def holds(self) -> bool:
+    def holds(self, module: nn.Module) -> bool:
         """Whether all is as it was."""
-        state = self.module.__dict__
-        for holder, children in self.children:
+        state = module.__dict__
+        if not _same(module._modules.values(), self.children):
+            return False
+        for holder, children in self.lists:
             if not _same(holder._modules.values(), children):
                 return False
         for name, method in self.methods:
@@ -227,16 +231,15 @@ class _Guard:
         for name, value in self.values:
             if name not in state or state[name] != value:
                 return False
-        return all((getattr(self.module, n) is not None) == there for n, there in self.tensors)
+        return all((getattr(module, name) is not None) == there for name, there in self.tensors)
 
-    def holds_inside(self, training: bool) -> bool:
+    def holds_inside(self, module: nn.Module, training: bool) -> bool:
         """`holds`, of a module that was followed into, and so is not called."""
-        module = self.module
         return (
             type(module) in (self.cls, _fused_classes.get(self.cls))
             and not _sites.has_hooks(module)
             and (not self.asks_training or module.training == training)
-            and self.holds()
+            and self.holds(module)
         )
 
 
@@ -244,18 +247,26 @@ class _Guard:
 class _Fusion:
     """The forward of a module with its sites fused, by training flag, and what it depended on."""
 
-    arity: int
+    sequences: tuple[bool, ...]
     forwards: dict[bool, Callable[..., Any]]
     guard: _Guard
-    inner: tuple[_Guard, ...]
+    inner: tuple[tuple[nn.Module, _Guard], ...]
 
     def holds(self, root: nn.Module, args: tuple[Any, ...]) -> bool:
         """Whether the forward stands for the module's own, in a call with these arguments."""
-        if len(args) != self.arity or self.guard.module is not root or _has_global_hooks():
-            return False
-        if not all(isinstance(x, Tensor) for x in args) or not self.guard.holds():
-            return False
-        return all(inner.holds_inside(root.training) for inner in self.inner)
+        return (
+            len(args) == len(self.sequences)
+            and all(map(_is_of_kind, args, self.sequences))
+            and not _has_global_hooks()
+            and self.guard.holds(root)
+            and all(guard.holds_inside(m, root.training) for m, guard in self.inner)
+        )
+
+
+def _is_of_kind(x: Any, sequence: bool) -> bool:
+    if sequence:
+        return isinstance(x, (list, tuple)) and all(isinstance(t, Tensor) for t in x)
+    return isinstance(x, Tensor)
 
 
 def _same(some: Collection[Any], others: Collection[Any]) -> bool:
@@ -316,8 +327,8 @@ def _forward_before(cls: type[nn.Module]) -> Callable[..., Any]:
             return fusion.forwards[self.training](self, *args)
         return cls.forward(self, *args, **kwargs)
 
-    forward.__doc__ = cls.forward.__doc__
-    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    # Whoever asks for the signature, as torch.fx does, is to see the one that was written.
+    forward.__wrapped__ = cls.forward  # type: ignore[attr-defined]
     return forward
 
 
@@ -343,7 +354,7 @@ class _Analysis:
                 try:
                     self._look(module)
                 except Untraceable as why:
-                    reason = f"{type(module).__name__}: {why}"
+                    reason = f"{plain_class(module).__name__}: {why}"
                     self._reasons |= dict.fromkeys(callers[module], reason)
 
     def report(self) -> Fusions:
@@ -403,7 +414,11 @@ class _Analysis:
         traceable = {
             m
             for m in module.modules()
-            if m is not module and m in self._reads and not _sites.has_hooks(m)
+            if m is not module
+            and m in self._reads
+            and not _sites.has_hooks(m)
+            # A graph does not tell what it would hand them.
+            and not self._reads[m].sequences
         }
         inner: set[nn.Module] | None = None
         for training in (False, True):
@@ -431,8 +446,9 @@ class _Analysis:
             forwards[training] = _compiled(graph, module)
         self._inner[module] = inner
         reads = self._reads[module]
-        guards = tuple(_Guard.of(m, self._reads[m]) for m in followed)
-        self.fusions[module] = _Fusion(reads.arity, forwards, _Guard.of(module, reads), guards)
+        guards = tuple((m, _Guard.of(m, self._reads[m])) for m in followed)
+        sequences = tuple(name in reads.sequences for name in reads.inputs)
+        self.fusions[module] = _Fusion(sequences, forwards, _Guard.of(module, reads), guards)
 
 
 def _compiled(graph: fx.Graph, module: nn.Module) -> Callable[..., Any]:
