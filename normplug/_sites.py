@@ -30,10 +30,13 @@ _ADDITIONS: dict[Any, Callable[[Any, Any], Any]] = {
     add_in_place: add_in_place, "add_": add_in_place,
 }  # fmt: skip
 # What gives a tensor of its own: nobody else can change it.
-_FRESH = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    nn.Linear,
-)  # fmt: skip
+_FRESH = {
+    cls.forward
+    for cls in (
+        nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+        nn.ConvTranspose3d, nn.Linear,
+    )
+}  # fmt: skip
 _FORWARDS = (
     modules._BatchNormForward.forward,
     modules._SyncBatchNormForward.forward,
@@ -129,7 +132,8 @@ def _moved(
     """Why a norm cannot run as late as the addition; "" where it can."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    fresh = type(_module(source, root)) in _FRESH and len(source.users) == 1
+    module = _module(source, root)
+    fresh = module is not None and type(module).forward in _FRESH and len(source.users) == 1
     amid = [n for n in order if order[node] < order[n] < order[add] and n not in between]
     if fresh or all(n.op in ("get_attr", "placeholder") for n in amid):
         return ""

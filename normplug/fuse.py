@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -115,9 +116,10 @@ def fuse(model: nn.Module) -> nn.Module:
             f"{analysis.report().summary()}.",
             stacklevel=2,
         )
+    classes = {module: _fused_class(plain_class(module)) for module in analysis.fusions}
     for module, fusion in analysis.fusions.items():
         vars(module)[_FUSION] = fusion
-        _convert.assign_class(module, _fused_class(plain_class(module)))
+        _convert.assign_class(module, classes[module])
     return model
 
 
@@ -298,8 +300,10 @@ class _Fused(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if (fusion := _Analysis(self).fusions.get(self)) is not None:
-            vars(self)[_FUSION] = fusion
+        # Inside a cycle of references a part may not have its state yet: then as it was written.
+        with contextlib.suppress(AttributeError):
+            if (fusion := _Analysis(self).fusions.get(self)) is not None:
+                vars(self)[_FUSION] = fusion
 
 
 def _restore(cls: type[nn.Module], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -386,8 +390,8 @@ class _Analysis:
             while path:
                 path = path.rpartition(".")[0]
                 module = modules.get(path)
-                if module is None or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                    continue
+                if module is None or type(module).forward is nn.Module.forward:
+                    continue  # a container, such as nn.ModuleList
                 callers.setdefault(module, []).extend([norm] * nearest)
                 nearest = False
         return callers

@@ -13,46 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import normplug
+from fuse_cases import Block, Encoder, PreNorm, check_saved_bytes
 from normplug import functional, fuse, fusions, swap, unfuse, unswap
 from normplug.fuse import fused_modules
-
-
-class Block(nn.Module):
-    """A residual block with all that can be fused."""
-
-    def __init__(self, width=8, act=None, down=None):
-        super().__init__()
-        self.conv1 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.act = act or nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.down = down
-        self.scale = 1.0
-
-    def forward(self, x):
-        identity = x
-        y = self.act(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
-        if self.down is not None:
-            identity = self.down(x)
-        y += identity * self.scale
-        return self.act(y)
-
-
-class PreNorm(nn.Module):
-    """A transformer block: an addition before its second norm."""
-
-    def __init__(self, width=8, p=0.0):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mix, self.mlp = nn.Linear(width, width), nn.Linear(width, width)
-        self.drop = nn.Dropout(p)
-
-    def forward(self, x):
-        x = x + self.drop(self.mix(self.norm1(x)))
-        return x + self.mlp(self.norm2(x))
-
 
 X = torch.randn(4, 8, 5, 5, dtype=torch.double)
 ROWS = torch.randn(4, 3, 8, dtype=torch.double)
@@ -210,16 +173,6 @@ def test_functions_and_methods_are_fused_as_modules_are(mode, calls):
     normplug.set_mode(model, 2.0)
     normplug.set_mode(plain, 2.0)
     assert_same(outcome(model, X), outcome(plain, X))
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(PreNorm(), PreNorm())
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x):
-        return self.norm(self.blocks(x))
 
 
 def test_the_addition_at_a_blocks_end_is_fused_with_the_next_blocks_norm(calls):
@@ -722,35 +675,10 @@ def test_under_distributed_data_parallel(tmp_path):
         dist.destroy_process_group()
 
 
-def saved_bytes(model, x):
-    """What autograd keeps of a forward, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = model(x)
-    del y
-    return sum(kept.values())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_a_fused_activation_is_not_kept_and_a_residual_costs_a_bit(memory_format):
-    layers = nn.Sequential(nn.BatchNorm2d(64), nn.ReLU())
-    model = fuse(swap(layers.cuda()))
-    x = torch.randn(16, 64, 32, 32, device="cuda").to(memory_format=memory_format).requires_grad_()
-    vectors = 4 * 64 * 4
-    assert saved_bytes(model, x) <= x.nbytes + vectors
-    block = fuse(swap(Block(64).cuda().to(memory_format=memory_format)))
-    # Of convolutions their inputs, of norms theirs; and the signs after the addition.
-    assert saved_bytes(block, x) <= 4 * x.nbytes + x.numel() // 8 + 2 * vectors + 4096
-    assert saved_bytes(unfuse(block), x) >= 5 * x.nbytes
+    check_saved_bytes(memory_format, "cuda")
 
 
 @pytest.mark.gpu
