@@ -85,7 +85,7 @@ def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, 
             reasons[norm] = "called more than once"
         elif type(norm).forward not in _FORWARDS:
             reasons[norm] = "a subclass with a forward of its own"
-        elif len(node.args) != 1 or node.kwargs:
+        elif len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
             reasons[norm] = "not called with one tensor"
         else:
             look = _layer_norm_site if isinstance(norm, LayerNorm) else _batch_norm_site
@@ -135,6 +135,8 @@ def _moved(
     module = _module(source, root)
     fresh = module is not None and type(module).forward in _FRESH and len(source.users) == 1
     amid = [n for n in order if order[node] < order[n] < order[add] and n not in between]
+    if _calls(amid, node, root):
+        return "called inside another module, too"
     if fresh or all(n.op in ("get_attr", "placeholder") for n in amid):
         return ""
     return "what it normalises may change before the addition"
@@ -150,7 +152,17 @@ def _layer_norm_site(node: fx.Node, root: nn.Module, order: dict[fx.Node, int]) 
     users = [user for user in add.users if not _only_looks(user)]
     if min(users, key=order.__getitem__) is not node:
         return "what it normalises is used before it, and may change"
+    amid = [n for n in order if order[add] < order[n] < order[node]]
+    if _calls(amid, node, root):
+        return "called inside another module, too"
     return Site(node, add, None, (), True, "add before it")
+
+
+def _calls(amid: list[fx.Node], norm: fx.Node, root: nn.Module) -> bool:
+    """Whether some of the nodes call the norm as well, and so move its statistics."""
+    layer = _module(norm, root)
+    called = (_module(n, root) for n in amid)
+    return any(m is not None and any(part is layer for part in m.modules()) for m in called)
 
 
 def _only_looks(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,6 +19,8 @@ from normplug.modules import TargetVarianceNorm
 from normplug.plan import counts, shown
 
 _FUSION = "_normplug_fusion"
+
+_Scope: TypeAlias = tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True)
@@ -406,15 +408,20 @@ class _Analysis:
             raise Untraceable("parametrized, or sharded by FSDP")
         self._reads[module] = _trace.read(module, plain_class(module))
         try:
-            inner = self._inner_of_own_sites(module)
-            if inner is not None:
-                self._fuse(module, inner)
+            sites = self._own_sites(module)
+            if sites:
+                followed = {m for _, _, scopes in sites for scope in scopes for m in scope}
+                self._fuse(module, followed.union(*(self._inner.get(m, ()) for m in followed)))
+            for training, site, _ in sites:
+                norm = module.get_submodule(str(site.norm.target))
+                label = (site.label, self._paths[module])
+                self._labels.setdefault(norm, {}).setdefault(training, label)
         except Untraceable:
             del self._reads[module]
             raise
 
-    def _inner_of_own_sites(self, module: nn.Module) -> set[nn.Module] | None:
-        """The modules to follow into for a module's own sites; None where it has no sites."""
+    def _own_sites(self, module: nn.Module) -> list[tuple[bool, _sites.Site, list[_Scope]]]:
+        """The sites that are no inner module's, with the training flag and their nodes' origins."""
         traceable = {
             m
             for m in module.modules()
@@ -424,22 +431,17 @@ class _Analysis:
             # A graph does not tell what it would hand them.
             and not self._reads[m].sequences
         }
-        inner: set[nn.Module] | None = None
+        own = []
         for training in (False, True):
             traced = _trace.trace(module, self._reads, traceable, training)
             sites, reasons = _sites.find(traced.graph, module)
             self._reasons |= reasons
             for site in sites:
                 scopes = [traced.scopes[node] for node in site.nodes]
-                if len({scope[:1] for scope in scopes}) == 1 and scopes[0]:
-                    continue  # all of it is inside one of them
-                norm = module.get_submodule(str(site.norm.target))
-                label = (site.label, self._paths[module])
-                self._labels.setdefault(norm, {}).setdefault(training, label)
-                followed = {m for scope in scopes for m in scope}
-                followed |= {m for f in followed for m in self._inner.get(f, ())}
-                inner = followed | (inner or set())
-        return inner
+                inside = len({scope[:1] for scope in scopes}) == 1 and scopes[0]
+                if not inside:
+                    own.append((training, site, scopes))
+        return own
 
     def _fuse(self, module: nn.Module, inner: set[nn.Module]) -> None:
         followed = [m for m in self._paths if m in inner]

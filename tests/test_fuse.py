@@ -539,6 +539,25 @@ def test_a_norm_that_is_called_twice_or_read_twice_is_left():
             fuse(model)
 
 
+def test_a_norm_that_another_module_calls_amid_keeps_its_order():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.act = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU()
+            self.down = nn.Sequential(nn.AvgPool2d(1), self.norm)
+            self.down.register_forward_hook(lambda *_: None)
+
+        def forward(self, x):
+            y = self.norm(self.conv(x))
+            return self.act(y + self.down(x))
+
+    model = swapped(Shared())
+    plain = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="called inside another module"):
+        fuse(model)
+    assert_same(outcome(model, X), outcome(plain, X))
+
+
 def test_stock_norms_are_left_and_reported_as_such():
     model = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8), nn.ReLU())
     with pytest.warns(UserWarning, match=r"2 \(not swapped\)"):
