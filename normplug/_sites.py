@@ -225,6 +225,8 @@ def _named(node: fx.Node, root: nn.Module) -> str:
         return "the end of the module"
     if node.op == "placeholder":
         return "the start of the module"
+    if node.target is add_in_place:
+        return "an addition in place to another tensor"
     return str(getattr(node.target, "__name__", node.target))
 
 
