@@ -9,6 +9,7 @@ The configuration is in configs/; `python train.py --help` lists it.
 from pathlib import Path
 
 import hydra
+import torch
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
 from omegaconf import DictConfig
@@ -34,6 +35,10 @@ def main(cfg: DictConfig) -> float | None:
             scale_norm_weights(net, cfg.gamma0)
         if cfg.mode != BASELINE:  # after the initial weights are drawn: every arm has the same ones
             normplug.swap(net, cfg.mode, **cfg.swap)
+            if run.fuses:
+                normplug.fuse(net)
+        if cfg.channels_last:
+            net.to(memory_format=torch.channels_last)
         if cfg.compile:
             net.compile()
 
@@ -45,6 +50,7 @@ def main(cfg: DictConfig) -> float | None:
             warmup=cfg.warmup,
             label_smoothing=cfg.label_smoothing,
             arm=run.arm,
+            channels_last=cfg.channels_last,
         )
         trainer = run.trainer(
             list(instantiate(cfg.callbacks).values()),

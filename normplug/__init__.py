@@ -2,6 +2,7 @@
 
 from normplug import functional
 from normplug.check import check
+from normplug.fuse import fuse, fusions, unfuse
 from normplug.modes import NormMode, target_variance
 from normplug.modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, SyncBatchNorm
 from normplug.plan import plan
@@ -18,10 +19,13 @@ __all__ = [
     "SyncBatchNorm",
     "check",
     "functional",
+    "fuse",
+    "fusions",
     "plan",
     "set_mode",
     "swap",
     "swapped",
     "target_variance",
+    "unfuse",
     "unswap",
 ]

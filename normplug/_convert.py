@@ -157,7 +157,7 @@ def convert(
         return
     ours = replacement(module)
     assert ours is not None
-    _assign_class(module, ours)
+    assign_class(module, ours)
     if isinstance(module, LayerNorm):
         module.track_running_stats = track_running_stats
         module.momentum = 0.1
@@ -173,7 +173,7 @@ def revert(module: TargetVarianceNorm) -> None:
         for name in (*LAYER_NORM_STATISTICS, "track_running_stats", "momentum", "autocast_output"):
             delattr(module, name)
     del module.target_variance, module.backend
-    _assign_class(module, _STOCK[plain_class(module)])
+    assign_class(module, _STOCK[plain_class(module)])
 
 
 def synchronise(module: nn.Module) -> bool:
@@ -190,7 +190,7 @@ def synchronise(module: nn.Module) -> bool:
         convert(module, 1.0, backend="torch")
     module._unsynced_class = before  # type: ignore[assignment]
     module.process_group = None  # type: ignore[assignment]
-    _assign_class(module, _SYNCHRONISED[ours])
+    assign_class(module, _SYNCHRONISED[ours])
     return True
 
 
@@ -203,13 +203,14 @@ def desynchronise(module: nn.Module) -> None:
     if plain_class(module) is modules.SyncBatchNorm:  # a lazy one may have been materialised
         before = getattr(before, "cls_to_become", before)
     ours = REPLACEMENTS.get(before, before)
-    _assign_class(module, ours)
+    assign_class(module, ours)
     assert isinstance(module, TargetVarianceNorm)
     if before is not ours and module.target_variance == 1.0:
         revert(module)
 
 
-def _assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
+def assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Give a module another class, behind a private subclass that torch has put before it."""
     if _is_bound_forward(module):
         del module.forward
     index = _private_base(module)

@@ -211,6 +211,10 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     mode: ModeLike = "golden",
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float | None = 0.1,
     autocast_output: str = "float32",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -226,6 +230,10 @@ def add_layer_norm(
         bias: as in `layer_norm`.
         eps: as in `layer_norm`.
         mode: as in `layer_norm`.
+        running_mean: as in `layer_norm`, of total.
+        running_var: as in `layer_norm`, of total.
+        num_batches_tracked: as in `layer_norm`.
+        momentum: as in `layer_norm`.
         autocast_output: as in `layer_norm`.
         backend: as in `layer_norm`.
 
@@ -248,10 +256,10 @@ def add_layer_norm(
     """
     who = "functional.add_layer_norm"
     shape = tuple(normalized_shape)
-    tensors = (x, residual, weight, bias)
+    tensors = (x, residual, weight, bias, running_mean, running_var, num_batches_tracked)
     eager = x.is_cuda and not torch.compiler.is_compiling()
     if eager:
-        settings = (shape, eps, mode, autocast_output, backend, *_autocast())
+        settings = (shape, momentum, eps, mode, autocast_output, backend, *_autocast())
         signature = choice.signature(who, settings, *tensors)
         if (known := choice.known(signature)) is not None:
             return known(*tensors)
@@ -259,10 +267,14 @@ def add_layer_norm(
     _checks.floating(who, residual)
     _checks.same_shape(who, x, residual=residual)
     _checks.trailing(who, x, shape, weight=weight, bias=bias)
+    _checks.running_pair(who, running_mean, running_var, training=True)
+    if running_mean is not None:
+        _checks.momentum(who, momentum, num_batches_tracked)
     _checks.autocast_output(who, autocast_output)
     name, tv = _checks.backend(who, backend), target_variance(mode)
-    route = choice.add_layer_norm(who, name, x, len(shape), residual, (weight, bias))
-    numbers = (shape, eps, tv, autocast_output == "low")
+    vectors = (weight, bias, running_mean, running_var)
+    route = choice.add_layer_norm(who, name, x, len(shape), residual, num_batches_tracked, vectors)
+    numbers = (shape, momentum, eps, tv, autocast_output == "low")
     result = route(*tensors, *numbers)
     if eager:
         choice.remember(signature, route, tensors, *numbers)

@@ -45,6 +45,10 @@ class TargetVarianceNorm(nn.Module):
         """The torch class's line, and the mode."""
         return f"{super().extra_repr()}, mode={self.mode}"
 
+    def computes_only(self) -> bool:
+        """Whether a forward now is a computation: nothing measures it, no other process joins."""
+        return self._probe is None
+
     def _as_leaf(self, input: fx.Proxy) -> Tensor:
         """The call of the layer as one node of a graph, as torch.fx makes of torch's own layers."""
         tracer: Any = input.tracer
@@ -128,15 +132,27 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         """Normalise `input`; in training, move the running statistics."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        return self._normalise(input)
+        y = self.fused(input)
+        if self._probe is not None:
+            self._record(input, y)
+        return y
 
-    def _normalise(self, input: Tensor, activation: str | None = None) -> Tensor:
+    def fused(
+        self, input: Tensor, residual: Tensor | None = None, activation: str | None = None
+    ) -> Tensor:
+        """What `forward` computes, plus `residual`, through `activation`, in one call.
+
+        Args:
+            input: as in `forward`.
+            residual: as in `normplug.functional.batch_norm`.
+            activation: as in `normplug.functional.batch_norm`.
+        """
         self._check_input_dim(input)
         mean, var = self.running_mean, self.running_var
         training = self.training or (mean is None and var is None)
         if self.training and not self.track_running_stats:
             mean = var = None
-        y = functional.batch_norm(
+        return functional.batch_norm(
             input,
             mean,
             var,
@@ -147,13 +163,11 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum,
             self.__dict__["eps"],  # a tenth of the time that asking who reads it takes
             mode=self.target_variance,
+            residual=residual,
             activation=activation,
             num_batches_tracked=self.num_batches_tracked,
             backend=self.backend,
         )
-        if self._probe is not None:
-            self._record(input, y)
-        return y
 
     def _variance(self, x: Tensor) -> Tensor:
         return functional.channel_stats(x)[1].mean()
@@ -254,6 +268,10 @@ class _SyncBatchNormForward(_BatchNormForward):
     def group_to_join(self) -> Any:
         """The process group of the next forward; None where it takes this process's batch only."""
         return _sync.group_to_join(self.process_group) if self.training else None
+
+    def computes_only(self) -> bool:
+        """As every layer's; in training, in one process."""
+        return super().computes_only() and self.group_to_join() is None
 
     def _check_input_dim(self, input: Tensor) -> None:
         self._unsynced_class._check_input_dim(self, input)
@@ -387,12 +405,7 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
-        # torch.func transforms refuse writes to captured tensors, and stock LayerNorm has none.
-        transformed = torch._C._are_functorch_transforms_active()
-        track = self.training and self.running_mean is not None and not transformed
-        if track and self.running_mean.device != input.device:  # type: ignore[union-attr]
-            # Without weight and bias nothing told the layer where its inputs live.
-            self._move_statistics(input.device)
+        track = self._tracks(input)
         y = functional.layer_norm(
             input,
             self.normalized_shape,
@@ -410,6 +423,40 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         if self._probe is not None:
             self._record(input, y)
         return y
+
+    def fused(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` makes of input + residual, and that sum, in one call.
+
+        Args:
+            input: as in `forward`.
+            residual: as in `normplug.functional.add_layer_norm`.
+        """
+        track = self._tracks(input)
+        return functional.add_layer_norm(
+            input,
+            residual,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            mode=self.target_variance,
+            running_mean=self.running_mean if track else None,
+            running_var=self.running_var if track else None,
+            num_batches_tracked=self.num_batches_tracked if track else None,
+            momentum=self.momentum,
+            autocast_output=self.autocast_output,
+            backend=self.backend,
+        )
+
+    def _tracks(self, input: Tensor) -> bool:
+        """Whether a forward moves the running statistics; sees that they are where `input` is."""
+        # torch.func transforms refuse writes to captured tensors, and stock LayerNorm has none.
+        transformed = torch._C._are_functorch_transforms_active()
+        track = self.training and self.running_mean is not None and not transformed
+        if track and self.running_mean.device != input.device:  # type: ignore[union-attr]
+            # Without weight and bias nothing told the layer where its inputs live.
+            self._move_statistics(input.device)
+        return track
 
     def reset_parameters(self) -> None:
         """As the torch class, and forget the running statistics."""

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from normplug import _checks, _convert, _guards, _record
+from normplug.fuse import fused_modules, releasable, release
 from normplug.modes import ModeLike, target_variance
 from normplug.modules import TargetVarianceNorm
 from normplug.plan import Filters, Plan, counts, fast_path_owners, plan, shown
@@ -127,7 +128,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
     sqrt(tv) is multiplied into each weight, so that the model computes what it did and needs no
     normplug to be loaded, exported, fused or quantised. A layer without a weight gets a frozen
-    one. LayerNorm's running statistics go.
+    one. LayerNorm's running statistics go. What `normplug.fuse` has fused is undone too.
 
     Args:
         model: any module.
@@ -140,8 +141,8 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     Raises:
         TypeError: where `model` is no module, or TorchScript.
         ValueError: where a weight cannot be multiplied: a parametrized or computed one, or one
-            that is shared with a layer that would change; where a layer's forward has been
-            replaced on the instance. The model is as before.
+            that is shared with a layer that would change; where a layer's forward, or that of a
+            fused module, has been replaced on the instance. The model is as before.
 
     Warns:
         UserWarning: where a layer stays because it is a user's own subclass of a normplug class.
@@ -162,12 +163,14 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         )
     scalings = [_Scaling(p, m, math.sqrt(m.target_variance)) for p, m in layers if fold]
     _check_scalings("unswap", model, scalings)
+    fused = releasable("unswap", fused_modules(model))
     with _all_or_nothing([m for _, m in layers], model):
         _scale(scalings, _device_of(model))
         for _, module in layers:
             _convert.revert(module)
         if not stuck:
             _release_fast_path(_guarded(model))
+    release(fused)
     _record.renew("unswap", model)
     return model
 
@@ -209,7 +212,7 @@ def swapped(model: nn.Module, mode: ModeLike = "golden", **options: Any) -> Iter
         if isinstance(m, TargetVarianceNorm) or _convert.replacement(m) is not None
     }
     synchronised = {m for m, _ in before.values() if "_unsynced_class" in vars(m)}
-    records, guarded = _record.take(model), _guarded(model)
+    records, guarded, fused = _record.take(model), _guarded(model), fused_modules(model)
     swap(model, mode, **options)
     scalings = [
         _Scaling(path, m, math.sqrt(m.target_variance / settings.get("target_variance", 1.0)))
@@ -230,6 +233,8 @@ def swapped(model: nn.Module, mode: ModeLike = "golden", **options: Any) -> Iter
                 setattr(m, name, value)
         _release_fast_path({o: a for o, a in _guarded(model).items() if o not in guarded})
         _record.put(model, records)
+        inside = {path: m for path, m in fused_modules(model).items() if path not in fused}
+        release(releasable("swapped", inside))
 
 
 def _settings(layer: nn.Module) -> dict[str, Any]:

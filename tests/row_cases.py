@@ -144,7 +144,9 @@ def call(case: Case, inputs: dict[str, Any], backend: str, **running: Any) -> di
             inputs["x"], *given, input_bias=inputs["input_bias"], **running, **options
         )
         return {"y": y}
-    y, total = functional.add_layer_norm(inputs["x"], inputs["residual"], *given, **options)
+    y, total = functional.add_layer_norm(
+        inputs["x"], inputs["residual"], *given, **running, **options
+    )
     return {"y": y, "total": total}
 
 

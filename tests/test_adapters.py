@@ -4,13 +4,14 @@ import copy
 import pickle
 import subprocess
 import sys
+import warnings
 from importlib import import_module
 
 import pytest
 import torch
 from torch import fx, nn
 
-from normplug import BatchNorm2d, _convert, check, plan, swap, target_variance, unswap
+from normplug import BatchNorm2d, _convert, check, fuse, plan, swap, target_variance, unswap
 from normplug.lightning import norm_layers
 
 ROOT = target_variance("golden") ** 0.5
@@ -133,6 +134,25 @@ def test_to_fx_it_is_one_node(make, library):
     graph = fx.symbolic_trace(nn.Sequential(layer, nn.Tanh()))
     assert [node.op for node in graph.graph.nodes].count("call_module") == 2
     torch.testing.assert_close(graph(X), layer(X).tanh())
+
+
+class AddThenNorm(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x, y):
+        return self.norm(x + y).relu()
+
+
+@EACH
+def test_what_an_adapter_adds_is_not_lost_where_a_model_is_fused(make, library):
+    model = swap(AddThenNorm(adapted(make, library))).eval()
+    expected = model(X, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing may be left to fuse
+        fuse(model)
+    assert torch.equal(model(X, X), expected)
 
 
 def test_a_norm_with_an_activation_is_synchronised_with_it():

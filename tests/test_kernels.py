@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import interpreted
 from accuracy import assert_same_bits
+from fuse_cases import check_saved_bytes
 from kernel_cases import (
     DTYPES,
     INPUTS,
@@ -576,3 +577,8 @@ def test_any_call(
             seed=seed,
         )
     )
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_fused_activation_is_not_kept_and_a_residual_costs_a_bit(memory_format):
+    check_saved_bytes(memory_format)

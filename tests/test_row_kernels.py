@@ -163,8 +163,7 @@ def test_every_setup_is_as_close_to_float64_as_torch(setup, options, prepared):
 @pytest.mark.parametrize("residual", [None, "contiguous"])
 def test_offsets_of_64_bits(setup, residual, prepared, monkeypatch):
     monkeypatch.setattr(schedule, "_INT32", 0)
-    running = torch.float32 if residual is None else None
-    assert_accurate(prepared(setup, residual=residual, running=running))
+    assert_accurate(prepared(setup, residual=residual, running=torch.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -635,14 +634,13 @@ def test_the_operators_keep_torchs_rules(case, operators):
 
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
 def test_the_operators_compute_what_the_kernels_do(case, operators, monkeypatch):
-    case = dataclasses.replace(case, running=None if case.residual else torch.float32)
+    case = dataclasses.replace(case, running=torch.float32)
     eager = run(case, make(case), "triton")
     for name in ("layer_norm", "add_layer_norm"):
         monkeypatch.setattr(choice, name, lambda *_, name=name, **__: getattr(library, name))
     operator = run(case, make(case), "triton")
-    if case.running:
-        for name in ("running_mean", "running_var"):
-            torch.testing.assert_close(operator.pop(name), eager.pop(name))
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(operator.pop(name), eager.pop(name))
     assert_same_bits(operator, eager)
 
 
@@ -697,7 +695,7 @@ def test_any_call(
         vectors="+".join(vectors - {"input_bias"} if with_residual else vectors),
         residual=residual if with_residual else None,
         residual_dtype=residual_dtype,
-        running=None if with_residual else running,
+        running=running,
         momentum=momentum,
         mode=mode,
         offset=offset,

@@ -34,6 +34,8 @@ RESULT_KEYS = {
     "loader_wait_ms",
     "peak_memory_bytes",
     "norms_swapped",
+    "norms_fused",
+    "channels_last",
     "versions",
     "hardware",
     "status",
@@ -326,3 +328,26 @@ def test_stems_and_patches_suit_the_image():
     assert sizes == {8: 2, 28: 4, 32: 4, 224: 28}
     with pytest.raises(ValueError, match="must divide the image size 8; got 3"):
         vit(num_classes=2, image_size=8, patch_size=3)
+
+
+@pytest.mark.parametrize(("model", "fused"), [("resnet18", 17), ("vit_tiny", 8)])
+def test_a_fused_run_in_channels_last_gives_the_same_accuracy(command, tmp_path, model, fused):
+    tiny = ["experiment=smoke", f"model={model}", "data.num_images=200", "trainer.max_epochs=1"]
+    for fuse in (True, False):
+        code, output = command(*tiny, "mode=golden", f"fuse={fuse}", "channels_last=true",
+                               f"hydra.run.dir={tmp_path}/{fuse}")  # fmt: skip
+        assert code == 0, output
+        assert f"swapped, {fused if fuse else 0} fused" in output
+    (one,), (other,) = results(tmp_path / "True"), results(tmp_path / "False")
+    assert (one["norms_fused"], other["norms_fused"]) == (fused, 0)
+    assert one["channels_last"] is True
+    assert one["accuracy_by_epoch"] == other["accuracy_by_epoch"]
+
+
+def test_only_swapped_norms_are_fused_and_a_wrong_setting_is_refused(command, tmp_path):
+    code, output = command(*TINY, "mode=baseline", "fuse=true", "trainer.max_epochs=1")
+    assert code == 0, output
+    assert results(tmp_path)[0]["norms_fused"] == 0
+    code, output = command(*TINY, "fuse=maybe")
+    assert code == 1
+    assert "fuse must be true, false or null; got 'maybe'" in output

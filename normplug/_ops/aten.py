@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,10 @@ def batch_norm(
     else:
         y = F.batch_norm(x, running_mean, running_var, weight, bias, training, 0.0, eps)
     if residual is not None:
-        y = y + residual
+        # y is nobody else's, and not kept for the backward.
+        same = residual.shape == y.shape and residual.dtype == y.dtype
+        in_place = same and not torch._C._are_functorch_transforms_active()
+        y = y.add_(residual) if in_place else y + residual
     return y if activation is None else _ACTIVATIONS[activation](y)
 
 
@@ -101,18 +105,15 @@ def add_layer_norm(
     residual: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    normalized_shape: tuple[int, ...],
-    eps: float,
-    target_variance: float,
-    low_autocast: bool,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`functional.add_layer_norm` after its checks."""
+    """`functional.add_layer_norm` after its checks; settings are those of `layer_norm`."""
     total = x + residual
-    y = layer_norm(
-        total, weight, bias, None, None, None, None, normalized_shape, 0.0, eps, target_variance,
-        low_autocast,
-    )  # fmt: skip
-    return y, total
+    running = (running_mean, running_var, num_batches_tracked)
+    return layer_norm(total, weight, bias, None, *running, *settings), total
 
 
 def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:

@@ -136,10 +136,11 @@ def add_layer_norm(
     x: Tensor,
     row_dims: int,
     residual: Tensor,
+    tracked: Tensor | None,
     vectors: tuple[Tensor | None, ...],
 ) -> _Route:
     """The route for `functional.add_layer_norm`."""
-    why = _refusal_of_rows(backend, x, row_dims, residual, None, vectors)
+    why = _refusal_of_rows(backend, x, row_dims, residual, tracked, vectors)
     if why is not None:
         if backend == "triton":
             raise _checks.no_kernel(who, why)

@@ -192,15 +192,23 @@ class _Plan:
         )[0]
 
     def run_add(
-        self, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        tracked: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """(y, total), with what their gradients need."""
+        running = (running_mean, running_var, tracked)
         if gpu.elsewhere(x):
             with torch.cuda.device_of(x):
-                return self.run_add(x, residual, weight, bias)
+                return self.run_add(x, residual, weight, bias, *running)
         if torch.is_grad_enabled():
-            return _AddLayerNorm.apply(x, residual, weight, bias, self)
-        y, total, _ = self.forward(x, residual, weight, bias, None, None, None, None, keep=False)
+            return _AddLayerNorm.apply(x, residual, weight, bias, (self, *running))
+        y, total, _ = self.forward(x, residual, weight, bias, None, *running, keep=False)
         assert total is not None
         return y, total
 
@@ -300,6 +308,10 @@ def plan_of(
     return _plans[key], x, residual
 
 
+def _both(mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if mean is None or var is None else (mean, var)
+
+
 class _LayerNorm(torch.autograd.Function):
     # A tensor argument costs the host time: those that get no gradient come in `rest`.
     @staticmethod
@@ -339,9 +351,12 @@ class _AddLayerNorm(torch.autograd.Function):
         residual: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        plan: _Plan,
+        rest: tuple[_Plan, Tensor | None, Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        y, total, stats = plan.forward(x, residual, weight, bias, None, None, None, None, keep=True)
+        plan, running_mean, running_var, tracked = rest
+        y, total, stats = plan.forward(
+            x, residual, weight, bias, None, running_mean, running_var, tracked, keep=True
+        )
         assert total is not None
         ctx.save_for_backward(total, weight, stats)
         ctx.plan = plan
@@ -392,9 +407,7 @@ def _plan_of(
     target_variance: float,
     low_autocast: bool,
 ) -> tuple[_Plan, Tensor]:
-    both = None
-    if running_mean is not None and running_var is not None:
-        both = (running_mean, running_var)
+    both = _both(running_mean, running_var)
     tracked = num_batches_tracked is not None and both is not None
     plan, x, _ = plan_of(
         x, len(normalized_shape), None, weight, bias, input_bias, both, tracked, momentum, eps,
@@ -424,26 +437,40 @@ def _plan_of_add(
     residual: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
     normalized_shape: tuple[int, ...],
+    momentum: float | None,
     eps: float,
     target_variance: float,
     low_autocast: bool,
 ) -> tuple[_Plan, Tensor, Tensor]:
     total = torch.promote_types(x.dtype, residual.dtype)
+    both = _both(running_mean, running_var)
     plan, x, beside = plan_of(
-        x, len(normalized_shape), residual, weight, bias, None, None, False, 0.0, eps,
-        target_variance, aten.output_dtype(x, total, low_autocast),
+        x, len(normalized_shape), residual, weight, bias, None, both,
+        num_batches_tracked is not None and both is not None, momentum, eps, target_variance,
+        aten.output_dtype(x, total, low_autocast),
     )  # fmt: skip
     assert beside is not None
     return plan, x, beside
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *settings: Any
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor]:
     """`functional.add_layer_norm` after its checks, for what `refusal` has nothing against."""
-    plan, x, residual = _plan_of_add(x, residual, weight, bias, *settings)
-    return plan.run_add(x, residual, weight, bias)
+    tensors = (weight, bias, running_mean, running_var, num_batches_tracked)
+    plan, x, residual = _plan_of_add(x, residual, *tensors, *settings)
+    return plan.run_add(x, residual, *tensors)
 
 
 def refusal(

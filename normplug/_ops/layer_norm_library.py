@@ -214,13 +214,7 @@ def layer_norm(
     y, stats = _forward(
         x, weight, bias, input_bias, len(normalized_shape), eps, target_variance, out
     )
-    if running_mean is not None and running_var is not None:
-        step = aten.count_batch(running_mean, num_batches_tracked, momentum)
-        with torch.no_grad():
-            mean, rstd = stats.chunk(2)
-            var = (rstd.pow(-2).mean() - eps).clamp_min(0)
-            running_mean.lerp_(mean.mean().to(running_mean.dtype), step)
-            running_var.lerp_(var.to(running_var.dtype), step)
+    _move(running_mean, running_var, num_batches_tracked, momentum, stats, eps)
     return y
 
 
@@ -229,14 +223,38 @@ def add_layer_norm(
     residual: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
     normalized_shape: tuple[int, ...],
+    momentum: float | None,
     eps: float,
     target_variance: float,
     low_autocast: bool,
 ) -> tuple[Tensor, Tensor]:
     """`functional.add_layer_norm` after its checks, as an operator."""
     out = aten.output_dtype(x, torch.promote_types(x.dtype, residual.dtype), low_autocast)
-    y, total, _ = _forward_add(
+    y, total, stats = _forward_add(
         x, residual, weight, bias, len(normalized_shape), eps, target_variance, out
     )
+    _move(running_mean, running_var, num_batches_tracked, momentum, stats, eps)
     return y, total
+
+
+def _move(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    stats: Tensor,
+    eps: float,
+) -> None:
+    """Move the running statistics, where there are any, towards the rows'."""
+    if running_mean is None or running_var is None:
+        return
+    step = aten.count_batch(running_mean, num_batches_tracked, momentum)
+    with torch.no_grad():
+        mean, rstd = stats.chunk(2)
+        var = (rstd.pow(-2).mean() - eps).clamp_min(0)
+        running_mean.lerp_(mean.mean().to(running_mean.dtype), step)
+        running_var.lerp_(var.to(running_var.dtype), step)

@@ -34,7 +34,9 @@ class BatchNormAct2d(modules._BatchNorm, norm_act.BatchNormAct2d):
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
         fused = None if self._probe is not None else _fused_activation(self.drop, self.act)
-        y = self._normalise(input, fused)
+        y = self.fused(input, activation=fused)
+        if self._probe is not None:
+            self._record(input, y)
         return self.act(self.drop(y)) if fused is None else y
 
 

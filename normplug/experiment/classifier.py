@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ class Classifier(LightningModule):
         warmup: fraction of all steps, 0 to 1, in which the learning rate rises.
         label_smoothing: 0 to 1.
         arm: the arm of the experiment; kept in checkpoints, and another arm's is refused.
+        channels_last: hand images on with their channels innermost, as `net` was laid out.
 
     Raises:
         ValueError: an unknown schedule, a warm-up out of range, a checkpoint of another arm.
@@ -45,6 +47,7 @@ class Classifier(LightningModule):
         warmup: float = 0.2,
         label_smoothing: float = 0.1,
         arm: str = "baseline",
+        channels_last: bool = False,
     ) -> None:
         super().__init__()
         if schedule not in SCHEDULES:
@@ -63,12 +66,15 @@ class Classifier(LightningModule):
         self.warmup = warmup
         self.label_smoothing = label_smoothing
         self.arm = arm
+        self.channels_last = channels_last
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.accuracy_by_epoch: list[float] = []
 
     def forward(self, images: Tensor) -> Tensor:
         """The logits."""
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
         return self.net(images)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

@@ -34,6 +34,7 @@ from normplug.experiment.timing import (
     peak_memory_bytes,
     variance_loggers,
 )
+from normplug.fuse import fused_modules
 
 # Warnings of Lightning that tell a user of train.py nothing to act on.
 QUIET = (
@@ -119,12 +120,21 @@ class Run:
             raise UserError(sentence) from None
         return False
 
+    @property
+    def fuses(self) -> bool:
+        """Whether the swapped norms are to be fused: as configured, or on a GPU."""
+        return self._on_gpu if self.cfg.fuse is None else self.cfg.fuse
+
+    @property
+    def _on_gpu(self) -> bool:
+        accelerators = ("auto", "gpu", "cuda")
+        return self.cfg.trainer.accelerator in accelerators and torch.cuda.is_available()
+
     def trainer(self, callbacks: list[Callback], **parts: Any) -> Trainer:
         """The configured Trainer, with what is "auto" in its configuration decided."""
         settings = self.cfg.trainer.copy()
         if settings.precision == "auto":
-            gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-            settings.precision = "bf16-mixed" if gpu else "32-true"
+            settings.precision = "bf16-mixed" if self._on_gpu else "32-true"
         if settings.enable_progress_bar == "auto":
             settings.enable_progress_bar = sys.stdout.isatty() and not _is_multirun()
             if not settings.enable_progress_bar:
@@ -143,6 +153,8 @@ class Run:
             **self._timer.summary(data.batch_size * trainer.world_size),
             peak_memory_bytes=peak_memory_bytes(gpu),
             norms_swapped=sum(1 for _ in _convert.normplug_layers(model)),
+            norms_fused=_norms_fused(model),
+            channels_last=self.cfg.channels_last,
             epochs=trainer.current_epoch,
             precision=str(trainer.precision),
             versions=versions(),
@@ -203,11 +215,17 @@ class Run:
             f"test accuracy  {100 * r['test_accuracy']:.2f} % after {r['epochs']} epochs",
             f"speed          {speed}",
             f"peak memory    {r['peak_memory_bytes'] / 2**20:,.0f} MiB",
-            f"norm layers    {r['norms_swapped']} swapped",
+            f"norm layers    {r['norms_swapped']} swapped, {r['norms_fused']} fused",
             *(logger.table() for logger in variance_loggers(trainer)),
             f"written to     {self.directory}: {', '.join(sorted(_files(self.directory)))}",
         ]
         print("\n".join(lines))
+
+
+def _norms_fused(model: Classifier) -> int:
+    if not fused_modules(model):
+        return 0
+    return sum(row.label is not None for row in normplug.fusions(model))
 
 
 def _checked_arm(cfg: DictConfig) -> str:
@@ -224,6 +242,8 @@ def _checked_arm(cfg: DictConfig) -> str:
             "normplug.experiment: optimizer.lr must be a finite number above 0; "
             f"got {cfg.optimizer.lr!r}."
         )
+    if cfg.fuse not in (True, False, None):
+        raise UserError(f"normplug.experiment: fuse must be true, false or null; got {cfg.fuse!r}.")
     if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
         raise UserError(
             f"normplug.experiment: ckpt_path must be a checkpoint file; got {cfg.ckpt_path}. A "

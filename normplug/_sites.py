@@ -1,0 +1,364 @@
+"""Where in a graph a norm can be fused with what stands around it, and the calls that do it.
+
+Each call that is put into a graph decides as it runs: where a layer has hooks, is measured, or gets
+a residual that is not shaped as what it is added to, the modules are called one by one, as before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from normplug import modules
+from normplug._trace import add_in_place
+from normplug.modules import LayerNorm, TargetVarianceNorm
+
+_FUNCTIONS: dict[Any, str] = {
+    F.relu: "relu", torch.relu: "relu", torch.relu_: "relu", "relu": "relu", "relu_": "relu",
+    F.silu: "silu", F.gelu: "gelu",
+}  # fmt: skip
+_COMPOSED: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}
+_SHOWN = {"relu": "ReLU", "silu": "SiLU", "gelu": "GELU"}
+_ADDITIONS: dict[Any, Callable[[Any, Any], Any]] = {
+    operator.add: operator.add, torch.add: operator.add, "add": operator.add,
+    add_in_place: add_in_place, "add_": add_in_place,
+}  # fmt: skip
+# What gives a tensor of its own: nobody else can change it.
+_FRESH = {
+    cls.forward
+    for cls in (
+        nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+        nn.ConvTranspose3d, nn.Linear,
+    )
+}  # fmt: skip
+_FORWARDS = (
+    modules._BatchNormForward.forward,
+    modules._SyncBatchNormForward.forward,
+    modules.LayerNorm.forward,
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What becomes one call.
+
+    Attributes:
+        norm: the node of the norm layer.
+        add: the node of the addition after a BatchNorm or before a LayerNorm, or None.
+        activation: the node of the activation, or None.
+        between: nodes of `nn.Identity` after the norm.
+        before: whether the addition comes before the norm.
+        label: what the norm is fused with, for people.
+    """
+
+    norm: fx.Node
+    add: fx.Node | None
+    activation: fx.Node | None
+    between: tuple[fx.Node, ...]
+    before: bool
+    label: str
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """All that the call takes the place of."""
+        others = [n for n in (self.add, self.activation) if n is not None]
+        return (self.norm, *self.between, *others)
+
+
+def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, str]]:
+    """The sites of a graph; and for each other normplug layer in it, why it is at none."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    norms = [
+        (node, m)
+        for node in graph.nodes
+        if isinstance(m := _module(node, root), TargetVarianceNorm)
+    ]
+    sites, reasons, taken = list[Site](), dict[nn.Module, str](), set[fx.Node]()
+    for node, norm in norms:
+        if sum(m is norm for _, m in norms) > 1:
+            reasons[norm] = "called more than once"
+        elif not _can_be_fused(norm):
+            reasons[norm] = "a subclass with a forward of its own"
+        elif len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
+            reasons[norm] = "not called with one tensor"
+        else:
+            look = _layer_norm_site if isinstance(norm, LayerNorm) else _batch_norm_site
+            site = look(node, root, order)
+            if isinstance(site, Site) and site.add in taken:
+                site = "its addition is another norm's"
+            if isinstance(site, str):
+                reasons[norm] = site
+            else:
+                sites.append(site)
+                taken.add(site.add or node)
+    return sites, reasons
+
+
+def _can_be_fused(norm: TargetVarianceNorm) -> bool:
+    """Whether a layer's forward is one that its `fused` stands for; an adapter's may do more."""
+    cls: Any = type(norm)
+    own = isinstance(norm, LayerNorm) and cls._normalise is not LayerNorm._normalise
+    return cls.forward in _FORWARDS and not own
+
+
+def _batch_norm_site(node: fx.Node, root: nn.Module, order: dict[fx.Node, int]) -> Site | str:
+    add, between, last, reason = None, list[fx.Node](), node, ""
+    while True:
+        user = next(iter(last.users)) if len(last.users) == 1 else None
+        if user is None:
+            reason = f"its result is used {len(last.users)} times"
+            break
+        name = _activation_name(user, root)
+        if name is not None:
+            label = "add, " * (add is not None) + _SHOWN[name]
+            return Site(node, add, user, tuple(between), False, label)
+        if add is None and type(_module(user, root)) is nn.Identity:
+            between.append(user)
+        elif add is None and _operands(user, last, root):
+            moved = _moved(node, user, between, root, order)
+            if moved:
+                reason = moved
+                break
+            add = user
+        else:
+            reason = f"followed by {_named(user, root)}"
+            break
+        last = user
+    return reason if add is None else Site(node, add, None, tuple(between), False, "add")
+
+
+def _moved(
+    node: fx.Node, add: fx.Node, between: list[fx.Node], root: nn.Module, order: dict[fx.Node, int]
+) -> str:
+    """Why a norm cannot run as late as the addition; "" where it can."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    module = _module(source, root)
+    fresh = module is not None and type(module).forward in _FRESH and len(source.users) == 1
+    amid = [n for n in order if order[node] < order[n] < order[add] and n not in between]
+    if _calls(amid, node, root):
+        return "called inside another module, too"
+    if fresh or all(n.op in ("get_attr", "placeholder") for n in amid):
+        return ""
+    return "what it normalises may change before the addition"
+
+
+def _layer_norm_site(node: fx.Node, root: nn.Module, order: dict[fx.Node, int]) -> Site | str:
+    add = node.args[0]
+    assert isinstance(add, fx.Node)
+    if not _operands(add, None, root):
+        return f"preceded by {_named(add, root)}"
+    if _addition(add) is add_in_place:
+        return "the addition before it is in place, and others may see that"
+    users = [user for user in add.users if not _only_looks(user)]
+    if min(users, key=order.__getitem__) is not node:
+        return "what it normalises is used before it, and may change"
+    amid = [n for n in order if order[add] < order[n] < order[node]]
+    if _calls(amid, node, root):
+        return "called inside another module, too"
+    return Site(node, add, None, (), True, "add before it")
+
+
+def _calls(amid: list[fx.Node], norm: fx.Node, root: nn.Module) -> bool:
+    """Whether some of the nodes call the norm as well, and so move its statistics."""
+    layer = _module(norm, root)
+    called = (_module(n, root) for n in amid)
+    return any(m is not None and any(part is layer for part in m.modules()) for m in called)
+
+
+def _only_looks(node: fx.Node) -> bool:
+    """Whether a node asks a tensor for its shape or the like."""
+    if node.op == "call_method":
+        return node.target in ("dim", "size", "numel", "ndimension")
+    looks = ("shape", "ndim", "dtype", "device")
+    return node.op == "call_function" and node.target is getattr and node.args[1] in looks
+
+
+def _addition(node: fx.Node) -> Callable[[Any, Any], Any] | None:
+    if node.op not in ("call_function", "call_method") or node.kwargs or len(node.args) != 2:
+        return None
+    return _ADDITIONS.get(node.target)
+
+
+def _operands(node: fx.Node, norm: fx.Node | None, root: nn.Module) -> bool:
+    """Whether a node adds two tensors, one of them a norm's result where that is given."""
+    addition = _addition(node)
+    if addition is None or not all(isinstance(a, fx.Node) for a in node.args):
+        return False
+    if norm is None:
+        return True
+    if node.args[0] is node.args[1]:
+        return False
+    return addition is not add_in_place or node.args[0] is norm
+
+
+def _module(node: Any, root: nn.Module) -> nn.Module | None:
+    if not isinstance(node, fx.Node) or node.op != "call_module":
+        return None
+    return root.get_submodule(str(node.target))
+
+
+def _activation_name(node: fx.Node, root: nn.Module) -> str | None:
+    module = _module(node, root)
+    if module is not None:
+        return _of_module(module) if len(node.args) == 1 and not node.kwargs else None
+    if node.op not in ("call_function", "call_method") or len(node.args) != 1:
+        return None
+    settings = {k: v for k, v in node.kwargs.items() if (k, v) != ("approximate", "none")}
+    return _FUNCTIONS.get(node.target) if settings.keys() <= {"inplace"} else None
+
+
+def _of_module(module: nn.Module) -> str | None:
+    """The name of the activation that a module is, or None."""
+    cls = type(module)
+    if cls is nn.ReLU:
+        return "relu"
+    if cls is nn.SiLU:
+        return "silu"
+    return "gelu" if cls is nn.GELU and module.approximate == "none" else None
+
+
+def _named(node: fx.Node, root: nn.Module) -> str:
+    module = _module(node, root)
+    if module is not None:
+        return type(module).__name__
+    if node.op == "output":
+        return "the end of the module"
+    if node.op == "placeholder":
+        return "the start of the module"
+    if node.target is add_in_place:
+        return "an addition in place to another tensor"
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def rewrite(graph: fx.Graph, sites: list[Site], root: nn.Module) -> None:
+    """Put one call in place of each site."""
+    for site in sites:
+        path = str(site.norm.target)
+        place = site.add or site.norm
+        with graph.inserting_before(place):
+            norm = graph.create_node("get_attr", path)
+            if site.before:
+                assert site.add is not None
+                both = graph.call_function(add_layer_norm, (norm, *site.add.args))
+                y = graph.call_function(operator.getitem, (both, 0))
+                last, result = site.add, graph.call_function(operator.getitem, (both, 1))
+                site.norm.replace_all_uses_with(y)
+            else:
+                result = graph.call_function(batch_norm, tuple(_arguments(graph, site, norm)))
+                last = site.nodes[-1]
+        last.replace_all_uses_with(result)
+        _erase(graph, site)
+
+
+def _arguments(graph: fx.Graph, site: Site, norm: fx.Node) -> Iterator[Any]:
+    """What `batch_norm` takes."""
+    yield norm
+    yield site.norm.args[0]
+    if site.activation is None:
+        yield None
+    elif site.activation.op == "call_module":
+        yield graph.create_node("get_attr", str(site.activation.target))
+    else:
+        yield _FUNCTIONS[site.activation.target]
+    yield tuple(graph.create_node("get_attr", str(n.target)) for n in site.between)
+    if site.add is None:
+        return
+    of_norm = (site.norm, *site.between)[-1]
+    flipped = site.add.args[1] is of_norm
+    yield site.add.args[0 if flipped else 1]
+    yield _addition(site.add) is add_in_place
+    yield flipped
+
+
+def _erase(graph: fx.Graph, site: Site) -> None:
+    # Later nodes first; a LayerNorm comes after its addition, a BatchNorm before it.
+    for node in site.nodes if site.before else reversed(site.nodes):
+        graph.erase_node(node)
+
+
+def batch_norm(
+    norm: TargetVarianceNorm,
+    x: Tensor,
+    activation: nn.Module | str | None,
+    between: tuple[nn.Module, ...],
+    residual: Tensor | None = None,
+    in_place: bool = False,
+    flipped: bool = False,
+) -> Tensor:
+    """A BatchNorm, `between`, the addition and the activation: in one call where that is the same.
+
+    activation: a module, the name of one, or None. in_place: the addition is. flipped: the residual
+    is its left side.
+    """
+    name = _of_module(activation) if isinstance(activation, nn.Module) else activation
+    if (
+        _is_plain(norm)
+        and (name is not None or activation is None)
+        and not (isinstance(activation, nn.Module) and has_hooks(activation))
+        and all(type(m) is nn.Identity and not has_hooks(m) for m in between)
+        and isinstance(x, Tensor)
+        and (residual is None or _alike(x, residual))
+    ):
+        return norm.fused(x, residual, name)  # type: ignore[operator]
+    y = norm(x)
+    for module in between:
+        y = module(y)
+    if residual is not None:
+        add = add_in_place if in_place else operator.add
+        y = add(residual, y) if flipped else add(y, residual)
+    if activation is None:
+        return y
+    return activation(y) if isinstance(activation, nn.Module) else _COMPOSED[activation](y)
+
+
+def add_layer_norm(norm: TargetVarianceNorm, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The LayerNorm of a + b, and a + b: in one call where that is the same."""
+    if (
+        _is_plain(norm)
+        and isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and a.shape == b.shape
+        and a.is_floating_point()
+        and b.is_floating_point()
+    ):
+        return norm.fused(a, b)  # type: ignore[operator]
+    total = a + b
+    return norm(total), total
+
+
+def _alike(x: Tensor, residual: Any) -> bool:
+    return (
+        isinstance(residual, Tensor)
+        and residual.shape == x.shape
+        and residual.dtype == x.dtype
+        and residual.device == x.device
+    )
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """Whether calling a norm comes to nothing more than what `fused` computes."""
+    return (
+        isinstance(norm, TargetVarianceNorm)
+        and _can_be_fused(norm)
+        and not has_hooks(norm)
+        and norm.computes_only()
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something happens when a module is called beside its class's forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl is not None
+        or "forward" in module.__dict__
+    )

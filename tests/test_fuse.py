@@ -1,0 +1,721 @@
+"""Fused models next to unfused ones: the same numbers and modules, and no change unnoticed."""
+
+import copy
+import gc
+import pickle
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import normplug
+from fuse_cases import Block, Encoder, PreNorm, check_saved_bytes
+from normplug import functional, fuse, fusions, swap, unfuse, unswap
+from normplug.fuse import fused_modules
+
+X = torch.randn(4, 8, 5, 5, dtype=torch.double)
+ROWS = torch.randn(4, 3, 8, dtype=torch.double)
+
+
+def swapped(model, mode="golden"):
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 1, 0.3)
+    return swap(model.double(), mode)
+
+
+def outcome(model, *inputs, training=True):
+    """All that a step gives: output, gradients, buffers."""
+    torch.manual_seed(1)
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    model.train(training).zero_grad()
+    y = model(*inputs)
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    return {
+        "y": y.detach(),
+        **{f"dx{i}": x.grad for i, x in enumerate(inputs)},
+        **{f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None},
+        **{name: buffer.clone() for name, buffer in model.named_buffers()},
+    }
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What goes through the fused functions."""
+    made = []
+    batch_norm, add_layer_norm = functional.batch_norm, functional.add_layer_norm
+
+    def watched_batch_norm(*args, residual=None, activation=None, **options):
+        if residual is not None or activation is not None:
+            made.append("add, " * (residual is not None) + str(activation))
+        return batch_norm(*args, residual=residual, activation=activation, **options)
+
+    def watched_add(*args, **options):
+        made.append("add before")
+        return add_layer_norm(*args, **options)
+
+    monkeypatch.setattr(functional, "batch_norm", watched_batch_norm)
+    monkeypatch.setattr(functional, "add_layer_norm", watched_add)
+    return made
+
+
+def assert_runs_unfused(model, calls, *inputs):
+    """The model computes what it does unfused, and by the plain calls."""
+    calls.clear()
+    ours = outcome(model, *inputs)
+    assert calls == []
+    return ours
+
+
+def torchvision_model(name, **options):
+    models = pytest.importorskip("torchvision.models")
+    return models.get_model(name, num_classes=3, **options)
+
+
+def swin():
+    transformer = pytest.importorskip("torchvision.models.swin_transformer").SwinTransformer
+    return transformer([2, 2], 16, [2, 2], [2, 2], [2, 2], num_classes=3)
+
+
+ZOO = {
+    "resnet18": (partial(torchvision_model, "resnet18"), 17),
+    "resnext50": (partial(torchvision_model, "resnext50_32x4d"), 49),
+    "regnet": (partial(torchvision_model, "regnet_y_400mf"), 49),
+    "mobilenet_v2": (partial(torchvision_model, "mobilenet_v2"), 10),
+    "mobilenet_v3": (partial(torchvision_model, "mobilenet_v3_small"), 11),
+    "densenet121": (partial(torchvision_model, "densenet121"), 121),
+    "efficientnet": (partial(torchvision_model, "efficientnet_b0"), 33),
+    "vit": (
+        lambda: pytest.importorskip("torchvision.models").VisionTransformer(
+            32, 8, 3, 2, 16, 32, dropout=0.1, num_classes=3
+        ),
+        6,
+    ),
+    "swin": (swin, 7),
+    "block": (Block, 2),
+    "convolutions and batch norms in sequence": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(inplace=True),
+            nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.BatchNorm2d(8),
+        ),
+        2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_fused_model_computes_what_the_unfused_one_does(name, calls):
+    make, count = ZOO[name]
+    torch.manual_seed(0)
+    model = swapped(make())
+    plain = copy.deepcopy(model)
+    assert fuse(model) is model
+    if any("torch.fx cannot follow" in row.note for row in fusions(model)):
+        pytest.skip("torch.fx of this version takes no sequence for torch.cat")
+    assert sum(row.label is not None for row in fusions(model)) == count
+    x = X if name == "block" else torch.randn(2, 3, 32, 32, dtype=torch.double)
+    for training in (True, False):
+        calls.clear()
+        ours = outcome(model, x, training=training)
+        assert len(calls) == count
+        assert_same(ours, outcome(plain, x, training=training))
+    assert unfuse(model) is model
+    assert {p: type(m) for p, m in model.named_modules()} == {
+        p: type(m) for p, m in plain.named_modules()
+    }
+    for now, then in zip(model.modules(), plain.modules(), strict=True):
+        assert vars(now).keys() == vars(then).keys()
+    y, expected = outcome(model, x)["y"], outcome(plain, x)["y"]
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize(("name", "count"), [("resnet18", 17), ("resnet26t", 27)])
+def test_blocks_of_timm_are_fused(name, count):
+    timm = pytest.importorskip("timm")
+    model = swapped(timm.create_model(name, num_classes=3))
+    plain = copy.deepcopy(model)
+    fuse(model)
+    assert sum(row.label is not None for row in fusions(model)) == count
+    x = torch.randn(2, 3, 32, 32, dtype=torch.double)
+    assert_same(outcome(model, x), outcome(plain, x))
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn, self.other = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        y = F.relu(self.bn(x), inplace=True)
+        z = self.other(y).add(x)
+        return torch.relu(z)
+
+
+@pytest.mark.parametrize("mode", ["golden", "standard", 0.5])
+def test_functions_and_methods_are_fused_as_modules_are(mode, calls):
+    model = swapped(Functional(), mode)
+    plain = copy.deepcopy(model)
+    fuse(model)
+    assert [row.label for row in fusions(model)] == ["ReLU", "add, ReLU"]
+    assert_same(outcome(model, X), outcome(plain, X))
+    assert calls == ["relu", "add, relu"]
+    normplug.set_mode(model, 2.0)
+    normplug.set_mode(plain, 2.0)
+    assert_same(outcome(model, X), outcome(plain, X))
+
+
+def test_the_addition_at_a_blocks_end_is_fused_with_the_next_blocks_norm(calls):
+    model = swapped(Encoder())
+    plain = copy.deepcopy(model)
+    fuse(model)
+    rows = {row.path: row for row in fusions(model)}
+    assert rows["blocks.0.norm1"].note == "preceded by the start of the module"
+    assert rows["blocks.1.norm1"].owner == "blocks"
+    assert rows["norm"].owner == ""
+    assert_same(outcome(model, ROWS), outcome(plain, ROWS))
+    assert calls == ["add before"] * 4
+    # A hook on a block, or a block in evaluation, is nothing that a call past it may miss.
+    seen, other = [], []
+    for one, list_ in ((model, seen), (plain, other)):
+        one.blocks[1].register_forward_hook(lambda m, args, y, list_=list_: list_.append(y))
+    calls.clear()
+    assert_same(outcome(model, ROWS), outcome(plain, ROWS))
+    assert len(seen) == len(other) == 1
+    assert calls == ["add before"] * 2
+
+
+def test_integers_may_be_added_before_a_layer_norm():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, counts, x):
+            return self.norm(counts + x)
+
+    model = fuse(swapped(Counts()))
+    counts = torch.arange(8).expand(4, 3, 8)
+    assert torch.equal(model(counts, ROWS), model(counts.double(), ROWS))
+
+
+def test_names_parameters_and_an_optimizer_from_before_stay():
+    model = swapped(nn.Sequential(Block(), Block()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plain = copy.deepcopy(model)
+    before = [dict(m._parameters) | dict(m._buffers) for m in model.modules()]
+    keys = list(model.state_dict())
+    fuse(model)
+    assert list(model.state_dict()) == keys
+    assert isinstance(model[0], Block)
+    for then, module in zip(before, model.modules(), strict=True):
+        now = dict(module._parameters) | dict(module._buffers)
+        assert all(now[name] is tensor for name, tensor in then.items())
+    outcome(model, X)
+    optimizer.step()
+    assert not torch.equal(model[0].conv1.weight, plain[0].conv1.weight)
+    plain.load_state_dict(model.state_dict())
+    fuse(plain).load_state_dict(model.state_dict())
+    assert_same(outcome(plain, X), outcome(model, X))
+
+
+def test_a_fused_model_is_freed_as_soon_as_it_is_let_go():
+    model = fuse(swapped(Encoder()))
+    gone = [weakref.ref(m) for m in model.modules()]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert all(ref() is None for ref in gone)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_fused_and_stand_by_themselves(how, tmp_path, calls):
+    model = fuse(swapped(nn.Sequential(Block(), Block())))
+    if how == "deepcopy":
+        copied = copy.deepcopy(model)
+    elif how == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, tmp_path / "model.pt")
+        copied = torch.load(tmp_path / "model.pt", weights_only=False)
+    first = outcome(copied, X)
+    assert len(calls) == 4
+    assert_same(first, outcome(model, X))
+    fused_modules(copied)["0"].act = nn.Tanh()
+    assert isinstance(model[0].act, nn.ReLU)
+    assert not fused_modules(unfuse(copied))
+    assert len(fused_modules(model)) == 2
+
+
+# What may happen to a fused block afterwards: it must go on as an unfused one would.
+CHANGES = {
+    "another child": lambda m: setattr(m, "bn1", nn.Identity()),
+    "no child": lambda m: setattr(m, "down", None),
+    "a child that was none": lambda m: setattr(m, "down", nn.Conv2d(8, 8, 1).double()),
+    "a child behind torch's back": lambda m: m._modules.__setitem__("act", nn.Tanh()),
+    "another constant": lambda m: setattr(m, "scale", 0.5),
+    "a stock norm": lambda m: [unswap(m.bn1), unswap(m.bn2)],
+    "a method of the instance": lambda m: setattr(m, "forward", partial(Block.forward, m)),
+}
+
+
+@pytest.mark.parametrize("down", [None, nn.Conv2d(8, 8, 1)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_that_has_changed_runs_as_it_was_written(change, down, calls):
+    model = swapped(Block(down=copy.deepcopy(down)))
+    plain = copy.deepcopy(model)
+    fuse(model)
+    for block in (model, plain):
+        torch.manual_seed(2)
+        CHANGES[change](block)
+    assert_same(outcome(model, X), outcome(plain, X))
+
+
+def test_a_method_that_was_patched_on_the_class_is_called(monkeypatch):
+    model = fuse(swapped(Block()))
+    monkeypatch.setattr(Block, "forward", lambda self, x: x * 2)
+    assert torch.equal(model(X), X * 2)
+
+
+HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("name", ["bn1", "act"])
+def test_hooks_on_norms_and_activations_run(name, kind, calls):
+    model = swapped(Block(act=nn.ReLU()))
+    plain = copy.deepcopy(model)
+    fuse(model)
+    seen, other = [], []
+    handles = [
+        getattr(m.get_submodule(name), kind)(lambda *args, list_=list_: list_.append(args[0]))
+        for m, list_ in ((model, seen), (plain, other))
+    ]
+    assert_same(outcome(model, X), outcome(plain, X))
+    assert len(seen) == len(other) > 0
+    handles[0].remove()
+    calls.clear()
+    outcome(model, X)
+    assert calls == ["relu", "add, relu"]
+
+
+def test_hooks_on_all_modules_run(calls):
+    model, seen = fuse(swapped(Block())), []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m))
+    try:
+        assert_runs_unfused(model, calls, X)
+    finally:
+        handle.remove()
+    assert model.bn1 in seen
+
+
+def test_a_norm_that_is_measured_is_measured_as_before():
+    model = swapped(Block())
+    plain = copy.deepcopy(model)
+    fuse(model)
+    for block in (model, plain):
+        block.bn1._probe = torch.zeros(4)
+    assert_same(outcome(model, X), outcome(plain, X))
+    assert model.bn1._probe[1] > 0
+    assert torch.equal(model.bn1._probe, plain.bn1._probe)
+
+
+def test_a_residual_of_another_dtype_or_shape_is_added_as_before(calls):
+    class Add(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.act = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU()
+            self.norm = nn.LayerNorm(5)
+
+        def forward(self, x, residual):
+            y = self.bn(self.conv(x))
+            y += residual
+            return self.norm(self.act(y) + residual)
+
+    model = swapped(Add())
+    plain = copy.deepcopy(model)
+    fuse(model)
+    for residual in (X.float(), X[:1], X[:, :, :1, :1]):
+        assert_same(outcome(model, X, residual), outcome(plain, X, residual))
+    assert calls == ["add before"]  # of the first, whose shape is that of the sum
+    model.float(), plain.float()
+    low = X.float(), X.double()
+    assert torch.equal(model(*low), plain(*low))
+
+
+def test_other_arguments_than_tensors_run_as_written(calls):
+    class Optional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act = nn.BatchNorm2d(8), nn.ReLU()
+
+        def forward(self, x, shift=None):
+            if shift is not None:
+                x = x + shift
+            return self.act(self.norm(x))
+
+    model = swapped(Optional())
+    plain = copy.deepcopy(model)
+    fuse(model)
+    assert torch.equal(model(X), plain(X))
+    assert calls == ["relu"]
+    assert torch.equal(model(X, 1.0), plain(X, 1.0))
+    assert torch.equal(model(X, shift=1.0), plain(X, shift=1.0))
+    assert torch.equal(model(x=X), plain(x=X))
+    assert calls == ["relu"]
+    with pytest.raises(TypeError):
+        model()
+
+
+class Untraceable(nn.Module):
+    """Each forward depends on something that a trace would burn in."""
+
+    saved = None
+    flag = True
+
+    def __init__(self, way):
+        super().__init__()
+        self.norm, self.act, self.settings = nn.BatchNorm2d(8), nn.ReLU(), {"flag": True}
+        self.way = way
+        self.list = nn.ModuleList([nn.Identity()])
+
+    def result(self, x):
+        return self.act(self.norm(x))
+
+
+def _ways():  # noqa: C901
+    noise = [1.0]
+
+    class Data(Untraceable):
+        def forward(self, x):
+            return self.act(self.norm(x)) if x.sum() > 0 else x
+
+    class Random(Untraceable):
+        def forward(self, x):
+            return self.act(self.norm(x)) * torch.rand(1)
+
+    class Noise(Untraceable):
+        def forward(self, x):
+            return self.act(self.norm(x)) + torch.normal(0.0, 1.0, (8, 5, 5))
+
+    class GradMode(Untraceable):
+        def forward(self, x):
+            return self.act(self.norm(x)) if torch.is_grad_enabled() else x
+
+    class Context(Untraceable):
+        def forward(self, x):
+            with torch.no_grad():
+                return self.act(self.norm(x))
+
+    class Closure(Untraceable):
+        def forward(self, x):
+            return self.act(self.norm(x)) * noise[0]
+
+    class Settings(Untraceable):
+        def forward(self, x):
+            return self.act(self.norm(x)) if self.settings["flag"] else x
+
+    class OfClass(Untraceable):
+        def forward(self, x):
+            return self.act(self.norm(x)) if self.flag else x
+
+    class Stores(Untraceable):
+        def forward(self, x):
+            self.saved = self.act(self.norm(x))
+            return self.saved
+
+    class OfChild(Untraceable):
+        def forward(self, x):
+            return self.act(self.norm(x)) if self.norm.eps > 0 else x
+
+    class Other(Untraceable):
+        def forward(self, x):
+            return checkpoint(self.result, x, use_reentrant=False)
+
+    class Types(Untraceable):
+        def forward(self, *xs):
+            return self.act(self.norm(xs[0]))
+
+    class Loops(Untraceable):
+        def forward(self, x):
+            for layer in self.list:
+                if layer.training:
+                    x = layer(x)
+            return self.act(self.norm(x))
+
+    class HandsOn(Untraceable):
+        def forward(self, x):
+            norm = self.norm
+            return self.act(norm(x))
+
+    @torch.no_grad()
+    def decorated(self, x):
+        return self.act(self.norm(x))
+
+    Decorated = type("Decorated", (Untraceable,), {"forward": decorated})
+    return [
+        Data, Random, Noise, GradMode, Context, Closure, Settings, OfClass, Stores, OfChild, Other,
+        Types, Loops, HandsOn, Decorated,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", _ways())
+def test_what_a_trace_would_burn_in_is_left_with_the_reason(cls):
+    model = swapped(cls("way"))
+    before = {p: (type(m), dict(vars(m))) for p, m in model.named_modules()}
+    with pytest.warns(UserWarning, match=rf"normplug.fuse: nothing to fuse in {cls.__name__}"):
+        fuse(model)
+    for path, module in model.named_modules():
+        assert (type(module), vars(module)) == before[path]
+    (row,) = fusions(model)
+    assert row.label is None
+    assert row.note.startswith(f"{cls.__name__}: ")
+
+
+def test_a_value_that_changes_between_norm_and_addition_is_not_read_late():
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act, self.change = nn.BatchNorm2d(8), nn.ReLU(), nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            x = x * 1
+            y = self.norm(x)
+            return self.act(y + self.change(x))
+
+    class Adding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.line = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.line(x)
+            x = x * 1
+            z = x
+            x += y
+            return self.norm(x) + z
+
+    class Later(Adding):
+        def forward(self, x):
+            total = x + self.line(x)
+            total.mul_(2)
+            return self.norm(total)
+
+    for cls, x in ((Changing, X), (Adding, ROWS), (Later, ROWS)):
+        model = swapped(cls())
+        plain = copy.deepcopy(model)
+        with pytest.warns(UserWarning, match="may change|others may see"):
+            fuse(model)
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+
+
+def test_a_norm_that_is_called_twice_or_read_twice_is_left():
+    class Twice(Untraceable):
+        def forward(self, x):
+            return self.act(self.norm(self.act(self.norm(x))))
+
+    class Read(Untraceable):
+        def forward(self, x):
+            y = self.norm(x)
+            return self.act(y) + y
+
+    for cls, why in ((Twice, "called more than once"), (Read, "its result is used 2 times")):
+        model = swapped(cls("way"))
+        with pytest.warns(UserWarning, match=why):
+            fuse(model)
+
+
+def test_a_norm_that_another_module_calls_amid_keeps_its_order():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.act = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU()
+            self.down = nn.Sequential(nn.AvgPool2d(1), self.norm)
+            self.down.register_forward_hook(lambda *_: None)
+
+        def forward(self, x):
+            y = self.norm(self.conv(x))
+            return self.act(y + self.down(x))
+
+    model = swapped(Shared())
+    plain = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="called inside another module"):
+        fuse(model)
+    assert_same(outcome(model, X), outcome(plain, X))
+
+
+def test_stock_norms_are_left_and_reported_as_such():
+    model = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8), nn.ReLU())
+    with pytest.warns(UserWarning, match=r"2 \(not swapped\)"):
+        fuse(model)
+    fuse(swap(model, include="0"))
+    assert [(row.label, row.note) for row in fusions(model)] == [
+        ("ReLU", ""),
+        (None, "not swapped"),
+    ]
+    assert "1 of 2 norm layers fused: 1 with ReLU" in str(fusions(model))
+    fuse(swap(model))  # again, with more to fuse
+    assert [row.label for row in fusions(model)] == ["ReLU", "ReLU"]
+
+
+def test_only_modules_can_be_fused():
+    for call in (fuse, unfuse, fusions):
+        with pytest.raises(TypeError, match="model must be an nn.Module"):
+            call("model")
+
+
+def test_unswap_unfuses_first_and_swapped_leaves_nothing_fused():
+    model = Block().double()
+    stock = copy.deepcopy(model)
+    fuse(swapped(model))
+    assert normplug.check(model, X)
+    expected = outcome(model.eval(), X, training=False)["y"]
+    unswap(model)
+    assert type(model) is Block
+    assert vars(model).keys() == vars(stock).keys()
+    torch.testing.assert_close(model(X), expected)
+    with normplug.swapped(model) as inside:
+        fuse(inside)
+        assert fused_modules(model)
+    assert not fused_modules(model)
+    fuse(swap(model))
+    with normplug.swapped(model, 0.5):
+        pass
+    assert list(fused_modules(model)) == [""]
+
+
+@pytest.mark.parametrize("undo", [unfuse, unswap])
+def test_a_fused_block_with_a_forward_of_its_own_is_not_undone(undo):
+    model = fuse(swapped(Block()))
+    model.forward = partial(type(model).forward, model)
+    with pytest.raises(ValueError, match="the forward of .the model itself., which is fused"):
+        undo(model)
+    assert fused_modules(model)
+    assert isinstance(model.bn1, normplug.BatchNorm2d)
+    del model.forward
+    assert type(undo(model)) is Block
+
+
+def test_checkpointing_recomputes_the_same():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    model = swapped(Checkpointed())
+    plain = copy.deepcopy(model)
+    fuse(model)
+    assert list(fused_modules(model)) == ["block"]
+    assert_same(outcome(model, X), outcome(plain, X))
+
+
+def test_channels_last_stays():
+    model = swapped(nn.Sequential(Block(), Block())).to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    fuse(model)
+    x = X.to(memory_format=torch.channels_last)
+    assert model(x).is_contiguous(memory_format=torch.channels_last)
+    plain(x)
+    assert_same(outcome(model, x), outcome(plain, x))
+
+
+def test_float32_is_as_close_to_float64_as_unfused():
+    from accuracy import assert_no_worse
+
+    exact = swapped(nn.Sequential(Block(), Block(), nn.Flatten(2), PreNorm(25)))
+    plain = copy.deepcopy(exact).float()
+    fused = fuse(copy.deepcopy(plain))
+    truth, theirs, ours = outcome(exact, X), outcome(plain, X.float()), outcome(fused, X.float())
+    for name, value in ours.items():
+        if value.is_floating_point():
+            assert_no_worse(name, value, theirs[name], truth[name])
+
+
+def test_compiled_in_one_graph(calls):
+    for model, x in ((nn.Sequential(Block(), Block()), X), (Encoder(), ROWS)):
+        swapped(model)
+        plain = copy.deepcopy(model)
+        compiled = torch.compile(fuse(model), backend="aot_eager", fullgraph=True)
+        for training in (True, False):
+            calls.clear()
+            ours = outcome(compiled, x, training=training)
+            theirs = outcome(plain, x, training=training)
+            assert len(calls) == 4
+            assert_same({k.replace("_orig_mod.", ""): v for k, v in ours.items()}, theirs)
+    torch.compiler.reset()
+
+
+def test_traced_exported_and_scripted_as_the_unfused_model():
+    model = swapped(Block()).eval()
+    plain = copy.deepcopy(model)
+    fuse(model)
+    expected = plain(X)
+    assert torch.equal(torch.export.export(model, (X,)).module()(X), expected)
+    assert torch.equal(torch.fx.symbolic_trace(model)(X), expected)
+    assert torch.equal(
+        torch.func.functional_call(model, dict(model.named_parameters()), (X,)), expected
+    )
+    torch.testing.assert_close(torch.vmap(model)(X[None])[0], expected)
+
+
+def test_under_distributed_data_parallel(tmp_path):
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", world_size=1, rank=0)
+    try:
+        model = swapped(Block())
+        plain = copy.deepcopy(model)
+        wrapped = nn.parallel.DistributedDataParallel(fuse(model))
+        ours = {k.removeprefix("module."): v for k, v in outcome(wrapped, X).items()}
+        ours = {k.replace("dmodule.", "d"): v for k, v in ours.items()}
+        assert_same(ours, outcome(plain, X))
+        # Synchronised over processes, a norm is no longer one kernel.
+        swap(model, sync=True), swap(plain, sync=True)
+        assert_same(outcome(model, X), outcome(plain, X))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_fused_activation_is_not_kept_and_a_residual_costs_a_bit(memory_format):
+    check_saved_bytes(memory_format, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["resnet18", "vit", "densenet121"])
+def test_fused_on_the_gpu_is_as_close_to_float64_as_unfused(name, dtype, calls):
+    torch.manual_seed(0)
+    exact = swapped(ZOO[name][0]()).cuda()
+    for module in exact.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    x = torch.randn(8, 3, 64 if name != "vit" else 32, 64 if name != "vit" else 32).cuda()
+    errors = {}
+    for fused in (True, False):
+        model = copy.deepcopy(exact).to(dtype)
+        if fused:
+            fuse(model)
+        truth = exact.train()(x.to(dtype).double())
+        errors[fused] = float((model.train()(x.to(dtype)).double() - truth).norm() / truth.norm())
+    assert len(calls) == ZOO[name][1]
+    assert errors[True] <= 2 * errors[False] + torch.finfo(dtype).eps
