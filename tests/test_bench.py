@@ -401,7 +401,7 @@ def test_calls_take_turns_and_slow_ones_stop_sooner():
 
 def test_results_are_on_disk_after_each_row(tmp_path, monkeypatch):
     path = tmp_path / "made" / "rows.json"
-    kept = results.Results(path, 3000.0)
+    kept = results.Results(path, copy_gbps=3000.0)
     for count in (1, 2):
         kept.add({"us": float(count)})
         content = json.loads(path.read_text())

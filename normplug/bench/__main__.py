@@ -2,12 +2,14 @@
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from normplug.bench import models as steps
 from normplug.bench import rivals
 from normplug.bench.autocast import ARMS, FEWEST, save, train_all
 from normplug.bench.kernels import OPS, PROVIDERS, run
@@ -23,8 +25,7 @@ def kernels(arguments: argparse.Namespace) -> None:
     for provider in arguments.provider or ():
         if (package := rivals.PACKAGES.get(provider)) and provider not in there:
             raise SystemExit(f"normplug.bench: {provider} needs the package {package}.")
-    if not torch.cuda.is_available():
-        raise SystemExit("normplug.bench needs a CUDA device; torch.cuda.is_available() is False.")
+    _require_cuda()
     cases = select(arguments.suite, arguments.op, arguments.dtype, arguments.only)
     if not cases:
         raise SystemExit(f"normplug.bench: no case of the suite {arguments.suite} is left.")
@@ -33,6 +34,20 @@ def kernels(arguments: argparse.Namespace) -> None:
         write_at_once(arguments.markdown, render(results.content))
     if arguments.trace:
         trace(cases, arguments.trace, "cuda")
+
+
+def models(arguments: argparse.Namespace) -> None:
+    """Measure whole training steps."""
+    _require_cuda()
+    if find_spec("torchvision") is None:
+        raise SystemExit("normplug.bench models needs torchvision: pip install 'normplug[bench]'")
+    arms = [arm for arm in steps.ARMS if arm in (arguments.arm or steps.ARMS)]
+    cases = steps.select(arguments.model, arguments.batch)
+    results = steps.run(cases, arms, arguments.json, arguments.profile)
+    if not results.content["rows"]:
+        raise SystemExit("normplug.bench: every arm was left out.")
+    if arguments.markdown:
+        write_at_once(arguments.markdown, render(results.content))
 
 
 def table(arguments: argparse.Namespace) -> None:
@@ -91,6 +106,11 @@ def autocast(arguments: argparse.Namespace) -> None:
         curves.loss_figure(content).savefig(arguments.plot, format="png", dpi=150)
 
 
+def _require_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("normplug.bench needs a CUDA device; torch.cuda.is_available() is False.")
+
+
 def _at_least(fewest: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if int(text) < fewest:
@@ -98,6 +118,16 @@ def _at_least(fewest: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def _add_choices(command: argparse.ArgumentParser, **options: Iterable[str]) -> None:
+    for name, choices in options.items():
+        command.add_argument(
+            f"--{name}",
+            choices=tuple(choices),
+            action="append",
+            help="may be repeated; default: all there are",
+        )
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -115,23 +145,26 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("kernels", help="time the norms next to torch's own")
     command.set_defaults(command=kernels)
     command.add_argument("--suite", choices=SUITES, default="headline")
-    for name, choices in (
-        ("op", OPS),
-        ("dtype", DTYPES),
-        ("provider", (*PROVIDERS, *rivals.PACKAGES)),
-    ):
-        command.add_argument(
-            f"--{name}",
-            choices=choices,
-            action="append",
-            help="may be repeated; default: all there are",
-        )
+    providers = (*PROVIDERS, *rivals.PACKAGES)
+    _add_choices(command, op=OPS, dtype=DTYPES, provider=providers)
     command.add_argument(
         "--only", metavar="SUBSTRING", default="", help="of a case, such as 'NHWC 256x512x28x28'"
     )
     command.add_argument("--json", metavar="FILE", type=Path, help="every row, as it is measured")
     command.add_argument("--markdown", metavar="FILE", type=Path, help="the table, at the end")
     command.add_argument("--trace", metavar="FILE", type=Path, help="a Chrome trace of normplug")
+
+    command = commands.add_parser("models", help="time whole training steps, swapped and not")
+    command.set_defaults(command=models)
+    _add_choices(command, model=steps.MODELS, arm=steps.ARMS)
+    command.add_argument(
+        "--batch", metavar="N", type=_at_least(1), help="images a step; default: as the model has"
+    )
+    command.add_argument("--json", metavar="FILE", type=Path, help="every row, as it is measured")
+    command.add_argument("--markdown", metavar="FILE", type=Path, help="the table, at the end")
+    command.add_argument(
+        "--profile", metavar="FILE.json", type=Path, help="where the GPU's time goes, for `table`"
+    )
 
     command = commands.add_parser("table", help="make the Markdown table of a JSON file")
     command.set_defaults(command=table)

@@ -35,7 +35,7 @@ def run(cases: Iterable[Case], providers: Collection[str], json: Path | None) ->
         json: where to keep the rows; None for nowhere.
     """
     stopwatch = Stopwatch()
-    results = Results(json, stopwatch.copy_gbps())
+    results = Results(json, copy_gbps=stopwatch.copy_gbps())
     content = results.content
     print(f"{content['device']}, copy {content['copy_gbps']:.0f} GB/s, {content['versions']}")
     for case in cases:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,16 @@ class Results:
 
     Args:
         path: where to keep them; None for nowhere.
-        copy_gbps: the copy speed that rows are measured against.
+        packages: whose versions to write down, too.
+        **facts: what else holds for all rows, such as the copy speed they are measured against.
 
     Attributes:
         content: as in the file.
     """
 
-    def __init__(self, path: Path | None, copy_gbps: float) -> None:
+    def __init__(self, path: Path | None, packages: Sequence[str] = (), **facts: Any) -> None:
         self._path = path
-        self.content: dict[str, Any] = {**provenance(), "copy_gbps": copy_gbps, "rows": []}
+        self.content: dict[str, Any] = {**provenance(*packages), **facts, "rows": []}
         self._save()
 
     def add(self, row: Row) -> None:
@@ -45,13 +47,13 @@ class Results:
             write_at_once(self._path, json.dumps(self.content, indent=1) + "\n")
 
 
-def provenance() -> dict[str, Any]:
-    """Device, versions and date."""
+def provenance(*packages: str) -> dict[str, Any]:
+    """Device, versions, those of `packages` too, and date."""
     found = versions(*rivals.PACKAGES.values())
     found |= {"cuda": str(torch.version.cuda), "normplug": normplug.__version__}
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "versions": {name: found[name] for name in PACKAGES if name in found},
+        "versions": {name: found[name] for name in (*PACKAGES, *packages) if name in found},
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

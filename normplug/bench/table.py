@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from normplug.bench.suites import SUITES, shape_name
@@ -10,6 +10,7 @@ from normplug.bench.suites import SUITES, shape_name
 NOTHING = "-"
 SMALL = {case.shape for case in SUITES["small"]}
 COLUMNS = ("op", "direction", "layout", "shape", "dtype")
+CASE = ("model", "batch")
 
 Row = Mapping[str, Any]
 Key = tuple[str, ...]
@@ -19,11 +20,19 @@ def render(content: Mapping[str, Any]) -> str:
     """The whole document.
 
     Args:
-        content: of the JSON file that `python -m normplug.bench kernels` writes.
+        content: of a JSON file that `python -m normplug.bench` writes: from `kernels`, from
+            `models` or from its `--profile`.
     """
+    if "copy_gbps" in content:
+        return _kernels(content)
+    profiled = any("groups_ms" in row for row in content["rows"])
+    return _profile(content) if profiled else _models(content)
+
+
+def _kernels(content: Mapping[str, Any]) -> str:
     rows = content["rows"]
     parts = [
-        _header(content),
+        f"{_origin(content)} Copy: {content['copy_gbps']:.0f} GB/s, read and written.\n",
         "GPU time, as % of the speed of a copy that moves the fewest bytes the operation can "
         f"({_floors(rows)}), and median microseconds:\n",
         _table(rows, lambda row: f"{row['percent_of_copy']:.0f}% ({_us(row['us'])})"),
@@ -38,12 +47,54 @@ def render(content: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _header(content: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    return (
-        f"{content['device']}, {versions}, {content['date'][:10]}. "
-        f"Copy: {content['copy_gbps']:.0f} GB/s, read and written.\n"
+def _models(content: Mapping[str, Any]) -> str:
+    rows = content["rows"]
+    eager = {(row["model"], row["batch"]): row["ms"] for row in rows if row["arm"] == "eager"}
+
+    def speed(row: Row) -> str:
+        shown = f"{row['ms']:.2f} ms, {row['images_per_s']:.0f}/s"
+        whole = eager.get((row["model"], row["batch"]))
+        return shown if whole is None else f"{shown} ({whole / row['ms']:.2f}x)"
+
+    return "\n".join(
+        [
+            _training(content),
+            "Median time of a training step, images a second, and speed over eager:\n",
+            _pivot(rows, CASE, "arm", speed),
+            "Peak memory of a step, GiB:\n",
+            _pivot(rows, CASE, "arm", lambda row: f"{row['peak_gib']:.2f}"),
+            "Until the host is free again after a step, ms:\n",
+            _pivot(rows, CASE, "arm", lambda row: f"{row['host_ms']:.2f}"),
+        ]
     )
+
+
+def _profile(content: Mapping[str, Any]) -> str:
+    cells = [
+        {**row, "group": group, "ms": ms}
+        for row in content["rows"]
+        for group, ms in row["groups_ms"].items()
+    ]
+    return "\n".join(
+        [
+            _training(content),
+            "GPU time of a training step by groups of kernels, ms:\n",
+            _pivot(cells, (*CASE, "arm"), "group", lambda cell: f"{cell['ms']:.2f}"),
+        ]
+    )
+
+
+def _training(content: Mapping[str, Any]) -> str:
+    how = content["settings"]
+    return (
+        f"{_origin(content)} Training under {how['autocast']} autocast, {how['optimizer']}; "
+        f"swapped in mode {how['mode']}.\n"
+    )
+
+
+def _origin(content: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    return f"{content['device']}, {versions}, {content['date'][:10]}."
 
 
 def _floors(rows: Iterable[Row]) -> str:
@@ -58,21 +109,26 @@ def _floors(rows: Iterable[Row]) -> str:
 
 
 def _table(rows: Iterable[Row], cell: Callable[[Row], str]) -> str:
+    """Of kernels."""
+    shown = ({**row, "shape": shape_name(row["shape"])} for row in rows)
+    return _pivot(shown, COLUMNS, "provider", cell)
+
+
+def _pivot(
+    rows: Iterable[Row], columns: Sequence[str], series: str, cell: Callable[[Row], str]
+) -> str:
+    """A line for each value of `columns`, with a cell for each value of `series`."""
     by_key: dict[Key, dict[str, str]] = {}
     for row in rows:
-        by_key.setdefault(_key(row), {})[row["provider"]] = cell(row)
-    providers = list(dict.fromkeys(name for cells in by_key.values() for name in cells))
+        key = tuple(str(row[column]) for column in columns)
+        by_key.setdefault(key, {})[row[series]] = cell(row)
+    names = list(dict.fromkeys(name for cells in by_key.values() for name in cells))
     lines = [
-        [*COLUMNS, *providers],
-        ["---"] * len(COLUMNS) + ["---:"] * len(providers),
-        *([*key, *(cells.get(p, NOTHING) for p in providers)] for key, cells in by_key.items()),
+        [*columns, *names],
+        ["---"] * len(columns) + ["---:"] * len(names),
+        *([*key, *(cells.get(name, NOTHING) for name in names)] for key, cells in by_key.items()),
     ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _key(row: Row) -> Key:
-    shown = {**row, "shape": shape_name(row["shape"])}
-    return tuple(shown[column] for column in COLUMNS)
 
 
 def _us(value: float) -> str:

@@ -6,9 +6,11 @@ a shared host falls on all of them.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ HOST_TURN_S = 0.02
 LEAD, LEAD_US = 2.0, 50.0
 LEAD_DOUBLINGS = 8
 COPY_BYTES = 512 * 2**20
+SETTLING = 2  # training steps after another's turn: caches and freed memory were the other's
 SCRATCH_BYTES = 128 * 2**20  # at least; twice the L2 cache where that is more
 
 
@@ -111,6 +114,42 @@ class Stopwatch:
         waited = start.query()
         end.synchronize()
         return None if waited else start.elapsed_time(end) * 1e3
+
+
+class StepStopwatch:
+    """Times and weighs whole training steps on the current CUDA device."""
+
+    def turn_ms(self, step: Call, count: int) -> list[float]:
+        """Milliseconds of each of `count` steps back to back, the slower of host and GPU."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        for _ in range(SETTLING):
+            step()
+        for mark in marks[:-1]:
+            mark.record()
+            step()
+        marks[-1].record()
+        marks[-1].synchronize()
+        return [start.elapsed_time(end) for start, end in pairwise(marks)]
+
+    def host_ms(self, step: Call) -> float:
+        """Milliseconds until the host is free again after a step, the GPU idle before it.
+
+        A step of more launches than the GPU's queue has room for includes the wait for room.
+        """
+        return _back_to_back(step, 1).host_us / 1e3
+
+    def peak_bytes(self, step: Call) -> int:
+        """The most that tensors hold during a step, whosever they are."""
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    def held_bytes(self) -> int:
+        """What tensors hold now, garbage collected."""
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
 
 
 def _back_to_back(call: Call, count: int) -> HostTime:

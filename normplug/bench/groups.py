@@ -1,0 +1,82 @@
+"""Where the GPU's time in a training step goes: its kernels, in groups by their names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.profiler import profile
+
+from normplug.bench.results import Row
+from normplug.bench.timing import Call
+
+STEPS = 3
+LARGEST = 12  # kernels that are listed by name
+
+OTHER = "other"
+# The first that is found in a kernel's name counts; attention is with the products it is made of.
+LIBRARIES = {
+    "optimizer": r"multi_tensor_apply",
+    "norm": r"norm(?!al)|\bbn_|GammaBeta|RowwiseMoments",
+    "copy": r"copy|memcpy|memset|transpose|convertTensor|nchwToNhwc|nhwcToNchw",
+    "conv/gemm": (
+        r"conv(?!ert)|gemm|gemv|cutlass|xmma|nvjet|wgrad|dgrad|fprop|splitK|fmha|flash|sdpa"
+    ),
+    "elementwise": r"elementwise",
+}
+# Inductor names a kernel after all that it fused: one with a norm in it is in `norm` as a whole.
+INDUCTOR = {
+    "conv/gemm": r"^triton_tem_",
+    "norm": r"norm|var_mean",
+    "copy": r"_fused(_(_to_copy|clone|copy|cat|permute|transpose|view|t|convolution))+_\d+$",
+    "elementwise": r"^triton_poi_",
+}
+GROUPS = ("norm", "conv/gemm", "elementwise", "copy", "optimizer", OTHER)
+ON_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}  # a trace's categories
+
+
+def group(kernel: str) -> str:
+    """The group of `GROUPS` that a kernel's name speaks for."""
+    rules = INDUCTOR if kernel.startswith("triton_") else LIBRARIES
+    found = (name for name, rule in rules.items() if re.search(rule, kernel, re.IGNORECASE))
+    return next(found, OTHER)
+
+
+def profiled(step: Call) -> Row:
+    """The GPU's milliseconds a step in each group, and its largest kernels."""
+    with profile() as profiler:
+        for _ in range(STEPS):
+            step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    with TemporaryDirectory() as directory:
+        path = Path(directory, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return summed(events, STEPS)
+
+
+def summed(events: Iterable[Mapping[str, Any]], steps: int) -> Row:
+    """What a Chrome trace of so many steps says of one."""
+    ms: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") in ON_THE_GPU:
+            ms[event["name"]] += event["dur"] / 1e3 / steps
+            calls[event["name"]] += 1
+    groups = dict.fromkeys(GROUPS, 0.0)
+    for kernel, time in ms.items():
+        groups[group(kernel)] += time
+    return {
+        "groups_ms": groups,
+        "kernels": [
+            {"name": kernel, "group": group(kernel), "ms": time, "calls": calls[kernel] / steps}
+            for kernel, time in ms.most_common(LARGEST)
+        ],
+    }
