@@ -161,7 +161,6 @@ def test_an_arm_is_what_it_is_named_for(arm, tiny, fused):
     assert all(torch.equal(before[key], t) for key, t in stock.state_dict().items())
 
 
-@pytest.mark.skipif(not hasattr(normplug, "fuse"), reason="needs normplug.fuse")
 def test_the_fused_arm_trains_as_the_swapped_one(tmp_path):
     rows = measured(["swap", "swap+fuse"], tmp_path)["rows"]
     assert [row["arm"] for row in rows] == ["swap", "swap+fuse"]

@@ -119,7 +119,7 @@ def _swap(net: nn.Module) -> nn.Module:
 
 
 def _fuse(net: nn.Module) -> nn.Module:
-    return normplug.fuse(net)  # type: ignore[attr-defined, unused-ignore]
+    return normplug.fuse(net)
 
 
 def without_norms(net: nn.Module) -> nn.Module:
