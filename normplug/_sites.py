@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from normplug import modules
+from normplug._hooks import has_hooks
 from normplug._trace import add_in_place
 from normplug.modules import LayerNorm, TargetVarianceNorm
 
@@ -349,16 +350,4 @@ def _is_plain(norm: nn.Module) -> bool:
         and _can_be_fused(norm)
         and not has_hooks(norm)
         and norm.computes_only()
-    )
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something happens when a module is called beside its class's forward."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or module._compiled_call_impl is not None
-        or "forward" in module.__dict__
     )

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules import module as torch_module
 
 from normplug import _checks, _convert, _sites, _trace
+from normplug._hooks import has_global_hooks, has_hooks
 from normplug._trace import Reads, Untraceable
 from normplug.modules import TargetVarianceNorm
 from normplug.plan import counts, shown
@@ -241,7 +241,7 @@ class _Guard:
         """`holds`, of a module that was followed into, and so is not called."""
         return (
             type(module) in (self.cls, _fused_classes.get(self.cls))
-            and not _sites.has_hooks(module)
+            and not has_hooks(module)
             and (not self.asks_training or module.training == training)
             and self.holds(module)
         )
@@ -261,7 +261,7 @@ class _Fusion:
         return (
             len(args) == len(self.sequences)
             and all(map(_is_of_kind, args, self.sequences))
-            and not _has_global_hooks()
+            and not has_global_hooks()
             and self.guard.holds(root)
             and all(guard.holds_inside(m, root.training) for m, guard in self.inner)
         )
@@ -276,15 +276,6 @@ def _is_of_kind(x: Any, sequence: bool) -> bool:
 def _same(some: Collection[Any], others: Collection[Any]) -> bool:
     return len(some) == len(others) and all(
         one is other for one, other in zip(some, others, strict=True)
-    )
-
-
-def _has_global_hooks() -> bool:
-    return bool(
-        torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
     )
 
 
@@ -427,7 +418,7 @@ class _Analysis:
             for m in module.modules()
             if m is not module
             and m in self._reads
-            and not _sites.has_hooks(m)
+            and not has_hooks(m)
             # A graph does not tell what it would hand them.
             and not self._reads[m].sequences
         }

@@ -10,8 +10,7 @@ import normplug
 ROOT = Path(normplug.__file__).parent
 # A room may import those before it and itself.
 FLOORS = [
-    {"modes", "reference", "_checks", "_guards", "_variance_log"},
-    {"_kernels"},
+    {"_hooks", "modes", "reference", "_checks", "_guards", "_variance_log"},
     {"_kernels"},
     {"_ops"},
     {"functional"},

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from timm.layers import activations, norm, norm_act
 from torch import Tensor, fx, nn
-from torch.nn.modules import module as _module
 
 from normplug import _convert, modules
+from normplug._hooks import has_global_hooks, has_hooks
 from normplug.adapters.channels_first import ChannelsFirstLayerNorm
 
 _FUSED: dict[type[nn.Module], str] = {
@@ -52,24 +52,11 @@ class SyncBatchNormAct2d(modules._SyncBatchNormForward, BatchNormAct2d):
 
 def _fused_activation(drop: nn.Module, act: nn.Module) -> str | None:
     """The functional's name for what `drop` and `act` do; None where they have to be called."""
-    if type(drop) is not nn.Identity or _is_watched(drop) or _is_watched(act):
+    if type(drop) is not nn.Identity or has_global_hooks() or has_hooks(drop) or has_hooks(act):
         return None
     if type(act) is nn.GELU:
         return "gelu" if act.approximate == "none" else None
     return _FUSED.get(type(act))
-
-
-def _is_watched(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or _module._global_forward_hooks
-        or _module._global_forward_pre_hooks
-        or _module._global_backward_hooks
-        or _module._global_backward_pre_hooks
-    )
 
 
 class LayerNorm(modules.LayerNorm, norm.LayerNorm):

@@ -1,0 +1,28 @@
+"""Whether calling a module does anything beside its class's forward: who fuses must ask."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something happens when a module is called beside its class's forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl is not None
+        or "forward" in module.__dict__
+    )
+
+
+def has_global_hooks() -> bool:
+    """Whether something happens when any module is called."""
+    return bool(
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
