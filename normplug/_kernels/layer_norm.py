@@ -83,7 +83,7 @@ def forward_launch(
             {**head, **constants, "EVEN": shape.even},
             shape.warps,
         )
-    head = {"UNIT": unit, "R": shape.r, "U": shape.u, "BC": shape.bc, "KEEP": shape.keep}
+    head = {**_tile(shape, unit), "KEEP": shape.keep}
     return Launch(
         rows.layer_norm_rows_forward,
         shape.programs + finishers,
@@ -134,9 +134,8 @@ def backward_launch(
             {**head, **constants, "SINGLE": shape.blocks == 1, "EVEN": shape.even},
             shape.warps,
         )
-    head = {"UNIT": unit, "R": shape.r, "U": shape.u, "BC": shape.bc, "STAGES": shape.stages}
-    head |= {"KEEP": shape.keep, "K": shape.k, "KP": schedule.power_of_2(shape.k)}
-    head["FOLD"] = shape.fold
+    head = {**_tile(shape, unit), "K": shape.k, "KP": schedule.power_of_2(shape.k)}
+    head |= {"STAGES": shape.stages, "KEEP": shape.keep, "FOLD": shape.fold}
     finishers = -(-shape.width // shape.finish) if sums and shape.k == 1 else 0
     return Launch(
         rows.layer_norm_rows_backward,
@@ -146,6 +145,10 @@ def backward_launch(
         shape.warps,
         cooperative=shape.k > 1,
     )
+
+
+def _tile(shape: Rows, unit: int) -> dict[str, Any]:
+    return {"UNIT": unit, "R": shape.r, "U": shape.u, "BC": shape.bc, "VECTOR": shape.vector}
 
 
 def forward_scratch(shape: Rows | WideForward, flags: Flags) -> tuple[int, int]:

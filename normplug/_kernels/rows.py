@@ -38,10 +38,15 @@ _SIZES = [
 
 
 @triton.jit
-def _columns(start, WIDTH, U: tl.constexpr, BC: tl.constexpr):
-    """U times BC columns, and which of them exist."""
+def _columns(start, WIDTH, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr):
+    """U times BC columns, and which of them exist.
+
+    The compiler is told of no more than VECTOR adjacent ones. Where tensors differ in dtype it
+    would otherwise take one number for the narrow and another for the wide, and move values between
+    threads for that.
+    """
     columns = start + tl.arange(0, U)[:, None] * BC + tl.arange(0, BC)[None, :]
-    return columns, columns < WIDTH
+    return tl.max_contiguous(columns, [1, VECTOR]), columns < WIDTH
 
 
 @triton.jit
@@ -149,6 +154,7 @@ def layer_norm_rows_forward(
     R: tl.constexpr,
     U: tl.constexpr,
     BC: tl.constexpr,
+    VECTOR: tl.constexpr,
     KEEP: tl.constexpr,
     FAN_IN: tl.constexpr,
     ACC: tl.constexpr,
@@ -177,7 +183,7 @@ def layer_norm_rows_forward(
             X_STRIDE = X_STRIDE.to(tl.int64)
             R_STRIDE = R_STRIDE.to(tl.int64)
         n = WIDTH.to(ACC)
-        columns, live = _columns(0, WIDTH, U, BC)
+        columns, live = _columns(0, WIDTH, U, BC, VECTOR)
         if KEEP and WEIGHT:
             weight = _vector(weight_ptr, columns, live, R, EVEN)
         if KEEP and BIAS:
@@ -276,6 +282,7 @@ def layer_norm_rows_backward(
     R: tl.constexpr,
     U: tl.constexpr,
     BC: tl.constexpr,
+    VECTOR: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -321,7 +328,7 @@ def layer_norm_rows_backward(
             DY_STRIDE = DY_STRIDE.to(tl.int64)
             DTOTAL_STRIDE = DTOTAL_STRIDE.to(tl.int64)
         n = WIDTH.to(ACC)
-        columns, live = _columns(k * SHARE, WIDTH, U, BC)
+        columns, live = _columns(k * SHARE, WIDTH, U, BC, VECTOR)
         if KEEP and WEIGHT:
             weight = _vector(weight_ptr, columns, live, R, EVEN)
         LANES: tl.constexpr = 1 if FOLD else R

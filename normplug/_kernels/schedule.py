@@ -117,8 +117,8 @@ class Columns:
 class Rows:
     """Rows of `width` values that a program holds, `r` at a time as (r, u, bc); see `rows`.
 
-    With `keep`, weight and bias stay in registers. `finish` columns of their gradients are added up
-    by one program.
+    A thread takes `vector` adjacent values at a time. With `keep`, weight and bias stay in
+    registers. `finish` columns of their gradients are added up by one program.
     """
 
     rows: int
@@ -129,6 +129,7 @@ class Rows:
     warps: int
     stages: int
     programs: int
+    vector: int = 1
     keep: bool = False
     fold: bool = False
     k: int = 1
@@ -319,8 +320,8 @@ def layer_norm_forward(
 ) -> Rows | WideForward:
     """How the kernels take `rows` rows of `width` values.
 
-    unit: what divides width and strides. running: with running statistics, to which each program
-    adds its part.
+    unit: what divides width and strides. itemsize: of the widest tensor of rows. running: with
+    running statistics, to which each program adds its part.
     """
     padded = power_of_2(width)
     if padded > _HELD_BYTES // max(itemsize, 4) or (width > 8192 and 5 * width <= 4 * padded):
@@ -328,14 +329,18 @@ def layer_norm_forward(
         k = -(-width // block)
         lag = min(max(sms * _WIDE_FORWARD_LAG // (block * itemsize), k), rows * k)
         return WideForward(rows, width, block, 4, lag)
-    if itemsize == 2 and padded == 1024 and rows > _MANY_ROWS_EACH * sms:
-        return _row_tile(rows, width, unit, itemsize, 4 if running else 1, 1, 32)
+    if padded == 1024 and itemsize <= 4 and rows > _MANY_ROWS_EACH * sms:
+        warps = 4 if running and itemsize == 2 else 1
+        shape = _row_tile(rows, width, unit, itemsize, warps, 1, 32)
+        return replace(shape, keep=itemsize == 4)
     few = itemsize == 8 or padded <= (2048 if itemsize == 4 else 4096)
     needed = max(padded // (512 if few else 1024), 1)
     if itemsize == 4:
         warps = max(needed, min(2 * needed, 8), 4)
         shape = _row_tile(rows, width, unit, itemsize, warps, needed, 16)
         return replace(shape, keep=padded <= 16384)
+    if itemsize == 2 and width < padded == 1024:
+        return replace(_row_tile(rows, width, unit, itemsize, 2, needed, 16), keep=True)
     values = 32 if itemsize == 2 and padded >= 1024 else 16
     return _row_tile(rows, width, unit, itemsize, max(needed, 2), needed, values)
 
@@ -368,10 +373,11 @@ def layer_norm_backward(
         k = -(-width // share)
         # Programs of 4 warps run two at a time on any multiprocessor.
         if (programs := (8 // warps) * sms // k * k) > 0:
-            lanes = warps * 32 * min(16 // itemsize, unit)
+            vector = min(16 // itemsize, unit)
+            lanes = warps * 32 * vector
             bc = min(lanes, share)
             return Rows(
-                rows, width, r, share // bc, bc, warps, 1, programs, fold=bc == lanes, k=k,
+                rows, width, r, share // bc, bc, warps, 1, programs, vector, fold=bc == lanes, k=k,
                 finish=64,
             )  # fmt: skip
     cw, rb = (1024, 8) if itemsize == 2 and width >= 131072 else (512, 16)
@@ -397,7 +403,8 @@ def _row_tile(
         in_turn //= 2
     r = side_by_side * in_turn
     programs = min(-(-rows // r), _MOST_PROGRAMS)
-    return Rows(rows, width, r, u, bc, warps, 1, programs, fold=side_by_side == 1)
+    vector = min(vector, bc)
+    return Rows(rows, width, r, u, bc, warps, 1, programs, vector, fold=side_by_side == 1)
 
 
 def _programs_for(rows: int, itemsize: int) -> int:

@@ -60,7 +60,8 @@ class _Plan:
         self.rows = math.prod(key.shape[: len(key.shape) - key.row_dims])
         self._vector = key.shape[len(key.shape) - key.row_dims :]
         # What a thread holds decides how a row is cut.
-        self.itemsize = 8 if self.acc == torch.float64 else self.total.itemsize
+        widest = max(self.total.itemsize, key.out.itemsize)
+        self.itemsize = 8 if self.acc == torch.float64 else widest
         device = key.device
         self._machine = (schedule.processors(device), schedule.shared_memory(device))
         self._forward: dict[bool, tuple[Launch, tuple[int, int]]] = {}

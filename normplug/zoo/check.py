@@ -64,7 +64,9 @@ def check(model: nn.Module, inputs: Inputs) -> Report:
         return report
     randomise(model)
     taken = [row.path for row in planned if row.becomes]
-    tolerance = 64 * torch.finfo(_dtype(model)).eps
+    # On a GPU torch's own sums, in convolutions and norms, are in another order than ours.
+    on_gpu = next(model.parameters()).is_cuda
+    tolerance = (1024 if on_gpu else 64) * torch.finfo(_dtype(model)).eps
 
     stock = observe(copy.deepcopy(model), inputs)
     standard = observe(_swapped(model, "standard"), inputs)
