@@ -55,7 +55,8 @@ class Site:
         activation: the node of the activation, or None.
         between: nodes of `nn.Identity` after the norm.
         before: whether the addition comes before the norm.
-        label: what the norm is fused with, for people.
+        label: what the norm is fused with, for people; "" for nothing.
+        lone: whether the addition is another norm's, and only reads this one's result.
     """
 
     norm: fx.Node
@@ -64,10 +65,11 @@ class Site:
     between: tuple[fx.Node, ...]
     before: bool
     label: str
+    lone: bool = False
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """All that the call takes the place of."""
+        """All that the call takes the place of; of a lone norm, the addition as well."""
         others = [n for n in (self.add, self.activation) if n is not None]
         return (self.norm, *self.between, *others)
 
@@ -92,8 +94,10 @@ def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, 
             look = _layer_norm_site if isinstance(norm, LayerNorm) else _batch_norm_site
             site = look(node, root, order)
             if isinstance(site, Site) and site.add in taken:
-                site = "its addition is another norm's"
-            if isinstance(site, str):
+                reasons[norm] = "its addition is another norm's"
+                if not site.before:
+                    sites.append(Site(node, site.add, None, (), False, "", lone=True))
+            elif isinstance(site, str):
                 reasons[norm] = site
             else:
                 sites.append(site)
@@ -242,10 +246,13 @@ def rewrite(graph: fx.Graph, sites: list[Site], root: nn.Module) -> None:
     """Put one call in place of each site."""
     for site in sites:
         path = str(site.norm.target)
-        place = site.add or site.norm
+        place = site.norm if site.lone else site.add or site.norm
         with graph.inserting_before(place):
             norm = graph.create_node("get_attr", path)
-            if site.before:
+            if site.lone:
+                result = graph.call_function(lone_batch_norm, (norm, site.norm.args[0]))
+                last = site.norm
+            elif site.before:
                 assert site.add is not None
                 both = graph.call_function(add_layer_norm, (norm, *site.add.args))
                 y = graph.call_function(operator.getitem, (both, 0))
@@ -280,7 +287,8 @@ def _arguments(graph: fx.Graph, site: Site, norm: fx.Node) -> Iterator[Any]:
 
 def _erase(graph: fx.Graph, site: Site) -> None:
     # Later nodes first; a LayerNorm comes after its addition, a BatchNorm before it.
-    for node in site.nodes if site.before else reversed(site.nodes):
+    nodes = (site.norm,) if site.lone else site.nodes
+    for node in nodes if site.before else reversed(nodes):
         graph.erase_node(node)
 
 
@@ -317,6 +325,13 @@ def batch_norm(
     if activation is None:
         return y
     return activation(y) if isinstance(activation, nn.Module) else _COMPOSED[activation](y)
+
+
+def lone_batch_norm(norm: TargetVarianceNorm, x: Tensor) -> Tensor:
+    """A BatchNorm that a fused call reads: a compiler has nothing to fuse it with."""
+    if _is_plain(norm) and isinstance(x, Tensor):
+        return norm.fused(x, lone=True)  # type: ignore[operator]
+    return norm(x)
 
 
 def add_layer_norm(norm: TargetVarianceNorm, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

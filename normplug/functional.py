@@ -85,7 +85,7 @@ def batch_norm(
     settings = (training, momentum, eps, mode, activation, backend)
     eager = input.is_cuda and not torch.compiler.is_compiling()
     if eager:
-        signature = choice.signature(who, settings, *tensors)
+        signature = choice.signature(who, settings, tensors)
         if (known := choice.known(signature)) is not None:
             return known(*tensors)
     _checks.floating(who, input)
@@ -110,6 +110,14 @@ def batch_norm(
     if eager:
         choice.remember(signature, route, tensors, *numbers)
     return y
+
+
+def by_kernel(
+    backend: str, x: Tensor, tracked: Tensor | None, vectors: tuple[Tensor | None, ...]
+) -> str:
+    """The backend "triton" for an "auto" that can run by kernel, else what was asked for."""
+    name = _checks.backend("functional.batch_norm", backend)
+    return choice.by_kernel(name, x, tracked, vectors)
 
 
 def layer_norm(
@@ -182,7 +190,7 @@ def layer_norm(
     eager = input.is_cuda and not torch.compiler.is_compiling()
     if eager:
         settings = (shape, momentum, eps, mode, autocast_output, backend, *_autocast())
-        signature = choice.signature(who, settings, *tensors)
+        signature = choice.signature(who, settings, tensors)
         if (known := choice.known(signature)) is not None:
             return known(*tensors)
     _checks.floating(who, input)
@@ -260,7 +268,7 @@ def add_layer_norm(
     eager = x.is_cuda and not torch.compiler.is_compiling()
     if eager:
         settings = (shape, momentum, eps, mode, autocast_output, backend, *_autocast())
-        signature = choice.signature(who, settings, *tensors)
+        signature = choice.signature(who, settings, tensors)
         if (known := choice.known(signature)) is not None:
             return known(*tensors)
     _checks.floating(who, x)

@@ -404,9 +404,10 @@ class _Analysis:
                 followed = {m for _, _, scopes in sites for scope in scopes for m in scope}
                 self._fuse(module, followed.union(*(self._inner.get(m, ()) for m in followed)))
             for training, site, _ in sites:
-                norm = module.get_submodule(str(site.norm.target))
-                label = (site.label, self._paths[module])
-                self._labels.setdefault(norm, {}).setdefault(training, label)
+                if not site.lone:
+                    norm = module.get_submodule(str(site.norm.target))
+                    label = (site.label, self._paths[module])
+                    self._labels.setdefault(norm, {}).setdefault(training, label)
         except Untraceable:
             del self._reads[module]
             raise

@@ -49,6 +49,22 @@ class TargetVarianceNorm(nn.Module):
         """Whether a forward now is a computation: nothing measures it, no other process joins."""
         return self._probe is None
 
+    # Asking for a tensor as an attribute takes the host ten times as long as asking its dict.
+
+    def _affine(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias."""
+        own = self._parameters
+        if "weight" in own and "bias" in own:
+            return own["weight"], own["bias"]
+        return self.weight, self.bias  # type: ignore[return-value]  # parametrized, or sharded
+
+    def _statistics(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Running mean, running variance and num_batches_tracked."""
+        own = self._buffers
+        if "running_mean" in own and "running_var" in own and "num_batches_tracked" in own:
+            return own["running_mean"], own["running_var"], own["num_batches_tracked"]
+        return self.running_mean, self.running_var, self.num_batches_tracked  # type: ignore[return-value]
+
     def _as_leaf(self, input: fx.Proxy) -> Tensor:
         """The call of the layer as one node of a graph, as torch.fx makes of torch's own layers."""
         tracer: Any = input.tracer
@@ -138,7 +154,12 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         return y
 
     def fused(
-        self, input: Tensor, residual: Tensor | None = None, activation: str | None = None
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        activation: str | None = None,
+        *,
+        lone: bool = False,
     ) -> Tensor:
         """What `forward` computes, plus `residual`, through `activation`, in one call.
 
@@ -146,27 +167,32 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             input: as in `forward`.
             residual: as in `normplug.functional.batch_norm`.
             activation: as in `normplug.functional.batch_norm`.
+            lone: whether a compiler would have nothing to fuse it with.
         """
         self._check_input_dim(input)
-        mean, var = self.running_mean, self.running_var
+        weight, bias = self._affine()
+        mean, var, tracked = self._statistics()
         training = self.training or (mean is None and var is None)
         if self.training and not self.track_running_stats:
             mean = var = None
+        backend = self.backend
+        if lone and torch.compiler.is_compiling():
+            backend = functional.by_kernel(backend, input, tracked, (mean, var, weight, bias))
         return functional.batch_norm(
             input,
             mean,
             var,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             training,
             # A layer without its counter (a checkpoint of torch < 0.4.1) averages nothing.
-            0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum,
+            0.0 if self.momentum is None and tracked is None else self.momentum,
             self.__dict__["eps"],  # a tenth of the time that asking who reads it takes
             mode=self.target_variance,
             residual=residual,
             activation=activation,
-            num_batches_tracked=self.num_batches_tracked,
-            backend=self.backend,
+            num_batches_tracked=tracked,
+            backend=backend,
         )
 
     def _variance(self, x: Tensor) -> Tensor:
@@ -400,12 +426,12 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         """Normalise `input`; in training, move the running statistics."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        return self._normalise(input, self.weight, self.bias, self.autocast_output)
+        return self._normalise(input, *self._affine(), self.autocast_output)
 
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
-        track = self._tracks(input)
+        mean, var, tracked = self._statistics_to_move(input)
         y = functional.layer_norm(
             input,
             self.normalized_shape,
@@ -413,9 +439,9 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
             bias,
             self.eps,
             mode=self.target_variance,
-            running_mean=self.running_mean if track else None,
-            running_var=self.running_var if track else None,
-            num_batches_tracked=self.num_batches_tracked if track else None,
+            running_mean=mean,
+            running_var=var,
+            num_batches_tracked=tracked,
             momentum=self.momentum,
             autocast_output=autocast_output,
             backend=self.backend,
@@ -431,32 +457,36 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
             input: as in `forward`.
             residual: as in `normplug.functional.add_layer_norm`.
         """
-        track = self._tracks(input)
+        mean, var, tracked = self._statistics_to_move(input)
         return functional.add_layer_norm(
             input,
             residual,
             self.normalized_shape,
-            self.weight,
-            self.bias,
+            *self._affine(),
             self.eps,
             mode=self.target_variance,
-            running_mean=self.running_mean if track else None,
-            running_var=self.running_var if track else None,
-            num_batches_tracked=self.num_batches_tracked if track else None,
+            running_mean=mean,
+            running_var=var,
+            num_batches_tracked=tracked,
             momentum=self.momentum,
             autocast_output=self.autocast_output,
             backend=self.backend,
         )
 
-    def _tracks(self, input: Tensor) -> bool:
-        """Whether a forward moves the running statistics; sees that they are where `input` is."""
+    def _statistics_to_move(
+        self, input: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The running statistics, where `input` is; Nones where a forward leaves them alone."""
+        statistics = self._statistics() if self.training else (None, None, None)
+        mean = statistics[0]
         # torch.func transforms refuse writes to captured tensors, and stock LayerNorm has none.
-        transformed = torch._C._are_functorch_transforms_active()
-        track = self.training and self.running_mean is not None and not transformed
-        if track and self.running_mean.device != input.device:  # type: ignore[union-attr]
+        if mean is None or torch._C._are_functorch_transforms_active():
+            return None, None, None
+        if mean.device != input.device:
             # Without weight and bias nothing told the layer where its inputs live.
             self._move_statistics(input.device)
-        return track
+            return self._statistics()
+        return statistics
 
     def reset_parameters(self) -> None:
         """As the torch class, and forget the running statistics."""

@@ -721,3 +721,16 @@ def test_fused_on_the_gpu_is_as_close_to_float64_as_unfused(name, dtype, calls):
         errors[fused] = float((y.double() - truth).norm() / truth.norm())
     assert len(calls) == ZOO[name][1]
     assert errors[True] <= 2 * errors[False] + torch.finfo(dtype).eps
+
+
+@pytest.mark.gpu
+def test_a_compiler_gets_an_operator_for_a_norm_that_only_a_fused_call_reads():
+    operators = []
+
+    def look(graph_module, inputs):
+        operators.extend(n for n in graph_module.graph.nodes if "normplug" in str(n.target))
+        return graph_module.forward
+
+    model = fuse(swapped(ZOO["resnet18"][0]()).float().cuda())
+    torch.compile(model, backend=look, fullgraph=True)(torch.randn(2, 3, 64, 64).cuda())
+    assert len(operators) == len([m for m in model.modules() if isinstance(m, nn.BatchNorm2d)])

@@ -93,7 +93,7 @@ class _Plan:
                 return self.run(x, running_mean, running_var, weight, bias, residual, tracked)
         if torch.is_grad_enabled():
             rest = (self, running_mean, running_var, tracked)
-            return _BatchNorm.apply(x, weight, bias, residual, rest)
+            return _apply(gpu.alive(x), weight, bias, gpu.alive(residual), rest)
         return self.forward(x, weight, bias, residual, running_mean, running_var, tracked)[0]
 
     def forward(
@@ -262,6 +262,9 @@ class _BatchNorm(torch.autograd.Function):
             x, ctx.plan.backward, dy, x, weight, bias, residual, stats, bits, needs
         )
         return (*gradients, None)
+
+
+_apply = gpu.applier(_BatchNorm)
 
 
 def batch_norm(

@@ -28,13 +28,15 @@ _known: dict[_Signature, _Route] = {}
 _KEPT = 4096
 
 
-def signature(who: str, settings: tuple[Any, ...], *tensors: Tensor | None) -> _Signature:
+def signature(
+    who: str, settings: tuple[Any, ...], tensors: tuple[Tensor | None, ...]
+) -> _Signature:
     """All that decides whether a call of `who` is right, and by which route it goes."""
-    return (who, settings, *(_kind(t) for t in tensors))
-
-
-def _kind(t: Tensor | None) -> _Signature | None:
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.device, type(t))
+    # In one expression: this is called before every kernel.
+    kinds = [
+        None if t is None else (t.shape, t.stride(), t.dtype, t.device, type(t)) for t in tensors
+    ]
+    return (who, settings, *kinds)
 
 
 def known(signature: _Signature) -> _Route | None:
@@ -104,6 +106,18 @@ def batch_norm(
     if backend == "auto" and not (fused or _pays(x, stock)):
         return aten.batch_norm
     return batch_norm_gpu.batch_norm
+
+
+def by_kernel(
+    backend: str, x: Tensor, tracked: Tensor | None, vectors: tuple[Tensor | None, ...]
+) -> str:
+    """The backend "triton" for an "auto" with nothing against it, else what was asked for."""
+    if backend != "auto" or not x.is_cuda or _refusal() is not None:
+        return backend
+    from normplug._ops import batch_norm_gpu
+
+    why = batch_norm_gpu.refusal(x, None, tracked, vectors)
+    return "triton" if why is None else backend
 
 
 def layer_norm(

@@ -54,6 +54,20 @@ class Workspaces:
         return stream, work
 
 
+def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """A Function's `apply`, without its search for what `torch.func` has wrapped.
+
+    That takes the host as long as a launch. No transform is active where kernels are called; what
+    one has left behind, `alive` unwraps.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def alive(t: Tensor | None) -> Tensor | None:
+    """A tensor that a transform of `torch.func` has left behind, as the plain one that it is."""
+    return None if t is None else torch._C._functorch.unwrap_if_dead(t)
+
+
 def elsewhere(x: Tensor) -> bool:
     """Whether x is on another GPU than the current one, where a launch would go."""
     return x.is_cuda and torch._C._cuda_getDevice() != x.device.index

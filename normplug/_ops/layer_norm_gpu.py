@@ -187,7 +187,7 @@ class _Plan:
                 return self.run(x, weight, bias, input_bias, running_mean, running_var, tracked)
         if torch.is_grad_enabled():
             rest = (self, running_mean, running_var, tracked)
-            return _LayerNorm.apply(x, weight, bias, input_bias, rest)
+            return _apply(gpu.alive(x), weight, bias, input_bias, rest)
         return self.forward(
             x, None, weight, bias, input_bias, running_mean, running_var, tracked, keep=False
         )[0]
@@ -208,7 +208,7 @@ class _Plan:
             with torch.cuda.device_of(x):
                 return self.run_add(x, residual, weight, bias, *running)
         if torch.is_grad_enabled():
-            return _AddLayerNorm.apply(x, residual, weight, bias, (self, *running))
+            return _apply_add(gpu.alive(x), gpu.alive(residual), weight, bias, (self, *running))
         y, total, _ = self.forward(x, residual, weight, bias, None, *running, keep=False)
         assert total is not None
         return y, total
@@ -392,6 +392,9 @@ class _AddLayerNorm(torch.autograd.Function):
             dbias,
             None,
         )
+
+
+_apply, _apply_add = gpu.applier(_LayerNorm), gpu.applier(_AddLayerNorm)
 
 
 def _plan_of(
