@@ -192,8 +192,9 @@ OPERATOR_CASES = [
 ]
 
 
-def check_operators(operators: Any, case: Case, device: str) -> None:
-    """`torch.library.opcheck` of the forward operator and of the one its gradient calls."""
+def check_operators(case: Case, device: str) -> None:
+    """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
+    operators = torch.ops.normplug
     tensors = make(case, device)
     inputs = []
     for name in INPUTS:
@@ -201,11 +202,11 @@ def check_operators(operators: Any, case: Case, device: str) -> None:
         inputs.append(tensor if tensor is None else tensor.requires_grad_(name in case.needs))
     constants = (case.training, case.eps, target_variance(case.mode), case.activation)
     running = (None, None) if case.training else _running(tensors)
-    forward = operators.batch_norm.default
-    torch.library.opcheck(forward, (*inputs, *running, *constants))
-    with torch.no_grad():
-        _, stats, bits = forward(*inputs, *running, *constants)
+    torch.library.opcheck(operators.batch_norm.default, (*inputs, *running, *constants))
     x, weight, bias, residual = (None if t is None else t.detach() for t in inputs)
+    arguments = (x, weight, bias, residual, *running, *constants)
+    torch.library.opcheck(operators.batch_norm_forward.default, arguments)
+    _, stats, bits = operators.batch_norm_forward(*arguments)
     kept = residual if case.activation in ("silu", "gelu") else None
     needs = [t is not None and t.requires_grad for t in inputs]
     needs[3] = needs[3] and case.activation is not None  # it would be dy itself

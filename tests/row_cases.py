@@ -252,8 +252,9 @@ OPERATOR_CASES = [
 ]
 
 
-def check_operators(operators: Any, case: Case, device: str) -> None:
-    """`torch.library.opcheck` of the forward operator and of the one its gradient calls."""
+def check_operators(case: Case, device: str) -> None:
+    """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
+    operators = torch.ops.normplug
     tensors = make(case, device)
     inputs = {name: getattr(tensors, name) for name in INPUTS}
     for name, tensor in inputs.items():
@@ -262,14 +263,15 @@ def check_operators(operators: Any, case: Case, device: str) -> None:
     constants = (case.dims, case.eps, target_variance(case.mode), case.total)
     vectors = (inputs["weight"], inputs["bias"])
     if tensors.residual is None:
-        forward = operators.layer_norm.default
+        differentiable, forward = operators.layer_norm, operators.layer_norm_forward
         arguments = (inputs["x"], *vectors, inputs["input_bias"], *constants)
     else:
-        forward = operators.add_layer_norm.default
+        differentiable, forward = operators.add_layer_norm, operators.add_layer_norm_forward
         arguments = (inputs["x"], inputs["residual"], *vectors, *constants)
-    torch.library.opcheck(forward, arguments)
-    with torch.no_grad():
-        _, *totals, stats = forward(*arguments)
+    torch.library.opcheck(differentiable.default, arguments)
+    arguments = tuple(t.detach() if isinstance(t, Tensor) else t for t in arguments)
+    torch.library.opcheck(forward.default, arguments)
+    _, *totals, stats = forward(*arguments)
     h = totals[0] if totals else tensors.x.detach()
     weight, bias, input_bias = (
         None if t is None else t.detach() for t in list(inputs.values())[2:]

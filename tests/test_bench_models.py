@@ -142,7 +142,7 @@ def test_an_arm_is_what_it_is_named_for(arm, tiny, fused):
     assert compiled == arm.endswith("compile")
     inner = net._orig_mod if compiled else net
 
-    becomes = {"eager": nn, "compile": nn}.get(arm, normplug)
+    becomes = {"eager": nn, "compile": nn}.get(arm.partition("+")[0], normplug)
     if arm == "no-norm":
         assert len(normplug.plan(inner)) == 0
         assert sum(isinstance(module, nn.Identity) for module in inner) == 5
@@ -489,18 +489,21 @@ def test_a_small_model_from_end_to_end(tmp_path):
     pytest.importorskip("torchvision")
     files = {name: tmp_path / f"{name}.json" for name in ("json", "profile")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
-    chosen = [word for arm in (*UNFUSED, "compile") for word in ("--arm", arm)]
+    arms = {*UNFUSED, "compile", "swap+fuse+graph"}
+    chosen = [word for arm in arms for word in ("--arm", arm)]
     done = command("models", "--model", "resnet18-cifar", "--batch", 64, *chosen, *options)
     assert done.returncode == 0, done.stderr
     assert "left out" not in done.stderr
     rows = {row["arm"]: row for row in json.loads(files["json"].read_text())["rows"]}
-    assert set(rows) == {*UNFUSED, "compile"}
+    assert set(rows) == arms
     for row in rows.values():
         assert 0 < row["ms_p20"] <= row["ms"] <= row["ms_p80"] < 1000
         assert 0 < row["host_ms"] < 1000
         assert 0 < row["peak_gib"] < 10
         assert row["steps"] == ROUNDS * TURN
     assert rows["no-norm"]["peak_gib"] < rows["eager"]["peak_gib"]
+    assert rows["swap+fuse+graph"]["loss"] == pytest.approx(rows["swap"]["loss"], abs=0.05)
+    assert rows["swap+fuse+graph"]["host_ms"] < rows["swap"]["host_ms"]
     assert rows["compile"]["loss"] == pytest.approx(rows["eager"]["loss"], abs=0.05)
     for row in json.loads(files["profile"].read_text())["rows"]:
         busy = row["groups_ms"]

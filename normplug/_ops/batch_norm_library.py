@@ -8,15 +8,18 @@ the operator, which a compiler fuses, and which leaves the operator without side
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from normplug._ops import aten
+from normplug._ops.operators import fake, operator
 from normplug.reference import accumulator_dtype
 
 
-@torch.library.custom_op("normplug::batch_norm", mutates_args=())
+@operator("batch_norm_forward")
 def _forward(
     x: Tensor,
     weight: Tensor | None,
@@ -40,7 +43,7 @@ def _forward(
     return y, stats, x.new_empty(0, dtype=torch.uint8) if bits is None else bits
 
 
-@_forward.register_fake
+@fake(_forward)
 def _(
     x: Tensor,
     weight: Tensor | None,
@@ -64,7 +67,7 @@ def _(
     return torch.empty_like(x), stats, x.new_empty(count, dtype=torch.uint8)
 
 
-@torch.library.custom_op("normplug::batch_norm_backward", mutates_args=())
+@operator("batch_norm_backward")
 def _backward(
     dy: Tensor,
     x: Tensor,
@@ -98,7 +101,7 @@ def _backward(
     return dx, dweight, dbias, dresidual
 
 
-@_backward.register_fake
+@fake(_backward)
 def _(
     dy: Tensor,
     x: Tensor,
@@ -128,32 +131,51 @@ def _(
     return dx, dweight, dbias, dresidual
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
-    x, weight, bias, residual, _, _, training, eps, target_variance, activation = inputs
-    _, stats, bits = output
-    kept = residual if activation in ("silu", "gelu") else None
-    ctx.save_for_backward(x, weight, bias, kept, stats, bits)
-    ctx.has_residual = residual is not None
-    ctx.options = (training, eps, target_variance, activation)
-    ctx.mark_non_differentiable(stats, bits)
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, bias, residual, _, _, *options = inputs
+        y, stats, bits = _forward(*inputs)
+        kept = residual if options[-1] in ("silu", "gelu") else None
+        ctx.save_for_backward(x, weight, bias, kept, stats, bits)
+        ctx.has_residual, ctx.options = residual is not None, options
+        ctx.mark_non_differentiable(stats, bits)
+        return y, stats, bits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, bias, residual, stats, bits = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:4])
+        alias = ctx.has_residual and ctx.options[-1] is None and needs[3]
+        if alias:  # the residual's gradient is dy, which an operator must not hand on
+            needs[3] = False
+        gradients = _backward(
+            dy, x, weight, bias, residual, stats, bits, ctx.has_residual, *ctx.options, *needs
+        )
+        asked = [g if need else None for g, need in zip(gradients, needs, strict=True)]
+        if alias:
+            asked[3] = dy
+        return (*asked, None, None, None, None, None, None)
 
 
-def _gradient(ctx, dy, *_):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN002, ANN202
-    x, weight, bias, residual, stats, bits = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:4])
-    alias = ctx.has_residual and ctx.options[-1] is None and needs[3]
-    if alias:  # the residual's gradient is dy, which an operator must not hand on
-        needs[3] = False
-    gradients = _backward(
-        dy, x, weight, bias, residual, stats, bits, ctx.has_residual, *ctx.options, *needs
-    )
-    asked = [g if need else None for g, need in zip(gradients, needs, strict=True)]
-    if alias:
-        asked[3] = dy
-    return (*asked, None, None, None, None, None, None)
-
-
-_forward.register_autograd(_gradient, setup_context=_setup_context)
+@operator("batch_norm", composite=True)
+def _differentiable(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    eps: float,
+    target_variance: float,
+    activation: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _BatchNorm.apply(
+        x, weight, bias, residual, running_mean, running_var, training, eps, target_variance,
+        activation,
+    )  # fmt: skip
 
 
 def batch_norm(
@@ -172,7 +194,7 @@ def batch_norm(
 ) -> Tensor:
     """`functional.batch_norm` after its checks, as an operator."""
     evaluating = (None, None) if training else (running_mean, running_var)
-    y, stats, _ = _forward(
+    y, stats, _ = _differentiable(
         x, weight, bias, residual, *evaluating, training, eps, target_variance, activation
     )
     if training and running_mean is not None and running_var is not None:

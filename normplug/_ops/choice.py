@@ -19,6 +19,9 @@ _HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is
 # takes less time over it (in training 15 us for BatchNorm, 60 to 100 for LayerNorm), and until here
 # the GPU waits for the host (docs/kernels.md). BatchNorm of halves in channels_last never gains.
 _HOST_BOUND = {2: 8 << 20, 4: 16 << 20, 8: 16 << 20}
+# Bytes of input from which an operator of ours pays under torch.compile: dispatching one takes the
+# host longer than launching what Inductor makes of a smaller norm takes it and the GPU together.
+_OPERATOR_BYTES = 32 << 20
 
 _Signature = tuple[Any, ...]
 _Route = Callable[..., Any]
@@ -102,7 +105,8 @@ def batch_norm(
     if _compiling():
         # Inductor fuses a lone norm with what follows it, and an operator ends that: only what has
         # fused more itself is worth one.
-        return batch_norm_library.batch_norm if backend == "triton" or fused else aten.batch_norm
+        pays = backend == "triton" or (fused and _bytes(x) >= _OPERATOR_BYTES)
+        return batch_norm_library.batch_norm if pays else aten.batch_norm
     if backend == "auto" and not (fused or _pays(x, stock)):
         return aten.batch_norm
     return batch_norm_gpu.batch_norm
@@ -112,7 +116,7 @@ def by_kernel(
     backend: str, x: Tensor, tracked: Tensor | None, vectors: tuple[Tensor | None, ...]
 ) -> str:
     """The backend "triton" for an "auto" with nothing against it, else what was asked for."""
-    if backend != "auto" or not x.is_cuda or _refusal() is not None:
+    if backend != "auto" or not x.is_cuda or _bytes(x) < _OPERATOR_BYTES or _refusal() is not None:
         return backend
     from normplug._ops import batch_norm_gpu
 
@@ -160,7 +164,8 @@ def add_layer_norm(
             raise _checks.no_kernel(who, why)
         return aten.add_layer_norm
     if _compiling():  # Inductor fuses this too, forward as fast, backward slower
-        return layer_norm_library.add_layer_norm
+        pays = backend == "triton" or _bytes(x) >= _OPERATOR_BYTES
+        return layer_norm_library.add_layer_norm if pays else aten.add_layer_norm
     from normplug._ops import layer_norm_gpu
 
     return layer_norm_gpu.add_layer_norm
@@ -197,7 +202,11 @@ def _pays(x: Tensor, stock: bool) -> bool:
 
 
 def _host_bound(x: Tensor) -> bool:
-    return x.numel() * x.element_size() < _HOST_BOUND[x.element_size()]
+    return _bytes(x) < _HOST_BOUND[x.element_size()]
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -6,11 +6,14 @@ As `batch_norm_library`, whose remarks hold here.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from normplug._ops import aten
+from normplug._ops.operators import fake, operator
 from normplug.reference import accumulator_dtype
 
 
@@ -22,7 +25,7 @@ def _rows(x: Tensor, row_dims: int) -> int:
     return math.prod(x.shape[: x.dim() - row_dims])
 
 
-@torch.library.custom_op("normplug::layer_norm", mutates_args=())
+@operator("layer_norm_forward")
 def _forward(
     x: Tensor,
     weight: Tensor | None,
@@ -43,7 +46,7 @@ def _forward(
     return y, stats
 
 
-@_forward.register_fake
+@fake(_forward)
 def _(
     x: Tensor,
     weight: Tensor | None,
@@ -58,7 +61,7 @@ def _(
     return x.new_empty(x.shape, dtype=out), stats
 
 
-@torch.library.custom_op("normplug::add_layer_norm", mutates_args=())
+@operator("add_layer_norm_forward")
 def _forward_add(
     x: Tensor,
     residual: Tensor,
@@ -80,7 +83,7 @@ def _forward_add(
     return y, total, stats
 
 
-@_forward_add.register_fake
+@fake(_forward_add)
 def _(
     x: Tensor,
     residual: Tensor,
@@ -96,7 +99,7 @@ def _(
     return x.new_empty(x.shape, dtype=out), total, stats
 
 
-@torch.library.custom_op("normplug::layer_norm_backward", mutates_args=())
+@operator("layer_norm_backward")
 def _backward(
     dy: Tensor,
     dtotal: Tensor | None,
@@ -125,7 +128,7 @@ def _backward(
     return dx, dweight, dbias, dinput_bias
 
 
-@_backward.register_fake
+@fake(_backward)
 def _(
     dy: Tensor,
     dtotal: Tensor | None,
@@ -150,49 +153,81 @@ def _(
     return dx, dweight, dbias, dinput_bias
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
-    x, weight, bias, input_bias, row_dims, _, target_variance, _ = inputs
-    _, stats = output
-    ctx.save_for_backward(x, weight, bias, input_bias, stats)
-    ctx.options = (row_dims, target_variance)
-    ctx.mark_non_differentiable(stats)
-
-
-def _gradient(ctx, dy, _):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
-    needs = ctx.needs_input_grad[:4]
-    gradients = _backward(dy, None, *ctx.saved_tensors, *ctx.options, *needs)
-    asked = [g if need else None for g, need in zip(gradients, needs, strict=True)]
-    return (*asked, None, None, None, None)
-
-
-def _setup_context_add(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
-    x, residual, weight, bias, row_dims, _, target_variance, _ = inputs
-    _, total, stats = output
-    ctx.save_for_backward(total, weight, bias, stats)
-    ctx.options = (row_dims, target_variance)
-    ctx.dtypes = (x.dtype, residual.dtype)
-    if any(ctx.needs_input_grad[:2]):
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *tensors, row_dims, _, target_variance, _ = inputs
+        y, stats = _forward(*inputs)
+        ctx.save_for_backward(*tensors, stats)
+        ctx.options = (row_dims, target_variance)
         ctx.mark_non_differentiable(stats)
-    else:
-        ctx.mark_non_differentiable(total, stats)
+        return y, stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:4]
+        gradients = _backward(dy, None, *ctx.saved_tensors, *ctx.options, *needs)
+        asked = (g if need else None for g, need in zip(gradients, needs, strict=True))
+        return (*asked, None, None, None, None)
 
 
-def _gradient_add(ctx, dy, dtotal, _):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
-    total, weight, bias, stats = ctx.saved_tensors
-    for_x, for_residual, for_weight, for_bias = ctx.needs_input_grad[:4]
-    needs = (for_x or for_residual, for_weight, for_bias, False)
-    through, dweight, dbias, _ = _backward(
-        dy, dtotal, total, weight, bias, None, stats, *ctx.options, *needs
-    )
-    # Two gradients of one operator, of which compilers want that they do not share their memory.
-    dx = through.to(ctx.dtypes[0]) if for_x else None
-    dresidual = through.to(ctx.dtypes[1]) if for_residual else None
-    asked = (dx, dresidual, dweight if for_weight else None, dbias if for_bias else None)
-    return (*asked, None, None, None, None)
+class _AddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, residual, weight, bias, row_dims, _, target_variance, _ = inputs
+        y, total, stats = _forward_add(*inputs)
+        ctx.save_for_backward(total, weight, bias, stats)
+        ctx.options = (row_dims, target_variance)
+        ctx.dtypes = (x.dtype, residual.dtype)
+        if any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(stats)
+        else:
+            ctx.mark_non_differentiable(total, stats)
+        return y, total, stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        total, weight, bias, stats = ctx.saved_tensors
+        for_x, for_residual, for_weight, for_bias = ctx.needs_input_grad[:4]
+        needs = (for_x or for_residual, for_weight, for_bias, False)
+        through, dweight, dbias, _ = _backward(
+            dy, dtotal, total, weight, bias, None, stats, *ctx.options, *needs
+        )
+        # Two gradients of one operator, of which compilers want that they do not share memory.
+        dx = through.to(ctx.dtypes[0]) if for_x else None
+        dresidual = through.to(ctx.dtypes[1]) if for_residual else None
+        asked = (dx, dresidual, dweight if for_weight else None, dbias if for_bias else None)
+        return (*asked, None, None, None, None)
 
 
-_forward.register_autograd(_gradient, setup_context=_setup_context)
-_forward_add.register_autograd(_gradient_add, setup_context=_setup_context_add)
+@operator("layer_norm", composite=True)
+def _differentiable(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    row_dims: int,
+    eps: float,
+    target_variance: float,
+    out: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return _LayerNorm.apply(x, weight, bias, input_bias, row_dims, eps, target_variance, out)
+
+
+@operator("add_layer_norm", composite=True)
+def _differentiable_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    row_dims: int,
+    eps: float,
+    target_variance: float,
+    out: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _AddLayerNorm.apply(x, residual, weight, bias, row_dims, eps, target_variance, out)
 
 
 def layer_norm(
@@ -211,7 +246,7 @@ def layer_norm(
 ) -> Tensor:
     """`functional.layer_norm` after its checks, as an operator."""
     out = aten.output_dtype(x, x.dtype, low_autocast)
-    y, stats = _forward(
+    y, stats = _differentiable(
         x, weight, bias, input_bias, len(normalized_shape), eps, target_variance, out
     )
     _move(running_mean, running_var, num_batches_tracked, momentum, stats, eps)
@@ -234,7 +269,7 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """`functional.add_layer_norm` after its checks, as an operator."""
     out = aten.output_dtype(x, torch.promote_types(x.dtype, residual.dtype), low_autocast)
-    y, total, stats = _forward_add(
+    y, total, stats = _differentiable_add(
         x, residual, weight, bias, len(normalized_shape), eps, target_variance, out
     )
     _move(running_mean, running_var, num_batches_tracked, momentum, stats, eps)

@@ -1,0 +1,39 @@
+"""Operators of `torch.library`, at the least host time that they can be had for.
+
+`torch.library.custom_op` puts Python of its own before each call, and more where an operator has
+gradients, in all twice the time that dispatching it takes. Here an operator is a kernel, and what
+compilers are told of its results. Gradients are an `autograd.Function`'s around it, and that is the
+kernel of a second operator, a composite one: a compiler that sees it asks for its parts instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("normplug", "FRAGMENT")
+
+
+def operator(name: str, *, composite: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function an operator, which it is replaced by; it changes none of its arguments.
+
+    Args:
+        name: of the operator, in the namespace "normplug".
+        composite: whether it consists of other operators, which carry its gradients.
+    """
+
+    def define(function: Callable[..., Any]) -> Any:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        key = "CompositeImplicitAutograd" if composite else "CompositeExplicitAutograd"
+        _library.impl(name, function, key)
+        return getattr(torch.ops.normplug, name).default
+
+    return define
+
+
+def fake(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Take a function for what an operator gives where only shapes and dtypes are asked for."""
+    return torch.library.register_fake(operator._name, lib=_library)
