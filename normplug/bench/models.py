@@ -25,7 +25,7 @@ from torch.optim import SGD
 import normplug
 from normplug.bench.groups import profiled
 from normplug.bench.results import Results, Row
-from normplug.bench.timing import Call, StepStopwatch
+from normplug.bench.timing import StepStopwatch
 
 MODE = "golden"
 DTYPE = torch.bfloat16  # of autocast
@@ -48,6 +48,7 @@ SETTINGS = {
 
 T = TypeVar("T")
 Change = Callable[[nn.Module], Any]
+Step = Callable[..., Tensor]  # takes what to call between its parts, or nothing
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def measure(
 
 def warmed(
     case: Case, arms: Sequence[str], stopwatch: StepStopwatch, device: str
-) -> tuple[dict[str, Call], dict[str, Row]]:
+) -> tuple[dict[str, Step], dict[str, Row]]:
     """Arm -> its training step, ready to be measured; and arm -> its peak memory and loss."""
     torch.compiler.reset()  # earlier cases would count towards its limit of recompilations
     model = MODELS[case.model]
@@ -225,7 +226,7 @@ def warmed(
         lambda: make_step(build(stock, "eager", model, device), *batch)(),
     )
 
-    steps: dict[str, Call] = {}
+    steps: dict[str, Step] = {}
     facts: dict[str, Row] = {}
     for arm in arms:
         others = stopwatch.held_bytes() - batch_bytes
@@ -242,7 +243,7 @@ def warm(
     model: Model,
     batch: tuple[Tensor, Tensor],
     stopwatch: StepStopwatch,
-) -> tuple[Call, int, float]:
+) -> tuple[Step, int, float]:
     """An arm's step after the warm-up, the bytes at its peak, the other arms' too, and its loss.
 
     Raises:
@@ -275,14 +276,16 @@ def make_batch(case: Case, device: str) -> tuple[Tensor, Tensor]:
     return images.contiguous(memory_format=_memory_format(model)), labels
 
 
-def make_step(net: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], Tensor]:
+def make_step(net: nn.Module, images: Tensor, labels: Tensor) -> Step:
     """A whole training step, which returns its loss and does not wait for the GPU."""
     optimizer = SGD(net.parameters(), LEARNING_RATE, momentum=MOMENTUM, foreach=True)
 
-    def step() -> Tensor:
+    def step(between: Callable[[], None] = _nothing) -> Tensor:
         with torch.autocast(images.device.type, DTYPE):
             loss = F.cross_entropy(net(images), labels)
+        between()
         loss.backward()
+        between()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -290,7 +293,7 @@ def make_step(net: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], Te
     return step
 
 
-def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def captured(step: Step) -> Step:
     """A step as one CUDA graph, which is replayed; what it returns is overwritten each time."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -301,15 +304,19 @@ def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     with torch.cuda.graph(graph):
         loss = step()
 
-    def replay() -> Tensor:
+    def replay(between: Callable[[], None] = _nothing) -> Tensor:
         graph.replay()
         return loss
 
     return replay
 
 
+def _nothing() -> None:
+    pass
+
+
 def in_turns(
-    case: Case, steps: Mapping[str, Call], stopwatch: StepStopwatch
+    case: Case, steps: Mapping[str, Step], stopwatch: StepStopwatch
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Arm -> milliseconds of each step, and of the host in each round; in shuffled order."""
     times: dict[str, list[float]] = {arm: [] for arm in steps}

@@ -131,12 +131,22 @@ class StepStopwatch:
         marks[-1].synchronize()
         return [start.elapsed_time(end) for start, end in pairwise(marks)]
 
-    def host_ms(self, step: Call) -> float:
-        """Milliseconds until the host is free again after a step, the GPU idle before it.
+    def host_ms(self, step: Callable[[Callable[[], None]], Any]) -> float:
+        """Milliseconds that the host takes over a step, the GPU idle before it.
 
-        A step of more launches than the GPU's queue has room for includes the wait for room.
+        The step calls what it is given between its parts, where the host waits for the GPU and is
+        not timed: in a queue without room for a part's launches it would wait, and be timed.
         """
-        return _back_to_back(step, 1).host_us / 1e3
+        total, start = 0.0, _at_rest()
+
+        def between() -> None:
+            nonlocal total, start
+            total += time.perf_counter() - start
+            start = _at_rest()
+
+        step(between)
+        between()
+        return total * 1e3
 
     def peak_bytes(self, step: Call) -> int:
         """The most that tensors hold during a step, whosever they are."""
@@ -150,6 +160,12 @@ class StepStopwatch:
         gc.collect()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
+
+
+def _at_rest() -> float:
+    """The time, when the GPU has nothing left to do."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _back_to_back(call: Call, count: int) -> HostTime:
