@@ -146,8 +146,8 @@ def layer_norm(
 
     Args:
         input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64. The kernels take
-            rows of adjacent values, evenly spaced, as they are, in dy too, and copy other strides
-            once.
+            rows of adjacent values, evenly spaced or at two strides (a batch and a sequence that
+            have changed places), as they are, in dy too, and copy others once.
         normalized_shape: the trailing dimensions that make a row.
         weight: `normalized_shape`, or None for ones. May be float32 beside a half `input`.
         bias: `normalized_shape`, or None for zeros.
@@ -166,7 +166,8 @@ def layer_norm(
             `NORMPLUG_BACKEND` sets "auto", which takes what was measured faster and can run.
 
     Returns:
-        Shaped like `input`, in its dtype (under autocast: see `autocast_output`).
+        Shaped like `input`, in its dtype (under autocast: see `autocast_output`). The kernels make
+        it contiguous, and lay the gradient of a dense `input` out as that.
 
     Raises:
         ValueError: shapes that do not fit, running statistics without a counter, an unknown mode,
@@ -232,7 +233,8 @@ def add_layer_norm(
 
     Args:
         x: (*rows, *normalized_shape), a block's output.
-        residual: shaped like `x`, the stream it is added to.
+        residual: shaped like `x`, the stream it is added to. Where both take two strides, the
+            kernels copy it unless it lies as `x` does.
         normalized_shape: as in `layer_norm`.
         weight: as in `layer_norm`.
         bias: as in `layer_norm`.

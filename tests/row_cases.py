@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,7 +19,10 @@ from normplug import functional, reference, target_variance
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
 INPUTS = ("x", "residual", "weight", "bias", "input_bias")
-LAYOUTS = ("contiguous", "apart", "odd", "every second", "transposed", "repeated", "expanded")
+PERMUTED = ("permuted", "rotated", "permuted apart", "repeated inside")  # two strides
+LAYOUTS = (
+    "contiguous", "apart", "odd", "every second", "transposed", "repeated", "expanded", *PERMUTED,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Tensors:
 
 
 def laid_out(x: Tensor, dims: int, layout: str) -> Tensor:
-    """x in a layout; of the last two, a part of x for all of it."""
+    """x in a layout; of those that repeat or expand, a part of x for all of it."""
     outer = x.dim() - dims
     row = tuple(x.shape[outer:])
     if layout in ("apart", "odd"):  # rows are dense, with something between them
@@ -98,6 +102,13 @@ def laid_out(x: Tensor, dims: int, layout: str) -> Tensor:
     if layout == "transposed":
         order = tuple(reversed(range(x.dim())))
         return x.permute(order).contiguous().permute(order)
+    if layout in PERMUTED and outer > 0:
+        # As `batch_first` leaves a batch, whose axis lies inside all others; or the last outside.
+        there, back = (outer - 1, 0) if layout == "rotated" else (0, outer - 1)
+        if layout == "repeated inside":
+            return x.narrow(outer - 1, 0, 1).expand(x.shape)
+        between = "apart" if layout == "permuted apart" else "contiguous"
+        return laid_out(x.movedim(there, back), dims, between).movedim(back, there)
     if layout == "repeated":
         return x[(0,) * outer].expand(x.shape)
     if layout == "expanded":
@@ -240,6 +251,22 @@ def force(
     monkeypatch.setattr(choice, "_known", {})
 
 
+def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """What the launches from now on are given, in order: addresses."""
+    from normplug._kernels import layer_norm as kernels
+
+    given: list[tuple[int, ...]] = []
+
+    class Watched(kernels.Launch):
+        def __call__(self, stream: int, *tensors: Tensor) -> None:
+            given.append(tuple(t.data_ptr() for t in tensors))
+            super().__call__(stream, *tensors)
+
+    monkeypatch.setattr(kernels, "Launch", Watched)
+    force(monkeypatch)
+    return given
+
+
 OPERATOR_CASES = [
     Case((6, 5)),
     Case((3, 4, 6), torch.bfloat16, dims=2, params=torch.float32, vectors="weight+input_bias"),
@@ -249,6 +276,9 @@ OPERATOR_CASES = [
     Case((6, 5), residual="contiguous"),
     Case((3, 4, 6), torch.bfloat16, residual="apart", residual_dtype=torch.float32),
     Case((6, 5), residual="transposed", vectors="weight", needs=("residual",)),
+    Case((2, 3, 8), layout="permuted"),
+    Case((2, 3, 8), layout="permuted apart", dy="rotated"),
+    Case((2, 3, 2, 8), layout="rotated", residual="permuted", dy="permuted"),
 ]
 
 
@@ -285,7 +315,7 @@ def check_operators(case: Case, device: str) -> None:
     torch.library.opcheck(backward, (*arguments, *numbers, *needs.values()))
 
 
-def check_compiled(residual: bool, device: str, backend: str) -> None:
+def check_compiled(residual: bool, layout: str, device: str, backend: str) -> None:
     """One graph serves every number of rows, gradients and statistics included."""
     layers = [_Block(residual).to(device) for _ in range(2)]
     graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
@@ -295,7 +325,8 @@ def check_compiled(residual: bool, device: str, backend: str) -> None:
         outputs = []
         for layer in (compiled, layers[1]):
             generator = torch.Generator().manual_seed(rows)
-            x = torch.randn((rows, 3, 24), generator=generator).to(device).requires_grad_()
+            x = torch.randn((rows, 3, 24), generator=generator).to(device)
+            x = laid_out(x, 1, layout).requires_grad_()
             y = layer(x)
             gradients = torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))
             outputs.append((y, *gradients))
@@ -324,6 +355,69 @@ class _Block(torch.nn.Module):
             x, x * 0.5, (24,), norm.weight, norm.bias, backend="triton"
         )
         return y + total
+
+
+def check_around_attention(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Norms before and after an attention take its permuted tensors, and are right."""
+    torch.manual_seed(0)
+    block = _Attention().to(device)
+    exact = copy.deepcopy(block).double()
+    for norm in (exact.before, exact.after):
+        norm.backend = "torch"
+    seen = []
+
+    def see(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.append(inputs[0])
+        output.register_hook(seen.append)
+
+    for norm in (block.before, block.after):
+        norm.register_forward_hook(see)
+    launches = watch_launches(monkeypatch)
+    x = torch.randn(4, 5, 24, device=device)
+    assert_block_as_exact(block, exact, x)
+    assert len(launches) == 6  # three forward, three backward
+    _, attended, _, dy = seen
+    for tensor, launch in ((attended, 1), (attended, 2), (dy, 5)):
+        assert not tensor.is_contiguous()
+        assert tensor.data_ptr() == launches[launch][0]
+
+
+def check_compiled_around_attention(device: str, backend: str) -> None:
+    """The same in one graph."""
+    torch.manual_seed(0)
+    block = _Attention().to(device)
+    exact = copy.deepcopy(block).double()
+    for norm in (exact.before, exact.after):
+        norm.backend = "torch"
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    assert_block_as_exact(compiled, exact, torch.randn(4, 5, 24, device=device))
+
+
+def assert_block_as_exact(block: Any, exact: torch.nn.Module, x: Tensor) -> None:
+    results = []
+    for module, given in ((block, x), (exact, x.double())):
+        leaves = (given.requires_grad_(), *module.parameters())
+        outputs = module(given)
+        loss = sum((y.sigmoid() * (1 + i)).square().sum() for i, y in enumerate(outputs))
+        results.append((*outputs, *torch.autograd.grad(loss, leaves)))
+    for ours, truth in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-3, atol=1e-3)
+
+
+class _Attention(torch.nn.Module):
+    """An attention between norms, of what goes in, what comes out, and both together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (normplug.LayerNorm(24, backend="triton") for _ in range(2))
+        self.attention = torch.nn.MultiheadAttention(24, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.before(x)
+        attended, _ = self.attention(h, h, h, need_weights=False)
+        both = functional.add_layer_norm(attended, x, (24,), backend=self.after.backend)
+        return (self.after(attended), *both)
 
 
 class _Exact:

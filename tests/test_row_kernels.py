@@ -26,14 +26,18 @@ from row_cases import (
     HALVES,
     LAYOUTS,
     OPERATOR_CASES,
+    PERMUTED,
     Case,
     assert_accurate,
     call,
+    check_around_attention,
     check_compiled,
+    check_compiled_around_attention,
     check_operators,
     force,
     make,
     run,
+    watch_launches,
 )
 
 triton = pytest.importorskip("triton")
@@ -195,6 +199,93 @@ def test_rows_may_lie_anyhow(layout, dims):
     assert_accurate(Case(shape, dims=dims, layout=layout, dy="contiguous"))
     assert_accurate(Case(shape, dims=dims, dy=layout, running=torch.float32))
     assert_accurate(Case(shape, dims=dims, residual=layout, dtotal=layout))
+
+
+SOME_PERMUTED = list(itertools.product(["contiguous", "permuted"], repeat=4))
+
+
+@pytest.mark.parametrize("layouts", SOME_PERMUTED, ids=" ".join)
+@pytest.mark.parametrize("shape", [(2, 3, 12), (2, 2, 2, 12)], ids=str)
+@pytest.mark.parametrize("setup", ["rows, uneven", "wide"])
+def test_any_of_the_tensors_may_be_permuted(setup, shape, layouts, prepared):
+    layout, residual, dy, dtotal = layouts
+    assert_accurate(
+        prepared(setup, shape=shape, layout=layout, residual=residual, dy=dy, dtotal=dtotal)
+    )
+    if residual == dtotal == "contiguous":
+        assert_accurate(prepared(setup, shape=shape, layout=layout, dy=dy))
+
+
+PERMUTED_VARIANTS = [
+    {"vectors": "weight+bias+input_bias", "running": torch.float32, "offset": 1e3},
+    {"dtype": torch.float64, "running": torch.float64},
+    {"dtype": torch.bfloat16, "params": torch.float32, "residual": "permuted"},
+    {"dtype": torch.float16, "residual": "permuted", "dy": "permuted apart"},
+]
+
+
+@pytest.mark.parametrize("options", PERMUTED_VARIANTS, ids=lambda options: str(Case((), **options)))
+@pytest.mark.parametrize("setup", ["rows", "rows, even", "rows, folded", "wide", "wide, even"])
+def test_permuted_rows_by_offsets_of_32_and_64_bits(setup, options, prepared, monkeypatch):
+    shape = (2, 3, SETUPS[setup].shape[-1])
+    case = prepared(setup, **{"shape": shape, "layout": "permuted", **options})
+    ours = assert_accurate(case)
+    monkeypatch.setattr(schedule, "_INT32", 0)
+    force(monkeypatch)
+    assert_same_bits(run(case, make(case), "triton"), ours)
+
+
+@pytest.mark.parametrize("layout", ["apart", *PERMUTED])
+@pytest.mark.parametrize("shape", [(3, 4, 12), (2, 3, 1, 2, 12)], ids=str)
+def test_rows_found_by_two_strides_are_not_copied(layout, shape, monkeypatch):
+    launches = watch_launches(monkeypatch)
+    case = Case(shape, layout=layout)
+    tensors = make(case)
+    run(case, tensors, "triton")
+    forward, backward = launches
+    assert forward[0] == tensors.x.data_ptr()
+    assert [backward[0], backward[2]] == [tensors.dy.data_ptr(), tensors.x.data_ptr()]
+    case = Case(shape, layout=layout, residual=layout)
+    tensors = make(case)
+    out = run(case, tensors, "triton")
+    forward, backward = launches[2:]
+    assert forward[:2] == (tensors.x.data_ptr(), tensors.residual.data_ptr())
+    assert backward[:2] == (tensors.dy.data_ptr(), tensors.dtotal.data_ptr())
+    assert backward[2] == out["total"].data_ptr()
+
+
+def test_rows_of_another_order_than_those_before_are_copied(monkeypatch):
+    launches = watch_launches(monkeypatch)
+    case = Case((3, 4, 2, 6), layout="permuted", residual="rotated", dtotal="rotated")
+    tensors = make(case)
+    run(case, tensors, "triton")
+    forward, backward = launches
+    assert forward[0] == tensors.x.data_ptr()
+    assert forward[1] != tensors.residual.data_ptr()
+    assert backward[0] == tensors.dy.data_ptr()
+    assert backward[1] != tensors.dtotal.data_ptr()
+    assert_accurate(case)
+    assert_accurate(Case((3, 4, 2, 6), layout="permuted", dy="rotated"))
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_lies_as_its_input_where_that_is_dense(layout, dims):
+    case = Case((3, 4, 2, 6), dims=dims, layout=layout, dy="contiguous")
+    x = make(case).x
+    out = run(case, make(case), "triton")
+    assert out["y"].is_contiguous()
+    if layout in ("permuted", "rotated"):
+        assert out["dx"].stride() == x.stride() != out["y"].stride()
+    else:
+        assert out["dx"].is_contiguous()
+    case = dataclasses.replace(case, residual=layout)
+    out = run(case, make(case), "triton")
+    assert all(out[name].is_contiguous() for name in ("y", "total", "dx", "dresidual"))
+
+
+def test_norms_around_an_attention_take_what_it_gives(monkeypatch):
+    check_around_attention(monkeypatch, "cpu")
 
 
 @pytest.mark.parametrize("vectors", ["", "weight", "bias", "input_bias", "weight+bias+input_bias"])
@@ -637,9 +728,29 @@ def test_the_operators_compute_what_the_kernels_do(case, monkeypatch):
     assert_same_bits(operator, eager)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "permuted"])
 @pytest.mark.parametrize("residual", [False, True])
-def test_compiled_in_one_graph_with_other_numbers_of_rows(residual):
-    check_compiled(residual, "cpu", "aot_eager")
+def test_compiled_in_one_graph_with_other_numbers_of_rows(residual, layout):
+    check_compiled(residual, layout, "cpu", "aot_eager")
+
+
+def test_compiled_around_an_attention():
+    check_compiled_around_attention("cpu", "aot_eager")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_operators_say_how_a_gradient_lies(layout):
+    case = Case((3, 4, 2, 6), layout=layout)
+    tensors = make(case)
+    stats = torch.zeros(2 * 24)
+    needs, nothing = (True, True, False, False), None
+    inputs = (tensors.dy, nothing, tensors.x, tensors.weight, nothing, nothing, stats)
+    backward = torch.ops.normplug.layer_norm_backward
+    real = backward(*inputs, 1, 1.0, *needs)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = (t if t is None else mode.from_tensor(t) for t in inputs)
+        told = backward(*fakes, 1, 1.0, *needs)
+    assert [t.stride() for t in told] == [t.stride() for t in real]
 
 
 def test_what_records_operators_records_the_kernels_as_one():

@@ -1,6 +1,7 @@
 """LayerNorm's kernels where they run in parallel: sizes, waiting, graphs, streams, compilers."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -17,8 +18,11 @@ from row_cases import (
     OPERATOR_CASES,
     Case,
     assert_accurate,
+    check_around_attention,
     check_compiled,
+    check_compiled_around_attention,
     check_operators,
+    force,
     make,
     run,
 )
@@ -149,6 +153,60 @@ def test_rows_may_lie_anyhow(layout, dims):
     assert_accurate(Case((24,), layout="contiguous"), GPU)
 
 
+SOME_PERMUTED = list(itertools.product(["contiguous", "permuted"], repeat=4))
+PERMUTED_SHAPES = [(16, 50, 768), (8, 7, 7, 96), (4, 40, 16384), (3, 7, 70_000)]
+
+
+@pytest.mark.parametrize("layouts", SOME_PERMUTED, ids=" ".join)
+@pytest.mark.parametrize("shape", PERMUTED_SHAPES, ids=str)
+def test_any_of_the_tensors_may_be_permuted(shape, layouts):
+    layout, residual, dy, dtotal = layouts
+    case = Case(shape, torch.bfloat16, layout=layout, residual=residual, dy=dy, dtotal=dtotal)
+    assert_accurate(case, GPU)
+    if residual == dtotal == "contiguous":
+        case = Case(shape, torch.bfloat16, layout=layout, dy=dy)
+        out = assert_accurate(case, GPU)
+        assert out["y"].is_contiguous()
+        assert out["dx"].stride() == make(case, GPU).x.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", PERMUTED_SHAPES, ids=str)
+def test_permuted_rows_with_every_option_and_offsets_of_64_bits(shape, dtype, monkeypatch):
+    from normplug._kernels import schedule
+
+    case = Case(shape, dtype, layout="permuted", vectors=FULL, running=torch.float32, offset=1e3)
+    assert_accurate(case, GPU)
+    monkeypatch.setattr(schedule, "_INT32", 0)
+    force(monkeypatch)
+    assert_accurate(case, GPU)
+
+
+@pytest.mark.parametrize("width", [768, 70_000])
+@pytest.mark.parametrize("two", [False, True])
+def test_rows_may_lie_2_to_the_31_values_apart(width, two):
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 10 << 30:
+        pytest.skip("needs 10 GB of free GPU memory")
+    apart = (2**31 // width + 1) * width
+    everything = torch.empty(apart + 3 * width, device=GPU, dtype=torch.bfloat16)
+    shape, strides = ((3, 2, width), (width, apart, 1)) if two else ((2, width), (apart, 1))
+    x = everything.as_strided(shape, strides)
+    x.copy_(torch.randn(shape, device=GPU))
+    dy, weight = torch.randn_like(x), torch.rand(width, device=GPU)
+    results = []
+    for given in (x, x.contiguous()):
+        leaves = [given.detach().requires_grad_(), weight.detach().requires_grad_()]
+        y = functional.layer_norm(leaves[0], (width,), leaves[1], backend="triton")
+        results.append((y, *torch.autograd.grad(y, leaves, dy)))
+    for ours, truth in zip(*results, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-2, atol=1e-3)
+
+
+def test_norms_around_an_attention_take_what_it_gives(monkeypatch):
+    check_around_attention(monkeypatch, GPU)
+
+
 NEEDS = [("x",), ("weight",), ("bias",), ("input_bias",), ("x", "bias"), ("weight", "input_bias")]
 
 
@@ -236,10 +294,16 @@ def test_the_operators_keep_torchs_rules(case):
     check_operators(case, GPU)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "permuted"])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiled_in_one_graph_with_other_numbers_of_rows(residual, compiler):
-    check_compiled(residual, GPU, compiler)
+def test_compiled_in_one_graph_with_other_numbers_of_rows(residual, layout, compiler):
+    check_compiled(residual, layout, GPU, compiler)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_around_an_attention(compiler):
+    check_compiled_around_attention(GPU, compiler)
 
 
 def test_streams_do_not_disturb_each_other():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -30,19 +31,44 @@ class Flags:
     cumulative: bool = False
 
 
+class TwoLevels(NamedTuple):
+    """Row r lies at (r // inner) * outer + (r % inner) * step, in values."""
+
+    inner: int
+    outer: int
+    step: int
+
+    def dense(self, rows: int, width: int) -> bool:
+        """Whether so many rows have nothing between them."""
+        return self.outer == width and self.step == rows // self.inner * width
+
+
+Spacing = int | TwoLevels  # of rows: how far apart, or where they are not evenly spaced
+
+
 @dataclass(frozen=True)
 class Strides:
-    """How far apart rows lie, in values; what a call does not have counts as dense."""
+    """How rows lie; what a call does not have counts as dense. All `inner` are the same."""
 
-    x: int
-    residual: int | None = None
-    dy: int | None = None
-    dtotal: int | None = None
+    x: Spacing
+    residual: Spacing | None = None
+    dy: Spacing | None = None
+    dtotal: Spacing | None = None
 
     def unit(self, width: int) -> int:
         """What the compiler may take as aligned."""
-        others = (s for s in (self.residual, self.dy, self.dtotal) if s is not None)
-        return schedule.unit_of(width, self.x, *others)
+        sizes = (s[1:] if isinstance(s, TwoLevels) else (s,) for s in self._present)
+        return schedule.unit_of(width, *itertools.chain(*sizes))
+
+    @property
+    def inner(self) -> int | None:
+        """That of all rows on two levels, if there are any."""
+        return next((s.inner for s in self._present if isinstance(s, TwoLevels)), None)
+
+    @property
+    def _present(self) -> list[Spacing]:
+        every = (self.x, self.residual, self.dy, self.dtotal)
+        return [s for s in every if s is not None]
 
 
 def forward_launch(
@@ -56,9 +82,7 @@ def forward_launch(
 ) -> Launch:
     """Set up the forward kernel of a geometry."""
     double = dtype == torch.float64
-    unit = strides.unit(shape.width)
-    residual = shape.width if strides.residual is None else strides.residual
-    sizes = (shape.rows, shape.width // unit, strides.x // unit, residual // unit)
+    sizes, placing = _sizes(shape.rows, shape.width, strides, strides.x, strides.residual)
     numbers = tuple(number(v, double) for v in (momentum, eps, math.sqrt(tv)))
     finishers = _finishers(shape) if flags.running else 0
     constants: dict[str, Any] = {
@@ -72,10 +96,10 @@ def forward_launch(
         "RUNNING": flags.running,
         "TRACKED": flags.running and flags.tracked,
         "CUMULATIVE": flags.cumulative,
-        "WIDE": schedule.needs_int64(shape.rows, max(shape.width, strides.x, residual)),
+        **placing,
     }
     if isinstance(shape, WideForward):
-        head = {"UNIT": unit, "BLOCK": shape.block, "KP": min(schedule.power_of_2(shape.k), 1024)}
+        head = {"BLOCK": shape.block, "KP": min(schedule.power_of_2(shape.k), 1024)}
         return Launch(
             wide_rows.layer_norm_wide_forward,
             shape.rows * shape.k + shape.lag + finishers,
@@ -83,7 +107,7 @@ def forward_launch(
             {**head, **constants, "EVEN": shape.even},
             shape.warps,
         )
-    head = {**_tile(shape, unit), "KEEP": shape.keep}
+    head = {**_tile(shape), "KEEP": shape.keep}
     return Launch(
         rows.layer_norm_rows_forward,
         shape.programs + finishers,
@@ -103,10 +127,8 @@ def backward_launch(
 ) -> Launch:
     """Set up the backward kernel; `needs` are those of dx, dweight, dbias and dinput_bias."""
     double = dtype == torch.float64
-    unit = strides.unit(shape.width)
-    dy = shape.width if strides.dy is None else strides.dy
-    dtotal = shape.width if strides.dtotal is None else strides.dtotal
-    sizes = (shape.rows, shape.width // unit, strides.x // unit, dy // unit, dtotal // unit)
+    x = strides.x
+    sizes, placing = _sizes(shape.rows, shape.width, strides, x, strides.dy, strides.dtotal)
     root = number(math.sqrt(tv), double)
     dx, dweight, dbias, dinput_bias = needs
     sums = sum(needs[1:])
@@ -120,12 +142,13 @@ def backward_launch(
         "DWEIGHT": dweight,
         "DBIAS": dbias,
         "DINPUT_BIAS": dinput_bias,
-        "WIDE": schedule.needs_int64(shape.rows, max(shape.width, strides.x, dy, dtotal)),
+        "DX_AS_X": isinstance(x, TwoLevels) and x.dense(shape.rows, shape.width),
+        **placing,
     }
     if isinstance(shape, WideBackward):
         lag = shape.lag if dx or dinput_bias else 0
         finishers = shape.k if sums and shape.blocks > 1 else 0
-        head = {"UNIT": unit, "RB": shape.rb, "CW": shape.cw}
+        head = {"RB": shape.rb, "CW": shape.cw}
         head["KF"] = min(schedule.power_of_2(shape.k), max(4096 // (2 * shape.rb), 1))
         return Launch(
             wide_rows.layer_norm_wide_backward,
@@ -134,7 +157,7 @@ def backward_launch(
             {**head, **constants, "SINGLE": shape.blocks == 1, "EVEN": shape.even},
             shape.warps,
         )
-    head = {**_tile(shape, unit), "K": shape.k, "KP": schedule.power_of_2(shape.k)}
+    head = {**_tile(shape), "K": shape.k, "KP": schedule.power_of_2(shape.k)}
     head |= {"STAGES": shape.stages, "KEEP": shape.keep, "FOLD": shape.fold}
     finishers = -(-shape.width // shape.finish) if sums and shape.k == 1 else 0
     return Launch(
@@ -147,8 +170,30 @@ def backward_launch(
     )
 
 
-def _tile(shape: Rows, unit: int) -> dict[str, Any]:
-    return {"UNIT": unit, "R": shape.r, "U": shape.u, "BC": shape.bc, "VECTOR": shape.vector}
+def _tile(shape: Rows) -> dict[str, Any]:
+    return {"R": shape.r, "U": shape.u, "BC": shape.bc, "VECTOR": shape.vector}
+
+
+def _sizes(
+    count: int, width: int, strides: Strides, *spacings: Spacing | None
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The sizes that a kernel takes, of `count` rows, and what of them is compiled in."""
+    unit, inner = strides.unit(width), strides.inner or count
+    sizes, furthest = [width], count * width
+    for spacing in spacings:
+        if isinstance(spacing, TwoLevels):
+            _, outer, step = spacing
+        else:
+            step = width if spacing is None else spacing
+            outer = inner * step
+        sizes += [step, outer]
+        furthest = max(furthest, count // inner * outer + inner * step)
+    placing = {
+        "UNIT": unit,
+        "TWO_LEVELS": strides.inner is not None,
+        "WIDE": schedule.needs_int64(1, furthest),
+    }
+    return (count, inner, *(n // unit for n in sizes)), placing
 
 
 def forward_scratch(shape: Rows | WideForward, flags: Flags) -> tuple[int, int]:

@@ -69,6 +69,25 @@ def scalar(value, ACC: tl.constexpr):
 
 
 @triton.jit
+def size(units, UNIT: tl.constexpr, WIDE: tl.constexpr):
+    """A size or stride of so many units, of 64 bits if WIDE."""
+    if WIDE:
+        units = units.to(tl.int64)
+    return units * UNIT
+
+
+@triton.jit
+def row_places(rows, INNER, OUTER, STEP, TWO_LEVELS: tl.constexpr):
+    """Where rows begin: STEP apart or, on two levels, INNER rows STEP apart, and those OUTER."""
+    if TWO_LEVELS:
+        outer = rows.to(tl.int32) // INNER
+        places = outer * OUTER + (rows - outer * INNER) * STEP
+    else:
+        places = rows * STEP
+    return places
+
+
+@triton.jit
 def tile_counts(k, total, BLOCK: tl.constexpr, ACC: tl.constexpr):
     """How many of `total` values, cut into tiles of BLOCK, tile k has."""
     return tl.minimum(tl.maximum(total - k * BLOCK, 0), BLOCK).to(ACC)

@@ -1,10 +1,10 @@
 """LayerNorm over rows that a program can hold: x is read once, forward and backward.
 
-The tensor is ROWS rows of WIDTH adjacent values, which lie X_STRIDE apart. A tile is R rows, as
-(R, U, BC): BC adjacent columns go to the threads of a row, U times over. Programs take tiles in
-turn, so that what is summed over rows (the running statistics; the gradients of weight and bias)
-stays in registers until a program's last tile. Then each program hands in its part, and further
-programs add the parts up in the programs' order.
+The tensor is ROWS rows of WIDTH adjacent values, placed by one stride or two (see
+`primitives.row_places`). A tile is R rows, as (R, U, BC): BC adjacent columns go to the threads of
+a row, U times over. Programs take tiles in turn, so that what is summed over rows (the running
+statistics; the gradients of weight and bias) stays in registers until a program's last tile. Then
+each program hands in its part, and further programs add the parts up in the programs' order.
 
 Backward, where the sums of a whole row do not fit beside it, K programs that run at once share its
 columns, and tell each other the two sums that the row's dx depends on.
@@ -20,18 +20,25 @@ from normplug._kernels.primitives import (
     finish_running,
     meet,
     publish,
+    row_places,
     scalar,
+    size,
     wait,
 )
 
 # Sizes are not compiled in: another batch size is no other kernel, and UNIT says what is aligned.
 _SIZES = [
     "ROWS",
+    "INNER",
     "UNITS",
     "X_UNITS",
+    "X_OUTER_UNITS",
     "R_UNITS",
+    "R_OUTER_UNITS",
     "DY_UNITS",
+    "DY_OUTER_UNITS",
     "DTOTAL_UNITS",
+    "DTOTAL_OUTER_UNITS",
     "PROGRAMS",
     "FINISHERS",
 ]
@@ -70,11 +77,9 @@ def _vector(pointer, columns, live, R: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _load(
-    pointer, rows, inside, columns, live, STRIDE, EVEN: tl.constexpr, POLICY: tl.constexpr
-):  # fmt: skip
+def _load(pointer, places, inside, columns, live, EVEN: tl.constexpr, POLICY: tl.constexpr):
     """A tile. EVEN: all its rows and columns exist. POLICY: of eviction from the caches."""
-    offsets = _each(rows * STRIDE) + columns[None, :, :]
+    offsets = _each(places) + columns[None, :, :]
     if EVEN:
         tile = tl.load(pointer + offsets, eviction_policy=POLICY)
     else:
@@ -84,8 +89,8 @@ def _load(
 
 
 @triton.jit
-def _store(pointer, value, rows, inside, columns, live, STRIDE, EVEN: tl.constexpr):
-    offsets = _each(rows * STRIDE) + columns[None, :, :]
+def _store(pointer, value, places, inside, columns, live, EVEN: tl.constexpr):
+    offsets = _each(places) + columns[None, :, :]
     value = as_stored(value, pointer)
     if EVEN:
         tl.store(pointer + offsets, value)
@@ -143,9 +148,12 @@ def layer_norm_rows_forward(
     partial_ptr,
     counter_ptr,
     ROWS,
+    INNER,
     UNITS,
     X_UNITS,
+    X_OUTER_UNITS,
     R_UNITS,
+    R_OUTER_UNITS,
     FINISHERS,
     momentum,
     eps,
@@ -166,6 +174,7 @@ def layer_norm_rows_forward(
     RUNNING: tl.constexpr,
     TRACKED: tl.constexpr,
     CUMULATIVE: tl.constexpr,
+    TWO_LEVELS: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -177,11 +186,11 @@ def layer_norm_rows_forward(
     programs = tl.num_programs(0) - FINISHERS
     if program < programs:
         WIDTH = UNITS * UNIT
-        X_STRIDE = X_UNITS * UNIT
-        R_STRIDE = R_UNITS * UNIT
-        if WIDE:
-            X_STRIDE = X_STRIDE.to(tl.int64)
-            R_STRIDE = R_STRIDE.to(tl.int64)
+        DENSE = size(UNITS, UNIT, WIDE)
+        X_STEP = size(X_UNITS, UNIT, WIDE)
+        X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
+        R_STEP = size(R_UNITS, UNIT, WIDE)
+        R_OUTER = size(R_OUTER_UNITS, UNIT, WIDE)
         n = WIDTH.to(ACC)
         columns, live = _columns(0, WIDTH, U, BC, VECTOR)
         if KEEP and WEIGHT:
@@ -192,13 +201,15 @@ def layer_norm_rows_forward(
         sum_var = tl.zeros([R], ACC)
         for tile in range(program, tl.cdiv(ROWS, R), programs):
             rows, inside = _rows(tile, ROWS, R, WIDE)
-            h = _load(x_ptr, rows, inside, columns, live, X_STRIDE, EVEN, "").to(ACC)
-            first = tl.load(x_ptr + rows * X_STRIDE, mask=inside, other=0.0).to(ACC)
+            places = row_places(rows, INNER, X_OUTER, X_STEP, TWO_LEVELS)
+            h = _load(x_ptr, places, inside, columns, live, EVEN, "").to(ACC)
+            first = tl.load(x_ptr + places, mask=inside, other=0.0).to(ACC)
             if RESIDUAL:
-                h += _load(residual_ptr, rows, inside, columns, live, R_STRIDE, EVEN, "").to(ACC)
-                first += tl.load(residual_ptr + rows * R_STRIDE, mask=inside, other=0.0).to(ACC)
+                places = row_places(rows, INNER, R_OUTER, R_STEP, TWO_LEVELS)
+                h += _load(residual_ptr, places, inside, columns, live, EVEN, "").to(ACC)
+                first += tl.load(residual_ptr + places, mask=inside, other=0.0).to(ACC)
                 h = as_stored(h, total_ptr)
-                _store(total_ptr, h, rows, inside, columns, live, WIDTH, EVEN)
+                _store(total_ptr, h, rows * DENSE, inside, columns, live, EVEN)
                 h = h.to(ACC)
             if INPUT_BIAS:
                 h += _vector(input_bias_ptr, columns, live, R, EVEN).to(ACC)
@@ -223,7 +234,7 @@ def layer_norm_rows_forward(
                 if not KEEP:
                     bias = _vector(bias_ptr, columns, live, R, EVEN)
                 y += bias.to(ACC)
-            _store(y_ptr, y, rows, inside, columns, live, WIDTH, EVEN)
+            _store(y_ptr, y, rows * DENSE, inside, columns, live, EVEN)
             if STATS:
                 tl.store(stats_ptr + rows, mean, mask=inside)
                 tl.store(stats_ptr + ROWS + rows, rstd, mask=inside)
@@ -272,10 +283,14 @@ def layer_norm_rows_backward(
     partial_ptr,
     counter_ptr,
     ROWS,
+    INNER,
     UNITS,
     X_UNITS,
+    X_OUTER_UNITS,
     DY_UNITS,
+    DY_OUTER_UNITS,
     DTOTAL_UNITS,
+    DTOTAL_OUTER_UNITS,
     PROGRAMS,
     root,
     UNIT: tl.constexpr,
@@ -298,13 +313,16 @@ def layer_norm_rows_backward(
     DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr,
     DINPUT_BIAS: tl.constexpr,
+    TWO_LEVELS: tl.constexpr,
+    DX_AS_X: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """The gradients of `layer_norm_rows_forward`; those not asked for are not computed.
 
     x is what was normalised, but for input_bias: the total, where there was a residual. dx is the
-    gradient of both then, and of input_bias its sum over the rows.
+    gradient of both then, and of input_bias its sum over the rows. DX_AS_X: it is placed as x is,
+    else its rows follow each other.
     """
     program = tl.program_id(0)
     WIDTH = UNITS * UNIT
@@ -320,13 +338,13 @@ def layer_norm_rows_backward(
     if K > 1:
         parts_ptr += tiles.to(tl.int64) * (2 * K * R)
     if program < PROGRAMS:
-        X_STRIDE = X_UNITS * UNIT
-        DY_STRIDE = DY_UNITS * UNIT
-        DTOTAL_STRIDE = DTOTAL_UNITS * UNIT
-        if WIDE:
-            X_STRIDE = X_STRIDE.to(tl.int64)
-            DY_STRIDE = DY_STRIDE.to(tl.int64)
-            DTOTAL_STRIDE = DTOTAL_STRIDE.to(tl.int64)
+        DENSE = size(UNITS, UNIT, WIDE)
+        X_STEP = size(X_UNITS, UNIT, WIDE)
+        X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
+        DY_STEP = size(DY_UNITS, UNIT, WIDE)
+        DY_OUTER = size(DY_OUTER_UNITS, UNIT, WIDE)
+        DTOTAL_STEP = size(DTOTAL_UNITS, UNIT, WIDE)
+        DTOTAL_OUTER = size(DTOTAL_OUTER_UNITS, UNIT, WIDE)
         n = WIDTH.to(ACC)
         columns, live = _columns(k * SHARE, WIDTH, U, BC, VECTOR)
         if KEEP and WEIGHT:
@@ -337,8 +355,10 @@ def layer_norm_rows_backward(
         dinput_bias = tl.zeros([LANES, U, BC], ACC)
         for tile in tl.range(group, tiles, groups, num_stages=STAGES):
             rows, inside = _rows(tile, ROWS, R, WIDE)
-            h = _load(x_ptr, rows, inside, columns, live, X_STRIDE, EVEN, POLICY).to(ACC)
-            dy = _load(dy_ptr, rows, inside, columns, live, DY_STRIDE, EVEN, POLICY).to(ACC)
+            x_places = row_places(rows, INNER, X_OUTER, X_STEP, TWO_LEVELS)
+            h = _load(x_ptr, x_places, inside, columns, live, EVEN, POLICY).to(ACC)
+            places = row_places(rows, INNER, DY_OUTER, DY_STEP, TWO_LEVELS)
+            dy = _load(dy_ptr, places, inside, columns, live, EVEN, POLICY).to(ACC)
             mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
             rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
             if INPUT_BIAS:
@@ -364,9 +384,8 @@ def layer_norm_rows_backward(
                 slope = scale * rstd * rstd * (sum_gd / n)
                 dx = g * _each(scale) - (d * _each(slope) + _each(scale * (sum_g / n)))
                 if DTOTAL:
-                    dx += _load(
-                        dtotal_ptr, rows, inside, columns, live, DTOTAL_STRIDE, EVEN, POLICY
-                    ).to(ACC)
+                    places = row_places(rows, INNER, DTOTAL_OUTER, DTOTAL_STEP, TWO_LEVELS)
+                    dx += _load(dtotal_ptr, places, inside, columns, live, EVEN, POLICY).to(ACC)
                 if DINPUT_BIAS:
                     if EVEN:
                         dinput_bias += _folded(dx, FOLD)
@@ -374,7 +393,8 @@ def layer_norm_rows_backward(
                         exists = _each(inside) & live[None, :, :]
                         dinput_bias += _folded(tl.where(exists, dx, 0.0), FOLD)
                 if DX:
-                    _store(dx_ptr, dx, rows, inside, columns, live, WIDTH, EVEN)
+                    places = x_places if DX_AS_X else rows * DENSE
+                    _store(dx_ptr, dx, places, inside, columns, live, EVEN)
         if SUMS > 0:
             part_ptr = parts_ptr + (group * SUMS).to(tl.int64) * WIDTH
             if DWEIGHT:

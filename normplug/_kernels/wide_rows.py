@@ -17,7 +17,9 @@ from normplug._kernels.primitives import (
     finish_running,
     merge_moments,
     publish,
+    row_places,
     scalar,
+    size,
     tile_counts,
     wait,
 )
@@ -25,11 +27,16 @@ from normplug._kernels.primitives import (
 # Sizes are not compiled in: another batch size is no other kernel, and UNIT says what is aligned.
 _SIZES = [
     "ROWS",
+    "INNER",
     "UNITS",
     "X_UNITS",
+    "X_OUTER_UNITS",
     "R_UNITS",
+    "R_OUTER_UNITS",
     "DY_UNITS",
+    "DY_OUTER_UNITS",
     "DTOTAL_UNITS",
+    "DTOTAL_OUTER_UNITS",
     "K",
     "LAG",
     "FINISHERS",
@@ -52,9 +59,12 @@ def layer_norm_wide_forward(
     partial_ptr,
     counter_ptr,
     ROWS,
+    INNER,
     UNITS,
     X_UNITS,
+    X_OUTER_UNITS,
     R_UNITS,
+    R_OUTER_UNITS,
     K,
     LAG,
     FINISHERS,
@@ -74,31 +84,32 @@ def layer_norm_wide_forward(
     RUNNING: tl.constexpr,
     TRACKED: tl.constexpr,
     CUMULATIVE: tl.constexpr,
+    TWO_LEVELS: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """As `rows.layer_norm_rows_forward`; RUNNING needs two words a row more."""
     t = tl.program_id(0)
     WIDTH = UNITS * UNIT
-    X_STRIDE = X_UNITS * UNIT
-    R_STRIDE = R_UNITS * UNIT
-    Y_STRIDE = WIDTH
-    if WIDE:
-        X_STRIDE = X_STRIDE.to(tl.int64)
-        R_STRIDE = R_STRIDE.to(tl.int64)
-        Y_STRIDE = Y_STRIDE.to(tl.int64)
+    DENSE = size(UNITS, UNIT, WIDE)
+    X_STEP = size(X_UNITS, UNIT, WIDE)
+    X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
+    R_STEP = size(R_UNITS, UNIT, WIDE)
+    R_OUTER = size(R_OUTER_UNITS, UNIT, WIDE)
     if t < ROWS * K:
         row = t // K
         k = t - row * K
         columns = k * BLOCK + tl.arange(0, BLOCK)
         live = columns < WIDTH
-        first = tl.load(x_ptr + row * X_STRIDE + k * BLOCK).to(ACC)
-        h = tl.load(x_ptr + row * X_STRIDE + columns, mask=live, other=0.0).to(ACC)
+        place = row_places(row, INNER, X_OUTER, X_STEP, TWO_LEVELS)
+        first = tl.load(x_ptr + place + k * BLOCK).to(ACC)
+        h = tl.load(x_ptr + place + columns, mask=live, other=0.0).to(ACC)
         if RESIDUAL:
-            first += tl.load(residual_ptr + row * R_STRIDE + k * BLOCK).to(ACC)
-            h += tl.load(residual_ptr + row * R_STRIDE + columns, mask=live, other=0.0).to(ACC)
+            place = row_places(row, INNER, R_OUTER, R_STEP, TWO_LEVELS)
+            first += tl.load(residual_ptr + place + k * BLOCK).to(ACC)
+            h += tl.load(residual_ptr + place + columns, mask=live, other=0.0).to(ACC)
             total = as_stored(h, total_ptr)
-            tl.store(total_ptr + row * Y_STRIDE + columns, total, mask=live)
+            tl.store(total_ptr + row * DENSE + columns, total, mask=live)
             h = total.to(ACC)
         if INPUT_BIAS:
             first += tl.load(input_bias_ptr + k * BLOCK).to(ACC)
@@ -123,10 +134,11 @@ def layer_norm_wide_forward(
         if RESIDUAL:
             wait(counter_ptr + row, K, K)  # not before the total is there
             h = tl.load(
-                total_ptr + row * Y_STRIDE + columns, mask=live, other=0.0, cache_modifier=".cg"
+                total_ptr + row * DENSE + columns, mask=live, other=0.0, cache_modifier=".cg"
             )
         else:
-            h = tl.load(x_ptr + row * X_STRIDE + columns, mask=live, other=0.0)
+            place = row_places(row, INNER, X_OUTER, X_STEP, TWO_LEVELS)
+            h = tl.load(x_ptr + place + columns, mask=live, other=0.0)
             wait(counter_ptr + row, K, K)
         mean, m2 = merge_moments(partial_ptr + 2 * row * K, K, WIDTH, BLOCK, KP, ACC)
         var = m2 / WIDTH.to(ACC)
@@ -140,7 +152,7 @@ def layer_norm_wide_forward(
         if BIAS:
             y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(ACC)
         y = as_stored(y, y_ptr)
-        tl.store(y_ptr + row * Y_STRIDE + columns, y, mask=live)
+        tl.store(y_ptr + row * DENSE + columns, y, mask=live)
         if k == 0:
             if STATS:
                 tl.store(stats_ptr + row, mean)
@@ -172,10 +184,10 @@ def _columns_gradient(
 
 
 @triton.jit
-def _tile(pointer, rows, columns, STRIDE, mask, EVEN: tl.constexpr, LAST: tl.constexpr):
+def _tile(pointer, places, columns, mask, EVEN: tl.constexpr, LAST: tl.constexpr):
     """EVEN: all its rows and columns exist; LAST: nobody reads it again."""
     policy: tl.constexpr = "evict_first" if LAST else ""
-    offsets = (rows * STRIDE)[:, None] + columns[None, :]
+    offsets = places[:, None] + columns[None, :]
     if EVEN:
         tile = tl.load(pointer + offsets, eviction_policy=policy)
     else:
@@ -207,10 +219,14 @@ def layer_norm_wide_backward(
     partial_ptr,
     counter_ptr,
     ROWS,
+    INNER,
     UNITS,
     X_UNITS,
+    X_OUTER_UNITS,
     DY_UNITS,
+    DY_OUTER_UNITS,
     DTOTAL_UNITS,
+    DTOTAL_OUTER_UNITS,
     K,
     LAG,
     root,
@@ -228,6 +244,8 @@ def layer_norm_wide_backward(
     DBIAS: tl.constexpr,
     DINPUT_BIAS: tl.constexpr,
     SINGLE: tl.constexpr,
+    TWO_LEVELS: tl.constexpr,
+    DX_AS_X: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -237,15 +255,13 @@ def layer_norm_wide_backward(
     """
     t = tl.program_id(0)
     WIDTH = UNITS * UNIT
-    X_STRIDE = X_UNITS * UNIT
-    DY_STRIDE = DY_UNITS * UNIT
-    DTOTAL_STRIDE = DTOTAL_UNITS * UNIT
-    DX_STRIDE = WIDTH
-    if WIDE:
-        X_STRIDE = X_STRIDE.to(tl.int64)
-        DY_STRIDE = DY_STRIDE.to(tl.int64)
-        DTOTAL_STRIDE = DTOTAL_STRIDE.to(tl.int64)
-        DX_STRIDE = DX_STRIDE.to(tl.int64)
+    DENSE = size(UNITS, UNIT, WIDE)
+    X_STEP = size(X_UNITS, UNIT, WIDE)
+    X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
+    DY_STEP = size(DY_UNITS, UNIT, WIDE)
+    DY_OUTER = size(DY_OUTER_UNITS, UNIT, WIDE)
+    DTOTAL_STEP = size(DTOTAL_UNITS, UNIT, WIDE)
+    DTOTAL_OUTER = size(DTOTAL_OUTER_UNITS, UNIT, WIDE)
     SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
     LATE: tl.constexpr = DX or DINPUT_BIAS
     BLOCKS = tl.cdiv(ROWS, RB)
@@ -264,8 +280,10 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        x = _tile(x_ptr, rows, columns, X_STRIDE, mask, EVEN, False)
-        dy = _tile(dy_ptr, rows, columns, DY_STRIDE, mask, EVEN, False).to(ACC)
+        place = row_places(rows, INNER, X_OUTER, X_STEP, TWO_LEVELS)
+        x = _tile(x_ptr, place, columns, mask, EVEN, False)
+        place = row_places(rows, INNER, DY_OUTER, DY_STEP, TWO_LEVELS)
+        dy = _tile(dy_ptr, place, columns, mask, EVEN, False).to(ACC)
         mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
         rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
         h = x.to(ACC)
@@ -301,8 +319,10 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        x = _tile(x_ptr, rows, columns, X_STRIDE, mask, EVEN, True)
-        dy = _tile(dy_ptr, rows, columns, DY_STRIDE, mask, EVEN, True).to(ACC)
+        x_place = row_places(rows, INNER, X_OUTER, X_STEP, TWO_LEVELS)
+        x = _tile(x_ptr, x_place, columns, mask, EVEN, True)
+        place = row_places(rows, INNER, DY_OUTER, DY_STEP, TWO_LEVELS)
+        dy = _tile(dy_ptr, place, columns, mask, EVEN, True).to(ACC)
         mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
         rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
         h = x.to(ACC)
@@ -320,9 +340,11 @@ def layer_norm_wide_backward(
             slope = scale * rstd * mean_gx
             dx = g * scale[:, None] - (d * slope[:, None] + (scale * mean_g)[:, None])
             if DTOTAL:
-                dx += _tile(dtotal_ptr, rows, columns, DTOTAL_STRIDE, mask, EVEN, True).to(ACC)
+                place = row_places(rows, INNER, DTOTAL_OUTER, DTOTAL_STEP, TWO_LEVELS)
+                dx += _tile(dtotal_ptr, place, columns, mask, EVEN, True).to(ACC)
             if DX:
-                offsets = (rows * DX_STRIDE)[:, None] + columns[None, :]
+                place = x_place if DX_AS_X else rows * DENSE
+                offsets = place[:, None] + columns[None, :]
                 out = as_stored(dx, dx_ptr)
                 if EVEN:
                     tl.store(dx_ptr + offsets, out, eviction_policy="evict_first")

@@ -19,6 +19,7 @@ from torch import Tensor
 from normplug._kernels import layer_norm as kernels
 from normplug._kernels import schedule
 from normplug._kernels.launch import COOPERATIVE, Launch
+from normplug._kernels.layer_norm import Spacing, TwoLevels
 from normplug._ops import aten, gpu
 from normplug.reference import accumulator_dtype
 
@@ -29,10 +30,10 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 class _Key(NamedTuple):
     shape: torch.Size
     row_dims: int
-    stride: int
+    spacing: Spacing
     dtype: torch.dtype
     device: torch.device
-    residual: tuple[int, torch.dtype] | None
+    residual: tuple[Spacing, torch.dtype] | None
     weight: torch.dtype | None
     bias: torch.dtype | None
     input_bias: torch.dtype | None
@@ -67,8 +68,11 @@ class _Plan:
         self._forward: dict[bool, tuple[Launch, tuple[int, int]]] = {}
         self._backward: dict[tuple[Any, ...], tuple[Launch, tuple[int, int]]] = {}
         self._workspaces = gpu.Workspaces(key.device, self.acc)
+        # Where there was a residual, the backward's x is the total, which is dense.
+        self._normalised: Spacing = self.width if key.residual else key.spacing
         # `empty_like` takes the host half the time of `empty`.
-        self._like_x = key.stride == self.width
+        self._like_x = key.spacing == self.width
+        self._dx_like_x = lies_dense(self._normalised, self.rows, self.width)
         self._like_weight = key.bias == key.weight
 
     def forward(
@@ -124,20 +128,23 @@ class _Plan:
     ) -> _Gradients:
         """The gradients of x (and the residual), weight, bias and input_bias that `needs` names."""
         key = self.key
-        dy, dy_stride = _with_dense_rows(dy, key.row_dims, self.width)
-        dtotal_stride = None
+        before = self._normalised
+        dy, dy_spacing = _with_dense_rows(dy, key.row_dims, self.width, before)
+        dtotal_spacing = None
         if dtotal is not None:
-            dtotal, dtotal_stride = _with_dense_rows(dtotal, key.row_dims, self.width)
+            dtotal, dtotal_spacing = _with_dense_rows(
+                dtotal, key.row_dims, self.width, before, dy_spacing
+            )
         if not any(needs):
             return None, None, None, None
-        signature = (needs, dy_stride, dtotal_stride)
+        signature = (needs, dy_spacing, dtotal_spacing)
         prepared = self._backward.get(signature)
         if prepared is None:
             prepared = self._set_up_backward(*signature)
         launch, scratch = prepared
         dx = dweight = dbias = dinput_bias = None
         if needs[0]:
-            dx = self._empty(x, self.total, self.total)
+            dx = torch.empty_like(x) if self._dx_like_x else x.new_empty(key.shape)
         if needs[1] and weight is not None:
             dweight = torch.empty_like(weight)
         if needs[2]:
@@ -226,7 +233,7 @@ class _Plan:
             tracked=running and key.tracked,
             cumulative=running and key.momentum is None,
         )
-        strides = kernels.Strides(key.stride, residual=key.residual and key.residual[0])
+        strides = kernels.Strides(key.spacing, residual=key.residual and key.residual[0])
         shape = schedule.layer_norm_forward(
             self.rows,
             self.width,
@@ -242,13 +249,11 @@ class _Plan:
         return prepared
 
     def _set_up_backward(
-        self, needs: _Needs, dy_stride: int, dtotal_stride: int | None
+        self, needs: _Needs, dy: Spacing, dtotal: Spacing | None
     ) -> tuple[Launch, tuple[int, int]]:
         key = self.key
         flags = kernels.Flags(weight=key.weight is not None, input_bias=key.input_bias is not None)
-        # Where there was a residual, x is the total, which is dense.
-        stride = self.width if key.residual else key.stride
-        strides = kernels.Strides(stride, dy=dy_stride, dtotal=dtotal_stride)
+        strides = kernels.Strides(self._normalised, dy=dy, dtotal=dtotal)
         shape = schedule.layer_norm_backward(
             self.rows,
             self.width,
@@ -261,7 +266,7 @@ class _Plan:
             shape, self.acc, flags, strides, needs, key.target_variance
         )
         prepared = launch, kernels.backward_scratch(shape, needs)
-        self._backward[needs, dy_stride, dtotal_stride] = prepared
+        self._backward[needs, dy, dtotal] = prepared
         return prepared
 
 
@@ -284,15 +289,15 @@ def plan_of(
 ) -> tuple[_Plan, Tensor, Tensor | None]:
     """The plan of a call, with x and the residual laid out so that it can run."""
     width = math.prod(x.shape[x.dim() - row_dims :])
-    x, stride = _with_dense_rows(x, row_dims, width)
+    x, spacing = _with_dense_rows(x, row_dims, width)
     beside = None
     if residual is not None:
-        residual, residual_stride = _with_dense_rows(residual, row_dims, width)
-        beside = (residual_stride, residual.dtype)
+        residual, residual_spacing = _with_dense_rows(residual, row_dims, width, spacing)
+        beside = (residual_spacing, residual.dtype)
     key = _Key(
         x.shape,
         row_dims,
-        stride,
+        spacing,
         x.dtype,
         x.device,
         beside,
@@ -502,30 +507,46 @@ def straight(route: Any, tensors: tuple[Any, ...], settings: tuple[Any, ...]) ->
     return plan.run if x is tensors[0] else None
 
 
-def row_stride(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> int | None:
-    """How far apart rows lie, in values; None where rows are not dense or not evenly spaced."""
+def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> Spacing | None:
+    """How rows lie; None where they are not dense, or take more than two strides to find."""
     outer = len(shape) - row_dims
     if not gpu.is_contiguous(shape[outer:], stride[outer:]):
         return None
-    step = math.prod(shape[outer:])
-    expected = None
-    for size, there in zip(reversed(shape[:outer]), reversed(stride[:outer]), strict=True):
+    levels: list[tuple[int, int]] = []  # how many, how far apart; the innermost first
+    for size, step in zip(reversed(shape[:outer]), reversed(stride[:outer]), strict=True):
         if size == 1:
             continue
-        if expected is None:
-            step = there
-        elif there != expected:
-            return None
-        expected = there * size
-    return step
+        if levels and step == math.prod(levels[-1]):
+            levels[-1] = (levels[-1][0] * size, levels[-1][1])
+        else:
+            levels.append((size, step))
+    if len(levels) > 2:
+        return None
+    if len(levels) == 2:
+        (inner, step), (_, apart) = levels
+        return TwoLevels(inner, apart, step)
+    return levels[0][1] if levels else math.prod(shape[outer:])
 
 
-def _with_dense_rows(t: Tensor, row_dims: int, width: int) -> tuple[Tensor, int]:
-    """A tensor, copied if its rows have to be, and how far apart they lie."""
+def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
+    """Whether rows, in whatever order, have nothing between them: so does their gradient then."""
+    if isinstance(spacing, TwoLevels):
+        return spacing.dense(rows, width)
+    return spacing == width
+
+
+def _with_dense_rows(
+    t: Tensor, row_dims: int, width: int, *before: Spacing
+) -> tuple[Tensor, Spacing]:
+    """A tensor and how its rows lie, copied if no launch could take them with those `before`."""
     if t.is_contiguous():
         return t, width
-    stride = row_stride(t.shape, t.stride(), row_dims)
-    return (t.contiguous(), width) if stride is None else (t, stride)
+    spacing = row_spacing(t.shape, t.stride(), row_dims)
+    if isinstance(spacing, TwoLevels):
+        inners = (other.inner for other in before if isinstance(other, TwoLevels))
+        if any(inner != spacing.inner for inner in inners):
+            spacing = None
+    return (t.contiguous(), width) if spacing is None else (t, spacing)
 
 
 def _composed_backward(

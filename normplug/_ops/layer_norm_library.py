@@ -144,12 +144,19 @@ def _(
     needs_bias: bool,
     needs_input_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    like = (x, weight, bias, input_bias)
-    needs = (needs_x, needs_weight, needs_bias, needs_input_bias)
-    dx, dweight, dbias, dinput_bias = (
+    from normplug._ops import layer_norm_gpu as gpu
+
+    vectors = (weight, bias, input_bias)
+    needs = (needs_weight, needs_bias, needs_input_bias)
+    dweight, dbias, dinput_bias = (
         t.new_empty(t.shape) if need and t is not None else x.new_empty(0)
-        for t, need in zip(like, needs, strict=True)
+        for t, need in zip(vectors, needs, strict=True)
     )
+    if not needs_x:
+        return x.new_empty(0), dweight, dbias, dinput_bias
+    rows, width = _rows(x, row_dims), math.prod(x.shape[x.dim() - row_dims :])
+    spacing = gpu.row_spacing(x.shape, x.stride(), row_dims)
+    dx = torch.empty_like(x) if gpu.lies_dense(spacing, rows, width) else x.new_empty(x.shape)
     return dx, dweight, dbias, dinput_bias
 
 
