@@ -431,7 +431,7 @@ def batch_norm_columns_forward(
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
-    if TRAINING and NORMALIZE and not OWN:
+    if (TRAINING and NORMALIZE) and not OWN:
         slab, item, late = _schedule(t, SLABS, NS, NA, GROUP, HEAD)
     else:
         slab, item, late = t % SLABS, t // SLABS, not TRAINING

@@ -17,10 +17,10 @@ import triton
 from torch import Tensor
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-_DIRECT = (3, 2) <= _VERSION <= (3, 9) and torch.version.hip is None
+_DIRECT = (3, 3) <= _VERSION <= (3, 9) and torch.version.hip is None
+BUILDS = _VERSION >= (3, 3)  # the compiler of 3.2 ends the process over some of the kernels
 COOPERATIVE = _VERSION >= (3, 3) and torch.version.hip is None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes", "y")
-_WITH_CONSTANTS = _VERSION >= (3, 3)  # since then, constants stand in the launcher's arguments
 
 
 def number(value: float, double: bool) -> float | int:
@@ -41,10 +41,11 @@ class Launch:
         cooperative: bool = False,
     ) -> None:
         self._kernel, self._grid, self._numbers = kernel, grid, numbers
-        self._constants = {**constants, "num_warps": warps}
+        # a * b + c in one rounding: the default of Triton before 3.10.
+        self._constants = {**constants, "num_warps": warps, "enable_fp_fusion": True}
         if cooperative:
             self._constants["launch_cooperative_grid"] = True
-        self._tail = (*numbers, *constants.values()) if _WITH_CONSTANTS else numbers
+        self._tail = (*numbers, *constants.values())
         self._direct = _DIRECT and not INTERPRETED
         self._run: Any = None
         self._function: Any = None

@@ -234,8 +234,12 @@ def finish_running(
 @triton.jit
 def as_stored(value, pointer):
     """A value in the dtype that `pointer` points to; float64 gets to a half by way of float32."""
-    if value.dtype == tl.float64 and pointer.dtype.element_ty.primitive_bitwidth == 16:
-        value = value.to(tl.float32)
+    if value.dtype == tl.float64:
+        # One by one: of numbers that are no constexpr, Triton 3.3 makes no condition.
+        if pointer.dtype.element_ty == tl.float16:
+            value = value.to(tl.float32)
+        elif pointer.dtype.element_ty == tl.bfloat16:
+            value = value.to(tl.float32)
     return value.to(pointer.dtype.element_ty)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from normplug._kernels.launch import INTERPRETED, Workspace
+from normplug._kernels.launch import BUILDS, INTERPRETED, Workspace
 
 _KEPT_PLANS = 4096
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -95,10 +95,8 @@ def refusal(
     for t in (x, *present):
         if type(t) not in (Tensor, torch.nn.Parameter):
             return f"a tensor is a {type(t).__name__}, of which the kernels know nothing"
-    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
-        return f"the input is on {x.device}, and the kernels need a CUDA device"
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
-        return "the kernels need a GPU of compute capability 8.0 or more"
+    if (why := _refusal_of_device(x)) is not None:
+        return why
     if x.dtype not in _DTYPES:
         return f"the input is {x.dtype}"
     if x.numel() == 0:
@@ -107,6 +105,17 @@ def refusal(
         return f"not every tensor is on {x.device}, where the input is"
     if not all(t.is_contiguous() for t in dense):
         return "a weight, a bias or a running statistic is strided"
+    return None
+
+
+def _refusal_of_device(x: Tensor) -> str | None:
+    """Why no kernel can run where x is; None where one can."""
+    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
+        return f"the input is on {x.device}, and the kernels need a CUDA device"
+    if x.is_cuda and not BUILDS:
+        return "the kernels need Triton 3.3, which comes with torch 2.7, or newer"
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+        return "the kernels need a GPU of compute capability 8.0 or more"
     return None
 
 
