@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks, _guards, _sync, functional
+from normplug._ops.aten import Pool
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.reference import accumulator_dtype
 
@@ -138,7 +139,11 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         return y
 
     def fused(
-        self, input: Tensor, residual: Tensor | None = None, activation: str | None = None
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        activation: str | None = None,
+        pool: Pool | None = None,
     ) -> Tensor:
         """What `forward` computes, plus `residual`, through `activation`, in one call.
 
@@ -146,13 +151,14 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             input: as in `forward`.
             residual: as in `normplug.functional.batch_norm`.
             activation: as in `normplug.functional.batch_norm`.
+            pool: max pooling after relu, without a residual.
         """
         self._check_input_dim(input)
         mean, var = self.running_mean, self.running_var
         training = self.training or (mean is None and var is None)
         if self.training and not self.track_running_stats:
             mean = var = None
-        return functional.batch_norm(
+        arguments = (
             input,
             mean,
             var,
@@ -162,6 +168,19 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             # A layer without its counter (a checkpoint of torch < 0.4.1) averages nothing.
             0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum,
             self.__dict__["eps"],  # a tenth of the time that asking who reads it takes
+        )
+        if pool is not None:
+            assert activation == "relu"
+            assert residual is None
+            return functional._batch_norm_max_pool(
+                *arguments,
+                mode=self.target_variance,
+                pool=pool,
+                num_batches_tracked=self.num_batches_tracked,
+                backend=self.backend,
+            )
+        return functional.batch_norm(
+            *arguments,
             mode=self.target_variance,
             residual=residual,
             activation=activation,
