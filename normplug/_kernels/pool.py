@@ -60,10 +60,9 @@ def backward_launch(
     weight: bool,
     tv: float,
 ) -> Launch:
-    """Set up the backward over the rows of the input; sizes as in `forward_launch`."""
+    """Set up the backward over the input, in squares of the stride; sizes as above."""
     constants = {"TRAINING": training, "WEIGHT": weight}
-    (kh, kw), (sh, sw), _ = window
-    steps = -(-kh // sh) * -(-kw // sw)
+    steps = max(math.prod(window[0]), math.prod(window[1]))
     numbers = (math.sqrt(tv),)
     return _launch(
         windows.batch_norm_pool_backward,

@@ -343,13 +343,13 @@ def _columns(
     return replace(shape, gather_rows=items, group=group, head=head)
 
 
-def pixels(rows: int, width: int, c: int, itemsize: int, vectors: int) -> Pixels:
-    """How the kernels with max pooling take rows of pixels, `vectors` of 16 bytes to a thread."""
+def pixels(rows: int, width: int, c: int, itemsize: int) -> Pixels:
+    """How the kernels with max pooling take rows of pixels, 16 bytes to a thread."""
     unit = unit_of(c)
     bc = max(min(power_of_2(c), 128 // itemsize), 8)
 
     def at_once(warps: int) -> int:
-        return max(warps * 32 * min(16 // itemsize, unit) * vectors // bc, 1)
+        return max(warps * 32 * min(16 // itemsize, unit) // bc, 1)
 
     warps = 4
     # Half the warps where an eighth of the pixels that they take would be past the end of the row.

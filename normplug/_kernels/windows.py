@@ -5,8 +5,9 @@ window it computes the norm of all its values, and keeps the largest one's relu,
 and its place in the window, which is NOWHERE where relu is 0.
 
 Backward, only peaks have a gradient, so its sums by channel are those of BatchNorm + relu of the
-peaks, by `columns` again, over a tensor as small as the output. A program then takes a row of the
-input, and looks for each value into the windows over it: what they say is their place.
+peaks, by `columns` again, over a tensor as small as the output. A program then takes as many rows
+of the input as windows are apart, and looks for each value into the windows over it: those whose
+place it is send their gradient.
 """
 
 import triton
@@ -145,32 +146,64 @@ def batch_norm_pool_forward(
 
 @triton.jit
 def _received(
-    dy_ptr, places_ptr, first, width, below, column, b, C, channels, live, there, dz,
-    KW: tl.constexpr, SW: tl.constexpr, PW: tl.constexpr, ACC: tl.constexpr, EVEN: tl.constexpr,
+    dz, dy_ptr, places_ptr, image, row, column, inside, below, beside, OH, OW, C, channels, live,
+    KW: tl.constexpr, ACC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a row's values, with what one window over each of them sends there."""
-    out = (column + PW) // SW - b
-    beside = column + PW - out * SW
-    covered = there & (out >= 0) & (out < width) & (beside < KW)
-    mask = covered[:, None]
+    """Gradients of values, with what windows send to the place `below` and `beside` in them."""
+    first = (image * OH + row).to(tl.int64) * (OW * C)
+    offsets = column[:, None] * C + channels[None, :]
+    width = tl.where((row >= 0) & (row < OH), OW, 0)
+    mask = (inside & (column >= 0) & (column < width))[:, None]
     if not EVEN:
         mask = mask & live[None, :]
-    offsets = out[:, None] * C + channels[None, :]
     place = tl.load(places_ptr + first + offsets, mask=mask, other=_NOWHERE).to(tl.int32)
     dy = tl.load(dy_ptr + first + offsets, mask=mask, other=0).to(ACC)
-    return dz + tl.where(place == (below * KW + beside)[:, None], dy, 0.0)
+    return dz + tl.where(place == below * KW + beside, dy, 0.0)
 
 
 @triton.jit
-def _output_row(row, a, image, OH, OW, C, KH: tl.constexpr, SH: tl.constexpr, PH: tl.constexpr):
-    """The a-th last output row whose windows may cover a row: offset, width, place in the windows.
+def _gather(
+    dy_ptr, x_ptr, places_ptr, dx_ptr, image, up, left, i, j, mean, scale, mean_dz, slope,
+    H, W, OH, OW, C, channels, live, BP: tl.constexpr, BC: tl.constexpr, KH: tl.constexpr,
+    KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    ACC: tl.constexpr, TRAINING: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Write dx of what is i below and j beside `up * SH` and `left * SW`.
 
-    Its width is 0 where they do not.
+    All of it has the same places in the windows over it, of which each other is SH or SW on.
     """
-    out = (row + PH) // SH - a
-    below = row + PH - out * SH
-    width = tl.where((out >= 0) & (out < OH) & (below < KH), OW, 0)
-    return (image * OH + out).to(tl.int64) * (OW * C), width, below
+    row = up * SH + i
+    column = left * SW + j
+    inside = column < tl.where(row < H, W, 0)
+    offsets = column[:, None] * C + channels[None, :]
+    first = (image * H + row).to(tl.int64) * (W * C)
+    mask = inside[:, None]
+    if not EVEN:
+        mask = mask & live[None, :]
+    if TRAINING:
+        x = tl.load(x_ptr + first + offsets, mask=mask, other=0)
+    dz = tl.zeros([BP, BC], ACC)
+    if UNROLL:
+        for below in tl.static_range((i + PH) % SH, KH, SH):
+            for beside in tl.static_range((j + PW) % SW, KW, SW):
+                dz = _received(
+                    dz, dy_ptr, places_ptr, image, up + (i + PH - below) // SH,
+                    left + (j + PW - beside) // SW, inside, below, beside, OH, OW, C, channels,
+                    live, KW, ACC, EVEN,
+                )  # fmt: skip
+    else:
+        for below in range((i + PH) % SH, KH, SH):
+            for beside in range((j + PW) % SW, KW, SW):
+                dz = _received(
+                    dz, dy_ptr, places_ptr, image, up + (i + PH - below) // SH,
+                    left + (j + PW - beside) // SW, inside, below, beside, OH, OW, C, channels,
+                    live, KW, ACC, EVEN,
+                )  # fmt: skip
+    if TRAINING:
+        centred = x.to(ACC) - mean[None, :]
+        dz = dz - mean_dz[None, :] - centred * slope[None, :]
+    dx = (dz * scale[None, :]).to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + first + offsets, dx, mask=mask)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -205,50 +238,42 @@ def batch_norm_pool_backward(
     EVEN: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """The gradient of x; in TRAINING from those of weight and bias, in ACC, which hold its sums."""
-    A: tl.constexpr = (KH + SH - 1) // SH
-    B: tl.constexpr = (KW + SW - 1) // SW
+    """The gradient of x; in TRAINING from those of weight and bias, in ACC, which hold its sums.
+
+    A program takes SH rows, by BP squares of SH times SW values.
+    """
     t = tl.program_id(0)
     C = C_UNITS * UNIT
     slab = t % SLABS
-    pixels = t // SLABS
-    image = pixels // H
-    row = pixels - image * H
+    rows = tl.cdiv(H, SH)
+    image = t // SLABS // rows
+    up = t // SLABS - image * rows
     channels = slab * BC + tl.arange(0, BC)
     live = channels < C
     mean = tl.load(stats_ptr + channels, mask=live, other=0.0)
     rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0)
-    scale, _ = affine(rstd, weight_ptr, weight_ptr, channels, live, root, BC, ACC, WEIGHT, False)
+    scale, none = affine(rstd, weight_ptr, weight_ptr, channels, live, root, BC, ACC, WEIGHT, False)
+    mean_dz = none
+    slope = none
     if TRAINING:
-        n = (tl.num_programs(0) // SLABS).to(ACC) * W
-        mean_dz = tl.load(dbias_ptr + channels, mask=live, other=0.0) / n
+        each = 1.0 / ((tl.num_programs(0) // SLABS // rows).to(ACC) * H * W)
+        mean_dz = tl.load(dbias_ptr + channels, mask=live, other=0.0) * each
         dweight = tl.load(dweight_ptr + channels, mask=live, other=0.0)
-        slope = dweight * rstd / (scalar(root, ACC) * n)
-    first = pixels.to(tl.int64) * (W * C)
-    for start in range(0, W, BP):
-        column = start + tl.arange(0, BP)
-        there = column < W
-        dz = tl.zeros([BP, BC], ACC)
+        slope = dweight * rstd * (each / scalar(root, ACC))
+    for start in range(0, tl.cdiv(W, SW), BP):
+        left = start + tl.arange(0, BP)
         if UNROLL:
-            for a in tl.static_range(A):
-                offset, width, below = _output_row(row, a, image, OH, OW, C, KH, SH, PH)
-                for b in tl.static_range(B):
-                    dz = _received(
-                        dy_ptr, places_ptr, offset, width, below, column, b, C, channels, live,
-                        there, dz, KW, SW, PW, ACC, EVEN,
+            for i in tl.static_range(SH):
+                for j in tl.static_range(SW):
+                    _gather(
+                        dy_ptr, x_ptr, places_ptr, dx_ptr, image, up, left, i, j, mean, scale,
+                        mean_dz, slope, H, W, OH, OW, C, channels, live, BP, BC, KH, KW, SH, SW, PH,
+                        PW, ACC, TRAINING, EVEN, True,
                     )  # fmt: skip
         else:
-            for step in range(A * B):
-                offset, width, below = _output_row(row, step // B, image, OH, OW, C, KH, SH, PH)
-                dz = _received(
-                    dy_ptr, places_ptr, offset, width, below, column, step % B, C, channels, live,
-                    there, dz, KW, SW, PW, ACC, EVEN,
+            for step in range(SH * SW):
+                _gather(
+                    dy_ptr, x_ptr, places_ptr, dx_ptr, image, up, left, step // SW, step % SW, mean,
+                    scale, mean_dz, slope, H, W, OH, OW, C, channels, live, BP, BC, KH, KW, SH, SW,
+                    PH, PW, ACC, TRAINING, EVEN, False,
                 )  # fmt: skip
-        offsets = column[:, None] * C + channels[None, :]
-        mask = there[:, None] & live[None, :]
-        if TRAINING:
-            x = tl.load(x_ptr + first + offsets, mask=mask, other=0)
-            centred = x.to(ACC) - mean[None, :]
-            dz = dz - mean_dz[None, :] - centred * slope[None, :]
-        dx = (dz * scale[None, :]).to(dx_ptr.dtype.element_ty)
-        tl.store(dx_ptr + first + offsets, dx, mask=mask)

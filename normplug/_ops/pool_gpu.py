@@ -62,9 +62,10 @@ class _Plan:
             self._set_up_statistics()
         self._forward = {keep: self._set_up_forward(keep) for keep in (True, False)}
         self._sums: dict[tuple[bool, bool], Launch] = {}
-        rows, width = self._n * self._size[0], self._size[1]
+        down, right = key.pool.stride
+        rows, columns = self._n * -(-height // down), -(-width // right)
         self._backward = pool_kernels.backward_launch(
-            schedule.pixels(rows, width, self._c, key.dtype.itemsize, 2), key.dtype, key.pool[:3],
+            schedule.pixels(rows, columns, self._c, key.dtype.itemsize), key.dtype, key.pool[:3],
             self._size, self._pooled, key.training, key.weight is not None, key.target_variance,
         )  # fmt: skip
 
@@ -92,7 +93,7 @@ class _Plan:
     def _set_up_forward(self, keep: bool) -> Launch:
         key, (height, width) = self.key, self._pooled
         return pool_kernels.forward_launch(
-            schedule.pixels(self._n * height, width, self._c, key.dtype.itemsize, 1), key.dtype,
+            schedule.pixels(self._n * height, width, self._c, key.dtype.itemsize), key.dtype,
             key.pool[:3], self._size, self._pooled, key.training, key.weight is not None,
             key.bias is not None, keep, key.eps, key.target_variance,
         )  # fmt: skip
