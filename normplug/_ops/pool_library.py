@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Sequence  # noqa: UP035 - what torch 2.6 knows
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from normplug._ops.aten import Pool
 from normplug.reference import accumulator_dtype
 
 
-def _pool(settings: list[int]) -> Pool:
+def _pool(settings: Sequence[int]) -> Pool:
     """A `Pool` from its numbers in a row, as an operator takes them."""
     kh, kw, sh, sw, ph, pw, ceil_mode = settings
     return Pool((kh, kw), (sh, sw), (ph, pw), bool(ceil_mode))
@@ -26,7 +28,7 @@ def _forward(
     training: bool,
     eps: float,
     target_variance: float,
-    pool: list[int],
+    pool: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, stats (mean and rstd of the channels, (2 * C,)), peaks and places."""
     from normplug._ops import pool_gpu as gpu
@@ -53,7 +55,7 @@ def _(
     training: bool,
     eps: float,
     target_variance: float,
-    pool: list[int],
+    pool: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, c, height, width = x.shape
     shape = (n, c, *_pool(pool).size(height, width))
@@ -76,7 +78,7 @@ def _backward(
     training: bool,
     eps: float,
     target_variance: float,
-    pool: list[int],
+    pool: Sequence[int],
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,
@@ -107,7 +109,7 @@ def _(
     training: bool,
     eps: float,
     target_variance: float,
-    pool: list[int],
+    pool: Sequence[int],
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,
