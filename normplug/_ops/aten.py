@@ -75,7 +75,7 @@ class Pool(NamedTuple):
     ceil_mode: bool
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.max_pool2d(x, *self[:3], ceil_mode=self.ceil_mode)
+        return F.max_pool2d(x, self.kernel, self.stride, self.padding, ceil_mode=self.ceil_mode)
 
     def is_proper(self) -> bool:
         """Whether torch takes it: then every window has a value."""
@@ -87,7 +87,8 @@ class Pool(NamedTuple):
         return self._length(height, 0), self._length(width, 1)
 
     def _length(self, size: int, axis: int) -> int:
-        kernel, stride, padding = (pair[axis] for pair in self[:3])
+        # No slice of self: torch.compile of torch 2.6 cannot follow one.
+        kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
         past = size + 2 * padding - kernel
         if not self.ceil_mode:
             return past // stride + 1
