@@ -351,10 +351,8 @@ def pixels(rows: int, width: int, c: int, itemsize: int) -> Pixels:
     def at_once(warps: int) -> int:
         return max(warps * 32 * min(16 // itemsize, unit) // bc, 1)
 
-    warps = 4
-    # Half the warps where an eighth of the pixels that they take would be past the end of the row.
-    while warps > 1 and 8 * (-width % at_once(warps)) >= width:
-        warps //= 2
+    # Those that take the fewest pixels past the end of a row.
+    warps = min((4, 2), key=lambda warps: -width % at_once(warps))
     return Pixels(rows, width, c, unit, bc, at_once(warps), warps)
 
 
