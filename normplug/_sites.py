@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from normplug import modules
 from normplug._hooks import has_hooks
+from normplug._ops.aten import Pool
 from normplug._trace import add_in_place
 from normplug.modules import LayerNorm, TargetVarianceNorm
 
@@ -38,6 +39,7 @@ _FRESH = {
         nn.ConvTranspose3d, nn.Linear,
     )
 }  # fmt: skip
+_MAX_POOLS = {F.max_pool2d, torch.max_pool2d}
 _FORWARDS = (
     modules._BatchNormForward.forward,
     modules._SyncBatchNormForward.forward,
@@ -53,6 +55,7 @@ class Site:
         norm: the node of the norm layer.
         add: the node of the addition after a BatchNorm or before a LayerNorm, or None.
         activation: the node of the activation, or None.
+        pool: the node of the max pooling after relu, or None.
         between: nodes of `nn.Identity` after the norm.
         before: whether the addition comes before the norm.
         label: what the norm is fused with, for people; "" for nothing.
@@ -62,6 +65,7 @@ class Site:
     norm: fx.Node
     add: fx.Node | None
     activation: fx.Node | None
+    pool: fx.Node | None
     between: tuple[fx.Node, ...]
     before: bool
     label: str
@@ -70,7 +74,7 @@ class Site:
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """All that the call takes the place of; of a lone norm, the addition as well."""
-        others = [n for n in (self.add, self.activation) if n is not None]
+        others = [n for n in (self.add, self.activation, self.pool) if n is not None]
         return (self.norm, *self.between, *others)
 
 
@@ -96,7 +100,7 @@ def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, 
             if isinstance(site, Site) and site.add in taken:
                 reasons[norm] = "its addition is another norm's"
                 if not site.before:
-                    sites.append(Site(node, site.add, None, (), False, "", lone=True))
+                    sites.append(Site(node, site.add, None, None, (), False, "", lone=True))
             elif isinstance(site, str):
                 reasons[norm] = site
             else:
@@ -122,7 +126,9 @@ def _batch_norm_site(node: fx.Node, root: nn.Module, order: dict[fx.Node, int]) 
         name = _activation_name(user, root)
         if name is not None:
             label = "add, " * (add is not None) + _SHOWN[name]
-            return Site(node, add, user, tuple(between), False, label)
+            pool = _pooling(user, root) if label == "ReLU" else None
+            label += ", max pool" * (pool is not None)
+            return Site(node, add, user, pool, tuple(between), False, label)
         if add is None and type(_module(user, root)) is nn.Identity:
             between.append(user)
         elif add is None and _operands(user, last, root):
@@ -135,7 +141,7 @@ def _batch_norm_site(node: fx.Node, root: nn.Module, order: dict[fx.Node, int]) 
             reason = f"followed by {_named(user, root)}"
             break
         last = user
-    return reason if add is None else Site(node, add, None, tuple(between), False, "add")
+    return reason if add is None else Site(node, add, None, None, tuple(between), False, "add")
 
 
 def _moved(
@@ -167,7 +173,7 @@ def _layer_norm_site(node: fx.Node, root: nn.Module, order: dict[fx.Node, int]) 
     amid = [n for n in order if order[add] < order[n] < order[node]]
     if _calls(amid, node, root):
         return "called inside another module, too"
-    return Site(node, add, None, (), True, "add before it")
+    return Site(node, add, None, None, (), True, "add before it")
 
 
 def _calls(amid: list[fx.Node], norm: fx.Node, root: nn.Module) -> bool:
@@ -229,6 +235,27 @@ def _of_module(module: nn.Module) -> str | None:
     return "gelu" if cls is nn.GELU and module.approximate == "none" else None
 
 
+def _pooling(node: fx.Node, root: nn.Module) -> fx.Node | None:
+    """The max pooling of what a node gives, if nothing else uses that."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    if user is None or user.all_input_nodes != [node] or user.args[:1] != (node,):
+        return None
+    module = _module(user, root)
+    if module is None:
+        return user if user.target in _MAX_POOLS and _pool_settings(user) is not None else None
+    plain = type(module) is nn.MaxPool2d and len(user.args) == 1 and not user.kwargs
+    return user if plain and not module.return_indices else None
+
+
+def _pool_settings(node: fx.Node) -> tuple[Any, ...] | None:
+    """Kernel, stride, padding, dilation and ceil_mode of a function's call, if these are all."""
+    settings: dict[str, Any] = {"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False}
+    names = ("kernel_size", *settings)
+    settings |= dict(zip(names, node.args[1:], strict=False)) | node.kwargs
+    alone = not settings.pop("return_indices", False) and settings.keys() == set(names)
+    return tuple(settings[name] for name in names) if alone else None
+
+
 def _named(node: fx.Node, root: nn.Module) -> str:
     module = _module(node, root)
     if module is not None:
@@ -259,14 +286,15 @@ def rewrite(graph: fx.Graph, sites: list[Site], root: nn.Module) -> None:
                 last, result = site.add, graph.call_function(operator.getitem, (both, 1))
                 site.norm.replace_all_uses_with(y)
             else:
-                result = graph.call_function(batch_norm, tuple(_arguments(graph, site, norm)))
+                function = batch_norm if site.pool is None else batch_norm_max_pool
+                result = graph.call_function(function, tuple(_arguments(graph, site, norm)))
                 last = site.nodes[-1]
         last.replace_all_uses_with(result)
         _erase(graph, site)
 
 
 def _arguments(graph: fx.Graph, site: Site, norm: fx.Node) -> Iterator[Any]:
-    """What `batch_norm` takes."""
+    """What `batch_norm` takes, or `batch_norm_max_pool`."""
     yield norm
     yield site.norm.args[0]
     if site.activation is None:
@@ -276,6 +304,11 @@ def _arguments(graph: fx.Graph, site: Site, norm: fx.Node) -> Iterator[Any]:
     else:
         yield _FUNCTIONS[site.activation.target]
     yield tuple(graph.create_node("get_attr", str(n.target)) for n in site.between)
+    if site.pool is not None:
+        if site.pool.op == "call_module":
+            yield graph.create_node("get_attr", str(site.pool.target))
+        else:
+            yield _pool_settings(site.pool)
     if site.add is None:
         return
     of_norm = (site.norm, *site.between)[-1]
@@ -308,11 +341,8 @@ def batch_norm(
     """
     name = _of_module(activation) if isinstance(activation, nn.Module) else activation
     if (
-        _is_plain(norm)
-        and (name is not None or activation is None)
-        and not (isinstance(activation, nn.Module) and has_hooks(activation))
-        and all(type(m) is nn.Identity and not has_hooks(m) for m in between)
-        and isinstance(x, Tensor)
+        (name is not None or activation is None)
+        and _are_plain(norm, x, activation, between)
         and (residual is None or _alike(x, residual))
     ):
         return norm.fused(x, residual, name)  # type: ignore[operator]
@@ -334,6 +364,40 @@ def lone_batch_norm(norm: TargetVarianceNorm, x: Tensor) -> Tensor:
     return norm(x)
 
 
+def batch_norm_max_pool(
+    norm: TargetVarianceNorm,
+    x: Tensor,
+    activation: nn.Module | str,
+    between: tuple[nn.Module, ...],
+    pool: nn.Module | tuple[Any, ...],
+) -> Tensor:
+    """A BatchNorm, `between`, relu and max pooling: in one call where that is the same.
+
+    pool: a module, or the settings of `F.max_pool2d`.
+    """
+    name = _of_module(activation) if isinstance(activation, nn.Module) else activation
+    window = _window(pool)
+    if name == "relu" and window is not None and _are_plain(norm, x, activation, between):
+        return norm.fused(x, activation="relu", pool=window)  # type: ignore[operator]
+    y = batch_norm(norm, x, activation, between)
+    return pool(y) if isinstance(pool, nn.Module) else F.max_pool2d(y, *pool)
+
+
+def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:
+    """What is pooled at a time; None where a module does more than pool, or otherwise."""
+    if isinstance(pool, nn.Module):
+        if type(pool) is not nn.MaxPool2d or pool.return_indices or has_hooks(pool):
+            return None
+        pool = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+    *sizes, ceil_mode = pool
+    kernel, stride, padding, dilation = (
+        (v, v) if isinstance(v, int) else tuple(v or ()) for v in sizes
+    )
+    stride = stride or kernel
+    pairs = all(len(v) == 2 for v in (kernel, stride, padding, dilation))
+    return Pool(kernel, stride, padding, ceil_mode) if pairs and dilation == (1, 1) else None
+
+
 def add_layer_norm(norm: TargetVarianceNorm, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The LayerNorm of a + b, and a + b: in one call where that is the same."""
     if (
@@ -347,6 +411,21 @@ def add_layer_norm(norm: TargetVarianceNorm, a: Tensor, b: Tensor) -> tuple[Tens
         return norm.fused(a, b)  # type: ignore[operator]
     total = a + b
     return norm(total), total
+
+
+def _are_plain(
+    norm: TargetVarianceNorm,
+    x: Tensor,
+    activation: nn.Module | str | None,
+    between: tuple[nn.Module, ...],
+) -> bool:
+    """Whether calling these comes to nothing more than what `fused` computes."""
+    return (
+        _is_plain(norm)
+        and not (isinstance(activation, nn.Module) and has_hooks(activation))
+        and all(type(m) is nn.Identity and not has_hooks(m) for m in between)
+        and isinstance(x, Tensor)
+    )
 
 
 def _alike(x: Tensor, residual: Any) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from normplug import _checks
 from normplug._ops import choice
+from normplug._ops.aten import Pool
 from normplug.modes import ModeLike, target_variance
 from normplug.reference import accumulator_dtype
 
@@ -88,24 +89,83 @@ def batch_norm(
         signature = choice.signature(who, settings, tensors)
         if (known := choice.known(signature)) is not None:
             return known(*tensors)
+    vectors = (running_mean, running_var, weight, bias)
+    _check_batch_norm(who, input, *vectors, num_batches_tracked, training, momentum)
+    _checks.activation(who, activation)
+    _checks.same_shape(who, input, residual=residual)
+    name, tv = _checks.backend(who, backend), target_variance(mode)
+    fused = residual is not None or activation is not None
+    route = choice.batch_norm(
+        who, name, input, residual, num_batches_tracked, vectors, fused, training and tv == 1.0
+    )
+    numbers = (training, momentum, eps, tv, activation)
+    y = route(*tensors, *numbers)
+    if eager:
+        choice.remember(signature, route, tensors, *numbers)
+    return y
+
+
+def _check_batch_norm(
+    who: str,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    training: bool,
+    momentum: float | None,
+) -> None:
     _checks.floating(who, input)
     _checks.channels(
         who, input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
     )
     _checks.running_pair(who, running_mean, running_var, training)
-    _checks.activation(who, activation)
-    _checks.same_shape(who, input, residual=residual)
     if training:
         _checks.more_than_one_value(who, input)
         if running_mean is not None:
             _checks.momentum(who, momentum, num_batches_tracked)
-    name, tv = _checks.backend(who, backend), target_variance(mode)
-    fused = residual is not None or activation is not None
+
+
+def _batch_norm_max_pool(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    *,
+    mode: ModeLike,
+    pool: Pool,
+    num_batches_tracked: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """`pool` of `batch_norm` with relu: in one by the kernels, for channels_last input on CUDA.
+
+    Of values that the rounding to the dtype of `input` makes equal, the kernels know the largest,
+    and hand the gradient to that one. They keep `input` and, of each window, its largest value
+    before the norm and a byte.
+    """
+    who = "functional.batch_norm"
+    tensors = (input, running_mean, running_var, weight, bias, num_batches_tracked)
+    eager = input.is_cuda and not torch.compiler.is_compiling()
+    if eager:
+        signature = choice.signature(who, (training, momentum, eps, mode, pool, backend), tensors)
+        if (known := choice.known(signature)) is not None:
+            return known(*tensors)
     vectors = (running_mean, running_var, weight, bias)
-    route = choice.batch_norm(
-        who, name, input, residual, num_batches_tracked, vectors, fused, training and tv == 1.0
-    )
-    numbers = (training, momentum, eps, tv, activation)
+    _check_batch_norm(who, input, *vectors, num_batches_tracked, training, momentum)
+    name, tv = _checks.backend(who, backend), target_variance(mode)
+    route = choice.batch_norm_max_pool(name, input, num_batches_tracked, vectors, pool)
+    if route is None:
+        y = batch_norm(
+            input, *vectors, training, momentum, eps, mode=mode, activation="relu",
+            num_batches_tracked=num_batches_tracked, backend=backend,
+        )  # fmt: skip
+        return pool(y)
+    numbers = (training, momentum, eps, tv, pool)
     y = route(*tensors, *numbers)
     if eager:
         choice.remember(signature, route, tensors, *numbers)

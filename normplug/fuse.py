@@ -80,10 +80,11 @@ def fuse(model: nn.Module) -> nn.Module:
     """Run normplug's layers together with what stands around them, where that is safe.
 
     BatchNorm with the activation after it, BatchNorm with a residual addition and the activation
-    after that (ReLU, SiLU, exact GELU), and a residual addition with the LayerNorm after it become
-    one call of `normplug.functional` each: on CUDA one kernel a direction, which keeps less for the
-    backward. Under torch.compile those calls take what was measured faster; elsewhere they are
-    PyTorch's operations, one by one.
+    after that (ReLU, SiLU, exact GELU), BatchNorm with ReLU and the max pooling after that, and a
+    residual addition with the LayerNorm after it become one call each: on CUDA one kernel a
+    direction, or two with max pooling, which keep less for the backward. Under torch.compile those
+    calls take what was measured faster; elsewhere they are PyTorch's operations, one by one. Max
+    pooling is by kernel for channels_last input, and compares values before they are rounded.
 
     In place: the modules that call the norms get a subclass of their class, with another forward.
     Modules, parameters, buffers, hooks, names and flags stay, so that checkpoints, optimizers and
@@ -407,7 +408,8 @@ class _Analysis:
                 if not site.lone:
                     norm = module.get_submodule(str(site.norm.target))
                     label = (site.label, self._paths[module])
-                    self._labels.setdefault(norm, {}).setdefault(training, label)
+                    # That of the outermost, which is the one that runs.
+                    self._labels.setdefault(norm, {})[training] = label
         except Untraceable:
             del self._reads[module]
             raise

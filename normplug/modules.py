@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks, _guards, _sync, functional
+from normplug._ops.aten import Pool
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.reference import accumulator_dtype
 
@@ -158,6 +159,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         input: Tensor,
         residual: Tensor | None = None,
         activation: str | None = None,
+        pool: Pool | None = None,
         *,
         lone: bool = False,
     ) -> Tensor:
@@ -167,6 +169,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             input: as in `forward`.
             residual: as in `normplug.functional.batch_norm`.
             activation: as in `normplug.functional.batch_norm`.
+            pool: max pooling after relu, without a residual.
             lone: whether a compiler would have nothing to fuse it with.
         """
         self._check_input_dim(input)
@@ -178,7 +181,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         backend = self.backend
         if lone and torch.compiler.is_compiling():
             backend = functional.by_kernel(backend, input, tracked, (mean, var, weight, bias))
-        return functional.batch_norm(
+        arguments = (
             input,
             mean,
             var,
@@ -188,6 +191,19 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             # A layer without its counter (a checkpoint of torch < 0.4.1) averages nothing.
             0.0 if self.momentum is None and tracked is None else self.momentum,
             self.__dict__["eps"],  # a tenth of the time that asking who reads it takes
+        )
+        if pool is not None:
+            assert activation == "relu"
+            assert residual is None
+            return functional._batch_norm_max_pool(
+                *arguments,
+                mode=self.target_variance,
+                pool=pool,
+                num_batches_tracked=tracked,
+                backend=backend,
+            )
+        return functional.batch_norm(
+            *arguments,
             mode=self.target_variance,
             residual=residual,
             activation=activation,

@@ -55,17 +55,25 @@ def calls(monkeypatch):
     """What goes through the fused functions."""
     made = []
     batch_norm, add_layer_norm = functional.batch_norm, functional.add_layer_norm
+    pooled = functional._batch_norm_max_pool
 
     def watched_batch_norm(*args, residual=None, activation=None, **options):
         if residual is not None or activation is not None:
             made.append("add, " * (residual is not None) + str(activation))
         return batch_norm(*args, residual=residual, activation=activation, **options)
 
+    def watched_pool(*args, **options):
+        before = len(made)
+        y = pooled(*args, **options)
+        made[before:] = ["relu, max pool"]  # beside or in place of a call without
+        return y
+
     def watched_add(*args, **options):
         made.append("add before")
         return add_layer_norm(*args, **options)
 
     monkeypatch.setattr(functional, "batch_norm", watched_batch_norm)
+    monkeypatch.setattr(functional, "_batch_norm_max_pool", watched_pool)
     monkeypatch.setattr(functional, "add_layer_norm", watched_add)
     return made
 
@@ -95,6 +103,7 @@ ZOO = {
     "mobilenet_v2": (partial(torchvision_model, "mobilenet_v2"), 10),
     "mobilenet_v3": (partial(torchvision_model, "mobilenet_v3_small"), 11),
     "densenet121": (partial(torchvision_model, "densenet121"), 121),
+    "shufflenet": (partial(torchvision_model, "shufflenet_v2_x0_5"), 37),
     "efficientnet": (partial(torchvision_model, "efficientnet_b0"), 33),
     "vit": (
         lambda: pytest.importorskip("torchvision.models").VisionTransformer(
@@ -140,6 +149,23 @@ def test_a_fused_model_computes_what_the_unfused_one_does(name, calls):
     assert torch.equal(y, expected)
 
 
+POOLED = {
+    "resnet18": ("bn1", ""),
+    "resnext50": ("bn1", ""),
+    "densenet121": ("features.norm0", "features"),
+    "shufflenet": ("conv1.1", ""),  # the pooling is outside of the block that has the norm
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_the_max_pooling_of_a_stem_is_fused_with_its_norm(name, calls):
+    model = fuse(swapped(ZOO[name][0]()))
+    found = [(row.path, row.owner) for row in fusions(model) if row.label == "ReLU, max pool"]
+    assert found == [POOLED[name]]
+    model.train()(torch.randn(2, 3, 32, 32, dtype=torch.double))
+    assert calls.count("relu, max pool") == 1
+
+
 @pytest.mark.parametrize(("name", "count"), [("resnet18", 17), ("resnet26t", 27)])
 def test_blocks_of_timm_are_fused(name, count):
     timm = pytest.importorskip("timm")
@@ -147,8 +173,92 @@ def test_blocks_of_timm_are_fused(name, count):
     plain = copy.deepcopy(model)
     fuse(model)
     assert sum(row.label is not None for row in fusions(model)) == count
+    assert [row.path for row in fusions(model) if row.label == "ReLU, max pool"] == ["bn1"]
     x = torch.randn(2, 3, 32, 32, dtype=torch.double)
     assert_same(outcome(model, x), outcome(plain, x))
+
+
+class Pooled(nn.Module):
+    """A stem with its pooling as a function."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.bn, self.way, self.padding = nn.BatchNorm2d(8), way, 1
+
+    def forward(self, x):
+        y = F.relu(self.bn(x))
+        if self.way == "numbers":
+            return F.max_pool2d(y, 3, 2, 1)
+        if self.way == "names":
+            return F.max_pool2d(y, kernel_size=[3, 2], padding=(self.padding, 0), ceil_mode=True)
+        if self.way == "dilated":
+            return F.max_pool2d(y, 2, dilation=2)
+        if self.way == "method":
+            return torch.max_pool2d(y, 2)
+        return F.max_pool2d(y, 2, return_indices=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("way", "call"),
+    [
+        ("numbers", "relu, max pool"),
+        ("names", "relu, max pool"),
+        ("dilated", "relu"),
+        ("method", "relu, max pool"),
+        ("indices", "relu"),
+    ],
+)
+def test_max_pooling_may_be_a_function(way, call, calls):
+    model = swapped(Pooled(way))
+    plain = copy.deepcopy(model)
+    fuse(model)
+    assert_same(outcome(model, X), outcome(plain, X))
+    assert calls == [call]
+
+
+class SecondOfTwo(nn.MaxPool2d):
+    def forward(self, x):
+        return super().forward(x)[..., 1:]
+
+
+def test_other_poolings_are_left(calls):
+    for pool in (SecondOfTwo(2), nn.AvgPool2d(2), nn.MaxPool2d(2, return_indices=True)):
+        model = fuse(swapped(nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), pool)))
+        assert [row.label for row in fusions(model)] == ["ReLU"]
+    read_twice = nn.Sequential(nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2))
+    assert [row.label for row in fusions(fuse(swapped(read_twice)))] == ["SiLU"]
+
+
+# What may happen to the pooling of a fused stem, and what it then does: as unfused, and by what.
+POOL_CHANGES = {
+    "another kernel": (lambda pool: setattr(pool, "kernel_size", (3, 2)), "relu, max pool"),
+    "no stride": (lambda pool: setattr(pool, "stride", None), "relu, max pool"),
+    "a dilation": (lambda pool: setattr(pool, "dilation", (1, 2)), "relu"),
+    "a hook": (lambda pool: pool.register_forward_hook(lambda m, args, y: y * 2), "relu"),
+    "a forward of its own": (lambda pool: setattr(pool, "forward", torch.neg), "relu"),
+}
+
+
+@pytest.mark.parametrize("change", POOL_CHANGES)
+def test_a_pooling_that_has_changed_is_called_as_it_is(change, calls):
+    layers = nn.Sequential(nn.BatchNorm2d(8), nn.Identity(), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    model = swapped(layers)
+    plain = copy.deepcopy(model)
+    fuse(model)
+    changed, call = POOL_CHANGES[change]
+    changed(model[3])
+    changed(plain[3])
+    assert_same(outcome(model, X), outcome(plain, X))
+    assert calls == [call]
+
+
+def test_a_pooling_that_gives_its_indices_now_gives_them():
+    model = fuse(swapped(nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))))
+    expected = model(X)
+    model[2].return_indices = True
+    y, indices = model(X)
+    assert torch.equal(y, expected)
+    assert indices.dtype == torch.int64
 
 
 class Functional(nn.Module):

@@ -22,7 +22,9 @@ def version(module):
     version(triton) < (3, 7) and version(np) >= (2, 4),
     reason="Triton's interpreter takes numpy 2.4 from its version 3.7 on",
 )
-@pytest.mark.parametrize("tests", ["test_kernels.py", "test_row_kernels.py"])
+@pytest.mark.parametrize(
+    "tests", ["test_kernels.py", "test_row_kernels.py", "test_pool_kernels.py"]
+)
 def test_the_kernels_pass_their_tests_in_tritons_interpreter(tests):
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no", TESTS / tests]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

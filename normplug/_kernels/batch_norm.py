@@ -28,6 +28,7 @@ class Flags:
     cumulative: bool = False
     tracked: bool = False
     normalize: bool = True
+    variance: bool = False  # saved in place of rstd
 
     @property
     def bits(self) -> bool:
@@ -47,6 +48,7 @@ def forward_launch(
         "SOLO": False,
         "TRAINING": flags.training,
         "NORMALIZE": flags.normalize,
+        "VARIANCE": flags.variance,
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
         "RESIDUAL": flags.residual,

@@ -21,6 +21,7 @@ import triton.language as tl
 from normplug._kernels.primitives import (
     activate,
     activation_gradient,
+    affine,
     arrive,
     pack_bits,
     positive,
@@ -278,7 +279,7 @@ def _publish(
 @triton.jit
 def _finish_forward(
     mean, m2, slab, C, M, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, HW, CHANNELS,
-    momentum, eps, BCH: tl.constexpr, ACC: tl.constexpr, NORMALIZE: tl.constexpr,
+    momentum, eps, BCH: tl.constexpr, ACC: tl.constexpr, VARIANCE: tl.constexpr,
     RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr, TRACKED: tl.constexpr,
 ):  # fmt: skip
     """Save a slab's statistics, move its running ones, count the batch."""
@@ -289,7 +290,7 @@ def _finish_forward(
     var = m2 / n
     rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
     tl.store(stats_ptr + channels, mean, mask=there)
-    tl.store(stats_ptr + C + channels, rstd if NORMALIZE else var, mask=there)
+    tl.store(stats_ptr + C + channels, var if VARIANCE else rstd, mask=there)
     if RUNNING:
         step = scalar(momentum, ACC)
         if CUMULATIVE:
@@ -321,29 +322,14 @@ def _slab(
 
 
 @triton.jit
-def _affine(
-    rstd, weight_ptr, bias_ptr, channels, live, root,
-    BC: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """What x - mean is multiplied by, and what is added, for each column."""
-    scale = rstd * scalar(root, ACC)
-    if WEIGHT:
-        scale *= tl.load(weight_ptr + channels, mask=live, other=0.0).to(ACC)
-    bias = tl.zeros([BC], ACC)
-    if BIAS:
-        bias = tl.load(bias_ptr + channels, mask=live, other=0.0).to(ACC)
-    return scale, bias
-
-
-@triton.jit
 def _coefficients(
     stats_ptr, weight_ptr, bias_ptr, channels, live, C, root,
     BC: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and `_affine` of each column, from statistics that another program may have written."""
+    """Mean and `affine` of each column, from statistics that another program may have written."""
     mean = tl.load(stats_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
     rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
-    scale, bias = _affine(rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS)
+    scale, bias = affine(rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS)
     return mean, scale, bias
 
 
@@ -410,6 +396,7 @@ def batch_norm_columns_forward(
     SOLO: tl.constexpr,
     TRAINING: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    VARIANCE: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -426,8 +413,8 @@ def batch_norm_columns_forward(
 
     Items of moments have ROWS rows, items that normalise U * BT. OWN: a program normalises the rows
     whose moments it gathered, from the last to the first; the programs of a slab must then all run
-    at once, or be one, SOLO. SEGMENTS: channels have more than one column. Without NORMALIZE the
-    stats are (mean, var) and y is not written.
+    at once, or be one, SOLO. SEGMENTS: channels have more than one column. Without NORMALIZE y is
+    not written. VARIANCE: the stats are (mean, var).
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
@@ -454,7 +441,7 @@ def batch_norm_columns_forward(
             if last:
                 _finish_forward(
                     mean, m2, slab, C, M, running_mean_ptr, running_var_ptr, tracked_ptr,
-                    stats_ptr, HW, CHANNELS, momentum, eps, BCH, ACC, NORMALIZE, RUNNING,
+                    stats_ptr, HW, CHANNELS, momentum, eps, BCH, ACC, VARIANCE, RUNNING,
                     CUMULATIVE, TRACKED,
                 )  # fmt: skip
                 if NORMALIZE and not SOLO:
@@ -501,7 +488,7 @@ def batch_norm_columns_forward(
                 if item == 0:
                     tl.store(stats_ptr + channels, average, mask=live)
                     tl.store(stats_ptr + C + channels, rstd, mask=live)
-                scale, bias = _affine(
+                scale, bias = affine(
                     rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS
                 )
             _normalise(

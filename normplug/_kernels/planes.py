@@ -72,6 +72,7 @@ def batch_norm_planes_forward(
     ACC: tl.constexpr,
     TRAINING: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    VARIANCE: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -85,7 +86,8 @@ def batch_norm_planes_forward(
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
     HW = UNITS * UNIT tells the compiler how far rows are aligned. Without NORMALIZE (and with
-    LAG = TILES and one more program a channel) the stats are (mean, var) and y is not written.
+    LAG = TILES and one more program a channel) y is not written. VARIANCE: the stats are
+    (mean, var).
     """
     t = tl.program_id(0)
     HW = UNITS * UNIT
@@ -141,7 +143,7 @@ def batch_norm_planes_forward(
         rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
         if k == 0:
             tl.store(stats_ptr + channel, mean)
-            tl.store(stats_ptr + C + channel, rstd if NORMALIZE else var)
+            tl.store(stats_ptr + C + channel, var if VARIANCE else rstd)
         if NORMALIZE:
             scale = rstd * scalar(root, ACC)
             if WEIGHT:

@@ -232,6 +232,21 @@ def finish_running(
 
 
 @triton.jit
+def affine(
+    rstd, weight_ptr, bias_ptr, channels, live, root,
+    BC: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """What x - mean is multiplied by, and what is added, for each column."""
+    scale = rstd * scalar(root, ACC)
+    if WEIGHT:
+        scale *= tl.load(weight_ptr + channels, mask=live, other=0.0).to(ACC)
+    bias = tl.zeros([BC], ACC)
+    if BIAS:
+        bias = tl.load(bias_ptr + channels, mask=live, other=0.0).to(ACC)
+    return scale, bias
+
+
+@triton.jit
 def as_stored(value, pointer):
     """A value in the dtype that `pointer` points to; float64 gets to a half by way of float32."""
     if value.dtype == tl.float64:

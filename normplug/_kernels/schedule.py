@@ -197,6 +197,35 @@ class WideBackward:
         return self.width % self.cw == 0 and self.rows % self.rb == 0
 
 
+@dataclass(frozen=True)
+class Pixels:
+    """`rows` rows of `width` pixels of `c` adjacent channels: a program takes `bc` channels of one.
+
+    It goes through the row by `bp` pixels; see `pool`.
+    """
+
+    rows: int
+    width: int
+    c: int
+    unit: int
+    bc: int
+    bp: int
+    warps: int
+
+    @property
+    def slabs(self) -> int:
+        return -(-self.c // self.bc)
+
+    @property
+    def grid(self) -> int:
+        return self.rows * self.slabs
+
+    @property
+    def even(self) -> bool:
+        """Whether slabs fill their padding."""
+        return self.c % self.bc == 0
+
+
 Geometry = Planes | Columns
 
 _INT32 = 2**31 - 2**24  # leaves room for what the padding of the last tile adds
@@ -313,6 +342,19 @@ def _columns(
     group = max(1, min(slabs, _GROUP_BYTES // (slab_bytes * tensors)))
     head = min(4 * sms, group * -(-rows // items))
     return replace(shape, gather_rows=items, group=group, head=head)
+
+
+def pixels(rows: int, width: int, c: int, itemsize: int) -> Pixels:
+    """How the kernels with max pooling take rows of pixels, 16 bytes to a thread."""
+    unit = unit_of(c)
+    bc = max(min(power_of_2(c), 128 // itemsize), 8)
+
+    def at_once(warps: int) -> int:
+        return max(warps * 32 * min(16 // itemsize, unit) // bc, 1)
+
+    # Those that take the fewest pixels past the end of a row.
+    warps = min((4, 2), key=lambda warps: -width % at_once(warps))
+    return Pixels(rows, width, c, unit, bc, at_once(warps), warps)
 
 
 def layer_norm_forward(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,58 @@ def batch_norm(
         in_place = same and not torch._C._are_functorch_transforms_active()
         y = y.add_(residual) if in_place else y + residual
     return y if activation is None else _ACTIVATIONS[activation](y)
+
+
+class Pool(NamedTuple):
+    """Max pooling over two dimensions, height first, with the arguments of `F.max_pool2d`."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    ceil_mode: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(x, self.kernel, self.stride, self.padding, ceil_mode=self.ceil_mode)
+
+    def is_proper(self) -> bool:
+        """Whether torch takes it: then every window has a value."""
+        pads = zip(self.padding, self.kernel, strict=True)
+        return min(self.kernel + self.stride) > 0 and all(0 <= 2 * p <= k for p, k in pads)
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the output; sizes may be symbols."""
+        return self._length(height, 0), self._length(width, 1)
+
+    def _length(self, size: int, axis: int) -> int:
+        # No slice of self: torch.compile of torch 2.6 cannot follow one.
+        kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
+        past = size + 2 * padding - kernel
+        if not self.ceil_mode:
+            return past // stride + 1
+        length = -(-past // stride) + 1
+        # The last window starts in the image or the padding before it.
+        return length - 1 if (length - 1) * stride >= size + padding else length
+
+
+def batch_norm_max_pool(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    target_variance: float,
+    pool: Pool,
+) -> Tensor:
+    """`functional._batch_norm_max_pool` after its checks."""
+    y = batch_norm(
+        x, running_mean, running_var, weight, bias, None, num_batches_tracked, training, momentum,
+        eps, target_variance, "relu",
+    )  # fmt: skip
+    return pool(y)
 
 
 def layer_norm(

@@ -297,7 +297,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     innermost, size = not x.is_contiguous(), x.element_size()
     machine = (schedule.processors(x.device), COOPERATIVE and x.is_cuda)
     geometry = schedule.geometry(n, c, hw, innermost, size, 1, *machine)
-    flags = kernels.Flags(weight=False, bias=False, normalize=False)
+    flags = kernels.Flags(weight=False, bias=False, normalize=False, variance=True)
     launch = kernels.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
     stats = x.new_empty(2 * c, dtype=accumulator_dtype(x.dtype))
     with torch.cuda.device_of(x):
@@ -360,10 +360,7 @@ def _composed_backward(
         dresidual = dy if needs[3] else None
     running_mean = running_var = None
     if not key.training:
-        running_mean, rstd = stats.chunk(2)
-        running_var = rstd.pow(-2) - key.eps
-        if key.running is not None:
-            running_mean, running_var = running_mean.to(key.running), running_var.to(key.running)
+        running_mean, running_var = running_of(stats, key.eps, key.running)
     y = aten.batch_norm(
         x, running_mean, running_var, weight, bias, residual, None, key.training, 0.0, key.eps,
         key.target_variance, activation,
@@ -377,9 +374,16 @@ def _composed_backward(
     return dx, dweight, dbias, through if through is not None else dresidual
 
 
+def running_of(stats: Tensor, eps: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """The running statistics that a forward in evaluation had, from their mean and rstd."""
+    mean, rstd = stats.chunk(2)
+    var = rstd.pow(-2) - eps
+    return (mean, var) if dtype is None else (mean.to(dtype), var.to(dtype))
+
+
 def dense(x: Tensor) -> Tensor:
     """x, copied if it is neither contiguous nor channels_last."""
-    if x.is_contiguous() or _is_innermost(x.shape, x.stride()):
+    if x.is_contiguous() or is_innermost(x.shape, x.stride()):
         return x
     return x.contiguous()
 
@@ -388,12 +392,12 @@ def laid_out_like(tensor: Tensor, x: Tensor) -> Tensor:
     """`tensor`, copied if its values lie otherwise in memory than those of `x`."""
     if x.is_contiguous():
         return tensor.contiguous()
-    if tensor.shape == x.shape and _is_innermost(tensor.shape, tensor.stride()):
+    if tensor.shape == x.shape and is_innermost(tensor.shape, tensor.stride()):
         return tensor
     return torch.empty_like(x).copy_(tensor)
 
 
-def _is_innermost(shape: Sequence[int], stride: Sequence[int]) -> bool:
+def is_innermost(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """channels_last, for any number of dimensions."""
     last = (shape[0], *shape[2:], shape[1])
     return gpu.is_contiguous(last, (stride[0], *stride[2:], stride[1]))

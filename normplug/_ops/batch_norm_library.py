@@ -198,11 +198,24 @@ def batch_norm(
         x, weight, bias, residual, *evaluating, training, eps, target_variance, activation
     )
     if training and running_mean is not None and running_var is not None:
-        step = aten.count_batch(running_mean, num_batches_tracked, momentum)
-        n = x.numel() // x.shape[1]
-        with torch.no_grad():
-            mean, rstd = stats.chunk(2)
-            var = (rstd.pow(-2) - eps) * (n / (n - 1))
-            running_mean.lerp_(mean.to(running_mean.dtype), step)
-            running_var.lerp_(var.to(running_var.dtype), step)
+        move_running(x, stats, running_mean, running_var, num_batches_tracked, momentum, eps)
     return y
+
+
+def move_running(
+    x: Tensor,
+    stats: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+) -> None:
+    """Take the running statistics one step to those of x, of which stats are mean and rstd."""
+    step = aten.count_batch(running_mean, num_batches_tracked, momentum)
+    n = x.numel() // x.shape[1]
+    with torch.no_grad():
+        mean, rstd = stats.chunk(2)
+        var = (rstd.pow(-2) - eps) * (n / (n - 1))
+        running_mean.lerp_(mean.to(running_mean.dtype), step)
+        running_var.lerp_(var.to(running_var.dtype), step)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from normplug import _checks
-from normplug._ops import aten, batch_norm_library, layer_norm_library
+from normplug._ops import aten, batch_norm_library, layer_norm_library, pool_library
 
 _HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is wanted
 # Bytes of input, by itemsize, below which torch's own norm is over sooner in stock mode: the host
@@ -122,6 +122,23 @@ def by_kernel(
 
     why = batch_norm_gpu.refusal(x, None, tracked, vectors)
     return "triton" if why is None else backend
+
+
+def batch_norm_max_pool(
+    backend: str,
+    x: Tensor,
+    tracked: Tensor | None,
+    vectors: tuple[Tensor | None, ...],
+    pool: aten.Pool,
+) -> _Route | None:
+    """The route for BatchNorm, relu and max pooling in one; None where they go one by one."""
+    if backend == "torch" or (backend == "auto" and not x.is_cuda) or _refusal() is not None:
+        return None
+    from normplug._ops import pool_gpu
+
+    if pool_gpu.refusal(x, tracked, vectors, pool) is not None:
+        return None
+    return (pool_library if _compiling() else pool_gpu).batch_norm_max_pool
 
 
 def layer_norm(

@@ -1,0 +1,279 @@
+"""BatchNorm, relu and max pooling in one, of a channels_last tensor: the norm's result stays away.
+
+Forward, the statistics come from `columns`. A program then takes a row of the output: for each
+window it computes the norm of all its values, and keeps the largest one's relu, its x (the peak)
+and its place in the window, which is NOWHERE where relu is 0.
+
+Backward, only peaks have a gradient, so its sums by channel are those of BatchNorm + relu of the
+peaks, by `columns` again, over a tensor as small as the output. A program then takes as many rows
+of the input as windows are apart, and looks for each value into the windows over it: those whose
+place it is send their gradient.
+"""
+
+import triton
+import triton.language as tl
+
+from normplug._kernels.primitives import activate, affine, scalar
+
+MOST_PLACES = 255  # in a window: a byte says which, or NOWHERE
+_NOWHERE = tl.constexpr(MOST_PLACES)
+# Sizes are not compiled in, and UNIT says what is aligned.
+_SIZES = ["H", "W", "OH", "OW", "C_UNITS", "SLABS"]
+
+
+@triton.jit
+def _higher(
+    x_row_ptr, top_place, left, kw, W, C, channels, live, mean, scale, bias, best, peak, place,
+    ACC: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Best, peak and place of windows after one more of their values.
+
+    A place that is past an edge stands for the nearest one in the image, which is in the window
+    too: so all of a window exists, and what is seen twice is not higher than itself.
+    """
+    column = tl.minimum(tl.maximum(left + kw, 0), W - 1)
+    offsets = column[:, None] * C + channels[None, :]
+    if EVEN:
+        x = tl.load(x_row_ptr + offsets)
+    else:
+        x = tl.load(x_row_ptr + offsets, mask=live[None, :], other=0)
+    z = (x.to(ACC) - mean[None, :]) * scale[None, :] + bias[None, :]
+    higher = (z > best) | (z != z)
+    best = tl.where(higher, z, best)
+    peak = tl.where(higher, x, peak)
+    place = tl.where(higher, (top_place + column - left)[:, None], place)
+    return best, peak, place
+
+
+@triton.jit
+def _image_row(top, kh, image, H, row_stride):
+    """Offset of the row kh below `top`, or of the nearest one there is; its place in the window."""
+    row = tl.minimum(tl.maximum(top + kh, 0), H - 1)
+    return (image * H + row).to(tl.int64) * row_stride, row - top
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def batch_norm_pool_forward(
+    x_ptr,
+    y_ptr,
+    peaks_ptr,
+    places_ptr,
+    weight_ptr,
+    bias_ptr,
+    running_mean_ptr,
+    running_var_ptr,
+    stats_ptr,
+    H,
+    W,
+    OH,
+    OW,
+    C_UNITS,
+    SLABS,
+    eps,
+    root,
+    UNIT: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    SH: tl.constexpr,
+    SW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    ACC: tl.constexpr,
+    TRAINING: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+    EVEN: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Y = max over windows of relu(weight * root * (x - mean) * rstd + bias).
+
+    stats = (mean, rstd) are read in TRAINING, and otherwise those of the running statistics, and
+    written. KEEP: peaks and places are written too.
+    """
+    t = tl.program_id(0)
+    C = C_UNITS * UNIT
+    slab = t % SLABS
+    row = t // SLABS
+    image = row // OH
+    top = (row - image * OH) * SH - PH
+    channels = slab * BC + tl.arange(0, BC)
+    live = channels < C
+    if TRAINING:
+        mean = tl.load(stats_ptr + channels, mask=live, other=0.0)
+        rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0)
+    else:
+        mean = tl.load(running_mean_ptr + channels, mask=live, other=0.0).to(ACC)
+        var = tl.load(running_var_ptr + channels, mask=live, other=1.0).to(ACC)
+        rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+        if row == 0:
+            tl.store(stats_ptr + channels, mean, mask=live)
+            tl.store(stats_ptr + C + channels, rstd, mask=live)
+    scale, bias = affine(rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS)
+    first = row.to(tl.int64) * (OW * C)
+    for start in range(0, OW, BP):
+        out = start + tl.arange(0, BP)
+        left = out * SW - PW
+        best = tl.full([BP, BC], float("-inf"), ACC)
+        peak = tl.zeros([BP, BC], x_ptr.dtype.element_ty)
+        place = tl.zeros([BP, BC], tl.int32)
+        if UNROLL:
+            for kh in tl.static_range(KH):
+                offset, below = _image_row(top, kh, image, H, W * C)
+                for kw in tl.static_range(KW):
+                    best, peak, place = _higher(
+                        x_ptr + offset, below * KW, left, kw, W, C, channels, live, mean, scale,
+                        bias, best, peak, place, ACC, EVEN,
+                    )  # fmt: skip
+        else:
+            for step in range(KH * KW):
+                offset, below = _image_row(top, step // KW, image, H, W * C)
+                best, peak, place = _higher(
+                    x_ptr + offset, below * KW, left, step % KW, W, C, channels, live, mean, scale,
+                    bias, best, peak, place, ACC, EVEN,
+                )  # fmt: skip
+        offsets = out[:, None] * C + channels[None, :]
+        mask = (out < OW)[:, None] & live[None, :]
+        y = activate(best, 1).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + first + offsets, y, mask=mask)
+        if KEEP:
+            tl.store(peaks_ptr + first + offsets, peak, mask=mask, eviction_policy="evict_first")
+            place = tl.where(best <= 0, _NOWHERE, place).to(tl.uint8)
+            tl.store(places_ptr + first + offsets, place, mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def _received(
+    dz, dy_ptr, places_ptr, image, row, column, inside, below, beside, OH, OW, C, channels, live,
+    KW: tl.constexpr, ACC: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Gradients of values, with what windows send to the place `below` and `beside` in them."""
+    first = (image * OH + row).to(tl.int64) * (OW * C)
+    offsets = column[:, None] * C + channels[None, :]
+    width = tl.where((row >= 0) & (row < OH), OW, 0)
+    mask = (inside & (column >= 0) & (column < width))[:, None]
+    if not EVEN:
+        mask = mask & live[None, :]
+    place = tl.load(places_ptr + first + offsets, mask=mask, other=_NOWHERE).to(tl.int32)
+    dy = tl.load(dy_ptr + first + offsets, mask=mask, other=0).to(ACC)
+    return dz + tl.where(place == below * KW + beside, dy, 0.0)
+
+
+@triton.jit
+def _gather(
+    dy_ptr, x_ptr, places_ptr, dx_ptr, image, up, left, i, j, mean, scale, mean_dz, slope,
+    H, W, OH, OW, C, channels, live, BP: tl.constexpr, BC: tl.constexpr, KH: tl.constexpr,
+    KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    ACC: tl.constexpr, TRAINING: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Write dx of what is i below and j beside `up * SH` and `left * SW`.
+
+    All of it has the same places in the windows over it, of which each other is SH or SW on.
+    """
+    row = up * SH + i
+    column = left * SW + j
+    inside = column < tl.where(row < H, W, 0)
+    offsets = column[:, None] * C + channels[None, :]
+    first = (image * H + row).to(tl.int64) * (W * C)
+    mask = inside[:, None]
+    if not EVEN:
+        mask = mask & live[None, :]
+    if TRAINING:
+        x = tl.load(x_ptr + first + offsets, mask=mask, other=0)
+    dz = tl.zeros([BP, BC], ACC)
+    if UNROLL:
+        for below in tl.static_range((i + PH) % SH, KH, SH):
+            for beside in tl.static_range((j + PW) % SW, KW, SW):
+                dz = _received(
+                    dz, dy_ptr, places_ptr, image, up + (i + PH - below) // SH,
+                    left + (j + PW - beside) // SW, inside, below, beside, OH, OW, C, channels,
+                    live, KW, ACC, EVEN,
+                )  # fmt: skip
+    else:
+        for below in range((i + PH) % SH, KH, SH):
+            for beside in range((j + PW) % SW, KW, SW):
+                dz = _received(
+                    dz, dy_ptr, places_ptr, image, up + (i + PH - below) // SH,
+                    left + (j + PW - beside) // SW, inside, below, beside, OH, OW, C, channels,
+                    live, KW, ACC, EVEN,
+                )  # fmt: skip
+    if TRAINING:
+        centred = x.to(ACC) - mean[None, :]
+        dz = dz - mean_dz[None, :] - centred * slope[None, :]
+    dx = (dz * scale[None, :]).to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + first + offsets, dx, mask=mask)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def batch_norm_pool_backward(
+    dy_ptr,
+    x_ptr,
+    places_ptr,
+    weight_ptr,
+    stats_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    dx_ptr,
+    H,
+    W,
+    OH,
+    OW,
+    C_UNITS,
+    SLABS,
+    root,
+    UNIT: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    SH: tl.constexpr,
+    SW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    ACC: tl.constexpr,
+    TRAINING: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    EVEN: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """The gradient of x; in TRAINING from those of weight and bias, in ACC, which hold its sums.
+
+    A program takes SH rows, by BP squares of SH times SW values.
+    """
+    t = tl.program_id(0)
+    C = C_UNITS * UNIT
+    slab = t % SLABS
+    rows = tl.cdiv(H, SH)
+    image = t // SLABS // rows
+    up = t // SLABS - image * rows
+    channels = slab * BC + tl.arange(0, BC)
+    live = channels < C
+    mean = tl.load(stats_ptr + channels, mask=live, other=0.0)
+    rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0)
+    scale, none = affine(rstd, weight_ptr, weight_ptr, channels, live, root, BC, ACC, WEIGHT, False)
+    mean_dz = none
+    slope = none
+    if TRAINING:
+        each = 1.0 / ((tl.num_programs(0) // SLABS // rows).to(ACC) * H * W)
+        mean_dz = tl.load(dbias_ptr + channels, mask=live, other=0.0) * each
+        dweight = tl.load(dweight_ptr + channels, mask=live, other=0.0)
+        slope = dweight * rstd * (each / scalar(root, ACC))
+    for start in range(0, tl.cdiv(W, SW), BP):
+        left = start + tl.arange(0, BP)
+        if UNROLL:
+            for i in tl.static_range(SH):
+                for j in tl.static_range(SW):
+                    _gather(
+                        dy_ptr, x_ptr, places_ptr, dx_ptr, image, up, left, i, j, mean, scale,
+                        mean_dz, slope, H, W, OH, OW, C, channels, live, BP, BC, KH, KW, SH, SW, PH,
+                        PW, ACC, TRAINING, EVEN, True,
+                    )  # fmt: skip
+        else:
+            for step in range(SH * SW):
+                _gather(
+                    dy_ptr, x_ptr, places_ptr, dx_ptr, image, up, left, step // SW, step % SW, mean,
+                    scale, mean_dz, slope, H, W, OH, OW, C, channels, live, BP, BC, KH, KW, SH, SW,
+                    PH, PW, ACC, TRAINING, EVEN, False,
+                )  # fmt: skip

@@ -1,0 +1,172 @@
+"""Calls of BatchNorm with relu and max pooling, for the tests of their kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import normplug
+from accuracy import assert_no_worse
+from kernel_cases import Case, Tensors, _Exact
+from kernel_cases import make as make_norm
+from normplug import functional, fuse, reference, swap, target_variance
+from normplug._ops.aten import Pool
+
+INPUTS = ("x", "weight", "bias")
+
+
+@dataclass(frozen=True)
+class PoolCase(Case):
+    """A `Case` of channels_last input, and what is pooled at a time; dy is the pooled one's."""
+
+    layout: str = "channels_last"
+    kernel: tuple[int, int] = (3, 3)
+    stride: tuple[int, int] = (2, 2)
+    padding: tuple[int, int] = (1, 1)
+    ceil_mode: bool = False
+    needs: tuple[str, ...] = INPUTS
+
+    @property
+    def pool(self) -> Pool:
+        return Pool(self.kernel, self.stride, self.padding, self.ceil_mode)
+
+
+def make(case: PoolCase, device: str = "cpu") -> Tensors:
+    """Values are eighths, so that two in a window are the same, or further apart than roundings."""
+    tensors = make_norm(case, device)
+    generator = torch.Generator().manual_seed(case.seed)
+    eighths = torch.randint(-40, 41, case.shape, generator=generator) / 8 + case.offset
+    tensors.x.copy_(eighths)
+    if tensors.weight is not None:
+        tensors.weight[::2] *= -1
+    exact = _Exact(case, tensors)
+    y, size = case.pool(exact.z), case.pool(exact.terms_of_z())
+    dy = torch.randn(y.shape, generator=generator, dtype=torch.double) + 0.1
+    rounding = torch.finfo(reference.accumulator_dtype(case.dtype)).eps
+    dy = torch.where(y.abs() > 64 * rounding * size, dy.to(device), 0)
+    tensors.dy = dy.to(case.dtype).contiguous(memory_format=torch.channels_last)
+    return tensors
+
+
+def run(case: PoolCase, tensors: Tensors, backend: str) -> dict[str, Tensor]:
+    """Forward and backward: all that comes out, by name."""
+    count = torch.tensor(3, device=tensors.x.device)
+    leaves = {name: leaf(getattr(tensors, name), name in case.needs) for name in INPUTS}
+    mean, var = (
+        None if t is None else t.clone() for t in (tensors.running_mean, tensors.running_var)
+    )
+    y = functional._batch_norm_max_pool(
+        leaves["x"], mean, var, leaves["weight"], leaves["bias"], case.training, case.momentum,
+        case.eps, mode=case.mode, pool=case.pool, backend=backend,
+        num_batches_tracked=count if case.running else None,
+    )  # fmt: skip
+    assert backend == "torch" or "Pool2D" not in str(y.grad_fn)
+    out = {"y": y.detach()}
+    asked = {f"d{name}": t for name, t in leaves.items() if t is not None and t.requires_grad}
+    if asked:
+        gradients = torch.autograd.grad(y, list(asked.values()), tensors.dy)
+        out.update(zip(asked, gradients, strict=True))
+    if mean is not None and var is not None:
+        out.update(running_mean=mean, running_var=var, num_batches_tracked=count)
+    return out
+
+
+def leaf(tensor: Tensor | None, needed: bool = True) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone().requires_grad_(needed)
+
+
+def assert_accurate(case: PoolCase, device: str = "cpu") -> dict[str, Tensor]:
+    """The kernels' results, which are as close to float64 as torch's own, rounded at the end."""
+    tensors = make(case, device)
+    ours = run(case, tensors, "triton")
+    wide = reference.accumulator_dtype(case.dtype)
+    theirs = run(
+        case, Tensors(*(t if t is None else t.to(wide) for t in vars(tensors).values())), "torch"
+    )
+    z = _Exact(case, replace(tensors, dy=tensors.x)).z
+    pooled, places = F.max_pool2d(
+        z.relu(), *case.pool[:3], ceil_mode=case.ceil_mode, return_indices=True
+    )
+    sent = torch.where(pooled > 0, tensors.dy.double(), 0)
+    dz = torch.zeros_like(z).contiguous().flatten(2)
+    dz = dz.scatter_add(2, places.flatten(2), sent.flatten(2)).view(case.shape)
+    exact = _Exact(case, replace(tensors, dy=dz))
+    truth, terms = exact.results(), exact.terms()
+    truth["y"], terms["y"] = pooled, case.pool(terms["y"])
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        if name == "num_batches_tracked":
+            assert torch.equal(value, theirs[name])
+            continue
+        # Triton's interpreter cuts off what a GPU rounds.
+        truncated = value.is_cpu and value.dtype == torch.bfloat16
+        spare = torch.finfo(value.dtype).eps if truncated else 0.0
+        assert_no_worse(name, value, theirs[name].to(value.dtype), truth[name], terms[name], spare)
+    return ours
+
+
+def check_operators(case: PoolCase, device: str) -> None:
+    """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
+    operators = torch.ops.normplug
+    tensors = make(case, device)
+    inputs = [leaf(getattr(tensors, name), name in case.needs) for name in INPUTS]
+    running = (None, None) if case.training else (tensors.running_mean, tensors.running_var)
+    numbers = [*case.kernel, *case.stride, *case.padding, int(case.ceil_mode)]
+    constants = (case.training, case.eps, target_variance(case.mode), numbers)
+    torch.library.opcheck(operators.batch_norm_max_pool.default, (*inputs, *running, *constants))
+    bare = [None if t is None else t.detach() for t in inputs]
+    forward = operators.batch_norm_max_pool_forward.default
+    torch.library.opcheck(forward, (*bare, *running, *constants))
+    _, *kept = forward(*bare, *running, *constants)
+    needs = [t is not None and t.requires_grad for t in inputs]
+    backward = operators.batch_norm_max_pool_backward.default
+    torch.library.opcheck(backward, (tensors.dy, *bare, *kept, *constants, *needs))
+
+
+class Stem(nn.Module):
+    """The first layers of a ResNet."""
+
+    def __init__(self, width: int = 8, **pool: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.bn, self.relu = nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(**{"kernel_size": 3, "stride": 2, "padding": 1, **pool})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.maxpool(self.relu(self.bn(self.conv(x))))
+
+
+def check_compiled(device: str, backend: str) -> None:
+    """One graph serves every batch size, gradients and statistics included."""
+    torch.manual_seed(0)
+    eager, model = (
+        swap(Stem().double(), backend="triton").to(device, memory_format=torch.channels_last)
+        for _ in range(2)
+    )
+    model.load_state_dict(eager.state_dict())
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(fuse(model), fullgraph=True, backend=graphs)
+    for batch in (2, 5, 6):
+        outputs = []
+        for module in (compiled, eager):
+            generator = torch.Generator().manual_seed(batch)
+            x = torch.randn((batch, 3, 9, 10), generator=generator, dtype=torch.double).to(device)
+            x = x.contiguous(memory_format=torch.channels_last)
+            module.zero_grad()
+            y = module(x)
+            y.square().sum().backward()
+            outputs.append((y, *(p.grad.clone() for p in module.parameters())))
+        for ours, theirs in zip(*outputs, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert graphs.frame_count <= 2
+    called = [str(n.target) for g in graphs.graphs for n in g.graph.nodes]
+    assert any("batch_norm_max_pool" in name for name in called)
+    for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert isinstance(model.bn, normplug.BatchNorm2d)

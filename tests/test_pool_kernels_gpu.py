@@ -1,0 +1,169 @@
+"""The kernels of BatchNorm with max pooling where they run in parallel."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import normplug
+from normplug import functional, fuse, swap
+from normplug._ops.aten import Pool
+from pool_cases import PoolCase, Stem, assert_accurate, check_compiled, check_operators
+
+pytestmark = pytest.mark.gpu
+GPU = "cuda"
+POOL = Pool((3, 3), (2, 2), (1, 1), False)
+HALF = {"dtype": torch.bfloat16, "params": torch.float32}
+STEM = (256, 64, 112, 112)
+CASES = [
+    PoolCase((32, 64, 112, 112), **HALF),
+    PoolCase((16, 64, 112, 112), torch.float64, offset=1e3),
+    PoolCase((16, 64, 112, 111), torch.float16, affine="bias", training=False),
+    PoolCase((8, 96, 57, 35), offset=1e3, momentum=None),
+    PoolCase((8, 33, 57, 35), torch.bfloat16, affine="weight", stride=(1, 1)),
+    PoolCase((8, 3, 57, 35), **HALF, kernel=(2, 2), padding=(0, 0), running=False),
+    PoolCase((8, 128, 14, 15), kernel=(2, 3), stride=(3, 1), padding=(1, 0), ceil_mode=True),
+    PoolCase((4, 24, 40, 41), torch.float64, kernel=(15, 17), stride=(2, 3), padding=(7, 8)),
+    PoolCase((4, 24, 40, 41), **HALF, kernel=(2, 2), stride=(7, 6), padding=(1, 1), affine=""),
+    PoolCase((64, 192, 8, 8), stride=(2, 2), padding=(0, 0), ceil_mode=True, training=False),
+]
+
+
+def channels_last(*shape, dtype=torch.bfloat16):
+    x = torch.randn(shape, device=GPU, dtype=dtype) * 2 + 1
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def pooled(layer, x):
+    return layer.fused(x, activation="relu", pool=POOL)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_window_is_as_close_to_float64_as_torch(case):
+    assert_accurate(case, GPU)
+
+
+@pytest.mark.parametrize("needs", [("x",), ("weight",), ("bias",), ("x", "bias")], ids="+".join)
+@pytest.mark.parametrize("training", [True, False])
+def test_some_of_the_gradients(needs, training):
+    assert_accurate(PoolCase((8, 64, 20, 21), needs=needs, training=training), GPU)
+
+
+@pytest.mark.parametrize("shape", [STEM, (64, 256, 15, 13)], ids=str)
+def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape):
+    from normplug._kernels.launch import Workspace
+
+    x = channels_last(*shape).requires_grad_()
+    fresh = normplug.BatchNorm2d(shape[1], device=GPU)
+    nn.init.normal_(fresh.weight)
+    first = None
+    for _ in range(4):
+        layer = copy.deepcopy(fresh)
+        y = pooled(layer, x)
+        dy = torch.linspace(-1, 1, y.numel(), device=GPU).to(y.dtype).view_as(y)
+        gradients = torch.autograd.grad(y, (x, layer.weight, layer.bias), dy)
+        results = [y.detach(), *gradients, layer.running_mean, layer.running_var]
+        if first is not None:
+            assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
+        first = results
+    torch.cuda.synchronize()
+    assert not any(kept.counters.any() for kept in Workspace._kept.values())
+
+
+# A graph is captured on a stream of its own, and gradients then accumulate on another.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_a_graph_replays_the_step_and_moves_the_statistics():
+    x = channels_last(32, 64, 56, 56).requires_grad_()
+    graphed, eager = (normplug.BatchNorm2d(64, device=GPU) for _ in range(2))
+    dy = torch.randn_like(pooled(copy.deepcopy(eager), x))
+
+    def step(layer):
+        y = pooled(layer, x)
+        return (y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), dy))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(graphed)
+    torch.cuda.current_stream().wait_stream(stream)
+    for _ in range(2):
+        step(eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(graphed)
+    for _ in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x) * 2 + 1)
+        graph.replay()
+        expected = step(eager)
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+        assert torch.equal(graphed.running_var, eager.running_var)
+        assert graphed.num_batches_tracked == eager.num_batches_tracked
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_operators_keep_torchs_rules(training):
+    check_operators(PoolCase((4, 16, 9, 10), training=training), GPU)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_in_one_graph_with_other_batch_sizes(backend):
+    check_compiled(GPU, backend)
+
+
+def test_what_is_kept_for_the_backward_and_written_beside_the_output():
+    x = channels_last(64, 64, 56, 56).requires_grad_()
+    layer = normplug.BatchNorm2d(64, device=GPU)
+    pooled(layer, x)  # workspaces
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = pooled(layer, x)
+    windows, spare = 2 * y.nbytes + y.numel(), 4 << 20  # what the allocator rounds up
+    assert torch.cuda.max_memory_allocated() - before <= windows + spare < x.nbytes
+    y.backward(torch.ones_like(y))
+    del y
+    assert torch.cuda.memory_allocated() - before <= x.nbytes + spare
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_fused_stem_of_halves_is_as_close_to_float64_as_an_unfused_one(training):
+    torch.manual_seed(0)
+    exact = swap(Stem(64)).double().to(GPU, memory_format=torch.channels_last).train(training)
+    x = channels_last(16, 3, 64, 64)
+    truth = exact(x.double())
+    errors = {}
+    for fused in (True, False):
+        model = copy.deepcopy(exact).bfloat16()
+        if fused:
+            fuse(model)
+        y = model(x)
+        assert (type(y.grad_fn).__name__ == "_BatchNormPoolBackward") == fused
+        errors[fused] = float((y.double() - truth).norm() / truth.norm())
+    assert errors[True] <= 1.5 * errors[False]
+
+
+def test_more_than_2_to_the_31_values():
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    x = torch.empty(
+        (700, 8, 640, 640), device=GPU, dtype=torch.bfloat16, memory_format=torch.channels_last
+    )
+    x.normal_().requires_grad_()
+    layer = normplug.BatchNorm2d(8, mode="standard", device=GPU).eval()
+    y = pooled(layer, x)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    for image in (0, -1):
+        part = x.detach()[image:][:1].clone(memory_format=torch.channels_last).requires_grad_()
+        expected = functional.batch_norm(
+            part.double(), *(t.double() for t in layer.buffers() if t.dim()), eps=layer.eps,
+            mode="standard", activation="relu",
+        )  # fmt: skip
+        torch.testing.assert_close(y[image:][:1].double(), POOL(expected), rtol=1e-2, atol=1e-2)
+        one = pooled(layer, part)
+        (alone,) = torch.autograd.grad(one, part, torch.ones_like(one))
+        assert torch.equal(dx[image:][:1], alone)
