@@ -20,6 +20,7 @@ class Flags:
     """What a call asks for, beside its shape."""
 
     training: bool = True
+    given: bool = False  # the statistics, where it is no training
     weight: bool = True
     bias: bool = True
     residual: bool = False
@@ -46,6 +47,7 @@ def forward_launch(
         "OWN": flags.training and flags.normalize,
         "SOLO": False,
         "TRAINING": flags.training,
+        "GIVEN": flags.given,
         "NORMALIZE": flags.normalize,
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
