@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from normplug._ops import recompute
+
 triton = pytest.importorskip("triton")
 np = pytest.importorskip("numpy")
 
@@ -22,7 +24,17 @@ def version(module):
     version(triton) < (3, 7) and version(np) >= (2, 4),
     reason="Triton's interpreter takes numpy 2.4 from its version 3.7 on",
 )
-@pytest.mark.parametrize("tests", ["test_kernels.py", "test_row_kernels.py"])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "test_kernels.py",
+        "test_row_kernels.py",
+        pytest.param(
+            "test_recompute.py",
+            marks=pytest.mark.skipif(not recompute.AVAILABLE, reason="needs torch 2.8"),
+        ),
+    ],
+)
 def test_the_kernels_pass_their_tests_in_tritons_interpreter(tests):
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no", TESTS / tests]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
