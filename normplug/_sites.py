@@ -307,7 +307,7 @@ def _is_lone_result(node: fx.Node) -> bool:
     if node.target is not operator.getitem:
         return False
     both, place = node.args
-    return isinstance(both, fx.Node) and both.target is add_layer_norm and bool(place == 0)
+    return isinstance(both, fx.Node) and (both.target, place) == (add_layer_norm, 0)
 
 
 def batch_norm(

@@ -97,10 +97,11 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     `recompute`, in training and where one module alone reads it, it is computed anew in the
     backward, to the bit, from what the norm keeps anyway: less memory, for one more read and write
     of it, and the host's time for one more launch. That goes for BatchNorm with an activation and
-    for an addition with LayerNorm, by the kernels; BatchNorm with an addition does not keep
-    enough. On the CPU the flag has no effect, nor under torch.compile, whose partitioner decides,
-    nor inside activation checkpointing or other `torch.autograd.graph.saved_tensors_hooks`. The
-    last call decides, and copies and pickles keep the flag.
+    for an addition with LayerNorm, by the kernels, where the same module calls norm and reader;
+    BatchNorm with an addition does not keep enough. On the CPU the flag has no effect, nor under
+    torch.compile, whose partitioner decides, nor inside activation checkpointing or other
+    `torch.autograd.graph.saved_tensors_hooks`. The last call decides, and copies and pickles keep
+    the flag.
 
     Args:
         model: a module that `normplug.swap` has swapped, or that has normplug's layers.
