@@ -118,6 +118,31 @@ def test_what_the_module_changes_in_place_is_kept_as_it_read_it(anew):
     assert_same(outcome(ours, X), outcome(plain, X))
 
 
+class Views(nn.Module):
+    """Reads parts, views and casts of what it is given; one of them it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1).double()
+
+    def forward(self, x):
+        part, last = x.chunk(2, 1)
+        low, changed = x.double(), x.double()
+        changed.mul_(2)
+        wide = x.to(torch.double, memory_format=torch.channels_last).exp()
+        parts = self.one(part) * self.one(last) + x.flatten(1).square().mean()
+        return parts + self.other(low) * self.other(changed) * wide
+
+
+@pytest.mark.parametrize("memory_format", LAYOUTS, ids=str)
+def test_views_and_casts_of_the_result_are_had_again(memory_format, anew):
+    model = nn.Sequential(*convolutions(nn.GELU())[:-1], Views())
+    ours, plain = twins(model.to(memory_format=memory_format))
+    x = X.contiguous(memory_format=memory_format)
+    assert_same(outcome(ours, x), outcome(plain, x))
+    assert len(anew) >= 3  # both parts and the cast
+
+
 def test_a_weight_that_changes_before_the_backward_is_noticed():
     for model in twins(chain()):
         y = model(X)
