@@ -36,7 +36,7 @@ def main(cfg: DictConfig) -> float | None:
         if cfg.mode != BASELINE:  # after the initial weights are drawn: every arm has the same ones
             normplug.swap(net, cfg.mode, **cfg.swap)
             if run.fuses:
-                normplug.fuse(net)
+                normplug.fuse(net, recompute=cfg.recompute)
         if cfg.channels_last:
             net.to(memory_format=torch.channels_last)
         if cfg.compile:

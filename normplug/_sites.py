@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from normplug import modules
 from normplug._hooks import has_hooks
+from normplug._ops import recompute
 from normplug._ops.aten import Pool
 from normplug._trace import add_in_place
 from normplug.modules import LayerNorm, TargetVarianceNorm
@@ -323,6 +324,31 @@ def _erase(graph: fx.Graph, site: Site) -> None:
     nodes = (site.norm,) if site.lone else site.nodes
     for node in nodes if site.before else reversed(nodes):
         graph.erase_node(node)
+
+
+def recompute_results(graph: fx.Graph) -> None:
+    """Let a module that alone reads a site's result not keep it for its backward.
+
+    Not the result of BatchNorm and an addition: of what was added, not enough is kept.
+    """
+    for node in list(graph.nodes):
+        reader = next(iter(node.users)) if len(node.users) == 1 else None
+        if reader is None or reader.op != "call_module" or not _is_lone_result(node):
+            continue
+        if reader.args == (node,) and not reader.kwargs:
+            with graph.inserting_before(reader):
+                module = graph.create_node("get_attr", str(reader.target))
+                reader.replace_all_uses_with(graph.call_function(recompute.call, (module, node)))
+            graph.erase_node(reader)
+
+
+def _is_lone_result(node: fx.Node) -> bool:
+    if node.target is batch_norm:
+        return len(node.args) == 4  # no residual
+    if node.target is not operator.getitem:
+        return False
+    both, place = node.args
+    return isinstance(both, fx.Node) and (both.target, place) == (add_layer_norm, 0)
 
 
 def batch_norm(

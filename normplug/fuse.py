@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from normplug import _checks, _convert, _sites, _trace
 from normplug._hooks import has_global_hooks, has_hooks
+from normplug._ops import recompute as _recompute
 from normplug._trace import Reads, Untraceable
 from normplug.modules import TargetVarianceNorm
 from normplug.plan import counts, shown
@@ -76,7 +77,7 @@ class Fusions:
         return "; ".join(parts)
 
 
-def fuse(model: nn.Module) -> nn.Module:
+def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     """Run normplug's layers together with what stands around them, where that is safe.
 
     BatchNorm with the activation after it, BatchNorm with a residual addition and the activation
@@ -93,14 +94,26 @@ def fuse(model: nn.Module) -> nn.Module:
     attributes; those are compared at each call. A module that has changed since, or that gets
     hooks, other arguments or other tensors than these calls take, runs as it was written.
 
+    What such a call gives, the convolution or linear layer after it keeps for its backward. With
+    `recompute`, in training and where one module alone reads it, it is computed anew in the
+    backward, to the bit, from what the norm keeps anyway: less memory, for one more read and write
+    of it, and the host's time for one more launch. That goes for BatchNorm with an activation and
+    for an addition with LayerNorm, by the kernels, where the same module calls norm and reader;
+    BatchNorm with an addition does not keep enough. On the CPU the flag has no effect, nor under
+    torch.compile, whose partitioner decides, nor inside activation checkpointing or other
+    `torch.autograd.graph.saved_tensors_hooks`. The last call decides, and copies and pickles keep
+    the flag.
+
     Args:
         model: a module that `normplug.swap` has swapped, or that has normplug's layers.
+        recompute: whether to compute results anew in the backward; needs torch 2.8.
 
     Returns:
         `model` itself.
 
     Raises:
         TypeError: where `model` is no module, or TorchScript.
+        NotImplementedError: `recompute`, where torch is older than 2.8.
 
     Warns:
         UserWarning: where there was nothing to fuse, with the reasons.
@@ -112,7 +125,12 @@ def fuse(model: nn.Module) -> nn.Module:
         1 of 1 norm layers fused: 1 with ReLU
     """
     _checks.module("fuse", model)
-    analysis = _Analysis(model)
+    if recompute and not _recompute.AVAILABLE:
+        raise NotImplementedError(
+            f"normplug.fuse: recompute needs torch 2.8 or newer; this is {torch.__version__}. "
+            "normplug.fuse(model) does without."
+        )
+    analysis = _Analysis(model, recompute)
     if not analysis.fusions:
         warnings.warn(
             f"normplug.fuse: nothing to fuse in {type(model).__name__}; "
@@ -256,6 +274,7 @@ class _Fusion:
     forwards: dict[bool, Callable[..., Any]]
     guard: _Guard
     inner: tuple[tuple[nn.Module, _Guard], ...]
+    recompute: bool
 
     def holds(self, root: nn.Module, args: tuple[Any, ...]) -> bool:
         """Whether the forward stands for the module's own, in a call with these arguments."""
@@ -289,14 +308,16 @@ class _Fused(nn.Module):
         make, args, state, *rest = reduced
         if not args or args[0] is not type(self) or not isinstance(state, dict):
             return reduced
-        state = {name: value for name, value in state.items() if name != _FUSION}
+        fusion = state.get(_FUSION)
+        state = {**state, _FUSION: fusion is not None and fusion.recompute}
         return (_restore, (plain_class(self), make, args[1:]), state, *rest)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        recompute = state.get(_FUSION, False)
+        super().__setstate__({name: value for name, value in state.items() if name != _FUSION})
         # Inside a cycle of references a part may not have its state yet: then as it was written.
         with contextlib.suppress(AttributeError):
-            if (fusion := _Analysis(self).fusions.get(self)) is not None:
+            if (fusion := _Analysis(self, recompute).fusions.get(self)) is not None:
                 vars(self)[_FUSION] = fusion
 
 
@@ -338,8 +359,9 @@ class _Analysis:
     module's own, and only for them it is fused, following into no more than they need.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, recompute: bool = False) -> None:
         self._model = model
+        self._recompute = recompute
         self._paths = {module: path for path, module in model.named_modules()}
         self._reads: dict[nn.Module, Reads] = {}
         self._inner: dict[nn.Module, set[nn.Module]] = {}
@@ -443,12 +465,16 @@ class _Analysis:
         for training in (True, False):
             graph = _trace.trace(module, self._reads, followed, training).graph
             _sites.rewrite(graph, _sites.find(graph, module)[0], module)
+            if self._recompute and training:
+                _sites.recompute_results(graph)
             forwards[training] = _compiled(graph, module)
         self._inner[module] = inner
         reads = self._reads[module]
         guards = tuple((m, _Guard.of(m, self._reads[m])) for m in followed)
         sequences = tuple(name in reads.sequences for name in reads.inputs)
-        self.fusions[module] = _Fusion(sequences, forwards, _Guard.of(module, reads), guards)
+        self.fusions[module] = _Fusion(
+            sequences, forwards, _Guard.of(module, reads), guards, self._recompute
+        )
 
 
 def _compiled(graph: fx.Graph, module: nn.Module) -> Callable[..., Any]:

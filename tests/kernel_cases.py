@@ -165,6 +165,23 @@ def assert_as_accurate_as_torch(case: Case, tensors: Tensors, ours: dict[str, Te
         assert_no_worse(name, value, theirs[name], truth[name], terms[name], spare)
 
 
+def check_recomputed(case: Case, device: str = "cpu") -> None:
+    """The result is had again, to the bit, from what is kept for the backward; nothing moves."""
+    tensors = make(case, device)
+    count = torch.tensor(3, device=device)
+    y: Any = functional.batch_norm(
+        tensors.x.requires_grad_(), *_running(tensors), tensors.weight, tensors.bias,
+        case.training, case.momentum, case.eps, mode=case.mode, activation=case.activation,
+        num_batches_tracked=count if case.running else None, backend="triton",
+    )  # fmt: skip
+    moved = [None if t is None else t.clone() for t in (*_running(tensors), count)]
+    again = y.grad_fn._forward_cls.recompute(y.grad_fn)
+    assert torch.equal(again, y)
+    assert (again.stride(), again.dtype) == (y.stride(), y.dtype)
+    for before, now in zip(moved, (*_running(tensors), count), strict=True):
+        assert before is now or torch.equal(before, now)
+
+
 def force(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
     """Have every call cut into work as `change` makes of the schedule that it would have had."""
     from normplug._kernels import schedule

@@ -13,7 +13,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 import normplug
-from accuracy import assert_no_worse
+from accuracy import assert_no_worse, assert_same_bits
 from normplug import functional, reference, target_variance
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -231,6 +231,24 @@ def _of_the_same_total(
 
 def _is_truncated(value: Tensor) -> bool:
     return value.is_cpu and value.dtype == torch.bfloat16
+
+
+def check_recomputed(case: Case, device: str = "cpu") -> None:
+    """The result is had again, to the bit, from what is kept for the backward; nothing moves."""
+    tensors = make(case, device)
+    inputs = {name: getattr(tensors, name) for name in INPUTS}
+    inputs["x"] = tensors.x.requires_grad_()
+    running = {}
+    if case.running is not None:
+        count = torch.tensor(3, device=device)
+        running = {n: getattr(tensors, n) for n in ("running_mean", "running_var")}
+        running["num_batches_tracked"] = count
+    y: Any = call(case, inputs, "triton", **running)["y"]
+    moved = {name: t.clone() for name, t in running.items()}
+    again = y.grad_fn._forward_cls.recompute(y.grad_fn)
+    assert torch.equal(again, y)
+    assert (again.stride(), again.dtype) == (y.stride(), y.dtype)
+    assert_same_bits(moved, running)
 
 
 def force(

@@ -13,8 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import normplug
+import recompute_cases
 from fuse_cases import Block, Encoder, PreNorm, check_saved_bytes
 from normplug import functional, fuse, fusions, swap, unfuse, unswap
+from normplug._ops import recompute
 from normplug.fuse import fused_modules
 
 X = torch.randn(4, 8, 5, 5, dtype=torch.double)
@@ -758,11 +760,17 @@ def test_float32_is_as_close_to_float64_as_unfused():
             assert_no_worse(name, value, theirs[name], truth[name])
 
 
-def test_compiled_in_one_graph(calls):
+NEEDS_HOOKS = pytest.mark.skipif(not recompute.AVAILABLE, reason="needs torch 2.8")
+BOTH = [False, pytest.param(True, marks=NEEDS_HOOKS)]
+
+
+@pytest.mark.parametrize("anew", BOTH)
+def test_compiled_in_one_graph(anew, calls):
     for model, x in ((nn.Sequential(Block(), Block()), X), (Encoder(), ROWS)):
         swapped(model)
         plain = copy.deepcopy(model)
-        compiled = torch.compile(fuse(model), backend="aot_eager", fullgraph=True)
+        fuse(model, recompute=anew)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         for training in (True, False):
             calls.clear()
             ours = outcome(compiled, x, training=training)
@@ -772,10 +780,28 @@ def test_compiled_in_one_graph(calls):
     torch.compiler.reset()
 
 
-def test_traced_exported_and_scripted_as_the_unfused_model():
+@NEEDS_HOOKS
+def test_where_no_kernel_runs_everything_is_kept():
+    model = fuse(swapped(nn.Sequential(Block(), Block())), recompute=True)
+    plain = fuse(copy.deepcopy(model))
+    convolutions = {n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    assert recompute_cases.kept(model, X) == recompute_cases.kept(plain, X) == convolutions
+    assert_same(outcome(model, X), outcome(plain, X))
+
+
+def test_computing_anew_needs_a_torch_that_tells_of_hooks(monkeypatch):
+    monkeypatch.setattr(recompute, "AVAILABLE", False)
+    model = swapped(Block())
+    with pytest.raises(NotImplementedError, match="normplug.fuse: recompute needs torch 2.8"):
+        fuse(model, recompute=True)
+    assert not fused_modules(model)
+
+
+@pytest.mark.parametrize("anew", BOTH)
+def test_traced_exported_and_scripted_as_the_unfused_model(anew):
     model = swapped(Block()).eval()
     plain = copy.deepcopy(model)
-    fuse(model)
+    fuse(model, recompute=anew)
     expected = plain(X)
     assert torch.equal(torch.export.export(model, (X,)).module()(X), expected)
     assert torch.equal(torch.fx.symbolic_trace(model)(X), expected)
@@ -844,3 +870,91 @@ def test_a_compiler_gets_an_operator_for_a_norm_that_only_a_fused_call_reads():
     model = fuse(swapped(ZOO["resnet18"][0]()).float().cuda())
     torch.compile(model, backend=look, fullgraph=True)(torch.randn(2, 3, 64, 64).cuda())
     assert len(operators) == len([m for m in model.modules() if isinstance(m, nn.BatchNorm2d)])
+
+
+def resnet18(memory_format):
+    """A small-image ResNet-18, of which each step on a GPU gives the same bits."""
+    model = torchvision_model("resnet18")
+    model.maxpool = nn.Identity()
+    return model.to("cuda", memory_format=memory_format)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_what_is_computed_anew_on_the_gpu_is_not_held_and_changes_no_bit(
+    memory_format, low, monkeypatch
+):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    ours, plain = recompute_cases.twins(resnet18(memory_format))
+    x = torch.randn(32, 3, 32, 32, device="cuda").contiguous(memory_format=memory_format)
+    for _ in range(2):
+        results = [recompute_cases.outcome(model, x, low) for model in (ours, plain)]
+        recompute_cases.assert_same(*results)
+    del results
+    anew = [n for n, m in plain.named_modules() if isinstance(m, nn.Conv2d) and "conv2" in n]
+    every = recompute_cases.kept(plain, x, low)
+    assert every - recompute_cases.kept(ours, x, low) >= set(anew)
+    dropped, held, peak = [], {}, {}
+    handles = [
+        plain.get_submodule(n).register_forward_pre_hook(lambda m, a: dropped.append(a[0].nbytes))
+        for n in anew
+    ]
+    for model in (plain, ours):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", low, enabled=low is not None):
+            y = model(x)
+        held[model] = torch.cuda.memory_allocated() - before
+        y.sum().backward()
+        del y
+        peak[model] = torch.cuda.max_memory_allocated() - before
+    for handle in handles:
+        handle.remove()
+    assert held[plain] - held[ours] >= sum(dropped) > 0
+    assert peak[ours] < peak[plain]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+def test_a_layer_norms_result_that_is_computed_anew_on_the_gpu_changes_no_bit(low):
+    ours, plain = recompute_cases.twins(recompute_cases.Feed(256).cuda())
+    x = torch.randn(16, 100, 256, device="cuda")
+    for _ in range(2):
+        recompute_cases.assert_same(
+            recompute_cases.outcome(ours, x, low), recompute_cases.outcome(plain, x, low)
+        )
+    if low is None:
+        anew = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
+        assert anew == {"mlp.0"}
+
+
+@pytest.mark.gpu
+# A graph is captured on a stream of its own, and gradients then accumulate on another.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_a_graph_computes_anew_at_each_replay(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    ours, plain = recompute_cases.twins(
+        recompute_cases.convolutions(nn.ReLU(), nn.GELU(), width=32).cuda()
+    )
+    x = torch.randn(8, 32, 28, 28, device="cuda")
+
+    def step(model):
+        y = model(x)
+        return torch.autograd.grad(y.square().sum(), list(model.parameters()))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(ours)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(ours)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        for a, b in zip(got, step(plain), strict=True):
+            assert torch.equal(a, b)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from normplug._ops import recompute
+
 triton = pytest.importorskip("triton")
 np = pytest.importorskip("numpy")
 
@@ -23,7 +25,16 @@ def version(module):
     reason="Triton's interpreter takes numpy 2.4 from its version 3.7 on",
 )
 @pytest.mark.parametrize(
-    "tests", ["test_kernels.py", "test_row_kernels.py", "test_pool_kernels.py"]
+    "tests",
+    [
+        "test_kernels.py",
+        "test_row_kernels.py",
+        "test_pool_kernels.py",
+        pytest.param(
+            "test_recompute.py",
+            marks=pytest.mark.skipif(not recompute.AVAILABLE, reason="needs torch 2.8"),
+        ),
+    ],
 )
 def test_the_kernels_pass_their_tests_in_tritons_interpreter(tests):
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no", TESTS / tests]

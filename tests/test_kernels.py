@@ -30,6 +30,7 @@ from kernel_cases import (
     assert_accurate,
     check_compiled,
     check_operators,
+    check_recomputed,
     force,
     make,
     run,
@@ -175,6 +176,14 @@ def test_offsets_of_64_bits(setup, prepared, monkeypatch):
 
 
 NEEDS = [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual")]
+
+
+@EVERY_SETUP
+@pytest.mark.parametrize(
+    "options", [v for v in VARIANTS if "residual" not in v], ids=lambda v: str(Case((), **v))
+)
+def test_the_result_is_had_again_from_what_the_backward_needs(setup, options, prepared):
+    check_recomputed(prepared(setup, **options))
 
 
 @SOME_SETUPS

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import normplug
+from kernel_cases import Case, check_recomputed
 from normplug import functional
 
 pytestmark = pytest.mark.gpu
@@ -94,6 +95,20 @@ def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape, inner
     torch.cuda.synchronize()
     assert Workspace._kept
     assert not any(kept.counters.any() for kept in Workspace._kept.values())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(5, 3), (1024, 1000), (257, 33, 7, 7), (32, 64, 56, 56), (128, 256, 14, 14), (8, 33, 90, 91)],
+    ids=str,
+)
+def test_the_result_is_had_again_from_what_the_backward_needs(shape, dtype, layout):
+    for activation in (None, "relu", "silu", "gelu"):
+        check_recomputed(Case(shape, dtype, layout, activation=activation, offset=30.0), GPU)
+    check_recomputed(Case(shape, dtype, layout, affine="weight", training=False), GPU)
+    check_recomputed(Case(shape, dtype, layout, params=torch.float32, mode="standard"), GPU)
 
 
 # A graph is captured on a stream of its own, and gradients then accumulate on another.

@@ -34,6 +34,7 @@ from row_cases import (
     check_compiled,
     check_compiled_around_attention,
     check_operators,
+    check_recomputed,
     force,
     make,
     run,
@@ -161,6 +162,20 @@ def test_the_setups_are_the_corners_that_they_are_named_for():
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: str(Case((), **options)))
 def test_every_setup_is_as_close_to_float64_as_torch(setup, options, prepared):
     assert_accurate(prepared(setup, **options))
+
+
+RESIDUALS = [
+    {"offset": 1e3, "vectors": "weight", "running": torch.float32, "residual": "apart"},
+    {"dtype": torch.float16, "vectors": "bias"},
+    {"dtype": torch.bfloat16, "residual_dtype": torch.float32, "offset": 1e3},
+    {"dtype": torch.float64, "vectors": ""},
+]
+
+
+@EVERY_SETUP
+@pytest.mark.parametrize("options", RESIDUALS, ids=lambda options: str(Case((), **options)))
+def test_the_result_is_had_again_from_what_the_backward_needs(setup, options, prepared):
+    check_recomputed(prepared(setup, **{"residual": "contiguous", **options}))
 
 
 @EVERY_SETUP
@@ -541,8 +556,8 @@ def test_the_backward_keeps_what_is_normalised_and_two_numbers_a_row(dtype, resi
     inputs = {name: t if t is None else t.requires_grad_() for name, t in inputs.items()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = call(case, inputs, "triton")["y"]
-    vectors_kept = 1 if residual else 2  # weight and input_bias
-    assert sum(kept.values()) == (32 + vectors_kept) * 24 * dtype.itemsize + 2 * 32 * 4
+    # Beside what is normalised the weight, and the bias or the input_bias.
+    assert sum(kept.values()) == (32 + 2) * 24 * dtype.itemsize + 2 * 32 * 4
     y.sum().backward()
 
 

@@ -22,6 +22,7 @@ from row_cases import (
     check_compiled,
     check_compiled_around_attention,
     check_operators,
+    check_recomputed,
     force,
     make,
     run,
@@ -232,6 +233,23 @@ REPEATED = [
     (300, 40_000),
     (64, 2**17),
 ]
+
+
+@pytest.mark.parametrize("shape", REPEATED, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_the_result_is_had_again_from_what_the_backward_needs(shape, dtype, residual_dtype):
+    options = {"residual": "contiguous", "residual_dtype": residual_dtype, "offset": 30.0}
+    check_recomputed(Case(shape, dtype, running=torch.float32, **options), GPU)
+    check_recomputed(Case(shape, dtype, vectors="", params=torch.float32, **options), GPU)
 
 
 @pytest.mark.parametrize("shape", REPEATED, ids=str)

@@ -16,6 +16,7 @@ from hydra.utils import instantiate
 
 import normplug
 import train
+from normplug._ops import recompute
 from normplug.experiment.classifier import Classifier
 from normplug.experiment.models import resnet, scale_norm_weights, vit
 from normplug.experiment.run import arm_name
@@ -35,6 +36,7 @@ RESULT_KEYS = {
     "peak_memory_bytes",
     "norms_swapped",
     "norms_fused",
+    "recompute",
     "channels_last",
     "versions",
     "hardware",
@@ -351,3 +353,26 @@ def test_only_swapped_norms_are_fused_and_a_wrong_setting_is_refused(command, tm
     code, output = command(*TINY, "fuse=maybe")
     assert code == 1
     assert "fuse must be true, false or null; got 'maybe'" in output
+
+
+def test_results_are_computed_anew_of_fused_norms_only(command, tmp_path):
+    for wrong in (["fuse=false"], ["fuse=true", "compile=true"]):
+        code, output = command(*TINY, "recompute=true", *wrong)
+        assert code == 1
+        assert "recompute=true is for fused norms" in output
+    code, output = command(*TINY, "recompute=always")
+    assert code == 1
+    assert "recompute must be true or false; got 'always'" in output
+    if not recompute.AVAILABLE:
+        code, output = command(*TINY, "fuse=true", "recompute=true")
+        assert code == 1
+        assert "recompute needs torch 2.8" in output
+        return
+    code, output = command(*TINY, "fuse=true", "recompute=true", "trainer.max_epochs=1",
+                           f"hydra.run.dir={tmp_path}/fused")  # fmt: skip
+    assert code == 0, output
+    assert results(tmp_path / "fused")[0]["recompute"] is True
+    code, output = command(*TINY, "mode=baseline", "recompute=true", "trainer.max_epochs=1",
+                           f"hydra.run.dir={tmp_path}/baseline")  # fmt: skip
+    assert code == 0, output
+    assert results(tmp_path / "baseline")[0]["recompute"] is False

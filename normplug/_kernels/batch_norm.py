@@ -20,6 +20,7 @@ class Flags:
     """What a call asks for, beside its shape."""
 
     training: bool = True
+    given: bool = False  # the statistics, where it is no training
     weight: bool = True
     bias: bool = True
     residual: bool = False
@@ -47,6 +48,7 @@ def forward_launch(
         "OWN": flags.training and flags.normalize,
         "SOLO": False,
         "TRAINING": flags.training,
+        "GIVEN": flags.given,
         "NORMALIZE": flags.normalize,
         "VARIANCE": flags.variance,
         "WEIGHT": flags.weight,

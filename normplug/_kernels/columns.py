@@ -395,6 +395,7 @@ def batch_norm_columns_forward(
     OWN: tl.constexpr,
     SOLO: tl.constexpr,
     TRAINING: tl.constexpr,
+    GIVEN: tl.constexpr,
     NORMALIZE: tl.constexpr,
     VARIANCE: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -414,7 +415,7 @@ def batch_norm_columns_forward(
     Items of moments have ROWS rows, items that normalise U * BT. OWN: a program normalises the rows
     whose moments it gathered, from the last to the first; the programs of a slab must then all run
     at once, or be one, SOLO. SEGMENTS: channels have more than one column. Without NORMALIZE y is
-    not written. VARIANCE: the stats are (mean, var).
+    not written. VARIANCE: the stats are (mean, var). GIVEN: they are there already, and are used.
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
@@ -478,6 +479,7 @@ def batch_norm_columns_forward(
             x = _load_rows(x_ptr, columns, live, row, M, W, U, BT, EVEN, False, WIDE, True)
             if TRAINING:
                 wait(flag_ptr, 1, NA)
+            if TRAINING or GIVEN:
                 average, scale, bias = _coefficients(
                     stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
                 )

@@ -25,6 +25,7 @@ class Flags:
     bias: bool = True
     input_bias: bool = False
     residual: bool = False
+    given: bool = False  # the rows' statistics
     stats: bool = True
     running: bool = False
     tracked: bool = False
@@ -92,6 +93,7 @@ def forward_launch(
         "BIAS": flags.bias,
         "INPUT_BIAS": flags.input_bias,
         "RESIDUAL": flags.residual,
+        "GIVEN": flags.given,
         "STATS": flags.stats,
         "RUNNING": flags.running,
         "TRACKED": flags.running and flags.tracked,
@@ -99,11 +101,12 @@ def forward_launch(
         **placing,
     }
     if isinstance(shape, WideForward):
+        lag = 0 if flags.given else shape.lag
         head = {"BLOCK": shape.block, "KP": min(schedule.power_of_2(shape.k), 1024)}
         return Launch(
             wide_rows.layer_norm_wide_forward,
-            shape.rows * shape.k + shape.lag + finishers,
-            (*sizes, shape.k, shape.lag, finishers, *numbers),
+            shape.rows * shape.k + lag + finishers,
+            (*sizes, shape.k, lag, finishers, *numbers),
             {**head, **constants, "EVEN": shape.even},
             shape.warps,
         )

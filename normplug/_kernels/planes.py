@@ -71,6 +71,7 @@ def batch_norm_planes_forward(
     KP: tl.constexpr,
     ACC: tl.constexpr,
     TRAINING: tl.constexpr,
+    GIVEN: tl.constexpr,
     NORMALIZE: tl.constexpr,
     VARIANCE: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -87,7 +88,7 @@ def batch_norm_planes_forward(
 
     HW = UNITS * UNIT tells the compiler how far rows are aligned. Without NORMALIZE (and with
     LAG = TILES and one more program a channel) y is not written. VARIANCE: the stats are
-    (mean, var).
+    (mean, var). GIVEN: they are there already, and are used.
     """
     t = tl.program_id(0)
     HW = UNITS * UNIT
@@ -137,13 +138,17 @@ def batch_norm_planes_forward(
             if TRACKED:
                 if u == 0:
                     tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
+        elif GIVEN:
+            mean = tl.load(stats_ptr + channel)
+            rstd = tl.load(stats_ptr + C + channel)
         else:
             mean = tl.load(running_mean_ptr + channel).to(ACC)
             var = tl.load(running_var_ptr + channel).to(ACC)
-        rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
-        if k == 0:
-            tl.store(stats_ptr + channel, mean)
-            tl.store(stats_ptr + C + channel, var if VARIANCE else rstd)
+        if not GIVEN:
+            rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+            if k == 0:
+                tl.store(stats_ptr + channel, mean)
+                tl.store(stats_ptr + C + channel, var if VARIANCE else rstd)
         if NORMALIZE:
             scale = rstd * scalar(root, ACC)
             if WEIGHT:

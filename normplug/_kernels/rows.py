@@ -170,6 +170,7 @@ def layer_norm_rows_forward(
     BIAS: tl.constexpr,
     INPUT_BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    GIVEN: tl.constexpr,
     STATS: tl.constexpr,
     RUNNING: tl.constexpr,
     TRACKED: tl.constexpr,
@@ -180,7 +181,8 @@ def layer_norm_rows_forward(
 ):
     """Y = weight * root * (h - mean) * rstd + bias, and stats = (mean, rstd) of all rows.
 
-    h = x + input_bias or, rounded and kept as total, x + residual.
+    h = x + input_bias or, rounded and kept as total, x + residual. GIVEN: the stats are there
+    already, and are used.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0) - FINISHERS
@@ -211,20 +213,26 @@ def layer_norm_rows_forward(
                 h = as_stored(h, total_ptr)
                 _store(total_ptr, h, rows * DENSE, inside, columns, live, EVEN)
                 h = h.to(ACC)
+                first = as_stored(first, total_ptr).to(ACC)
             if INPUT_BIAS:
                 h += _vector(input_bias_ptr, columns, live, R, EVEN).to(ACC)
                 first += tl.load(input_bias_ptr).to(ACC)
             # Distances from one of the values: their sums do not round at the size of the mean.
             d = h - _each(first)
-            if not EVEN:
-                d = tl.where(live[None, :, :], d, 0.0)
-            mean = _sum(d) / n
-            d -= _each(mean)
-            mean += first
-            if not EVEN:
-                d = tl.where(live[None, :, :], d, 0.0)
-            var = _sum(d * d) / n
-            rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+            if GIVEN:
+                mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+                rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
+                d -= _each(mean - first)
+            else:
+                if not EVEN:
+                    d = tl.where(live[None, :, :], d, 0.0)
+                mean = _sum(d) / n + first
+                # Of the mean as it is saved: whoever is given that gets the same bits.
+                d -= _each(mean - first)
+                if not EVEN:
+                    d = tl.where(live[None, :, :], d, 0.0)
+                var = _sum(d * d) / n
+                rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
             y = d * _each(rstd * scalar(root, ACC))
             if WEIGHT:
                 if not KEEP:

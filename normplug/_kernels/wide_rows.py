@@ -80,6 +80,7 @@ def layer_norm_wide_forward(
     BIAS: tl.constexpr,
     INPUT_BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    GIVEN: tl.constexpr,
     STATS: tl.constexpr,
     RUNNING: tl.constexpr,
     TRACKED: tl.constexpr,
@@ -96,7 +97,7 @@ def layer_norm_wide_forward(
     X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
     R_STEP = size(R_UNITS, UNIT, WIDE)
     R_OUTER = size(R_OUTER_UNITS, UNIT, WIDE)
-    if t < ROWS * K:
+    if t < (0 if GIVEN else ROWS * K):
         row = t // K
         k = t - row * K
         columns = k * BLOCK + tl.arange(0, BLOCK)
@@ -139,10 +140,15 @@ def layer_norm_wide_forward(
         else:
             place = row_places(row, INNER, X_OUTER, X_STEP, TWO_LEVELS)
             h = tl.load(x_ptr + place + columns, mask=live, other=0.0)
-            wait(counter_ptr + row, K, K)
-        mean, m2 = merge_moments(partial_ptr + 2 * row * K, K, WIDTH, BLOCK, KP, ACC)
-        var = m2 / WIDTH.to(ACC)
-        rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+            if not GIVEN:
+                wait(counter_ptr + row, K, K)
+        if GIVEN:
+            mean = tl.load(stats_ptr + row)
+            rstd = tl.load(stats_ptr + ROWS + row)
+        else:
+            mean, m2 = merge_moments(partial_ptr + 2 * row * K, K, WIDTH, BLOCK, KP, ACC)
+            var = m2 / WIDTH.to(ACC)
+            rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
         h = h.to(ACC)
         if INPUT_BIAS:
             h += tl.load(input_bias_ptr + columns, mask=live, other=0.0).to(ACC)

@@ -18,6 +18,7 @@ from normplug._kernels import batch_norm as kernels
 from normplug._kernels import schedule
 from normplug._kernels.launch import COOPERATIVE, Launch, Workspace
 from normplug._ops import aten, gpu
+from normplug._ops.recompute import Recomputable
 from normplug.reference import accumulator_dtype
 
 
@@ -63,6 +64,7 @@ class _Plan:
             geometry, key.dtype, self.flags, key.momentum or 0.0, key.eps, key.target_variance
         )
         self._forward_scratch = kernels.scratch(geometry)
+        self._again: Launch | None = None
         self._mask_bytes = 0
         if self.flags.bits:
             size = key.dtype.itemsize
@@ -132,6 +134,30 @@ class _Plan:
             work.counters,
         )
         return y, stats, bits
+
+    def again(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor) -> Tensor:
+        """The y of a call without residual, to the bit, from what it kept for its backward."""
+        y = torch.empty_like(x)
+        if self._again is None:
+            given = kernels.Flags(
+                training=False,
+                given=True,
+                weight=self.flags.weight,
+                bias=self.flags.bias,
+                activation=self.flags.activation,
+            )
+            key = self.key
+            self._again = kernels.forward_launch(
+                self._geometry(1), key.dtype, given, 0.0, key.eps, key.target_variance
+            )
+        stream, work = self._workspaces.get((0, 0))
+        vectors = (stats if weight is None else weight, stats if bias is None else bias)
+        # What a call does not have, the kernel does not touch: any tensor stands in.
+        self._again(
+            stream, x, y, x, x, *vectors, stats, stats, work.counters, stats, work.partial,
+            work.counters,
+        )  # fmt: skip
+        return y
 
     def backward(
         self,
@@ -230,7 +256,7 @@ def plan_of(
     return _plans[key], x, residual
 
 
-class _BatchNorm(torch.autograd.Function):
+class _BatchNorm(Recomputable):
     # A tensor argument costs the host time: those that get no gradient come in `rest`.
     @staticmethod
     def forward(
@@ -247,6 +273,11 @@ class _BatchNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, kept, stats, bits)
         ctx.plan = plan
         return y
+
+    @staticmethod
+    def recompute(node: Any) -> Tensor:
+        x, weight, bias, _, stats, _ = node.saved_tensors
+        return gpu.on_device_of(x, node.plan.again, x, weight, bias, stats)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -21,6 +21,7 @@ from normplug._kernels import schedule
 from normplug._kernels.launch import COOPERATIVE, Launch
 from normplug._kernels.layer_norm import Spacing, TwoLevels
 from normplug._ops import aten, gpu
+from normplug._ops.recompute import Recomputable
 from normplug.reference import accumulator_dtype
 
 _Needs = tuple[bool, bool, bool, bool]  # dx, dweight, dbias, dinput_bias
@@ -66,6 +67,7 @@ class _Plan:
         device = key.device
         self._machine = (schedule.processors(device), schedule.shared_memory(device))
         self._forward: dict[bool, tuple[Launch, tuple[int, int]]] = {}
+        self._again: Launch | None = None
         self._backward: dict[tuple[Any, ...], tuple[Launch, tuple[int, int]]] = {}
         self._workspaces = gpu.Workspaces(key.device, self.acc)
         # Where there was a residual, the backward's x is the total, which is dense.
@@ -115,6 +117,22 @@ class _Plan:
             work.counters,
         )
         return y, total, stats
+
+    def again(
+        self, total: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor
+    ) -> Tensor:
+        """The y of a call with residual, to the bit, from what it kept and its bias."""
+        y = self._empty(total, self.total, self.key.out)
+        if self._again is None:
+            self._again = self._set_up_again()
+        stream, work = self._workspaces.get((0, 0))
+        vectors = (stats if weight is None else weight, stats if bias is None else bias)
+        # What a call does not have, the kernel does not touch: any tensor stands in.
+        self._again(
+            stream, total, total, y, y, *vectors, stats, stats, stats, work.counters, stats,
+            work.partial, work.counters,
+        )  # fmt: skip
+        return y
 
     def backward(
         self,
@@ -220,6 +238,29 @@ class _Plan:
         assert total is not None
         return y, total
 
+    def _set_up_again(self) -> Launch:
+        key = self.key
+        flags = kernels.Flags(
+            weight=key.weight is not None, bias=key.bias is not None, given=True, stats=False
+        )
+        strides = kernels.Strides(self.width)  # of the total
+        shape = self._forward_shape(strides, False)
+        return kernels.forward_launch(
+            shape, self.acc, flags, strides, 0.0, key.eps, key.target_variance
+        )
+
+    def _forward_shape(
+        self, strides: kernels.Strides, running: bool
+    ) -> schedule.Rows | schedule.WideForward:
+        return schedule.layer_norm_forward(
+            self.rows,
+            self.width,
+            strides.unit(self.width),
+            self.itemsize,
+            running,
+            self._machine[0],
+        )
+
     def _set_up_forward(self, keep: bool) -> tuple[Launch, tuple[int, int]]:
         key = self.key
         running = key.running is not None
@@ -234,14 +275,7 @@ class _Plan:
             cumulative=running and key.momentum is None,
         )
         strides = kernels.Strides(key.spacing, residual=key.residual and key.residual[0])
-        shape = schedule.layer_norm_forward(
-            self.rows,
-            self.width,
-            strides.unit(self.width),
-            self.itemsize,
-            running,
-            self._machine[0],
-        )
+        shape = self._forward_shape(strides, running)
         launch = kernels.forward_launch(
             shape, self.acc, flags, strides, key.momentum or 0.0, key.eps, key.target_variance
         )
@@ -349,7 +383,7 @@ class _LayerNorm(torch.autograd.Function):
         return (*gradients, None)
 
 
-class _AddLayerNorm(torch.autograd.Function):
+class _AddLayerNorm(Recomputable):
     @staticmethod
     def forward(
         ctx: Any,
@@ -364,7 +398,7 @@ class _AddLayerNorm(torch.autograd.Function):
             x, residual, weight, bias, None, running_mean, running_var, tracked, keep=True
         )
         assert total is not None
-        ctx.save_for_backward(total, weight, stats)
+        ctx.save_for_backward(total, weight, bias, stats)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         if not any(ctx.needs_input_grad[:2]):
@@ -372,8 +406,13 @@ class _AddLayerNorm(torch.autograd.Function):
         return y, total
 
     @staticmethod
+    def recompute(node: Any) -> Tensor:
+        total, weight, bias, stats = node.saved_tensors
+        return gpu.on_device_of(total, node.plan.again, total, weight, bias, stats)
+
+    @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, weight, stats = ctx.saved_tensors
+        total, weight, _, stats = ctx.saved_tensors
         plan, key = ctx.plan, ctx.plan.key
         dx, dresidual, dweight, dbias, _ = ctx.needs_input_grad
         needs = (dx or dresidual, dweight, dbias, False)

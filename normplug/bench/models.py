@@ -123,6 +123,10 @@ def _fuse(net: nn.Module) -> nn.Module:
     return normplug.fuse(net)
 
 
+def _fuse_and_recompute(net: nn.Module) -> nn.Module:
+    return normplug.fuse(net, recompute=True)
+
+
 def without_norms(net: nn.Module) -> nn.Module:
     """Put an `nn.Identity` in the place of every norm layer, subclasses included."""
     for row in normplug.plan(net):
@@ -137,6 +141,7 @@ ARMS: dict[str, tuple[Change, ...]] = {
     "compile": (torch.compile,),
     "swap": (_swap,),
     "swap+fuse": (_swap, _fuse),
+    "swap+fuse+recompute": (_swap, _fuse_and_recompute),
     "swap+fuse+compile": (_swap, _fuse, torch.compile),
     "eager+graph": (),
     "swap+fuse+graph": (_swap, _fuse),

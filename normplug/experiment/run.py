@@ -85,6 +85,7 @@ class Run:
         self.cfg = cfg
         self.directory = Path(HydraConfig.get().runtime.output_dir)
         self.arm = _checked_arm(cfg)
+        self._refuse_idle_recompute()
         _refuse_sweep_of_processes(cfg)
         self._timer = StepTimer()
         self.result: dict[str, Any] = {}
@@ -125,6 +126,14 @@ class Run:
         """Whether the swapped norms are to be fused: as configured, or on a GPU."""
         return self._on_gpu if self.cfg.fuse is None else self.cfg.fuse
 
+    def _refuse_idle_recompute(self) -> None:
+        cfg = self.cfg
+        if cfg.recompute and cfg.mode != BASELINE and (cfg.compile or not self.fuses):
+            raise UserError(
+                "normplug.experiment: recompute=true is for fused norms (fuse=true, or null on a "
+                "GPU) without compile=true, whose compiler decides itself what to compute anew."
+            )
+
     @property
     def _on_gpu(self) -> bool:
         accelerators = ("auto", "gpu", "cuda")
@@ -153,7 +162,8 @@ class Run:
             **self._timer.summary(data.batch_size * trainer.world_size),
             peak_memory_bytes=peak_memory_bytes(gpu),
             norms_swapped=sum(1 for _ in _convert.normplug_layers(model)),
-            norms_fused=_norms_fused(model),
+            norms_fused=(fused := _norms_fused(model)),
+            recompute=self.cfg.recompute and fused > 0,
             channels_last=self.cfg.channels_last,
             epochs=trainer.current_epoch,
             precision=str(trainer.precision),
@@ -244,6 +254,10 @@ def _checked_arm(cfg: DictConfig) -> str:
         )
     if cfg.fuse not in (True, False, None):
         raise UserError(f"normplug.experiment: fuse must be true, false or null; got {cfg.fuse!r}.")
+    if cfg.recompute not in (True, False):
+        raise UserError(
+            f"normplug.experiment: recompute must be true or false; got {cfg.recompute!r}."
+        )
     if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
         raise UserError(
             f"normplug.experiment: ckpt_path must be a checkpoint file; got {cfg.ckpt_path}. A "

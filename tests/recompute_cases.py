@@ -1,0 +1,79 @@
+"""Models for the tests of results that are computed anew, and what their steps keep and give."""
+
+import copy
+import gc
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fuse_cases import PreNorm
+from normplug import fuse, swap
+
+
+class Feed(PreNorm):
+    """A transformer block whose second norm is read by a module of several layers."""
+
+    def __init__(self, width=8):
+        super().__init__(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+
+def convolutions(*between, width=4):
+    """Convolutions with a BatchNorm and one of `between` after each, and a last one."""
+    layers = []
+    for module in between:
+        conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        layers += [conv, nn.BatchNorm2d(width), module]
+    return nn.Sequential(*layers, nn.Conv2d(width, width, 1))
+
+
+def twins(model, **options):
+    """The model swapped and fused, with recompute and without; equal otherwise."""
+    swap(model.train(), backend="triton", **options)
+    plain = fuse(copy.deepcopy(model))
+    return fuse(model, recompute=True), plain
+
+
+def outcome(model, x, low=None):
+    """All that a step gives: output, gradients, buffers. low: a dtype of autocast."""
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    with torch.autocast(x.device.type, low, enabled=low is not None):
+        y = model(x)
+    weights = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y)
+    (y * weights).sum().backward()
+    return {
+        "y": y.detach(),
+        "dx": x.grad,
+        **{f"d{name}": p.grad.clone() for name, p in model.named_parameters()},
+        **{name: buffer.clone() for name, buffer in model.named_buffers()},
+    }
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def kept(model, x, low=None):
+    """The convolutions and linear layers whose input is there still when the forward is over."""
+    inputs, handles = {}, []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+
+            def note(module, args, name=name):
+                inputs[name] = StorageWeakRef(args[0].untyped_storage())
+
+            handles.append(module.register_forward_pre_hook(note))
+    with torch.autocast(x.device.type, low, enabled=low is not None):
+        y = model(x.detach().requires_grad_())
+    for handle in handles:
+        handle.remove()
+    if not x.is_cuda:
+        gc.collect()  # Triton's interpreter leaves cycles behind
+    assert y.grad_fn is not None
+    return {name for name, storage in inputs.items() if not storage.expired()}
