@@ -88,6 +88,7 @@ def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, 
         if isinstance(m := _module(node, root), TargetVarianceNorm)
     ]
     sites, reasons, taken = list[Site](), dict[nn.Module, str](), set[fx.Node]()
+    left = list[fx.Node]()
     for node, norm in norms:
         if sum(m is norm for _, m in norms) > 1:
             reasons[norm] = "called more than once"
@@ -99,15 +100,23 @@ def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, 
             look = _layer_norm_site if isinstance(norm, LayerNorm) else _batch_norm_site
             site = look(node, root, order)
             if isinstance(site, Site) and site.add in taken:
-                reasons[norm] = "its addition is another norm's"
-                if not site.before:
-                    sites.append(Site(node, site.add, None, None, (), False, "", lone=True))
-            elif isinstance(site, str):
+                site = "its addition is another norm's"
+            if isinstance(site, str):
                 reasons[norm] = site
+                left.append(node)
             else:
                 sites.append(site)
                 taken.add(site.add or node)
-    return sites, reasons
+    return [*sites, *_lone_sites(left, sites, root)], reasons
+
+
+def _lone_sites(left: list[fx.Node], sites: list[Site], root: nn.Module) -> Iterator[Site]:
+    """Of the norms left, the BatchNorms that only an addition of another's site reads."""
+    additions = {site.add for site in sites if not site.before}
+    for node in left:
+        reader = next(iter(node.users)) if len(node.users) == 1 else None
+        if reader in additions and not isinstance(_module(node, root), LayerNorm):
+            yield Site(node, reader, None, None, (), False, "", lone=True)
 
 
 def _can_be_fused(norm: TargetVarianceNorm) -> bool:

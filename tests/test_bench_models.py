@@ -489,21 +489,19 @@ def test_a_small_model_from_end_to_end(tmp_path):
     pytest.importorskip("torchvision")
     files = {name: tmp_path / f"{name}.json" for name in ("json", "profile")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
-    arms = {*UNFUSED, "compile", "swap+fuse+graph"}
+    arms = [*UNFUSED, "compile"]
     chosen = [word for arm in arms for word in ("--arm", arm)]
     done = command("models", "--model", "resnet18-cifar", "--batch", 64, *chosen, *options)
     assert done.returncode == 0, done.stderr
     assert "left out" not in done.stderr
     rows = {row["arm"]: row for row in json.loads(files["json"].read_text())["rows"]}
-    assert set(rows) == arms
+    assert set(rows) == set(arms)
     for row in rows.values():
         assert 0 < row["ms_p20"] <= row["ms"] <= row["ms_p80"] < 1000
         assert 0 < row["host_ms"] < 1000
         assert 0 < row["peak_gib"] < 10
         assert row["steps"] == ROUNDS * TURN
     assert rows["no-norm"]["peak_gib"] < rows["eager"]["peak_gib"]
-    assert rows["swap+fuse+graph"]["loss"] == pytest.approx(rows["swap"]["loss"], abs=0.05)
-    assert rows["swap+fuse+graph"]["host_ms"] < rows["swap"]["host_ms"]
     assert rows["compile"]["loss"] == pytest.approx(rows["eager"]["loss"], abs=0.05)
     for row in json.loads(files["profile"].read_text())["rows"]:
         busy = row["groups_ms"]

@@ -16,7 +16,7 @@ import normplug
 import recompute_cases
 from fuse_cases import Block, Encoder, PreNorm, check_saved_bytes
 from normplug import functional, fuse, fusions, swap, unfuse, unswap
-from normplug._ops import recompute
+from normplug._ops import choice, recompute
 from normplug.fuse import fused_modules
 
 X = torch.randn(4, 8, 5, 5, dtype=torch.double)
@@ -859,8 +859,25 @@ def test_fused_on_the_gpu_is_as_close_to_float64_as_unfused(name, dtype, calls):
     assert errors[True] <= 2 * errors[False] + torch.finfo(dtype).eps
 
 
+def test_a_norm_that_only_a_fused_addition_reads_is_called_as_such(monkeypatch):
+    lone = []
+    fused = normplug.BatchNorm2d.fused
+
+    def noted(layer, *arguments, **options):
+        lone.extend([layer] * options.get("lone", False))
+        return fused(layer, *arguments, **options)
+
+    model = fuse(swapped(ZOO["resnet18"][0]()))
+    monkeypatch.setattr(normplug.BatchNorm2d, "fused", noted)
+    model(torch.randn(2, 3, 32, 32, dtype=torch.double))
+    shortcuts = [m for n, m in model.named_modules() if n.endswith("downsample.1")]
+    assert len(lone) == len(shortcuts) > 0
+    assert all(any(layer is m for m in shortcuts) for layer in lone)
+
+
 @pytest.mark.gpu
-def test_a_compiler_gets_an_operator_for_a_norm_that_only_a_fused_call_reads():
+def test_a_compiler_gets_an_operator_for_a_norm_that_only_a_fused_call_reads(monkeypatch):
+    monkeypatch.setattr(choice, "_OPERATOR_BYTES", 0)  # however small the input
     operators = []
 
     def look(graph_module, inputs):

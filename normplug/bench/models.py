@@ -143,12 +143,8 @@ ARMS: dict[str, tuple[Change, ...]] = {
     "swap+fuse": (_swap, _fuse),
     "swap+fuse+recompute": (_swap, _fuse_and_recompute),
     "swap+fuse+compile": (_swap, _fuse, torch.compile),
-    "eager+graph": (),
-    "swap+fuse+graph": (_swap, _fuse),
     "no-norm": (without_norms,),
 }
-# Their step, optimizer and all, is captured in one CUDA graph: what the GPU alone takes.
-GRAPHED = ("eager+graph", "swap+fuse+graph")
 
 
 def select(models: Sequence[str] | None, batch: int | None) -> list[Case]:
@@ -257,9 +253,6 @@ def warm(
     step = make_step(build(stock, arm, model, batch[0].device.type), *batch)
     for _ in range(WARM_UPS):
         loss = step()
-    if arm in GRAPHED:
-        step = captured(step)
-        loss = step()
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss.item()}, which would make the step faster")
     return step, stopwatch.peak_bytes(step), loss.item()
@@ -296,24 +289,6 @@ def make_step(net: nn.Module, images: Tensor, labels: Tensor) -> Step:
         return loss.detach()
 
     return step
-
-
-def captured(step: Step) -> Step:
-    """A step as one CUDA graph, which is replayed; what it returns is overwritten each time."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-
-    def replay(between: Callable[[], None] = _nothing) -> Tensor:
-        graph.replay()
-        return loss
-
-    return replay
 
 
 def _nothing() -> None:

@@ -63,7 +63,7 @@ def _models(content: Mapping[str, Any]) -> str:
             _pivot(rows, CASE, "arm", speed),
             "Peak memory of a step, GiB:\n",
             _pivot(rows, CASE, "arm", lambda row: f"{row['peak_gib']:.2f}"),
-            "Until the host is free again after a step, ms:\n",
+            "The host's time for a step, ms:\n",
             _pivot(rows, CASE, "arm", lambda row: f"{row['host_ms']:.2f}"),
         ]
     )
