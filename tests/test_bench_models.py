@@ -1,6 +1,7 @@
 """Whole training steps: arms that start alike and differ as named, and what is reported."""
 
 import copy
+import gc
 import json
 import subprocess
 import sys
@@ -17,7 +18,18 @@ from normplug.bench import __main__ as command_line
 from normplug.bench import groups, models
 from normplug.bench.__main__ import main
 from normplug.bench.groups import GROUPS, group, profiled, summed
-from normplug.bench.models import ARMS, MODELS, ROUNDS, TURN, WARM_UPS, Case, Model, select
+from normplug.bench.models import (
+    ARMS,
+    GRAPHED,
+    MODELS,
+    ROUNDS,
+    TURN,
+    WARM_UPS,
+    Captured,
+    Case,
+    Model,
+    select,
+)
 from normplug.bench.results import Results
 from normplug.bench.table import render
 
@@ -485,11 +497,27 @@ def test_without_a_gpu_it_says_so():
 
 
 @pytest.mark.gpu
+# A graph is captured on a stream of its own, and gradients then accumulate on another.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_a_captured_step_holds_on_to_the_weights_that_it_reads(tiny):
+    batch = models.make_batch(TINY, "cuda")
+    net = TinyNet(classes=tiny.classes, image_size=tiny.image_size).cuda()
+    step = models.make_step(net, *batch)
+    expected = step().item()
+    captured = Captured(step)
+    del net, step
+    gc.collect()
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        assert captured().item() == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.gpu
 def test_a_small_model_from_end_to_end(tmp_path):
     pytest.importorskip("torchvision")
     files = {name: tmp_path / f"{name}.json" for name in ("json", "profile")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
-    arms = [*UNFUSED, "compile"]
+    arms = [*UNFUSED, "compile", *GRAPHED]
     chosen = [word for arm in arms for word in ("--arm", arm)]
     done = command("models", "--model", "resnet18-cifar", "--batch", 64, *chosen, *options)
     assert done.returncode == 0, done.stderr
@@ -502,7 +530,8 @@ def test_a_small_model_from_end_to_end(tmp_path):
         assert 0 < row["peak_gib"] < 10
         assert row["steps"] == ROUNDS * TURN
     assert rows["no-norm"]["peak_gib"] < rows["eager"]["peak_gib"]
-    assert rows["compile"]["loss"] == pytest.approx(rows["eager"]["loss"], abs=0.05)
+    for arm in ("compile", *GRAPHED):
+        assert rows[arm]["loss"] == pytest.approx(rows["eager"]["loss"], abs=0.05)
     for row in json.loads(files["profile"].read_text())["rows"]:
         busy = row["groups_ms"]
         assert busy["conv/gemm"] > 0
