@@ -335,29 +335,53 @@ def _erase(graph: fx.Graph, site: Site) -> None:
         graph.erase_node(node)
 
 
-def recompute_results(graph: fx.Graph) -> None:
-    """Let a module that alone reads a site's result not keep it for its backward.
+def recompute_results(graph: fx.Graph, root: nn.Module) -> None:
+    """Let modules that read a site's result, here or after an earlier module, not keep it.
 
-    Not the result of BatchNorm and an addition: of what was added, not enough is kept.
+    That is for what nothing else reads but additions, which keep nothing of what they add.
     """
     for node in list(graph.nodes):
-        reader = next(iter(node.users)) if len(node.users) == 1 else None
-        if reader is None or reader.op != "call_module" or not _is_lone_result(node):
+        readers = [user for user in node.users if not _adds(user, node, root)]
+        if not readers or not _may_be_a_result(node):
             continue
-        if reader.args == (node,) and not reader.kwargs:
+        if not all(user.op == "call_module" and _takes(user, node) for user in readers):
+            continue
+        for user in list(node.users):
+            if user not in readers:
+                # These modules keep it where it is not computed anew, so this can keep it as well.
+                user.kwargs = {"kept": True}
+        for reader in readers:
             with graph.inserting_before(reader):
                 module = graph.create_node("get_attr", str(reader.target))
-                reader.replace_all_uses_with(graph.call_function(recompute.call, (module, node)))
+                arguments = (node, module, *reader.args)
+                result = graph.call_function(recompute.call, arguments, reader.kwargs)
+                reader.replace_all_uses_with(result)
             graph.erase_node(reader)
 
 
-def _is_lone_result(node: fx.Node) -> bool:
-    if node.target is batch_norm:
-        return len(node.args) == 4  # no residual
+def _adds(node: fx.Node, residual: fx.Node, root: nn.Module) -> bool:
+    """Whether a node is a BatchNorm that adds the residual, and whose backward does not read it."""
+    if node.target is not batch_norm or len(node.args) == 4 or node.args[1] is residual:
+        return False
+    activation: Any = node.args[2]
+    if isinstance(activation, fx.Node):
+        activation = _of_module(root.get_submodule(str(activation.target)))
+    return activation in (None, "relu")
+
+
+def _may_be_a_result(node: fx.Node) -> bool:
+    """Whether a node gives what can be computed anew: each call decides that as it runs."""
+    if node.op == "placeholder" or node.target is batch_norm:
+        return True
     if node.target is not operator.getitem:
         return False
     both, place = node.args
     return isinstance(both, fx.Node) and (both.target, place) == (add_layer_norm, 0)
+
+
+def _takes(node: fx.Node, argument: fx.Node) -> bool:
+    """Whether a call takes an argument as it is, and not in a list or the like."""
+    return argument in node.args or argument in node.kwargs.values()
 
 
 def batch_norm(
@@ -368,11 +392,13 @@ def batch_norm(
     residual: Tensor | None = None,
     in_place: bool = False,
     flipped: bool = False,
+    *,
+    kept: bool = False,
 ) -> Tensor:
     """A BatchNorm, `between`, the addition and the activation: in one call where that is the same.
 
     activation: a module, the name of one, or None. in_place: the addition is. flipped: the residual
-    is its left side.
+    is its left side. kept: a module keeps the residual, unless it is computed anew.
     """
     name = _of_module(activation) if isinstance(activation, nn.Module) else activation
     if (
@@ -380,7 +406,9 @@ def batch_norm(
         and _are_plain(norm, x, activation, between)
         and (residual is None or _alike(x, residual))
     ):
-        return norm.fused(x, residual, name)  # type: ignore[operator]
+        if not kept or torch.compiler.is_compiling() or recompute.will_recompute(residual):
+            return norm.fused(x, residual, name)  # type: ignore[operator]
+        return norm.fused(x, residual, name, keeps_residual=True)  # type: ignore[operator]
     y = norm(x)
     for module in between:
         y = module(y)

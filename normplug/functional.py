@@ -79,11 +79,36 @@ def batch_norm(
         >>> batch_norm(x, None, None, training=True, eps=1e-12, mode=0.25).flatten()
         tensor([-0.5000,  0.5000])
     """
+    return _fused_batch_norm(
+        input, running_mean, running_var, weight, bias, training, momentum, eps, mode=mode,
+        residual=residual, activation=activation, num_batches_tracked=num_batches_tracked,
+        backend=backend,
+    )  # fmt: skip
+
+
+def _fused_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    *,
+    mode: ModeLike,
+    residual: Tensor | None,
+    activation: str | None,
+    num_batches_tracked: Tensor | None,
+    backend: str,
+    keeps_residual: bool = False,
+) -> Tensor:
+    """`batch_norm`; keeps_residual: so that the kernels' result can be computed anew."""
     who = "functional.batch_norm"
     tensors = (
         input, running_mean, running_var, weight, bias, residual, num_batches_tracked
     )  # fmt: skip
-    settings = (training, momentum, eps, mode, activation, backend)
+    settings = (training, momentum, eps, mode, activation, backend, keeps_residual)
     eager = input.is_cuda and not torch.compiler.is_compiling()
     if eager:
         signature = choice.signature(who, settings, tensors)
@@ -96,8 +121,9 @@ def batch_norm(
     name, tv = _checks.backend(who, backend), target_variance(mode)
     fused = residual is not None or activation is not None
     route = choice.batch_norm(
-        who, name, input, residual, num_batches_tracked, vectors, fused, training and tv == 1.0
-    )
+        who, name, input, residual, num_batches_tracked, vectors, fused, training and tv == 1.0,
+        keeps_residual,
+    )  # fmt: skip
     numbers = (training, momentum, eps, tv, activation)
     y = route(*tensors, *numbers)
     if eager:

@@ -95,12 +95,13 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     hooks, other arguments or other tensors than these calls take, runs as it was written.
 
     What such a call gives, the convolution or linear layer after it keeps for its backward. With
-    `recompute`, in training and where one module alone reads it, it is computed anew in the
-    backward, to the bit, from what the norm keeps anyway: less memory, for one more read and write
-    of it, and the host's time for one more launch. That goes for BatchNorm with an activation and
-    for an addition with LayerNorm, by the kernels, where the same module calls norm and reader;
-    BatchNorm with an addition does not keep enough. On the CPU the flag has no effect, nor under
-    torch.compile, whose partitioner decides, nor inside activation checkpointing or other
+    `recompute`, in training and where only modules and fused additions read it, in the same forward
+    or in that of the block after it, each reader has it computed anew in the backward, to the bit,
+    from what the norm keeps anyway: less memory, for one more read and write of it, and the host's
+    time for one more launch. That goes for BatchNorm with an activation, for an addition with
+    LayerNorm, and for BatchNorm with an addition where what is added is kept: of a chain of
+    residual blocks, for every second. It takes the kernels: on the CPU the flag has no effect, nor
+    under torch.compile, whose partitioner decides, nor inside activation checkpointing or other
     `torch.autograd.graph.saved_tensors_hooks`. The last call decides, and copies and pickles keep
     the flag.
 
@@ -466,7 +467,7 @@ class _Analysis:
             graph = _trace.trace(module, self._reads, followed, training).graph
             _sites.rewrite(graph, _sites.find(graph, module)[0], module)
             if self._recompute and training:
-                _sites.recompute_results(graph)
+                _sites.recompute_results(graph, module)
             forwards[training] = _compiled(graph, module)
         self._inner[module] = inner
         reads = self._reads[module]

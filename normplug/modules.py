@@ -162,6 +162,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         pool: Pool | None = None,
         *,
         lone: bool = False,
+        keeps_residual: bool = False,
     ) -> Tensor:
         """What `forward` computes, plus `residual`, through `activation`, in one call.
 
@@ -171,6 +172,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             activation: as in `normplug.functional.batch_norm`.
             pool: max pooling after relu, without a residual.
             lone: whether a compiler would have nothing to fuse it with.
+            keeps_residual: for the backward, so that the kernels' result can be computed anew.
         """
         self._check_input_dim(input)
         weight, bias = self._affine()
@@ -202,13 +204,14 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
                 num_batches_tracked=tracked,
                 backend=backend,
             )
-        return functional.batch_norm(
+        return functional._fused_batch_norm(
             *arguments,
             mode=self.target_variance,
             residual=residual,
             activation=activation,
             num_batches_tracked=tracked,
             backend=backend,
+            keeps_residual=keeps_residual,
         )
 
     def _variance(self, x: Tensor) -> Tensor:

@@ -21,6 +21,57 @@ class Feed(PreNorm):
         )
 
 
+class Attend(nn.Module):
+    """An addition, a norm, and attention over its result, which permutes it and copies that."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.mix, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x):
+        x = x + self.mix(x)
+        y = self.norm(x)
+        return x + self.attention(y, y, y, need_weights=False)[0]
+
+
+class Mixer(nn.Module):
+    """An addition, a norm, and a linear layer over its result with rows and columns exchanged."""
+
+    def __init__(self, width=8, rows=3):
+        super().__init__()
+        self.mix, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.across = Across(rows)
+
+    def forward(self, x):
+        x = x + self.mix(x)
+        return x + self.across(self.norm(x))
+
+
+class Across(nn.Linear):
+    def __init__(self, rows):
+        super().__init__(rows, rows)
+
+    def forward(self, x):
+        return super().forward(x.transpose(-2, -1)).transpose(-2, -1)
+
+
+class Residual(nn.Module):
+    """A residual block whose input only a convolution and the addition read."""
+
+    def __init__(self, act=None, down=None, width=4):
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.act = act or nn.ReLU(inplace=True)
+        self.down = down
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(self.act(self.bn1(self.conv1(x)))))
+        return self.act(y + (x if self.down is None else self.down(x)))
+
+
 def convolutions(*between, width=4):
     """Convolutions with a BatchNorm and one of `between` after each, and a last one."""
     layers = []

@@ -16,7 +16,17 @@ import interpreted
 from fuse_cases import Block
 from normplug import fuse, unfuse
 from normplug._ops import batch_norm_gpu, layer_norm_gpu, recompute
-from recompute_cases import Feed, assert_same, convolutions, kept, outcome, twins
+from recompute_cases import (
+    Attend,
+    Feed,
+    Mixer,
+    Residual,
+    assert_same,
+    convolutions,
+    kept,
+    outcome,
+    twins,
+)
 
 pytestmark = [
     *interpreted.MARKS,
@@ -51,12 +61,30 @@ def blocks():
     return nn.Sequential(Block(4), Block(4, down=nn.Conv2d(4, 4, 1)))
 
 
+def stem_and_blocks():
+    """A norm without addition; a block that reads it; three more; one with a shortcut's norm."""
+    stem = convolutions(nn.ReLU())[:-1]
+    down = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
+    return nn.Sequential(*stem, *(Residual() for _ in range(4)), Residual(down=down))
+
+
+# Where a block adds what is computed anew, its own result is not: that would be a chain.
+IN_TURNS = {"3.conv1", "5.conv1", "7.conv1", "7.down.0"} | {f"{i}.conv2" for i in range(3, 8)}
+SILU = {"0.conv2", "1.conv2"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("memory_format", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     ("make", "dropped"),
-    [(chain, {"3", "6", "9"}), (blocks, {"0.conv2", "1.conv2"})],
-    ids=["chain", "blocks"],
+    [
+        (chain, {"3", "6", "9"}),
+        (blocks, {"0.conv2", "1.conv2"}),
+        (stem_and_blocks, IN_TURNS),
+        # Its own backward reads what is added before a SiLU.
+        (lambda: nn.Sequential(Residual(nn.SiLU()), Residual(nn.SiLU())), SILU),
+    ],
+    ids=["chain", "blocks", "stem and blocks", "silu"],
 )
 def test_a_batch_norms_result_is_let_go_and_every_bit_stays(make, dropped, memory_format, dtype):
     ours, plain = twins(make().to(dtype=dtype, memory_format=memory_format))
@@ -72,6 +100,14 @@ def test_a_layer_norms_result_is_let_go_and_every_bit_stays():
     ours, plain = twins(Feed())
     assert_same(outcome(ours, ROWS), outcome(plain, ROWS))
     assert kept(plain, ROWS) - kept(ours, ROWS) == {"mlp.0"}
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [Attend, Mixer])
+def test_a_permuted_copy_of_the_result_is_not_kept_either(make, low, anew):
+    ours, plain = twins(make())
+    assert_same(outcome(ours, ROWS, low), outcome(plain, ROWS, low))
+    assert len(anew) == 1
 
 
 @pytest.mark.parametrize("output", ["float32", "low"])
@@ -167,7 +203,11 @@ def test_hooks_on_the_module_that_reads_run(kind, anew):
     assert len(anew) == 3
 
 
-@pytest.mark.parametrize(("make", "x"), [(chain, X), (Feed, ROWS)], ids=["batch", "layer"])
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [(chain, X), (stem_and_blocks, X), (Feed, ROWS)],
+    ids=["batch", "blocks", "layer"],
+)
 def test_two_backwards_and_second_derivatives(make, x):
     ours, plain = twins(make().double())
     results = []

@@ -34,7 +34,7 @@ class Flags:
     @property
     def bits(self) -> bool:
         """Whether the forward saves relu's signs, which the residual would have to be kept for."""
-        return self.residual and self.activation == "relu"
+        return self.residual and self.activation == "relu" and not self.given
 
 
 def forward_launch(

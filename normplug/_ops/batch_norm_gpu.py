@@ -37,6 +37,7 @@ class _Key(NamedTuple):
     eps: float
     target_variance: float
     activation: str | None
+    keeps_residual: bool
 
 
 class _Plan:
@@ -69,8 +70,10 @@ class _Plan:
         if self.flags.bits:
             size = key.dtype.itemsize
             self._mask_bytes = schedule.mask_bytes(*self._sizes, self._innermost, size)
-        # Kept for the backward: silu and gelu need all of the input to the activation.
-        self.needs_residual = key.residual and key.activation in ("silu", "gelu")
+        # The backward of silu and gelu needs all of the input to the activation.
+        self.reads_residual = key.residual and key.activation in ("silu", "gelu")
+        self.keeps_residual = self.reads_residual or key.keeps_residual
+        self.is_recomputable = self.keeps_residual or not key.residual
         self._backward: dict[tuple[bool, ...], Launch] = {}
         self._backward_scratch = (0, 0)
         self._workspaces = gpu.Workspaces(device, self.acc)
@@ -135,8 +138,15 @@ class _Plan:
         )
         return y, stats, bits
 
-    def again(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor) -> Tensor:
-        """The y of a call without residual, to the bit, from what it kept for its backward."""
+    def again(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        stats: Tensor,
+    ) -> Tensor:
+        """The y of a call that `is_recomputable`, to the bit, from what its backward has."""
         y = torch.empty_like(x)
         if self._again is None:
             given = kernels.Flags(
@@ -144,6 +154,7 @@ class _Plan:
                 given=True,
                 weight=self.flags.weight,
                 bias=self.flags.bias,
+                residual=self.flags.residual,
                 activation=self.flags.activation,
             )
             key = self.key
@@ -151,10 +162,11 @@ class _Plan:
                 self._geometry(1), key.dtype, given, 0.0, key.eps, key.target_variance
             )
         stream, work = self._workspaces.get((0, 0))
+        beside = x if residual is None else residual
         vectors = (stats if weight is None else weight, stats if bias is None else bias)
         # What a call does not have, the kernel does not touch: any tensor stands in.
         self._again(
-            stream, x, y, x, x, *vectors, stats, stats, work.counters, stats, work.partial,
+            stream, x, y, beside, x, *vectors, stats, stats, work.counters, stats, work.partial,
             work.counters,
         )  # fmt: skip
         return y
@@ -231,12 +243,14 @@ def plan_of(
     eps: float,
     target_variance: float,
     activation: str | None,
+    keeps_residual: bool = False,
 ) -> tuple[_Plan, Tensor, Tensor | None]:
     """The plan of a call, with x and the residual laid out so that it can run."""
     x = dense(x)
     stride = x.stride()
     if residual is not None and residual.stride() != stride:
         residual = laid_out_like(residual, x)
+        keeps_residual = False  # nobody else keeps the copy
     key = _Key(
         x.shape,
         stride,
@@ -252,6 +266,7 @@ def plan_of(
         eps,
         target_variance,
         activation,
+        keeps_residual and residual is not None,
     )
     return _plans[key], x, residual
 
@@ -269,15 +284,19 @@ class _BatchNorm(Recomputable):
     ) -> Tensor:
         plan, running_mean, running_var, tracked = rest
         y, stats, bits = plan.forward(x, weight, bias, residual, running_mean, running_var, tracked)
-        kept = residual if plan.needs_residual else None
+        kept = residual if plan.keeps_residual else None
         ctx.save_for_backward(x, weight, bias, kept, stats, bits)
         ctx.plan = plan
         return y
 
     @staticmethod
+    def is_recomputable(node: Any) -> bool:
+        return node.plan.is_recomputable
+
+    @staticmethod
     def recompute(node: Any) -> Tensor:
-        x, weight, bias, _, stats, _ = node.saved_tensors
-        return gpu.on_device_of(x, node.plan.again, x, weight, bias, stats)
+        x, weight, bias, residual, stats, _ = node.saved_tensors
+        return gpu.on_device_of(x, node.plan.again, x, weight, bias, residual, stats)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -311,14 +330,23 @@ def batch_norm(
     eps: float,
     target_variance: float,
     activation: str | None,
+    keeps_residual: bool = False,
 ) -> Tensor:
-    """`functional.batch_norm` after its checks, for what `refusal` has nothing against."""
+    """`functional.batch_norm` after its checks, for what `refusal` has nothing against.
+
+    keeps_residual: for the backward too, so that the result can be computed anew.
+    """
     tracked = num_batches_tracked is not None and running_mean is not None
     plan, x, residual = plan_of(
         x, weight, bias, residual, running_mean, tracked, training, momentum, eps, target_variance,
-        activation,
+        activation, keeps_residual,
     )  # fmt: skip
     return plan.run(x, running_mean, running_var, weight, bias, residual, num_batches_tracked)
+
+
+def recomputable(*arguments: Any) -> Tensor:
+    """`batch_norm` with a residual that is kept for the backward, as something else does anyway."""
+    return batch_norm(*arguments, keeps_residual=True)  # type: ignore[misc]
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -359,8 +387,9 @@ def straight(route: Any, tensors: Sequence[Tensor | None], settings: tuple[Any, 
     x, running_mean, _, weight, bias, residual, count = tensors
     assert x is not None
     tracked = count is not None and running_mean is not None
+    numbers = (*settings, route is recomputable)
     plan, x_as_it_runs, residual_as_it_runs = plan_of(
-        x, weight, bias, residual, running_mean, tracked, *settings
+        x, weight, bias, residual, running_mean, tracked, *numbers
     )
     return plan.run if x_as_it_runs is x and residual_as_it_runs is residual else None
 
@@ -387,8 +416,8 @@ def _composed_backward(
         signs = plan.backward(ones, x.detach(), weight, bias, residual, stats, bits, mask)[3]
         assert signs is not None
         dy, activation = dy * signs, None
-    if key.residual and residual is None:
-        dresidual = dy if needs[3] else None
+    if key.residual and not plan.reads_residual:
+        residual, dresidual = None, dy if needs[3] else None
     running_mean = running_var = None
     if not key.training:
         running_mean, running_var = running_of(stats, key.eps, key.running)

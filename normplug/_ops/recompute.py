@@ -6,6 +6,9 @@ one write.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -20,7 +23,12 @@ _hooks_are_allowed: Any = getattr(torch._C._autograd, "_saved_tensors_hooks_is_e
 
 
 class Recomputable(torch.autograd.Function):
-    """An operation whose first result follows from what it keeps for its backward."""
+    """An operation whose first result may follow from what it keeps for its backward."""
+
+    @staticmethod
+    def is_recomputable(node: Any) -> bool:
+        """Whether it does, of a `grad_fn`."""
+        return True
 
     @staticmethod
     def recompute(node: Any) -> Tensor:
@@ -35,44 +43,65 @@ class Recomputable(torch.autograd.Function):
         raise NotImplementedError
 
 
-def call(module: nn.Module, y: Tensor) -> Any:
-    """`module(y)`, whose backward computes y anew where that can be done.
+def call(y: Tensor, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`module(*args, **kwargs)`, where y is among them, and is computed anew in the backward.
 
-    Under activation checkpointing, and wherever else hooks decide already what becomes of saved
-    tensors, it is left to them.
+    Where that cannot be done it is kept. Under activation checkpointing, and wherever else hooks
+    decide already what becomes of saved tensors, it is left to them.
     """
-    if torch.compiler.is_compiling() or _top_hooks is None or not _is_recomputable(y):
-        return module(y)
-    outer = (_top_hooks(True) or (None,))[0]
-    if not (outer is None or isinstance(outer, _Pack)):
-        return module(y)
+    if not will_recompute(y):
+        return module(*args, **kwargs)
+    outer = _hook()
     pack = _Pack(y, outer)
     try:
         with saved_tensors_hooks(pack, _unpack):
-            return module(y)
+            return module(*args, **kwargs)
     finally:
         pack.y = None  # the saved tensors hold `pack`
 
 
-def _is_recomputable(y: Any) -> bool:
-    function = getattr(getattr(y, "grad_fn", None), "_forward_cls", object)
-    return issubclass(function, Recomputable) and _hooks_are_allowed()
+def will_recompute(y: Any) -> bool:
+    """Whether `call` with y would have it computed anew."""
+    if torch.compiler.is_compiling() or _top_hooks is None:
+        return False
+    node = getattr(y, "grad_fn", None)
+    function: Any = getattr(node, "_forward_cls", object)
+    return (
+        issubclass(function, Recomputable)
+        and y.output_nr == 0
+        and function.is_recomputable(node)
+        and _hooks_are_allowed()
+        and isinstance(_hook(), (_Pack, NoneType))
+    )
+
+
+def _hook() -> Any:
+    """What is called for a tensor that is saved now; None where nothing is."""
+    assert _top_hooks is not None
+    return (_top_hooks(True) or (None,))[0]
 
 
 class _Recipe:
-    """A tensor made of y: y itself or its cast to another dtype, or a view of either."""
+    """A tensor made of y: y itself or a copy of it, or a view of either."""
 
-    def __init__(self, node: Any, source: Tensor, cast: bool, t: Tensor) -> None:
-        self._node = node
-        self._cast = (source.stride(), source.dtype) if cast else None
+    def __init__(self, node: Any, copy: Callable[[Tensor], Tensor] | None, t: Tensor) -> None:
+        self._node, self._copy = node, copy
         self._view = (t.size(), t.stride(), t.storage_offset())
 
     def __call__(self) -> Tensor:
         t = self._node._forward_cls.recompute(self._node)
-        if self._cast is not None:
-            stride, dtype = self._cast
-            t = t.new_empty_strided(t.size(), stride, dtype=dtype).copy_(t)
+        if self._copy is not None:
+            t = self._copy(t)
         return t.as_strided(*self._view)
+
+
+def _cast(stride: tuple[int, ...], dtype: torch.dtype, y: Tensor) -> Tensor:
+    return y.new_empty_strided(y.size(), stride, dtype=dtype).copy_(y)
+
+
+def _permuted(dims: tuple[int, int], y: Tensor) -> Tensor:
+    one, other = (dim - 2**64 if dim >= 2**63 else dim for dim in dims)  # autograd wraps them
+    return y.transpose(one, other).contiguous()
 
 
 class _Pack:
@@ -100,22 +129,42 @@ class _Pack:
         assert y is not None
         if y._version != self._version:
             return None
-        if t.dtype == y.dtype:
-            same = t.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-            return _Recipe(self._node, y, False, t) if same and t._version == y._version else None
-        # As autocast casts, before or after it is taken for a matrix of rows.
+        if t.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
+            unchanged = t.dtype == y.dtype and t._version == y._version
+            return _Recipe(self._node, None, t) if unchanged else None
         source = t if t._base is None else t._base
-        made = source.grad_fn
-        if (
-            made is not None
-            and made.name() == "ToCopyBackward0"
-            and made.next_functions[0][0] is self._node
-            and source._version == 0
-            and source.dtype == t.dtype
-            and source.device == y.device
-        ):
-            return _Recipe(self._node, source, True, t)
+        if source._version != 0 or source.dtype != t.dtype or source.device != y.device:
+            return None
+        copy = self._copy(source, y.dtype)
+        return None if copy is None else _Recipe(self._node, copy, t)
+
+    def _copy(self, source: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """What makes the source of y, of this dtype; None for what is not made of it."""
+        made: Any = source.grad_fn
+        # As autocast casts, before or after it is taken for a matrix of rows.
+        if _is_a(made, "ToCopyBackward0") and _before(made) is self._node:
+            return partial(_cast, source.stride(), source.dtype)
+        # As a linear layer copies what attention has permuted, for a matrix of rows.
+        if _is_a(made, "UnsafeViewBackward0") and source.dtype == dtype and source.is_contiguous():
+            clone: Any = _before(made)
+            permutation = _before(clone)
+            if (
+                _is_a(clone, "CloneBackward0")
+                and _is_a(permutation, "TransposeBackward0")
+                and _before(permutation) is self._node
+            ):
+                dims = (permutation._saved_dim0, permutation._saved_dim1)
+                return partial(_permuted, dims)
         return None
+
+
+def _before(node: Any) -> Any:
+    """Of an operation's `grad_fn`, that of its first input."""
+    return node.next_functions[0][0] if node is not None and node.next_functions else None
+
+
+def _is_a(node: Any, name: str) -> bool:
+    return node is not None and node.name() == name
 
 
 def _unpack(kept: _Recipe | tuple[Tensor, int]) -> Tensor:
