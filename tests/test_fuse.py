@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import normplug
@@ -56,7 +57,7 @@ def assert_same(one, other):
 def calls(monkeypatch):
     """What goes through the fused functions."""
     made = []
-    batch_norm, add_layer_norm = functional.batch_norm, functional.add_layer_norm
+    batch_norm, add_layer_norm = functional._fused_batch_norm, functional.add_layer_norm
     pooled = functional._batch_norm_max_pool
 
     def watched_batch_norm(*args, residual=None, activation=None, **options):
@@ -74,7 +75,7 @@ def calls(monkeypatch):
         made.append("add before")
         return add_layer_norm(*args, **options)
 
-    monkeypatch.setattr(functional, "batch_norm", watched_batch_norm)
+    monkeypatch.setattr(functional, "_fused_batch_norm", watched_batch_norm)
     monkeypatch.setattr(functional, "_batch_norm_max_pool", watched_pool)
     monkeypatch.setattr(functional, "add_layer_norm", watched_add)
     return made
@@ -877,7 +878,7 @@ def test_a_norm_that_only_a_fused_addition_reads_is_called_as_such(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_compiler_gets_an_operator_for_a_norm_that_only_a_fused_call_reads(monkeypatch):
-    monkeypatch.setattr(choice, "_OPERATOR_BYTES", 0)  # however small the input
+    monkeypatch.setattr(choice, "_BATCH_NORM_OPERATOR_BYTES", 0)  # however small the input
     operators = []
 
     def look(graph_module, inputs):
@@ -935,16 +936,41 @@ def test_what_is_computed_anew_on_the_gpu_is_not_held_and_changes_no_bit(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
-def test_a_layer_norms_result_that_is_computed_anew_on_the_gpu_changes_no_bit(low):
-    ours, plain = recompute_cases.twins(recompute_cases.Feed(256).cuda())
-    x = torch.randn(16, 100, 256, device="cuda")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_every_second_blocks_result_is_computed_anew_on_the_gpu(memory_format, low, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    blocks = nn.Sequential(*(recompute_cases.Residual(width=64) for _ in range(4)))
+    ours, plain = recompute_cases.twins(blocks.to("cuda", memory_format=memory_format))
+    x = torch.randn(8, 64, 28, 28, device="cuda").contiguous(memory_format=memory_format)
     for _ in range(2):
-        recompute_cases.assert_same(
-            recompute_cases.outcome(ours, x, low), recompute_cases.outcome(plain, x, low)
-        )
+        results = [recompute_cases.outcome(model, x, low) for model in (ours, plain)]
+        recompute_cases.assert_same(*results)
     if low is None:
         anew = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
-        assert anew == {"mlp.0"}
+        assert anew == {"1.conv1", "3.conv1", *(f"{i}.conv2" for i in range(4))}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [recompute_cases.Feed, recompute_cases.Attend])
+def test_a_layer_norms_result_that_is_computed_anew_on_the_gpu_changes_no_bit(make, low):
+    ours, plain = recompute_cases.twins(make(256).cuda())
+    x = torch.randn(16, 100, 256, device="cuda")
+    with sdpa_kernel(SDPBackend.MATH):  # the others may add in any order
+        for _ in range(2):
+            recompute_cases.assert_same(
+                recompute_cases.outcome(ours, x, low), recompute_cases.outcome(plain, x, low)
+            )
+    held = {}
+    for model in (plain, ours):
+        model.zero_grad()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", low, enabled=low is not None):
+            y = model(x)
+        held[model] = torch.cuda.memory_allocated() - before
+        del y
+    result_bytes = x.numel() * (4 if low is None else 2)
+    assert held[plain] - held[ours] >= result_bytes
 
 
 @pytest.mark.gpu

@@ -19,9 +19,11 @@ _HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is
 # takes less time over it (in training 15 us for BatchNorm, 60 to 100 for LayerNorm), and until here
 # the GPU waits for the host (docs/kernels.md). BatchNorm of halves in channels_last never gains.
 _HOST_BOUND = {2: 8 << 20, 4: 16 << 20, 8: 16 << 20}
-# Bytes of input from which an operator of ours pays under torch.compile: dispatching one takes the
-# host longer than launching what Inductor makes of a smaller norm takes it and the GPU together.
-_OPERATOR_BYTES = 32 << 20
+# Bytes of input from which an operator of ours pays under torch.compile (docs/kernels.md), where
+# dispatching one takes the host longer than launching what Inductor makes of a norm: some 80 us for
+# both directions. From here on the GPU is the slower by more than that, or gains more.
+_BATCH_NORM_OPERATOR_BYTES = 96 << 20
+_ADD_LAYER_NORM_OPERATOR_BYTES = 32 << 20
 
 _Signature = tuple[Any, ...]
 _Route = Callable[..., Any]
@@ -85,11 +87,12 @@ def batch_norm(
     vectors: tuple[Tensor | None, ...],
     fused: bool,
     stock: bool,
+    keeps_residual: bool,
 ) -> _Route:
     """The route for `functional.batch_norm`: `aten`'s, the kernels' or, for a compiler, theirs.
 
     fused: with residual or activation. stock: in training, with target variance 1: what torch has
-    a kernel for.
+    a kernel for. keeps_residual: so that the kernels' result can be computed anew.
     """
     if backend == "torch" or (backend == "auto" and not x.is_cuda):
         return aten.batch_norm
@@ -105,18 +108,20 @@ def batch_norm(
     if _compiling():
         # Inductor fuses a lone norm with what follows it, and an operator ends that: only what has
         # fused more itself is worth one.
-        pays = backend == "triton" or (fused and _bytes(x) >= _OPERATOR_BYTES)
+        pays = backend == "triton" or (fused and _bytes(x) >= _BATCH_NORM_OPERATOR_BYTES)
         return batch_norm_library.batch_norm if pays else aten.batch_norm
     if backend == "auto" and not (fused or _pays(x, stock)):
         return aten.batch_norm
-    return batch_norm_gpu.batch_norm
+    return batch_norm_gpu.recomputable if keeps_residual else batch_norm_gpu.batch_norm
 
 
 def by_kernel(
     backend: str, x: Tensor, tracked: Tensor | None, vectors: tuple[Tensor | None, ...]
 ) -> str:
     """The backend "triton" for an "auto" with nothing against it, else what was asked for."""
-    if backend != "auto" or not x.is_cuda or _bytes(x) < _OPERATOR_BYTES or _refusal() is not None:
+    if backend != "auto" or not x.is_cuda or _bytes(x) < _BATCH_NORM_OPERATOR_BYTES:
+        return backend
+    if _refusal() is not None:
         return backend
     from normplug._ops import batch_norm_gpu
 
@@ -138,7 +143,10 @@ def batch_norm_max_pool(
 
     if pool_gpu.refusal(x, tracked, vectors, pool) is not None:
         return None
-    return (pool_library if _compiling() else pool_gpu).batch_norm_max_pool
+    if _compiling():
+        pays = backend == "triton" or _bytes(x) >= _BATCH_NORM_OPERATOR_BYTES
+        return pool_library.batch_norm_max_pool if pays else None
+    return pool_gpu.batch_norm_max_pool
 
 
 def layer_norm(
@@ -181,7 +189,7 @@ def add_layer_norm(
             raise _checks.no_kernel(who, why)
         return aten.add_layer_norm
     if _compiling():  # Inductor fuses this too, forward as fast, backward slower
-        pays = backend == "triton" or _bytes(x) >= _OPERATOR_BYTES
+        pays = backend == "triton" or _bytes(x) >= _ADD_LAYER_NORM_OPERATOR_BYTES
         return layer_norm_library.add_layer_norm if pays else aten.add_layer_norm
     from normplug._ops import layer_norm_gpu
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -567,6 +568,9 @@ def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> S
     return levels[0][1] if levels else math.prod(shape[outer:])
 
 
+_row_spacing = lru_cache(maxsize=4096)(row_spacing)  # not for a compiler's symbolic sizes
+
+
 def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
     """Whether rows, in whatever order, have nothing between them: so does their gradient then."""
     if isinstance(spacing, TwoLevels):
@@ -580,7 +584,7 @@ def _with_dense_rows(
     """A tensor and how its rows lie, copied if no launch could take them with those `before`."""
     if t.is_contiguous():
         return t, width
-    spacing = row_spacing(t.shape, t.stride(), row_dims)
+    spacing = _row_spacing(t.shape, t.stride(), row_dims)
     if isinstance(spacing, TwoLevels):
         inners = (other.inner for other in before if isinstance(other, TwoLevels))
         if any(inner != spacing.inner for inner in inners):
