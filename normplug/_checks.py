@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ACTIVATIONS = (None, "relu", "silu", "gelu")
+ACTIVATIONS = (None, "relu", "silu", "gelu", "relu6", "hardswish")
 AUTOCAST_OUTPUTS = ("low", "float32")
 BACKENDS = ("auto", "triton", "torch")
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # once: a call costs microseconds
@@ -59,7 +59,8 @@ def activation(who: str, name: str | None) -> None:
     """Refuse an activation that is not fused."""
     if name not in ACTIVATIONS:
         raise ValueError(
-            f"normplug.{who}: activation must be None, 'relu', 'silu' or 'gelu'; got {name!r}."
+            f"normplug.{who}: activation must be None or one of {_quoted(ACTIVATIONS[1:])}; "
+            f"got {name!r}."
         )
 
 

@@ -24,10 +24,17 @@ from normplug.modules import LayerNorm, TargetVarianceNorm
 
 _FUNCTIONS: dict[Any, str] = {
     F.relu: "relu", torch.relu: "relu", torch.relu_: "relu", "relu": "relu", "relu_": "relu",
-    F.silu: "silu", F.gelu: "gelu",
+    F.silu: "silu", F.gelu: "gelu", F.relu6: "relu6", F.hardswish: "hardswish",
 }  # fmt: skip
-_COMPOSED: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}
-_SHOWN = {"relu": "ReLU", "silu": "SiLU", "gelu": "GELU"}
+_COMPOSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "relu6": F.relu6, "hardswish": F.hardswish,
+}  # fmt: skip
+_MODULES: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu", nn.SiLU: "silu", nn.ReLU6: "relu6", nn.Hardswish: "hardswish",
+}  # fmt: skip
+_SHOWN = {
+    "relu": "ReLU", "silu": "SiLU", "gelu": "GELU", "relu6": "ReLU6", "hardswish": "Hardswish",
+}  # fmt: skip
 _ADDITIONS: dict[Any, Callable[[Any, Any], Any]] = {
     operator.add: operator.add, torch.add: operator.add, "add": operator.add,
     add_in_place: add_in_place, "add_": add_in_place,
@@ -237,12 +244,9 @@ def _activation_name(node: fx.Node, root: nn.Module) -> str | None:
 
 def _of_module(module: nn.Module) -> str | None:
     """The name of the activation that a module is, or None."""
-    cls = type(module)
-    if cls is nn.ReLU:
-        return "relu"
-    if cls is nn.SiLU:
-        return "silu"
-    return "gelu" if cls is nn.GELU and module.approximate == "none" else None
+    if type(module) is nn.GELU:
+        return "gelu" if module.approximate == "none" else None
+    return _MODULES.get(type(module))
 
 
 def _pooling(node: fx.Node, root: nn.Module) -> fx.Node | None:

@@ -54,7 +54,7 @@ def batch_norm(
         eps: above 0, added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         residual: added before the activation; shaped like `input`, or None.
-        activation: None, "relu", "silu" or "gelu" (exact).
+        activation: None, "relu", "silu", "gelu" (exact), "relu6" or "hardswish".
         num_batches_tracked: integer scalar, raised by one where running statistics move, or None.
         backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's); the environment's
             `NORMPLUG_BACKEND` sets "auto", which takes what was measured faster and can run.
@@ -72,7 +72,7 @@ def batch_norm(
     rounds weight * sqrt(tv) to the dtype of `weight`; the kernels do not.
     Differentiable twice, by `input`, `weight`, `bias` and `residual`. By the kernels, equal calls
     give equal bits, and what is kept for the backward is `input` and two numbers a channel, with
-    `residual` and relu one bit an element more, with `residual` and silu or gelu `residual` too.
+    `residual` and relu one bit an element more, with `residual` and another activation `residual`.
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]])

@@ -18,6 +18,8 @@ from normplug import functional, reference, target_variance
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
 INPUTS = ("x", "weight", "bias", "residual")
+# Where an activation's slope jumps.
+BENDS = {"relu": (0,), "relu6": (0, 6), "hardswish": (-3, 3)}
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,13 @@ def make(case: Case, device: str = "cpu") -> Tensors:
     )
     if case.residual is not None:
         tensors.residual = laid_out(normal(case.shape, case.dtype, 1.0, 0.0), case.residual)
-    if case.activation == "relu" and case.dy != "expanded":
-        # A rounding may decide on which side of its kink relu is: no gradient goes through there.
+    if case.activation in BENDS and case.dy != "expanded":
+        # A rounding may decide on which side of a bend a value is: no gradient goes through there.
         exact = _Exact(case, tensors)
         rounding = torch.finfo(reference.accumulator_dtype(case.dtype)).eps
-        clear = exact.z.abs() > 64 * rounding * exact.terms_of_z()
-        tensors.dy = torch.where(clear, tensors.dy, 0)
+        for bend in BENDS[case.activation]:
+            clear = (exact.z - bend).abs() > 64 * rounding * exact.terms_of_z()
+            tensors.dy = torch.where(clear, tensors.dy, 0)
     tensors.dy = laid_out(tensors.dy, case.dy or case.layout)
     return tensors
 
@@ -169,10 +172,11 @@ def check_recomputed(case: Case, device: str = "cpu") -> None:
     """The result is had again, to the bit, from what is kept for the backward; nothing moves."""
     tensors = make(case, device)
     count = torch.tensor(3, device=device)
-    y: Any = functional.batch_norm(
+    y: Any = functional._fused_batch_norm(
         tensors.x.requires_grad_(), *_running(tensors), tensors.weight, tensors.bias,
-        case.training, case.momentum, case.eps, mode=case.mode, activation=case.activation,
-        num_batches_tracked=count if case.running else None, backend="triton",
+        case.training, case.momentum, case.eps, mode=case.mode, residual=tensors.residual,
+        activation=case.activation, num_batches_tracked=count if case.running else None,
+        backend="triton", keeps_residual=True,
     )  # fmt: skip
     moved = [None if t is None else t.clone() for t in (*_running(tensors), count)]
     again = y.grad_fn._forward_cls.recompute(y.grad_fn)
@@ -224,7 +228,7 @@ def check_operators(case: Case, device: str) -> None:
     arguments = (x, weight, bias, residual, *running, *constants)
     torch.library.opcheck(operators.batch_norm_forward.default, arguments)
     _, stats, bits = operators.batch_norm_forward(*arguments)
-    kept = residual if case.activation in ("silu", "gelu") else None
+    kept = residual if case.activation not in (None, "relu") else None
     needs = [t is not None and t.requires_grad for t in inputs]
     needs[3] = needs[3] and case.activation is not None  # it would be dy itself
     arguments = (tensors.dy, x, weight, bias, kept, stats, bits, residual is not None)
@@ -317,7 +321,7 @@ class _Exact:
         rstd = self._wide(torch.rsqrt(self.var + self.case.eps))
         scale, centre = self._scale(), t.x.abs() + self._wide(self.mean.abs())
         dz = t.dy.abs()
-        if self.case.activation in ("silu", "gelu"):
+        if self.case.activation in ("silu", "gelu", "hardswish"):
             dz = dz * (1 + self.terms_of_z())  # their slopes have slopes of at most 1
         xhat = (t.x - self._wide(self.mean)).abs() * rstd
         dz_xhat = dz * xhat + self.dz.abs() * centre * rstd

@@ -56,7 +56,7 @@ def transformers_layer(name, folder):
     return pytest.param(make, "transformers", id=name)
 
 
-ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "hard_swish", "leaky_relu")
+ACTIVATIONS = ("relu", "silu", "gelu", "relu6", "hard_swish", "gelu_tanh", "leaky_relu")
 IMAGES = [
     *(timm_layer("BatchNormAct2d", 8, act_layer=act) for act in ACTIVATIONS),
     timm_layer("BatchNormAct2d", 8, apply_act=False),
@@ -222,7 +222,10 @@ def test_a_global_hook_sees_the_activation():
     assert seen == [nn.Identity, nn.ReLU, type(layer)]
 
 
-@pytest.mark.parametrize(("act", "calls"), [("relu", 0), ("silu", 0), ("gelu", 0), ("tanh", 1)])
+FUSED = ("relu", "silu", "gelu", "relu6", "hard_swish")
+
+
+@pytest.mark.parametrize(("act", "calls"), [*((act, 0) for act in FUSED), ("tanh", 1)])
 def test_what_the_kernels_know_is_fused(act, calls, monkeypatch):
     layers = pytest.importorskip("timm.layers")
     layer = swap(layers.BatchNormAct2d(8, act_layer=act))
@@ -321,7 +324,7 @@ def test_a_version_that_lacks_a_layer_is_told_and_left(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("act", ["relu", "silu", "gelu"])
+@pytest.mark.parametrize("act", FUSED)
 @pytest.mark.parametrize("training", [True, False])
 def test_the_fused_activation_on_the_gpu(act, training):
     layers = pytest.importorskip("timm.layers")

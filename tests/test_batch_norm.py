@@ -167,7 +167,7 @@ def test_the_output_keeps_the_layout(shape):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "hardswish"])
 def test_second_derivatives(training, activation):
     x, weight, bias = (leaf(t) for t in make((4, 3, 2, 2), torch.float64, offset=0.5))
     residual = leaf(torch.randn_like(x))
@@ -279,7 +279,7 @@ X = torch.randn(4, 3, 2, 2)
             (X, None, None, None, None, True),
             {"activation": "tanh"},
             ValueError,
-            "'relu', 'silu' or 'gelu'; got 'tanh'",
+            "'silu', 'gelu', 'relu6', 'hardswish'; got 'tanh'",
         ),
         (
             (X, None, None, None, None, True),

@@ -115,6 +115,8 @@ VARIANTS = [
     {"training": False, "affine": "", "mode": "standard"},
     {**HALF, "activation": "silu", "affine": "weight", "offset": 1e3, "mode": 4},
     {**HALF, "activation": "relu", "residual": "contiguous", "training": False},
+    {"activation": "relu6", "residual": "contiguous", "mode": 20},
+    {**HALF, "activation": "hardswish", "mode": 10},
 ]
 
 
@@ -179,11 +181,22 @@ NEEDS = [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual")]
 
 
 @EVERY_SETUP
-@pytest.mark.parametrize(
-    "options", [v for v in VARIANTS if "residual" not in v], ids=lambda v: str(Case((), **v))
-)
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: str(Case((), **options)))
 def test_the_result_is_had_again_from_what_the_backward_needs(setup, options, prepared):
-    check_recomputed(prepared(setup, **options))
+    case = prepared(setup, **options)
+    check_recomputed(dataclasses.replace(case, residual=case.residual and case.layout))
+
+
+def test_a_residual_that_had_to_be_copied_is_not_kept():
+    tensors = make(Case((6, 3, 2, 2), residual="channels_last", activation="relu"))
+    for residual, is_kept in ((tensors.residual, False), (tensors.x * 2, True)):
+        y = functional._fused_batch_norm(
+            tensors.x.requires_grad_(), None, None, None, None, True, 0.1, 1e-5, mode="golden",
+            residual=residual, activation="relu", num_batches_tracked=None, backend="triton",
+            keeps_residual=True,
+        )  # fmt: skip
+        assert y.grad_fn._forward_cls.is_recomputable(y.grad_fn) == is_kept
+        assert (y.grad_fn.saved_tensors[3] is not None) == is_kept
 
 
 @SOME_SETUPS
@@ -324,7 +337,7 @@ def test_derivatives_once_and_twice(shape, activation, training):
 
 
 def test_gradients_that_will_be_differentiated_are_those_that_will_not():
-    for activation, training in itertools.product([None, "relu", "silu"], [True, False]):
+    for activation, training in itertools.product([None, "relu", "silu", "relu6"], [True, False]):
         tensors = make(Case((6, 3, 2, 2), torch.float64, residual="contiguous"))
         leaves = [getattr(tensors, name).requires_grad_() for name in INPUTS]
         y = functional.batch_norm(
@@ -549,7 +562,7 @@ def test_compiled_in_one_graph_with_other_batch_sizes(shape, activation):
     layouts=st.tuples(*[st.sampled_from(["contiguous", "channels_last", "strided"])] * 3),
     with_residual=st.booleans(),
     affine=st.sampled_from(["", "weight", "bias", "weight+bias"]),
-    activation=st.sampled_from([None, "relu", "silu", "gelu"]),
+    activation=st.sampled_from([None, "relu", "silu", "gelu", "relu6", "hardswish"]),
     mode=st.one_of(st.just("golden"), st.floats(0.01, 10)),
     training=st.booleans(),
     momentum=st.one_of(st.sampled_from([None, 0.0, 1.0]), st.floats(0.001, 1)),

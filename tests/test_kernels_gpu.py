@@ -105,8 +105,10 @@ def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape, inner
     ids=str,
 )
 def test_the_result_is_had_again_from_what_the_backward_needs(shape, dtype, layout):
-    for activation in (None, "relu", "silu", "gelu"):
-        check_recomputed(Case(shape, dtype, layout, activation=activation, offset=30.0), GPU)
+    for activation in (None, "relu", "silu", "gelu", "relu6", "hardswish"):
+        for residual in (None, layout):
+            case = Case(shape, dtype, layout, residual=residual, activation=activation, offset=30.0)
+            check_recomputed(case, GPU)
     check_recomputed(Case(shape, dtype, layout, affine="weight", training=False), GPU)
     check_recomputed(Case(shape, dtype, layout, params=torch.float32, mode="standard"), GPU)
 

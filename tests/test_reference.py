@@ -59,9 +59,9 @@ def test_a_cumulative_average_weighs_all_batches_alike():
     assert average.item() == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize("name", [None, "relu", "silu", "gelu"])
+@pytest.mark.parametrize("name", [None, "relu", "silu", "gelu", "relu6", "hardswish"])
 def test_activations_and_their_gradients_are_torch_s(name):
-    pre = leaf(torch.cat([torch.randn(50).double() * 3, torch.zeros(1).double()]))
+    pre = leaf(torch.cat([torch.randn(50).double() * 4, torch.zeros(1).double()]))
     dy = torch.randn(51).double()
     expected = pre * 1 if name is None else getattr(F, name)(pre)
     torch.testing.assert_close(reference.activation(pre, name), expected)

@@ -17,7 +17,7 @@ import triton.language as tl
 _READER = tl.constexpr(1 << 32)
 _ARRIVALS = tl.constexpr((1 << 32) - 1)
 
-ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3}
+ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "relu6": 4, "hardswish": 5}
 
 
 @triton.jit
@@ -260,13 +260,17 @@ def as_stored(value, pointer):
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """relu, silu or exact gelu of z; nan stays nan."""
+    """relu, silu, exact gelu, relu6 or hardswish of z; nan stays nan."""
     if ACTIVATION == 1:
         y = tl.where(z <= 0, 0.0, z)
     elif ACTIVATION == 2:
         y = z * tl.sigmoid(z)
     elif ACTIVATION == 3:
         y = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif ACTIVATION == 4:
+        y = tl.where(z <= 0, 0.0, tl.where(z >= 6, 6.0, z))
+    elif ACTIVATION == 5:
+        y = tl.where(z <= -3, 0.0, tl.where(z >= 3, z, z * (z + 3.0) * 0.16666666666666666))
     else:
         y = z
     return y
@@ -274,7 +278,7 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activation_gradient(dy, z, ACTIVATION: tl.constexpr):
-    """The gradient dy times the slope of the activation at z; relu's is 0 at 0."""
+    """The gradient dy times the slope of the activation at z; where relu and relu6 bend, 0."""
     if ACTIVATION == 1:
         dz = tl.where(z <= 0, 0.0, dy)
     elif ACTIVATION == 2:
@@ -283,6 +287,11 @@ def activation_gradient(dy, z, ACTIVATION: tl.constexpr):
     elif ACTIVATION == 3:
         density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
         dz = dy * (0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * density)
+    elif ACTIVATION == 4:
+        dz = tl.where(z <= 0, 0.0, tl.where(z >= 6, 0.0, dy))
+    elif ACTIVATION == 5:
+        slope = tl.where(z <= -3, 0.0, tl.where(z >= 3, 1.0, z * 0.3333333333333333 + 0.5))
+        dz = dy * slope
     else:
         dz = dy
     return dz

@@ -26,6 +26,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
     "gelu": F.gelu,
+    "relu6": F.relu6,
+    "hardswish": F.hardswish,
 }
 
 

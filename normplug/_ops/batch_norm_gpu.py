@@ -70,8 +70,8 @@ class _Plan:
         if self.flags.bits:
             size = key.dtype.itemsize
             self._mask_bytes = schedule.mask_bytes(*self._sizes, self._innermost, size)
-        # The backward of silu and gelu needs all of the input to the activation.
-        self.reads_residual = key.residual and key.activation in ("silu", "gelu")
+        # The backward of all but relu needs all of the input to the activation.
+        self.reads_residual = key.residual and key.activation not in (None, "relu")
         self.keeps_residual = self.reads_residual or key.keeps_residual
         self.is_recomputable = self.keeps_residual or not key.residual
         self._backward: dict[tuple[bool, ...], Launch] = {}

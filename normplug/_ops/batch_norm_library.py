@@ -136,7 +136,7 @@ class _BatchNorm(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         x, weight, bias, residual, _, _, *options = inputs
         y, stats, bits = _forward(*inputs)
-        kept = residual if options[-1] in ("silu", "gelu") else None
+        kept = residual if options[-1] not in (None, "relu") else None
         ctx.save_for_backward(x, weight, bias, kept, stats, bits)
         ctx.has_residual, ctx.options = residual is not None, options
         ctx.mark_non_differentiable(stats, bits)

@@ -16,6 +16,8 @@ from normplug.adapters.channels_first import ChannelsFirstLayerNorm
 _FUSED: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.SiLU: "silu",
+    nn.ReLU6: "relu6",
+    nn.Hardswish: "hardswish",
     activations.GELU: "gelu",  # torch's exact one, with an `inplace` that does nothing
 }
 
