@@ -19,9 +19,9 @@ _HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is
 # takes less time over it (in training 15 us for BatchNorm, 60 to 100 for LayerNorm), and until here
 # the GPU waits for the host (docs/kernels.md). BatchNorm of halves in channels_last never gains.
 _HOST_BOUND = {2: 8 << 20, 4: 16 << 20, 8: 16 << 20}
-# Bytes of input from which an operator of ours pays under torch.compile (docs/kernels.md), where
-# dispatching one takes the host longer than launching what Inductor makes of a norm: some 80 us for
-# both directions. From here on the GPU is the slower by more than that, or gains more.
+# Bytes of input from which fused norms are operators of ours under torch.compile. Dispatching one
+# took the host some 80 us more, both directions, than what Inductor makes of a norm: with operators
+# for less, a model that waits for the host was slower than compiled by itself (docs/kernels.md).
 _BATCH_NORM_OPERATOR_BYTES = 96 << 20
 _ADD_LAYER_NORM_OPERATOR_BYTES = 32 << 20
 
