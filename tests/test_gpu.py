@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 import normplug
 import test_batch_norm
 import test_layer_norm
 from normplug import functional, target_variance
+from normplug._ops import choice
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
@@ -108,11 +110,16 @@ def test_a_training_step_never_makes_the_host_wait(momentum):
     assert net[4].num_batches_tracked == 2
 
 
+def swap_and_fuse(net):
+    return normplug.fuse(normplug.swap(net))
+
+
 # Of torch's own make_graphed_callables.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_cuda_graph_captures_the_step_and_the_statistics(memory_format):
-    net, twin = (normplug.swap(make_net(memory_format)) for _ in range(2))
+@pytest.mark.parametrize("change", [normplug.swap, swap_and_fuse])
+def test_a_cuda_graph_captures_the_step_and_the_statistics(change, memory_format):
+    net, twin = (change(make_net(memory_format)) for _ in range(2))
     sample = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
     graphed = torch.cuda.make_graphed_callables(net, (sample,))
     twin.load_state_dict(net.state_dict())  # the capture's warm-up has moved the statistics
@@ -132,6 +139,28 @@ def test_compiled_by_inductor_with_another_batch_size():
         x = torch.randn(batch, 3, 8, 8, device=GPU)
         torch.testing.assert_close(compiled(x), twin(x), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(net[4].running_var, twin[4].running_var, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("operators", [False, True])
+def test_a_compiler_that_reduces_overhead_captures_a_fused_model(operators, monkeypatch):
+    if operators:  # however small the input
+        monkeypatch.setattr(choice, "_BATCH_NORM_OPERATOR_BYTES", 0)
+    torch._dynamo.reset()
+    net, twin = (swap_and_fuse(make_net(torch.channels_last)) for _ in range(2))
+    compiled = torch.compile(net, mode="reduce-overhead")
+    before = counters["inductor"]["cudagraph_skips"]
+    for _ in range(5):  # the first steps warm up, and one is recorded
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=torch.channels_last)
+        for module in (compiled, twin):
+            module(x).square().sum().backward()
+        for (name, ours), theirs in zip(net.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=1e-2, msg=name)
+        net.zero_grad()
+        twin.zero_grad()
+    assert counters["inductor"]["cudagraph_skips"] == before
+    for (name, ours), theirs in zip(net.named_buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3, msg=name)
 
 
 def test_channel_stats_of_a_golden_output():
