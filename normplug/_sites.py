@@ -18,23 +18,14 @@ from torch import Tensor, fx, nn
 from normplug import modules
 from normplug._hooks import has_hooks
 from normplug._ops import recompute
-from normplug._ops.aten import Pool
+from normplug._ops.aten import ACTIVATIONS, MODULES, Pool, activation_of
 from normplug._trace import add_in_place
 from normplug.modules import LayerNorm, TargetVarianceNorm
 
-_FUNCTIONS: dict[Any, str] = {
-    F.relu: "relu", torch.relu: "relu", torch.relu_: "relu", "relu": "relu", "relu_": "relu",
-    F.silu: "silu", F.gelu: "gelu", F.relu6: "relu6", F.hardswish: "hardswish",
+_FUNCTIONS: dict[Any, str] = {function: name for name, function in ACTIVATIONS.items()} | {
+    torch.relu: "relu", torch.relu_: "relu", "relu": "relu", "relu_": "relu",
 }  # fmt: skip
-_COMPOSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "relu6": F.relu6, "hardswish": F.hardswish,
-}  # fmt: skip
-_MODULES: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu", nn.SiLU: "silu", nn.ReLU6: "relu6", nn.Hardswish: "hardswish",
-}  # fmt: skip
-_SHOWN = {
-    "relu": "ReLU", "silu": "SiLU", "gelu": "GELU", "relu6": "ReLU6", "hardswish": "Hardswish",
-}  # fmt: skip
+_SHOWN = {name: cls.__name__ for cls, name in MODULES.items()}
 _ADDITIONS: dict[Any, Callable[[Any, Any], Any]] = {
     operator.add: operator.add, torch.add: operator.add, "add": operator.add,
     add_in_place: add_in_place, "add_": add_in_place,
@@ -235,18 +226,11 @@ def _module(node: Any, root: nn.Module) -> nn.Module | None:
 def _activation_name(node: fx.Node, root: nn.Module) -> str | None:
     module = _module(node, root)
     if module is not None:
-        return _of_module(module) if len(node.args) == 1 and not node.kwargs else None
+        return activation_of(module) if len(node.args) == 1 and not node.kwargs else None
     if node.op not in ("call_function", "call_method") or len(node.args) != 1:
         return None
     settings = {k: v for k, v in node.kwargs.items() if (k, v) != ("approximate", "none")}
     return _FUNCTIONS.get(node.target) if settings.keys() <= {"inplace"} else None
-
-
-def _of_module(module: nn.Module) -> str | None:
-    """The name of the activation that a module is, or None."""
-    if type(module) is nn.GELU:
-        return "gelu" if module.approximate == "none" else None
-    return _MODULES.get(type(module))
 
 
 def _pooling(node: fx.Node, root: nn.Module) -> fx.Node | None:
@@ -369,7 +353,7 @@ def _adds(node: fx.Node, residual: fx.Node, root: nn.Module) -> bool:
         return False
     activation: Any = node.args[2]
     if isinstance(activation, fx.Node):
-        activation = _of_module(root.get_submodule(str(activation.target)))
+        activation = activation_of(root.get_submodule(str(activation.target)))
     return activation in (None, "relu")
 
 
@@ -404,7 +388,7 @@ def batch_norm(
     activation: a module, the name of one, or None. in_place: the addition is. flipped: the residual
     is its left side. kept: a module keeps the residual, unless it is computed anew.
     """
-    name = _of_module(activation) if isinstance(activation, nn.Module) else activation
+    name = activation_of(activation) if isinstance(activation, nn.Module) else activation
     if (
         (name is not None or activation is None)
         and _are_plain(norm, x, activation, between)
@@ -421,7 +405,7 @@ def batch_norm(
         y = add(residual, y) if flipped else add(y, residual)
     if activation is None:
         return y
-    return activation(y) if isinstance(activation, nn.Module) else _COMPOSED[activation](y)
+    return activation(y) if isinstance(activation, nn.Module) else ACTIVATIONS[activation](y)
 
 
 def lone_batch_norm(norm: TargetVarianceNorm, x: Tensor) -> Tensor:
@@ -442,7 +426,7 @@ def batch_norm_max_pool(
 
     pool: a module, or the settings of `F.max_pool2d`.
     """
-    name = _of_module(activation) if isinstance(activation, nn.Module) else activation
+    name = activation_of(activation) if isinstance(activation, nn.Module) else activation
     window = _window(pool)
     if name == "relu" and window is not None and _are_plain(norm, x, activation, between):
         return norm.fused(x, activation="relu", pool=window)  # type: ignore[operator]

@@ -101,9 +101,14 @@ def _fused_batch_norm(
     activation: str | None,
     num_batches_tracked: Tensor | None,
     backend: str,
+    lone: bool = False,
     keeps_residual: bool = False,
 ) -> Tensor:
-    """`batch_norm`; keeps_residual: so that the kernels' result can be computed anew."""
+    """`batch_norm`.
+
+    lone: whether a compiler would have nothing to fuse it with. keeps_residual: so that the
+    kernels' result can be computed anew.
+    """
     who = "functional.batch_norm"
     tensors = (
         input, running_mean, running_var, weight, bias, residual, num_batches_tracked
@@ -121,8 +126,8 @@ def _fused_batch_norm(
     name, tv = _checks.backend(who, backend), target_variance(mode)
     fused = residual is not None or activation is not None
     route = choice.batch_norm(
-        who, name, input, residual, num_batches_tracked, vectors, fused, training and tv == 1.0,
-        keeps_residual,
+        who, name, input, residual, num_batches_tracked, vectors, fused, lone,
+        training and tv == 1.0, keeps_residual,
     )  # fmt: skip
     numbers = (training, momentum, eps, tv, activation)
     y = route(*tensors, *numbers)
@@ -196,14 +201,6 @@ def _batch_norm_max_pool(
     if eager:
         choice.remember(signature, route, tensors, *numbers)
     return y
-
-
-def by_kernel(
-    backend: str, x: Tensor, tracked: Tensor | None, vectors: tuple[Tensor | None, ...]
-) -> str:
-    """The backend "triton" for an "auto" that can run by kernel, else what was asked for."""
-    name = _checks.backend("functional.batch_norm", backend)
-    return choice.by_kernel(name, x, tracked, vectors)
 
 
 def layer_norm(

@@ -180,9 +180,6 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         training = self.training or (mean is None and var is None)
         if self.training and not self.track_running_stats:
             mean = var = None
-        backend = self.backend
-        if lone and torch.compiler.is_compiling():
-            backend = functional.by_kernel(backend, input, tracked, (mean, var, weight, bias))
         arguments = (
             input,
             mean,
@@ -202,7 +199,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
                 mode=self.target_variance,
                 pool=pool,
                 num_batches_tracked=tracked,
-                backend=backend,
+                backend=self.backend,
             )
         return functional._fused_batch_norm(
             *arguments,
@@ -210,7 +207,8 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             residual=residual,
             activation=activation,
             num_batches_tracked=tracked,
-            backend=backend,
+            backend=self.backend,
+            lone=lone,
             keeps_residual=keeps_residual,
         )
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from normplug.reference import accumulator_dtype
 
@@ -22,13 +22,28 @@ _AUTOCAST_DEVICES = frozenset(
     for device in ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
     if torch.amp.is_autocast_available(device)
 )
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+# What can be fused, by the name it has in `functional`: as a function and as a module.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
     "gelu": F.gelu,
     "relu6": F.relu6,
     "hardswish": F.hardswish,
 }
+MODULES: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.GELU: "gelu",
+    nn.ReLU6: "relu6",
+    nn.Hardswish: "hardswish",
+}
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """The name of the activation that a module is, or None."""
+    if isinstance(module, nn.GELU) and module.approximate != "none":
+        return None
+    return MODULES.get(type(module))
 
 
 def batch_norm(
@@ -65,7 +80,7 @@ def batch_norm(
         same = residual.shape == y.shape and residual.dtype == y.dtype
         in_place = same and not torch._C._are_functorch_transforms_active()
         y = y.add_(residual) if in_place else y + residual
-    return y if activation is None else _ACTIVATIONS[activation](y)
+    return y if activation is None else ACTIVATIONS[activation](y)
 
 
 class Pool(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from normplug._ops import aten
-from normplug._ops.operators import fake, operator
+from normplug._ops.operators import differentiable, fake, operator
 from normplug.reference import accumulator_dtype
 
 
@@ -159,23 +159,7 @@ class _BatchNorm(torch.autograd.Function):
         return (*asked, None, None, None, None, None, None)
 
 
-@operator("batch_norm", composite=True)
-def _differentiable(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    eps: float,
-    target_variance: float,
-    activation: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _BatchNorm.apply(
-        x, weight, bias, residual, running_mean, running_var, training, eps, target_variance,
-        activation,
-    )  # fmt: skip
+_differentiable = differentiable("batch_norm", _forward, _BatchNorm)
 
 
 def batch_norm(

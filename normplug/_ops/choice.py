@@ -86,13 +86,15 @@ def batch_norm(
     tracked: Tensor | None,
     vectors: tuple[Tensor | None, ...],
     fused: bool,
+    lone: bool,
     stock: bool,
     keeps_residual: bool,
 ) -> _Route:
     """The route for `functional.batch_norm`: `aten`'s, the kernels' or, for a compiler, theirs.
 
-    fused: with residual or activation. stock: in training, with target variance 1: what torch has
-    a kernel for. keeps_residual: so that the kernels' result can be computed anew.
+    fused: with residual or activation. lone: a compiler would have nothing to fuse it with. stock:
+    in training, with target variance 1: what torch has a kernel for. keeps_residual: so that the
+    kernels' result can be computed anew.
     """
     if backend == "torch" or (backend == "auto" and not x.is_cuda):
         return aten.batch_norm
@@ -106,27 +108,14 @@ def batch_norm(
             raise _checks.no_kernel(who, why)
         return aten.batch_norm
     if _compiling():
-        # Inductor fuses a lone norm with what follows it, and an operator ends that: only what has
-        # fused more itself is worth one.
-        pays = backend == "triton" or (fused and _bytes(x) >= _BATCH_NORM_OPERATOR_BYTES)
+        # Inductor fuses a norm by itself with what follows it, and an operator ends that: only what
+        # has fused more itself, or has nothing to be fused with, is worth one.
+        worth = (fused or lone) and _bytes(x) >= _BATCH_NORM_OPERATOR_BYTES
+        pays = backend == "triton" or worth
         return batch_norm_library.batch_norm if pays else aten.batch_norm
     if backend == "auto" and not (fused or _pays(x, stock)):
         return aten.batch_norm
     return batch_norm_gpu.recomputable if keeps_residual else batch_norm_gpu.batch_norm
-
-
-def by_kernel(
-    backend: str, x: Tensor, tracked: Tensor | None, vectors: tuple[Tensor | None, ...]
-) -> str:
-    """The backend "triton" for an "auto" with nothing against it, else what was asked for."""
-    if backend != "auto" or not x.is_cuda or _bytes(x) < _BATCH_NORM_OPERATOR_BYTES:
-        return backend
-    if _refusal() is not None:
-        return backend
-    from normplug._ops import batch_norm_gpu
-
-    why = batch_norm_gpu.refusal(x, None, tracked, vectors)
-    return "triton" if why is None else backend
 
 
 def batch_norm_max_pool(

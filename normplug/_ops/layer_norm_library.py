@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from normplug._ops import aten
-from normplug._ops.operators import fake, operator
+from normplug._ops.operators import differentiable, fake, operator
 from normplug.reference import accumulator_dtype
 
 
@@ -209,32 +209,8 @@ class _AddLayerNorm(torch.autograd.Function):
         return (*asked, None, None, None, None)
 
 
-@operator("layer_norm", composite=True)
-def _differentiable(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    input_bias: Tensor | None,
-    row_dims: int,
-    eps: float,
-    target_variance: float,
-    out: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return _LayerNorm.apply(x, weight, bias, input_bias, row_dims, eps, target_variance, out)
-
-
-@operator("add_layer_norm", composite=True)
-def _differentiable_add(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    row_dims: int,
-    eps: float,
-    target_variance: float,
-    out: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _AddLayerNorm.apply(x, residual, weight, bias, row_dims, eps, target_variance, out)
+_differentiable = differentiable("layer_norm", _forward, _LayerNorm)
+_differentiable_add = differentiable("add_layer_norm", _forward_add, _AddLayerNorm)
 
 
 def layer_norm(

@@ -16,22 +16,37 @@ import torch
 _library = torch.library.Library("normplug", "FRAGMENT")
 
 
-def operator(name: str, *, composite: bool = False) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Make a function an operator, which it is replaced by; it changes none of its arguments.
 
     Args:
         name: of the operator, in the namespace "normplug".
-        composite: whether it consists of other operators, which carry its gradients.
     """
 
     def define(function: Callable[..., Any]) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=())
-        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        key = "CompositeImplicitAutograd" if composite else "CompositeExplicitAutograd"
-        _library.impl(name, function, key)
-        return getattr(torch.ops.normplug, name).default
+        return _define(name, schema, function, "CompositeExplicitAutograd")
 
     return define
+
+
+def differentiable(name: str, forward: Any, function: type[torch.autograd.Function]) -> Any:
+    """Make an operator of a Function, which a compiler takes apart, and so has its gradients.
+
+    Args:
+        name: of the operator, in the namespace "normplug".
+        forward: the operator that the Function calls, with its own arguments, and whose results it
+            gives.
+        function: the Function.
+    """
+    schema = str(forward._schema)
+    return _define(name, schema[schema.index("(") :], function.apply, "CompositeImplicitAutograd")
+
+
+def _define(name: str, schema: str, function: Callable[..., Any], key: str) -> Any:
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, function, key)
+    return getattr(torch.ops.normplug, name).default
 
 
 def fake(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from normplug._ops import batch_norm_library
 from normplug._ops.aten import Pool
-from normplug._ops.operators import fake, operator
+from normplug._ops.operators import differentiable, fake, operator
 from normplug.reference import accumulator_dtype
 
 
@@ -126,37 +126,23 @@ def _(
 
 class _BatchNormPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x, weight, bias, _, _, *ctx.options = inputs
         y, stats, peaks, places = _forward(*inputs)
         ctx.save_for_backward(x, weight, bias, stats, peaks, places)
-        ctx.mark_non_differentiable(stats)
-        return y, stats
+        ctx.mark_non_differentiable(stats, peaks, places)
+        return y, stats, peaks, places
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[:3]
         gradients = _backward(dy, *ctx.saved_tensors, *ctx.options, *needs)
         asked = [g if need else None for g, need in zip(gradients, needs, strict=True)]
         return (*asked, None, None, None, None, None, None)
 
 
-@operator("batch_norm_max_pool", composite=True)
-def _differentiable(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    eps: float,
-    target_variance: float,
-    pool: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    return _BatchNormPool.apply(
-        x, weight, bias, running_mean, running_var, training, eps, target_variance, pool
-    )
+_differentiable = differentiable("batch_norm_max_pool", _forward, _BatchNormPool)
 
 
 def batch_norm_max_pool(
@@ -175,7 +161,7 @@ def batch_norm_max_pool(
     """`functional._batch_norm_max_pool` after its checks, as an operator."""
     evaluating = (None, None) if training else (running_mean, running_var)
     numbers = [*pool.kernel, *pool.stride, *pool.padding, int(pool.ceil_mode)]
-    y, stats = _differentiable(
+    y, stats, *_ = _differentiable(
         x, weight, bias, *evaluating, training, eps, target_variance, numbers
     )
     if training and running_mean is not None and running_var is not None:

@@ -11,15 +11,8 @@ from torch import Tensor, fx, nn
 
 from normplug import _convert, modules
 from normplug._hooks import has_global_hooks, has_hooks
+from normplug._ops.aten import activation_of
 from normplug.adapters.channels_first import ChannelsFirstLayerNorm
-
-_FUSED: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    nn.ReLU6: "relu6",
-    nn.Hardswish: "hardswish",
-    activations.GELU: "gelu",  # torch's exact one, with an `inplace` that does nothing
-}
 
 
 class BatchNormAct2d(modules._BatchNorm, norm_act.BatchNormAct2d):
@@ -56,9 +49,8 @@ def _fused_activation(drop: nn.Module, act: nn.Module) -> str | None:
     """The functional's name for what `drop` and `act` do; None where they have to be called."""
     if type(drop) is not nn.Identity or has_global_hooks() or has_hooks(drop) or has_hooks(act):
         return None
-    if type(act) is nn.GELU:
-        return "gelu" if act.approximate == "none" else None
-    return _FUSED.get(type(act))
+    # timm's GELU is torch's exact one, with an `inplace` that does nothing.
+    return "gelu" if type(act) is activations.GELU else activation_of(act)
 
 
 class LayerNorm(modules.LayerNorm, norm.LayerNorm):
