@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import normplug
 import recompute_cases
 from fuse_cases import Block, Encoder, PreNorm, check_saved_bytes
+from graphs import captured
 from normplug import functional, fuse, fusions, swap, unfuse, unswap
 from normplug._ops import choice, recompute
 from normplug.fuse import fused_modules
@@ -990,15 +991,7 @@ def test_a_graph_computes_anew_at_each_replay(monkeypatch):
         y = model(x)
         return torch.autograd.grad(y.square().sum(), list(model.parameters()))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(ours)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step(ours)
+    graph, got = captured(step, ours)
     for _ in range(3):
         x.normal_()
         graph.replay()

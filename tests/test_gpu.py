@@ -114,8 +114,9 @@ def swap_and_fuse(net):
     return normplug.fuse(normplug.swap(net))
 
 
-# Of torch's own make_graphed_callables.
+# Of torch's own make_graphed_callables, the second where nothing has used cuBLAS before.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("change", [normplug.swap, swap_and_fuse])
 def test_a_cuda_graph_captures_the_step_and_the_statistics(change, memory_format):
@@ -141,6 +142,9 @@ def test_compiled_by_inductor_with_another_batch_size():
     torch.testing.assert_close(net[4].running_var, twin[4].running_var, rtol=1e-4, atol=1e-5)
 
 
+# Of torch's own CUDA graph trees, which begin with an empty graph.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
 @pytest.mark.parametrize("operators", [False, True])
 def test_a_compiler_that_reduces_overhead_captures_a_fused_model(operators, monkeypatch):
     if operators:  # however small the input

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import normplug
+from graphs import check_replays
 from kernel_cases import Case, check_recomputed
 from normplug import functional
 
@@ -126,26 +127,7 @@ def test_a_graph_replays_the_step_and_moves_the_statistics(shape, memory_format)
         y = layer(x)
         return (y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), dy))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step(graphed)
-    torch.cuda.current_stream().wait_stream(stream)
-    for _ in range(2):
-        step(eager)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step(graphed)
-    for _ in range(3):
-        with torch.no_grad():
-            x.copy_(torch.randn_like(x) * 2 + 1)
-        graph.replay()
-        expected = step(eager)
-        torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-        assert torch.equal(graphed.running_var, eager.running_var)
-        assert graphed.num_batches_tracked == eager.num_batches_tracked
+    check_replays(step, graphed, eager, x)
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])
