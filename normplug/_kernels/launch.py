@@ -80,22 +80,21 @@ class Launch:
 class Workspace:
     """Counters, all zero between launches, and room for what programs tell each other.
 
-    One a stream, since launches on a stream follow each other. A launch that is captured in a
-    CUDA graph gets its own, as graphs may run side by side.
+    One is kept for a device's default stream, on which launches follow each other. A launch on
+    another stream gets its own: it may run beside others, and what it allocates may belong to a
+    CUDA graph, as while one is captured and in the warm-up of mode="reduce-overhead".
     """
 
-    _kept: dict[tuple[int, int, torch.dtype], Workspace] = {}
+    _kept: dict[tuple[int, torch.dtype], Workspace] = {}
 
     def __init__(self, device: torch.device, dtype: torch.dtype, counters: int, room: int) -> None:
         self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
         self.partial = torch.empty(room, dtype=dtype, device=device)
 
     @classmethod
-    def get(
-        cls, device: torch.device, stream: int, dtype: torch.dtype, counters: int, room: int
-    ) -> Workspace:
-        """The stream's own, with at least `counters` and `room`; not while it is captured."""
-        key = (device.index, stream, dtype)
+    def get(cls, device: torch.device, dtype: torch.dtype, counters: int, room: int) -> Workspace:
+        """The default stream's, with at least `counters` and `room`."""
+        key = (device.index, dtype)
         kept = cls._kept.get(key)
         if kept is None or not kept.fits(counters, room):
             if kept is not None:

@@ -38,19 +38,17 @@ class Workspaces:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        self._kept: dict[tuple[int, tuple[int, int]], Workspace] = {}
+        self._kept: dict[tuple[int, int], Workspace] = {}
 
     def get(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
         """The stream, and on it `scratch` counters and partial results."""
-        if self._device.type != "cuda":
-            return 0, Workspace(self._device, self._dtype, *scratch)
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if torch._C._cuda_isCurrentStreamCapturing():
+        on_cuda = self._device.type == "cuda"
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index) if on_cuda else 0
+        if stream != 0 or not on_cuda:
             return stream, Workspace(self._device, self._dtype, *scratch)
-        work = self._kept.get((stream, scratch))
+        work = self._kept.get(scratch)
         if work is None:
-            work = Workspace.get(self._device, stream, self._dtype, *scratch)
-            self._kept[stream, scratch] = work
+            work = self._kept[scratch] = Workspace.get(self._device, self._dtype, *scratch)
         return stream, work
 
 
