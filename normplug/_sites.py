@@ -30,12 +30,12 @@ _ADDITIONS: dict[Any, Callable[[Any, Any], Any]] = {
     operator.add: operator.add, torch.add: operator.add, "add": operator.add,
     add_in_place: add_in_place, "add_": add_in_place,
 }  # fmt: skip
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # What gives a tensor of its own: nobody else can change it.
 _FRESH = {
     cls.forward
     for cls in (
-        nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
-        nn.ConvTranspose3d, nn.Linear,
+        *_CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
     )
 }  # fmt: skip
 _MAX_POOLS = {F.max_pool2d, torch.max_pool2d}
@@ -56,9 +56,11 @@ class Site:
         activation: the node of the activation, or None.
         pool: the node of the max pooling after relu, or None.
         between: nodes of `nn.Identity` after the norm.
-        before: whether the addition comes before the norm.
+        before: whether the addition, or the convolution, comes before the norm.
         label: what the norm is fused with, for people; "" for nothing.
         lone: whether the addition is another norm's, and only reads this one's result.
+        convolution: the node of the convolution before a LayerNorm, whose bias that adds, or None.
+        permute: the node that moves the convolution's channels last, or None.
     """
 
     norm: fx.Node
@@ -69,12 +71,14 @@ class Site:
     before: bool
     label: str
     lone: bool = False
+    convolution: fx.Node | None = None
+    permute: fx.Node | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """All that the call takes the place of; of a lone norm, the addition as well."""
-        others = [n for n in (self.add, self.activation, self.pool) if n is not None]
-        return (self.norm, *self.between, *others)
+        others = (self.add, self.activation, self.pool, self.permute, self.convolution)
+        return (self.norm, *self.between, *(n for n in others if n is not None))
 
 
 def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, str]]:
@@ -172,7 +176,7 @@ def _layer_norm_site(node: fx.Node, root: nn.Module, order: dict[fx.Node, int]) 
     add = node.args[0]
     assert isinstance(add, fx.Node)
     if not _operands(add, None, root):
-        return f"preceded by {_named(add, root)}"
+        return _convolution_site(node, root, order) or f"preceded by {_named(add, root)}"
     if _addition(add) is add_in_place:
         return "the addition before it is in place, and others may see that"
     users = [user for user in add.users if not _only_looks(user)]
@@ -182,6 +186,48 @@ def _layer_norm_site(node: fx.Node, root: nn.Module, order: dict[fx.Node, int]) 
     if _calls(amid, node, root):
         return "called inside another module, too"
     return Site(node, add, None, None, (), True, "add before it")
+
+
+def _convolution_site(node: fx.Node, root: nn.Module, order: dict[fx.Node, int]) -> Site | None:
+    """A LayerNorm of what a convolution gives, channels last, if that has a bias to be added."""
+    permute: Any = node.args[0]
+    dims = _permutation(permute, root)
+    if dims is None:
+        return None
+    source = permute.args[0]
+    layer: Any = _module(source, root)
+    if type(layer) not in _CONVOLUTIONS or layer.bias is None:
+        return None
+    norm: Any = _module(node, root)
+    of_rows = norm.normalized_shape == (layer.out_channels,)
+    channels_last = len(dims) == layer.weight.dim() and dims[-1] == 1
+    called = len(source.args) == 1 and not source.kwargs
+    if not (of_rows and channels_last and called):
+        return None
+    amid = [n for n in order if order[source] < order[n] < order[node]]
+    if len(source.users) > 1 or len(permute.users) > 1 or _calls(amid, node, root):
+        return None
+    label = f"bias of {type(layer).__name__}"
+    return Site(node, None, None, None, (), True, label, convolution=source, permute=permute)
+
+
+def _permutation(node: fx.Node, root: nn.Module) -> tuple[int, ...] | None:
+    """The order that a node puts dimensions in; None where it does anything else."""
+    module: Any = _module(node, root)
+    dims: Any
+    if module is not None:
+        cls = type(module)
+        if (cls.__module__, cls.__name__) != ("torchvision.ops.misc", "Permute"):
+            return None
+        dims = module.dims
+        alone = len(node.args) == 1
+    else:
+        alone = node.op != "get_attr" and node.target in (torch.permute, "permute")
+        dims = node.args[1:]
+        if len(dims) == 1 and isinstance(dims[0], (list, tuple)):
+            dims = dims[0]
+    known = alone and not node.kwargs and all(isinstance(d, int) and d >= 0 for d in dims)
+    return tuple(dims) if known else None
 
 
 def _calls(amid: list[fx.Node], norm: fx.Node, root: nn.Module) -> bool:
@@ -271,11 +317,15 @@ def rewrite(graph: fx.Graph, sites: list[Site], root: nn.Module) -> None:
     """Put one call in place of each site."""
     for site in sites:
         path = str(site.norm.target)
-        place = site.norm if site.lone else site.add or site.norm
+        place = site.norm if site.lone else site.add or site.convolution or site.norm
         with graph.inserting_before(place):
             norm = graph.create_node("get_attr", path)
             if site.lone:
                 result = graph.call_function(lone_batch_norm, (norm, site.norm.args[0]))
+                last = site.norm
+            elif site.convolution is not None:
+                arguments = _around_convolution(graph, site, norm, root)
+                result = graph.call_function(convolution_layer_norm, arguments)
                 last = site.norm
             elif site.before:
                 assert site.add is not None
@@ -314,6 +364,20 @@ def _arguments(graph: fx.Graph, site: Site, norm: fx.Node) -> Iterator[Any]:
     yield site.add.args[0 if flipped else 1]
     yield _addition(site.add) is add_in_place
     yield flipped
+
+
+def _around_convolution(
+    graph: fx.Graph, site: Site, norm: fx.Node, root: nn.Module
+) -> tuple[Any, ...]:
+    """What `convolution_layer_norm` takes."""
+    assert site.convolution is not None
+    assert site.permute is not None
+    convolution = graph.create_node("get_attr", str(site.convolution.target))
+    permute = None
+    if site.permute.op == "call_module":
+        permute = graph.create_node("get_attr", str(site.permute.target))
+    dims = _permutation(site.permute, root)
+    return norm, convolution, permute, dims, site.convolution.args[0]
 
 
 def _erase(graph: fx.Graph, site: Site) -> None:
@@ -462,6 +526,41 @@ def add_layer_norm(norm: TargetVarianceNorm, a: Tensor, b: Tensor) -> tuple[Tens
         return norm.fused(a, b)  # type: ignore[operator]
     total = a + b
     return norm(total), total
+
+
+def convolution_layer_norm(
+    norm: LayerNorm,
+    convolution: Any,
+    permute: Any,
+    dims: tuple[int, ...],
+    x: Tensor,
+) -> Tensor:
+    """A convolution, its channels moved last, and a LayerNorm, which adds the convolution's bias.
+
+    permute: a module that orders the dimensions as `dims`; None where a function did.
+    """
+    if (
+        isinstance(x, Tensor)
+        and _adds_bias(norm, x)
+        and _is_plain(norm)
+        and _is_plain_convolution(convolution)
+        and norm.normalized_shape == convolution.bias.shape
+        and (permute is None or (tuple(permute.dims) == dims and not has_hooks(permute)))
+    ):
+        y = convolution._conv_forward(x, convolution.weight, None)
+        return norm.fused_bias(y.permute(dims), convolution.bias)
+    y = convolution(x)
+    return norm(y.permute(dims) if permute is None else permute(y))
+
+
+def _adds_bias(norm: LayerNorm, x: Tensor) -> bool:
+    """Whether a norm adds a bias at no cost, by kernel: on a CPU a convolution does."""
+    return x.is_cuda or norm.backend == "triton"
+
+
+def _is_plain_convolution(module: Any) -> bool:
+    """Whether calling a convolution comes to nothing more than convolving and adding a bias."""
+    return type(module) in _CONVOLUTIONS and module.bias is not None and not has_hooks(module)
 
 
 def _are_plain(

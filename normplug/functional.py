@@ -285,8 +285,11 @@ def layer_norm(
     _checks.autocast_output(who, autocast_output)
     name, tv = _checks.backend(who, backend), target_variance(mode)
     vectors = (weight, bias, input_bias, running_mean, running_var)
-    stock = tv == 1.0 and input_bias is None and running_mean is None
-    route = choice.layer_norm(who, name, input, len(shape), num_batches_tracked, vectors, stock)
+    fused = input_bias is not None
+    stock = tv == 1.0 and not fused and running_mean is None
+    route = choice.layer_norm(
+        who, name, input, len(shape), num_batches_tracked, vectors, fused, stock
+    )
     numbers = (shape, momentum, eps, tv, autocast_output == "low")
     y = route(*tensors, *numbers)
     if eager:

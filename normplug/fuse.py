@@ -82,11 +82,11 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
 
     BatchNorm with the activation after it, BatchNorm with a residual addition and the activation
     after that (ReLU, ReLU6, SiLU, Hardswish, exact GELU), BatchNorm with ReLU and the max pooling
-    after that, and a residual addition with the LayerNorm after it become one call each: on CUDA
-    one kernel a direction, or two with max pooling, which keep less for the backward. Under
-    torch.compile those calls take what was measured faster; elsewhere they are PyTorch's
-    operations, one by one. Max pooling is by kernel for channels_last input, and compares values
-    before they are rounded.
+    after that, a residual addition with the LayerNorm after it, and the bias of a convolution with
+    the LayerNorm over its channels, moved last, become one call each: on CUDA one kernel a
+    direction, or two with max pooling, which keep less for the backward. Under torch.compile those
+    calls take what was measured faster; elsewhere they are PyTorch's operations, one by one. Max
+    pooling is by kernel for channels_last input, and compares values before they are rounded.
 
     In place: the modules that call the norms get a subclass of their class, with another forward.
     Modules, parameters, buffers, hooks, names and flags stay, so that checkpoints, optimizers and

@@ -448,20 +448,13 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
-        mean, var, tracked = self._statistics_to_move(input)
         y = functional.layer_norm(
             input,
             self.normalized_shape,
             weight,
             bias,
-            self.eps,
-            mode=self.target_variance,
-            running_mean=mean,
-            running_var=var,
-            num_batches_tracked=tracked,
-            momentum=self.momentum,
             autocast_output=autocast_output,
-            backend=self.backend,
+            **self._options(input),
         )
         if self._probe is not None:
             self._record(input, y)
@@ -474,21 +467,43 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
             input: as in `forward`.
             residual: as in `normplug.functional.add_layer_norm`.
         """
-        mean, var, tracked = self._statistics_to_move(input)
         return functional.add_layer_norm(
             input,
             residual,
             self.normalized_shape,
             *self._affine(),
-            self.eps,
-            mode=self.target_variance,
-            running_mean=mean,
-            running_var=var,
-            num_batches_tracked=tracked,
-            momentum=self.momentum,
             autocast_output=self.autocast_output,
-            backend=self.backend,
+            **self._options(input),
         )
+
+    def fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
+        """What `forward` makes of input + input_bias, in one call.
+
+        Args:
+            input: as in `forward`.
+            input_bias: as in `normplug.functional.layer_norm`.
+        """
+        return functional.layer_norm(
+            input,
+            self.normalized_shape,
+            *self._affine(),
+            input_bias=input_bias,
+            autocast_output=self.autocast_output,
+            **self._options(input),
+        )
+
+    def _options(self, input: Tensor) -> dict[str, Any]:
+        """What the functions are told beside their tensors, and the statistics that they move."""
+        mean, var, tracked = self._statistics_to_move(input)
+        return {
+            "eps": self.eps,
+            "mode": self.target_variance,
+            "running_mean": mean,
+            "running_var": var,
+            "num_batches_tracked": tracked,
+            "momentum": self.momentum,
+            "backend": self.backend,
+        }
 
     def _statistics_to_move(
         self, input: Tensor

@@ -43,6 +43,19 @@ class PreNorm(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class Depthwise(nn.Module):
+    """A convolution and the LayerNorm of its channels, as ConvNeXt's blocks begin."""
+
+    def __init__(self, shape=(8,), bias=True):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=bias)
+        self.norm = nn.LayerNorm(shape)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(self.norm(self.conv(x).permute(0, 2, 3, 1)))
+
+
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()

@@ -297,6 +297,10 @@ OPERATOR_CASES = [
     Case((2, 3, 8), layout="permuted"),
     Case((2, 3, 8), layout="permuted apart", dy="rotated"),
     Case((2, 3, 2, 8), layout="rotated", residual="permuted", dy="permuted"),
+    Case((2, 3, 2, 8), vectors="weight+bias+input_bias", dy="permuted"),
+    Case((2, 3, 2, 2, 4), residual="contiguous", dims=2),
+    Case((6, 5), running=torch.float32),
+    Case((2, 3, 8), residual="contiguous", running=torch.float64, momentum=None),
 ]
 
 
@@ -308,7 +312,10 @@ def check_operators(case: Case, device: str) -> None:
     for name, tensor in inputs.items():
         if tensor is not None:
             tensor.requires_grad_(name in case.needs)
-    constants = (case.dims, case.eps, target_variance(case.mode), case.total)
+    count = None if case.running is None else torch.tensor(3, device=device)
+    running = (tensors.running_mean, tensors.running_var, count)
+    numbers = (case.dims, case.momentum, case.eps, target_variance(case.mode))
+    constants = (*running, *numbers, case.total)
     vectors = (inputs["weight"], inputs["bias"])
     if tensors.residual is None:
         differentiable, forward = operators.layer_norm, operators.layer_norm_forward
@@ -343,7 +350,7 @@ def check_compiled(residual: bool, layout: str, device: str, backend: str) -> No
         outputs = []
         for layer in (compiled, layers[1]):
             generator = torch.Generator().manual_seed(rows)
-            x = torch.randn((rows, 3, 24), generator=generator).to(device)
+            x = torch.randn((rows, 3, 2, 24), generator=generator).to(device)
             x = laid_out(x, 1, layout).requires_grad_()
             y = layer(x)
             gradients = torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))

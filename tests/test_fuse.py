@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import normplug
 import recompute_cases
-from fuse_cases import Block, Encoder, PreNorm, check_saved_bytes
+from accuracy import assert_no_worse
+from fuse_cases import Block, Depthwise, Encoder, PreNorm, check_saved_bytes
 from graphs import captured
-from normplug import functional, fuse, fusions, swap, unfuse, unswap
+from normplug import _sites, functional, fuse, fusions, swap, unfuse, unswap
 from normplug._ops import choice, recompute
 from normplug.fuse import fused_modules
 
@@ -39,7 +40,8 @@ def outcome(model, *inputs, training=True):
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     model.train(training).zero_grad()
     y = model(*inputs)
-    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device)
+    (y * dy.view_as(y)).sum().backward()
     return {
         "y": y.detach(),
         **{f"dx{i}": x.grad for i, x in enumerate(inputs)},
@@ -59,7 +61,7 @@ def calls(monkeypatch):
     """What goes through the fused functions."""
     made = []
     batch_norm, add_layer_norm = functional._fused_batch_norm, functional.add_layer_norm
-    pooled = functional._batch_norm_max_pool
+    pooled, layer_norm = functional._batch_norm_max_pool, functional.layer_norm
 
     def watched_batch_norm(*args, residual=None, activation=None, **options):
         if residual is not None or activation is not None:
@@ -76,6 +78,13 @@ def calls(monkeypatch):
         made.append("add before")
         return add_layer_norm(*args, **options)
 
+    def watched_layer_norm(*args, input_bias=None, **options):
+        if input_bias is not None:
+            made.append("bias before")
+        return layer_norm(*args, input_bias=input_bias, **options)
+
+    monkeypatch.setattr(_sites, "_adds_bias", lambda norm, x: True)  # without a GPU, too
+    monkeypatch.setattr(functional, "layer_norm", watched_layer_norm)
     monkeypatch.setattr(functional, "_fused_batch_norm", watched_batch_norm)
     monkeypatch.setattr(functional, "_batch_norm_max_pool", watched_pool)
     monkeypatch.setattr(functional, "add_layer_norm", watched_add)
@@ -100,6 +109,12 @@ def swin():
     return transformer([2, 2], 16, [2, 2], [2, 2], [2, 2], num_classes=3)
 
 
+def convnext():
+    models = pytest.importorskip("torchvision.models.convnext")
+    blocks = [models.CNBlockConfig(8, 16, 2), models.CNBlockConfig(16, None, 1)]
+    return models.ConvNeXt(blocks, num_classes=3)
+
+
 ZOO = {
     "resnet18": (partial(torchvision_model, "resnet18"), 17),
     "resnext50": (partial(torchvision_model, "resnext50_32x4d"), 49),
@@ -115,7 +130,8 @@ ZOO = {
         ),
         6,
     ),
-    "swin": (swin, 7),
+    "swin": (swin, 8),
+    "convnext": (convnext, 3),
     "block": (Block, 2),
     "convolutions and batch norms in sequence": (
         lambda: nn.Sequential(
@@ -307,6 +323,98 @@ def test_the_addition_at_a_blocks_end_is_fused_with_the_next_blocks_norm(calls):
     assert_same(outcome(model, ROWS), outcome(plain, ROWS))
     assert len(seen) == len(other) == 1
     assert calls == ["add before"] * 2
+
+
+class ByFunction(Depthwise):
+    def forward(self, x):
+        return self.linear(self.norm(torch.permute(self.conv(x), (0, 3, 2, 1))))
+
+
+class ChannelsFirst(Depthwise):
+    def forward(self, x):
+        return self.linear(self.norm(self.conv(x).permute(0, 1, 3, 2)))
+
+
+class ReadTwice(Depthwise):
+    def forward(self, x):
+        y = self.conv(x).permute(0, 2, 3, 1)
+        return y + self.linear(self.norm(y))
+
+
+class CalledAmid(Depthwise):
+    def forward(self, x):
+        y = self.conv(x)
+        x = self.norm(x)
+        return self.norm(y.permute(0, 2, 3, 1)) + x
+
+
+@pytest.mark.parametrize("cls", [Depthwise, ByFunction])
+def test_the_bias_of_a_convolution_is_added_by_the_layer_norm_after_it(cls, calls):
+    model = swapped(cls())
+    plain = copy.deepcopy(model)
+    assert fusions(fuse(model)).summary() == "1 of 1 norm layers fused: 1 with bias of Conv2d"
+    for training in (True, False):
+        calls.clear()
+        ours = outcome(model, X, training=training)
+        assert calls == ["bias before"]
+        assert_same(ours, outcome(plain, X, training=training))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    calls.clear()
+    torch.testing.assert_close(compiled(X), plain(X))
+    assert calls == ["bias before"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ChannelsFirst,
+        ReadTwice,
+        CalledAmid,
+        partial(Depthwise, bias=False),
+        partial(Depthwise, shape=(8, 8)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:normplug.fuse. nothing to fuse")
+def test_other_layer_norms_after_a_convolution_are_left(make, calls):
+    model = swapped(make())
+    plain = copy.deepcopy(model)
+    assert not any(row.label for row in fusions(fuse(model)))
+    x = torch.randn(2, 8, 8, 8, dtype=torch.double)
+    assert_same(assert_runs_unfused(model, calls, x), outcome(plain, x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.conv.register_forward_hook(lambda m, args, y: y * 2),
+        lambda model: nn.utils.parametrize.register_parametrization(
+            model.conv, "weight", nn.Tanh()
+        ),
+        lambda model: setattr(model.conv, "bias", None),
+        lambda model: setattr(model, "conv", nn.Conv2d(8, 8, 1, dtype=torch.double)),
+    ],
+)
+def test_a_convolution_that_has_changed_is_called_as_it_is(change, calls):
+    model = swapped(Depthwise())
+    plain = copy.deepcopy(model)
+    fuse(model)
+    for each in (model, plain):
+        torch.manual_seed(0)
+        change(each)
+    assert_same(assert_runs_unfused(model, calls, X), outcome(plain, X))
+
+
+def test_on_a_cpu_a_convolution_adds_its_bias_itself(monkeypatch):
+    biases = []
+    layer_norm = functional.layer_norm
+
+    def watched(*args, **options):
+        biases.append(options.get("input_bias"))
+        return layer_norm(*args, **options)
+
+    monkeypatch.setattr(functional, "layer_norm", watched)
+    fuse(swapped(Depthwise()))(X)
+    assert biases == [None]
 
 
 def test_integers_may_be_added_before_a_layer_norm():
@@ -751,8 +859,6 @@ def test_channels_last_stays():
 
 
 def test_float32_is_as_close_to_float64_as_unfused():
-    from accuracy import assert_no_worse
-
     exact = swapped(nn.Sequential(Block(), Block(), nn.Flatten(2), PreNorm(25)))
     plain = copy.deepcopy(exact).float()
     fused = fuse(copy.deepcopy(plain))
@@ -840,7 +946,7 @@ def test_a_fused_activation_is_not_kept_and_a_residual_costs_a_bit(memory_format
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["resnet18", "vit", "densenet121"])
+@pytest.mark.parametrize("name", ["resnet18", "vit", "densenet121", "convnext"])
 def test_fused_on_the_gpu_is_as_close_to_float64_as_unfused(name, dtype, calls):
     torch.manual_seed(0)
     exact = swapped(ZOO[name][0]()).cuda()
@@ -889,6 +995,41 @@ def test_a_compiler_gets_an_operator_for_a_norm_that_only_a_fused_call_reads(mon
     model = fuse(swapped(ZOO["resnet18"][0]()).float().cuda())
     torch.compile(model, backend=look, fullgraph=True)(torch.randn(2, 3, 64, 64).cuda())
     assert len(operators) == len([m for m in model.modules() if isinstance(m, nn.BatchNorm2d)])
+
+
+@pytest.mark.gpu
+def test_a_compiler_gets_an_operator_for_a_norm_that_adds_a_bias(monkeypatch):
+    operators = []
+
+    def look(graph_module, inputs):
+        operators.extend(n for n in graph_module.graph.nodes if "normplug" in str(n.target))
+        return graph_module.forward
+
+    model = fuse(swapped(nn.Sequential(Depthwise())).float().cuda())
+    compiled = torch.compile(model, backend=look, fullgraph=True)
+    compiled(torch.randn(2, 8, 64, 64, device="cuda"))
+    assert len(operators) == 0  # too small to pay
+    monkeypatch.setattr(choice, "_LAYER_NORM_OPERATOR_BYTES", 0)
+    compiled(torch.randn(2, 8, 32, 32, device="cuda"))
+    assert len(operators) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_compiled_with_the_bias_in_the_operator_as_close_to_float64(memory_format, monkeypatch):
+    monkeypatch.setattr(choice, "_LAYER_NORM_OPERATOR_BYTES", 0)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    exact = swapped(nn.Sequential(Depthwise(), nn.ReLU())).cuda()
+    x = torch.randn(4, 8, 16, 16, device="cuda").to(memory_format=memory_format)
+    ours, theirs = (copy.deepcopy(exact).float() for _ in range(2))
+    ours = torch.compile(fuse(ours), fullgraph=True)
+    truth = outcome(exact, x.double())
+    theirs = outcome(theirs, x)
+    for name, value in outcome(ours, x).items():
+        name = name.replace("_orig_mod.", "")
+        if value.is_floating_point():
+            # Sums that cancel are wrong by what the order of their terms makes of it.
+            assert_no_worse(name, value, theirs[name], truth[name], spare=1e-4)
 
 
 def resnet18(memory_format):

@@ -23,6 +23,7 @@ _HOST_BOUND = {2: 8 << 20, 4: 16 << 20, 8: 16 << 20}
 # took the host some 80 us more, both directions, than what Inductor makes of a norm: with operators
 # for less, a model that waits for the host was slower than compiled by itself (docs/kernels.md).
 _BATCH_NORM_OPERATOR_BYTES = 96 << 20
+_LAYER_NORM_OPERATOR_BYTES = 16 << 20
 _ADD_LAYER_NORM_OPERATOR_BYTES = 32 << 20
 
 _Signature = tuple[Any, ...]
@@ -145,16 +146,18 @@ def layer_norm(
     row_dims: int,
     tracked: Tensor | None,
     vectors: tuple[Tensor | None, ...],
+    fused: bool,
     stock: bool,
 ) -> _Route:
-    """The route for `functional.layer_norm`; stock: what torch has a kernel for."""
+    """The route for `functional.layer_norm`; fused: with input_bias. stock: as torch's kernel."""
     why = _refusal_of_rows(backend, x, row_dims, None, tracked, vectors)
     if why is not None:
         if backend == "triton":
             raise _checks.no_kernel(who, why)
         return aten.layer_norm
     if _compiling():  # as a lone BatchNorm: Inductor fuses it with the residual add before it
-        return layer_norm_library.layer_norm if backend == "triton" else aten.layer_norm
+        pays = backend == "triton" or (fused and _bytes(x) >= _LAYER_NORM_OPERATOR_BYTES)
+        return layer_norm_library.layer_norm if pays else aten.layer_norm
     if backend == "auto" and stock and _host_bound(x):
         return aten.layer_norm
     from normplug._ops import layer_norm_gpu

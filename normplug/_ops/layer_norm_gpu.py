@@ -315,8 +315,9 @@ def plan_of(
     weight: Tensor | None,
     bias: Tensor | None,
     input_bias: Tensor | None,
-    running: tuple[Tensor, Tensor] | None,
-    tracked: bool,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
     target_variance: float,
@@ -329,6 +330,9 @@ def plan_of(
     if residual is not None:
         residual, residual_spacing = _with_dense_rows(residual, row_dims, width, spacing)
         beside = (residual_spacing, residual.dtype)
+    running = None
+    if running_mean is not None and running_var is not None:
+        running = (running_mean.dtype, running_var.dtype)
     key = _Key(
         x.shape,
         row_dims,
@@ -339,18 +343,14 @@ def plan_of(
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
         None if input_bias is None else input_bias.dtype,
-        None if running is None else (running[0].dtype, running[1].dtype),
-        tracked,
+        running,
+        running is not None and num_batches_tracked is not None,
         momentum,
         eps,
         target_variance,
         out,
     )
     return _plans[key], x, residual
-
-
-def _both(mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return None if mean is None or var is None else (mean, var)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -456,11 +456,10 @@ def _plan_of(
     target_variance: float,
     low_autocast: bool,
 ) -> tuple[_Plan, Tensor]:
-    both = _both(running_mean, running_var)
-    tracked = num_batches_tracked is not None and both is not None
     plan, x, _ = plan_of(
-        x, len(normalized_shape), None, weight, bias, input_bias, both, tracked, momentum, eps,
-        target_variance, aten.output_dtype(x, x.dtype, low_autocast),
+        x, len(normalized_shape), None, weight, bias, input_bias, running_mean, running_var,
+        num_batches_tracked, momentum, eps, target_variance,
+        aten.output_dtype(x, x.dtype, low_autocast),
     )  # fmt: skip
     return plan, x
 
@@ -496,10 +495,9 @@ def _plan_of_add(
     low_autocast: bool,
 ) -> tuple[_Plan, Tensor, Tensor]:
     total = torch.promote_types(x.dtype, residual.dtype)
-    both = _both(running_mean, running_var)
     plan, x, beside = plan_of(
-        x, len(normalized_shape), residual, weight, bias, None, both,
-        num_batches_tracked is not None and both is not None, momentum, eps, target_variance,
+        x, len(normalized_shape), residual, weight, bias, None, running_mean, running_var,
+        num_batches_tracked, momentum, eps, target_variance,
         aten.output_dtype(x, total, low_autocast),
     )  # fmt: skip
     assert beside is not None

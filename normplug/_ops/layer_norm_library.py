@@ -1,6 +1,7 @@
 """LayerNorm's kernels as operators of `torch.library`, for compilers: opaque, with gradients.
 
-As `batch_norm_library`, whose remarks hold here.
+As `batch_norm_library`, but for the running statistics, which the operators move: the mean over all
+rows of what a kernel finds in each would take a compiler kernels of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from normplug._ops import aten
 from normplug._ops.operators import differentiable, fake, operator
 from normplug.reference import accumulator_dtype
 
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
 
 def _accumulator(*tensors: Tensor | None) -> torch.dtype:
     return accumulator_dtype(*(t.dtype for t in tensors if t is not None))
@@ -25,13 +28,17 @@ def _rows(x: Tensor, row_dims: int) -> int:
     return math.prod(x.shape[: x.dim() - row_dims])
 
 
-@operator("layer_norm_forward")
+@operator("layer_norm_forward", changes=_RUNNING)
 def _forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     input_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
     row_dims: int,
+    momentum: float | None,
     eps: float,
     target_variance: float,
     out: torch.dtype,
@@ -39,10 +46,11 @@ def _forward(
     """y, and stats: mean and rstd of the rows, (2 * rows,)."""
     from normplug._ops import layer_norm_gpu as gpu
 
+    running = (running_mean, running_var, num_batches_tracked)
     plan, x, _ = gpu.plan_of(
-        x, row_dims, None, weight, bias, input_bias, None, False, 0.0, eps, target_variance, out
+        x, row_dims, None, weight, bias, input_bias, *running, momentum, eps, target_variance, out
     )
-    y, _, stats = plan.forward(x, None, weight, bias, input_bias, None, None, None, keep=True)
+    y, _, stats = plan.forward(x, None, weight, bias, input_bias, *running, keep=True)
     return y, stats
 
 
@@ -52,7 +60,11 @@ def _(
     weight: Tensor | None,
     bias: Tensor | None,
     input_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
     row_dims: int,
+    momentum: float | None,
     eps: float,
     target_variance: float,
     out: torch.dtype,
@@ -61,13 +73,17 @@ def _(
     return x.new_empty(x.shape, dtype=out), stats
 
 
-@operator("add_layer_norm_forward")
+@operator("add_layer_norm_forward", changes=_RUNNING)
 def _forward_add(
     x: Tensor,
     residual: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
     row_dims: int,
+    momentum: float | None,
     eps: float,
     target_variance: float,
     out: torch.dtype,
@@ -75,10 +91,11 @@ def _forward_add(
     """y, the total, and stats."""
     from normplug._ops import layer_norm_gpu as gpu
 
+    running = (running_mean, running_var, num_batches_tracked)
     plan, x, beside = gpu.plan_of(
-        x, row_dims, residual, weight, bias, None, None, False, 0.0, eps, target_variance, out
+        x, row_dims, residual, weight, bias, None, *running, momentum, eps, target_variance, out
     )
-    y, total, stats = plan.forward(x, beside, weight, bias, None, None, None, None, keep=True)
+    y, total, stats = plan.forward(x, beside, weight, bias, None, *running, keep=True)
     assert total is not None
     return y, total, stats
 
@@ -89,7 +106,11 @@ def _(
     residual: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
     row_dims: int,
+    momentum: float | None,
     eps: float,
     target_variance: float,
     out: torch.dtype,
@@ -119,7 +140,7 @@ def _backward(
     from normplug._ops import layer_norm_gpu as gpu
 
     plan, x, _ = gpu.plan_of(
-        x, row_dims, None, weight, bias, input_bias, None, False, 0.0, 0.0, target_variance,
+        x, row_dims, None, weight, bias, input_bias, None, None, None, 0.0, 0.0, target_variance,
         dy.dtype,
     )  # fmt: skip
     needs = (needs_x, needs_weight, needs_bias, needs_input_bias)
@@ -163,9 +184,9 @@ def _(
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *tensors, row_dims, _, target_variance, _ = inputs
+        *tensors, row_dims, _, _, target_variance, _ = inputs
         y, stats = _forward(*inputs)
-        ctx.save_for_backward(*tensors, stats)
+        ctx.save_for_backward(*tensors[:4], stats)
         ctx.options = (row_dims, target_variance)
         ctx.mark_non_differentiable(stats)
         return y, stats
@@ -176,13 +197,13 @@ class _LayerNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad[:4]
         gradients = _backward(dy, None, *ctx.saved_tensors, *ctx.options, *needs)
         asked = (g if need else None for g, need in zip(gradients, needs, strict=True))
-        return (*asked, None, None, None, None)
+        return (*asked, *[None] * 8)
 
 
 class _AddLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        x, residual, weight, bias, row_dims, _, target_variance, _ = inputs
+        x, residual, weight, bias, *_, row_dims, _, _, target_variance, _ = inputs
         y, total, stats = _forward_add(*inputs)
         ctx.save_for_backward(total, weight, bias, stats)
         ctx.options = (row_dims, target_variance)
@@ -206,7 +227,7 @@ class _AddLayerNorm(torch.autograd.Function):
         dx = through.to(ctx.dtypes[0]) if for_x else None
         dresidual = through.to(ctx.dtypes[1]) if for_residual else None
         asked = (dx, dresidual, dweight if for_weight else None, dbias if for_bias else None)
-        return (*asked, None, None, None, None)
+        return (*asked, *[None] * 8)
 
 
 _differentiable = differentiable("layer_norm", _forward, _LayerNorm)
@@ -229,11 +250,14 @@ def layer_norm(
 ) -> Tensor:
     """`functional.layer_norm` after its checks, as an operator."""
     out = aten.output_dtype(x, x.dtype, low_autocast)
-    y, stats = _differentiable(
-        x, weight, bias, input_bias, len(normalized_shape), eps, target_variance, out
+    shape, row_dims = x.shape, len(normalized_shape)
+    if _are_images(row_dims, x):
+        x = x.flatten(0, -1 - row_dims)
+    running = (running_mean, running_var, num_batches_tracked)
+    y, _ = _differentiable(
+        x, weight, bias, input_bias, *running, row_dims, momentum, eps, target_variance, out
     )
-    _move(running_mean, running_var, num_batches_tracked, momentum, stats, eps)
-    return y
+    return y.view(shape)
 
 
 def add_layer_norm(
@@ -252,27 +276,20 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """`functional.add_layer_norm` after its checks, as an operator."""
     out = aten.output_dtype(x, torch.promote_types(x.dtype, residual.dtype), low_autocast)
-    y, total, stats = _differentiable_add(
-        x, residual, weight, bias, len(normalized_shape), eps, target_variance, out
+    shape, row_dims = x.shape, len(normalized_shape)
+    if _are_images(row_dims, x, residual):
+        x, residual = x.flatten(0, -1 - row_dims), residual.flatten(0, -1 - row_dims)
+    running = (running_mean, running_var, num_batches_tracked)
+    y, total, _ = _differentiable_add(
+        x, residual, weight, bias, *running, row_dims, momentum, eps, target_variance, out
     )
-    _move(running_mean, running_var, num_batches_tracked, momentum, stats, eps)
-    return y, total
+    return y.view(shape), total.view(shape)
 
 
-def _move(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    stats: Tensor,
-    eps: float,
-) -> None:
-    """Move the running statistics, where there are any, towards the rows'."""
-    if running_mean is None or running_var is None:
-        return
-    step = aten.count_batch(running_mean, num_batches_tracked, momentum)
-    with torch.no_grad():
-        mean, rstd = stats.chunk(2)
-        var = (rstd.pow(-2).mean() - eps).clamp_min(0)
-        running_mean.lerp_(mean.mean().to(running_mean.dtype), step)
-        running_var.lerp_(var.to(running_var.dtype), step)
+def _are_images(row_dims: int, *tensors: Tensor) -> bool:
+    """Whether these are rows in a grid, (N, H, W, C) or more, that follow each other.
+
+    Such a tensor goes to the operator as a matrix. With four dimensions Inductor would lay it out
+    as images with channels at dimension 1 where it keeps it for the backward, and copy it besides.
+    """
+    return all(t.dim() > row_dims + 2 and t.is_contiguous() for t in tensors)

@@ -8,7 +8,7 @@ kernel of a second operator, a composite one: a compiler that sees it asks for i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,16 @@ import torch
 _library = torch.library.Library("normplug", "FRAGMENT")
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function an operator, which it is replaced by; it changes none of its arguments.
+def operator(name: str, changes: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function an operator, which it is replaced by.
 
     Args:
         name: of the operator, in the namespace "normplug".
+        changes: the arguments that it changes in place, and does not return.
     """
 
     def define(function: Callable[..., Any]) -> Any:
-        schema = torch.library.infer_schema(function, mutates_args=())
+        schema = torch.library.infer_schema(function, mutates_args=changes)
         return _define(name, schema, function, "CompositeExplicitAutograd")
 
     return define
