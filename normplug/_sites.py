@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from normplug import modules
 from normplug._hooks import has_hooks
-from normplug._ops import recompute
+from normplug._ops import choice, recompute
 from normplug._ops.aten import ACTIVATIONS, MODULES, Pool, activation_of
 from normplug._trace import add_in_place
 from normplug.modules import LayerNorm, TargetVarianceNorm
@@ -541,7 +541,7 @@ def convolution_layer_norm(
     """
     if (
         isinstance(x, Tensor)
-        and _adds_bias(norm, x)
+        and choice.has_kernels("fuse", norm.backend, x)  # elsewhere it is convolutions that add
         and _is_plain(norm)
         and _is_plain_convolution(convolution)
         and norm.normalized_shape == convolution.bias.shape
@@ -551,11 +551,6 @@ def convolution_layer_norm(
         return norm.fused_bias(y.permute(dims), convolution.bias)
     y = convolution(x)
     return norm(y.permute(dims) if permute is None else permute(y))
-
-
-def _adds_bias(norm: LayerNorm, x: Tensor) -> bool:
-    """Whether a norm adds a bias at no cost, by kernel: on a CPU a convolution does."""
-    return x.is_cuda or norm.backend == "triton"
 
 
 def _is_plain_convolution(module: Any) -> bool:

@@ -188,6 +188,16 @@ def add_layer_norm(
     return layer_norm_gpu.add_layer_norm
 
 
+def has_kernels(who: str, backend: str, x: Tensor) -> bool:
+    """Whether a norm with this backend would be by kernel where x is, for all that can be told."""
+    name = _checks.backend(who, backend)
+    if name == "torch" or (name == "auto" and not x.is_cuda) or _refusal() is not None:
+        return False
+    from normplug._ops import gpu
+
+    return gpu.refusal_of_device(x) is None
+
+
 def _refusal_of_rows(
     backend: str,
     x: Tensor,

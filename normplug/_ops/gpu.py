@@ -93,7 +93,7 @@ def refusal(
     for t in (x, *present):
         if type(t) not in (Tensor, torch.nn.Parameter):
             return f"a tensor is a {type(t).__name__}, of which the kernels know nothing"
-    if (why := _refusal_of_device(x)) is not None:
+    if (why := refusal_of_device(x)) is not None:
         return why
     if x.dtype not in _DTYPES:
         return f"the input is {x.dtype}"
@@ -106,7 +106,7 @@ def refusal(
     return None
 
 
-def _refusal_of_device(x: Tensor) -> str | None:
+def refusal_of_device(x: Tensor) -> str | None:
     """Why no kernel can run where x is; None where one can."""
     if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
         return f"the input is on {x.device}, and the kernels need a CUDA device"
