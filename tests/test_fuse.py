@@ -364,6 +364,30 @@ def test_the_bias_of_a_convolution_is_added_by_the_layer_norm_after_it(cls, call
     assert calls == ["bias before"]
 
 
+class Embedding(nn.Module):
+    """Patches of an input with so many dimensions, and the LayerNorm of each."""
+
+    def __init__(self, dims):
+        super().__init__()
+        convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        self.conv = convolution(3, 8, 3, stride=2, padding=1, padding_mode="circular")
+        self.norm = nn.LayerNorm(8)
+        self.order = (0, *range(2, dims + 2), 1)
+
+    def forward(self, x):
+        return self.norm(torch.permute(self.conv(x), self.order))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolutions_of_every_rank_leave_their_bias_to_the_norm(dims, calls):
+    model = swapped(Embedding(dims))
+    plain = copy.deepcopy(model)
+    x = torch.randn(2, 3, *[6] * dims, dtype=torch.double)
+    ours = outcome(fuse(model), x)
+    assert calls == ["bias before"]
+    assert_same(ours, outcome(plain, x))
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -1,5 +1,6 @@
 """What only a GPU can show: its kernels' accuracy, no waiting, graphs, mixed precision."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from torch._dynamo.utils import counters
 import normplug
 import test_batch_norm
 import test_layer_norm
+from fuse_cases import Depthwise
 from normplug import functional, target_variance
 from normplug._ops import choice
 
@@ -148,9 +150,19 @@ def test_compiled_by_inductor_with_another_batch_size():
 @pytest.mark.parametrize("operators", [False, True])
 def test_a_compiler_that_reduces_overhead_captures_a_fused_model(operators, monkeypatch):
     if operators:  # however small the input
-        monkeypatch.setattr(choice, "_BATCH_NORM_OPERATOR_BYTES", 0)
+        for kind in ("BATCH_NORM", "LAYER_NORM"):
+            monkeypatch.setattr(choice, f"_{kind}_OPERATOR_BYTES", 0)
     torch._dynamo.reset()
-    net, twin = (swap_and_fuse(make_net(torch.channels_last)) for _ in range(2))
+    torch.manual_seed(0)
+    stock = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        Depthwise(),
+        nn.Flatten(),
+        nn.Linear(288, 4),
+    ).to(GPU, memory_format=torch.channels_last)
+    net, twin = (swap_and_fuse(copy.deepcopy(stock)) for _ in range(2))
     compiled = torch.compile(net, mode="reduce-overhead")
     before = counters["inductor"]["cudagraph_skips"]
     for _ in range(5):  # the first steps warm up, and one is recorded
