@@ -1007,35 +1007,32 @@ def test_a_norm_that_only_a_fused_addition_reads_is_called_as_such(monkeypatch):
     assert all(any(layer is m for m in shortcuts) for layer in lone)
 
 
-@pytest.mark.gpu
-def test_a_compiler_gets_an_operator_for_a_norm_that_only_a_fused_call_reads(monkeypatch):
-    monkeypatch.setattr(choice, "_BATCH_NORM_OPERATOR_BYTES", 0)  # however small the input
+def operators_for_a_compiler(model, x):
+    """How many operators of ours a compiler finds in the graph of `model(x)`."""
     operators = []
 
     def look(graph_module, inputs):
         operators.extend(n for n in graph_module.graph.nodes if "normplug" in str(n.target))
         return graph_module.forward
 
+    torch.compile(model, backend=look, fullgraph=True)(x)
+    return len(operators)
+
+
+@pytest.mark.gpu
+def test_a_compiler_gets_an_operator_for_a_norm_that_only_a_fused_call_reads(monkeypatch):
+    monkeypatch.setattr(choice, "_BATCH_NORM_OPERATOR_BYTES", 0)  # however small the input
     model = fuse(swapped(ZOO["resnet18"][0]()).float().cuda())
-    torch.compile(model, backend=look, fullgraph=True)(torch.randn(2, 3, 64, 64).cuda())
-    assert len(operators) == len([m for m in model.modules() if isinstance(m, nn.BatchNorm2d)])
+    found = operators_for_a_compiler(model, torch.randn(2, 3, 64, 64).cuda())
+    assert found == len([m for m in model.modules() if isinstance(m, nn.BatchNorm2d)])
 
 
 @pytest.mark.gpu
 def test_a_compiler_gets_an_operator_for_a_norm_that_adds_a_bias(monkeypatch):
-    operators = []
-
-    def look(graph_module, inputs):
-        operators.extend(n for n in graph_module.graph.nodes if "normplug" in str(n.target))
-        return graph_module.forward
-
     model = fuse(swapped(nn.Sequential(Depthwise())).float().cuda())
-    compiled = torch.compile(model, backend=look, fullgraph=True)
-    compiled(torch.randn(2, 8, 64, 64, device="cuda"))
-    assert len(operators) == 0  # too small to pay
+    assert operators_for_a_compiler(model, torch.randn(2, 8, 64, 64, device="cuda")) == 0  # small
     monkeypatch.setattr(choice, "_LAYER_NORM_OPERATOR_BYTES", 0)
-    compiled(torch.randn(2, 8, 32, 32, device="cuda"))
-    assert len(operators) == 1
+    assert operators_for_a_compiler(model, torch.randn(2, 8, 32, 32, device="cuda")) == 1
 
 
 @pytest.mark.gpu

@@ -97,7 +97,7 @@ def batch_norm(
     in training, with target variance 1: what torch has a kernel for. keeps_residual: so that the
     kernels' result can be computed anew.
     """
-    if backend == "torch" or (backend == "auto" and not x.is_cuda):
+    if not _asked_for(backend, x):
         return aten.batch_norm
     why = _refusal()
     if why is None:
@@ -127,7 +127,7 @@ def batch_norm_max_pool(
     pool: aten.Pool,
 ) -> _Route | None:
     """The route for BatchNorm, relu and max pooling in one; None where they go one by one."""
-    if backend == "torch" or (backend == "auto" and not x.is_cuda) or _refusal() is not None:
+    if not _asked_for(backend, x) or _refusal() is not None:
         return None
     from normplug._ops import pool_gpu
 
@@ -190,8 +190,7 @@ def add_layer_norm(
 
 def has_kernels(who: str, backend: str, x: Tensor) -> bool:
     """Whether a norm with this backend would be by kernel where x is, for all that can be told."""
-    name = _checks.backend(who, backend)
-    if name == "torch" or (name == "auto" and not x.is_cuda) or _refusal() is not None:
+    if not _asked_for(_checks.backend(who, backend), x) or _refusal() is not None:
         return False
     from normplug._ops import gpu
 
@@ -207,7 +206,7 @@ def _refusal_of_rows(
     vectors: tuple[Tensor | None, ...],
 ) -> str | None:
     """Why a LayerNorm is none for the kernels; None where it may be."""
-    if backend == "torch" or (backend == "auto" and not x.is_cuda):
+    if not _asked_for(backend, x):
         return "not asked for"
     why = _refusal()
     if why is None:
@@ -215,6 +214,11 @@ def _refusal_of_rows(
 
         why = layer_norm_gpu.refusal(x, row_dims, residual, tracked, vectors)
     return why
+
+
+def _asked_for(backend: str, x: Tensor) -> bool:
+    """Whether a backend stands for the kernels, if they can run."""
+    return backend == "triton" or (backend == "auto" and x.is_cuda)
 
 
 def _compiling() -> bool:
