@@ -43,7 +43,8 @@ def compiled(made, dtype, **others):
     }
     options = {k: v for k, v in made._constants.items() if k not in constants}
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(made._kernel, signature, constexprs=constants)
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
+    source = ASTSource(made._kernel, signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=H100, options=options)
 
 
@@ -73,7 +74,7 @@ def test_batch_norm(name, dtype):
 def row_launches(rows, width, itemsize, dtype, spacing):
     forward = schedule.layer_norm_forward(rows, width, 8, itemsize, True, SMS)
     backward = schedule.layer_norm_backward(
-        rows, width, 8, itemsize, SMS, SHARED, launch.COOPERATIVE
+        rows, width, 8, itemsize, False, SMS, SHARED, launch.COOPERATIVE
     )
     flags = layer_norm.Flags(input_bias=False, residual=True, running=True, tracked=True)
     strides = Strides(spacing, residual=width)
@@ -90,6 +91,17 @@ def test_layer_norm(width, dtype):
     acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
     for made in row_launches(4096, width, dtype.itemsize, acc, width):
         assert compiled(made, dtype, dtotal_ptr=dtype).asm["cubin"]
+
+
+def test_layer_norm_of_narrow_rows_reads_a_bias_once():
+    flags, needs = layer_norm.Flags(input_bias=True), (True, True, True, True)
+    cut = schedule.layer_norm_backward(100_352, 192, 8, 2, True, SMS, SHARED, launch.COOPERATIVE)
+    assert 1 < cut.lanes < cut.r
+    made = layer_norm.backward_launch(cut, FLOAT32, flags, Strides(192, dy=192), needs, 0.6)
+    ahead = compiled(made, BFLOAT16).metadata.shared
+    # Tiles of x and dy, and at the end the sums of a tile's rows: nothing else comes by there.
+    tiles = 2 * (cut.stages - 1) * cut.r * cut.bc * 2
+    assert ahead <= max(tiles, 4 * cut.lanes * cut.bc) + 2048
 
 
 @pytest.mark.parametrize("spacing", [768, TwoLevels(197, 768, 768 * 128)], ids=["even", "permuted"])

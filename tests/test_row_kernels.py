@@ -73,7 +73,7 @@ def held(r, bc, programs, **rest):
     def change(shape):
         u = -(-schedule.power_of_2(shape.width) // bc)
         cut = {"r": r, "u": u, "bc": bc, "programs": programs, "warps": 1, "stages": 1, "k": 1}
-        rest_of_it = {"keep": False, "fold": False, "finish": 8, **rest}
+        rest_of_it = {"keep": False, "lanes": r, "finish": 8, **rest}
         return Rows(shape.rows, shape.width, **{**cut, **rest_of_it})
 
     return change
@@ -94,8 +94,9 @@ SETUPS = {
     "rows, uneven": Setup((9, 12), held(2, 8, 2), held(2, 8, 2)),
     "rows, side by side": Setup((7, 24), held(4, 32, 1), held(4, 32, 1, keep=True)),
     "rows, even": Setup((8, 16), held(2, 8, 2, keep=True, stages=2), held(2, 8, 2, keep=True)),
-    "rows, folded": Setup((9, 16), held(1, 4, 3, keep=True), held(2, 4, 3, fold=True, stages=3)),
-    "rows, even and folded": Setup((8, 16), held(4, 16, 2), held(4, 8, 2, fold=True, finish=16)),
+    "rows, folded": Setup((9, 16), held(1, 4, 3, keep=True), held(2, 4, 3, lanes=1, stages=3)),
+    "rows, even and folded": Setup((8, 16), held(4, 16, 2), held(4, 8, 2, lanes=1, finish=16)),
+    "rows, folded in part": Setup((9, 12), held(2, 8, 2), held(4, 8, 2, lanes=2, keep=True)),
     "wide": Setup((5, 40), tiled(16, 4), blocks(2, 16, 5)),
     "wide, even": Setup((4, 32), tiled(8, 4), blocks(2, 8, 4)),
     "wide, one block": Setup((3, 40), tiled(32, 5), blocks(4, 16, 3)),
@@ -132,7 +133,8 @@ def test_the_setups_are_the_corners_that_they_are_named_for():
     for name, (shape, cut_forward, cut_backward) in SETUPS.items():
         machine = (132, 227 << 10)
         forward[name] = cut_forward(schedule.layer_norm_forward(*shape, 1, 4, False, machine[0]))
-        backward[name] = cut_backward(schedule.layer_norm_backward(*shape, 1, 4, *machine, False))
+        cut = schedule.layer_norm_backward(*shape, 1, 4, False, *machine, False)
+        backward[name] = cut_backward(cut)
         for made in (forward[name], backward[name]):
             assert isinstance(made, Rows) == name.startswith("rows"), name
             assert made.even or "even" not in name.split(), name
@@ -158,6 +160,7 @@ def test_the_setups_are_the_corners_that_they_are_named_for():
     assert backward["wide"].blocks > 2
     assert backward["wide"].rows % backward["wide"].rb != 0
     assert backward["rows, uneven"].finish < backward["rows, uneven"].width
+    assert 1 < backward["rows, folded in part"].lanes < backward["rows, folded in part"].r
 
 
 @EVERY_SETUP

@@ -65,6 +65,20 @@ def test_as_close_to_float64_as_torch(dtype, shape):
         assert_accurate(Case(shape, dtype, offset=offset), GPU)
 
 
+# Of many narrow rows a thread has several in turn, and three sums with an input_bias.
+NARROW = [(30_001, 24), (40_000, 64), (50_007, 96), (20_000, 192), (9_001, 384), (5_000, 768)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", NARROW, ids=str)
+def test_a_bias_before_many_narrow_rows(shape, dtype):
+    params = torch.promote_types(dtype, torch.float32)
+    for offset in (3.0, 1e3):
+        case = Case(shape, dtype, params=params, vectors=FULL, offset=offset)
+        out = assert_accurate(case, GPU)
+        assert_same_bits(out, run(case, make(case, GPU), "triton"))
+
+
 # Wide enough that programs share the columns of a row and wait for each other, where they can.
 SHARED = [(132, 8704), (133, 12288), (300, 16384), (1024, 20480), (150, 40000), (257, 65536)]
 
@@ -76,7 +90,7 @@ def shares_columns(shape, dtype):
     device = torch.device("cuda", torch.cuda.current_device())
     machine = (schedule.processors(device), schedule.shared_memory(device), COOPERATIVE)
     unit = schedule.unit_of(shape[-1])
-    cut = schedule.layer_norm_backward(*shape, unit, dtype.itemsize, *machine)
+    cut = schedule.layer_norm_backward(*shape, unit, dtype.itemsize, False, *machine)
     return isinstance(cut, schedule.Rows) and cut.k > 1
 
 

@@ -231,7 +231,11 @@ ROW_FORWARD = {
     for call in ROW_CALLS
     for running in (False, True)
 }
-ROW_BACKWARD = {call: schedule.layer_norm_backward(*call[:4], *call[4]) for call in ROW_CALLS}
+ROW_BACKWARD = {
+    (*call, input_bias): schedule.layer_norm_backward(*call[:4], input_bias, *call[4])
+    for call in ROW_CALLS
+    for input_bias in (False, True)
+}
 EVERY_ROW = (*ROW_FORWARD.items(), *ROW_BACKWARD.items())
 HELD = [(key, shape) for key, shape in EVERY_ROW if isinstance(shape, Rows)]
 WIDE = [(key, shape) for key, shape in EVERY_ROW if not isinstance(shape, Rows)]
@@ -244,7 +248,7 @@ def test_the_rows_meet_every_way_to_cut_them():
     assert {shape.even for shape in forward} == {shape.even for shape in backward} == {True, False}
     for shapes in (forward, backward):
         held = [shape for shape in shapes if isinstance(shape, Rows)]
-        assert {shape.fold for shape in held} == {True, False}
+        assert {shape.lanes == shape.r for shape in held} == {True, False}
         assert {shape.tiles > shape.programs for shape in held} == {True, False}
     held = [shape for shape in backward if isinstance(shape, Rows)]
     assert {shape.stages > 1 for shape in held} == {True, False}
@@ -284,11 +288,18 @@ def test_tiles_of_rows_are_powers_of_two_that_threads_share():
         assert held <= shape.warps * 32 * 64, key
 
 
-def test_rows_are_folded_where_all_threads_are_a_rows():
-    for key, shape in ROW_BACKWARD.items():
-        if isinstance(shape, Rows):
-            lanes = shape.warps * 32 * min(16 // key[3], key[2])
-            assert shape.fold == (shape.bc >= lanes), key
+def test_rows_are_folded_as_far_as_a_thread_has_several():
+    folded = {
+        key: shape
+        for key, shape in ROW_BACKWARD.items()
+        if isinstance(shape, Rows) and (shape.lanes < shape.r or key[1] > 512)
+    }
+    assert any(1 < shape.lanes < shape.r for shape in folded.values())
+    for key, shape in folded.items():
+        _, width, unit, itemsize, _, input_bias = key
+        side_by_side = shape.warps * 32 * min(16 // itemsize, unit) // shape.bc
+        assert shape.lanes == max(side_by_side, 1), key
+        assert width > 512 or (input_bias and not is_power_of_2(width)), key
 
 
 def test_there_is_a_program_for_each_share_of_a_row_and_a_tile_for_each_program():

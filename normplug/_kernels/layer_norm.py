@@ -161,7 +161,7 @@ def backward_launch(
             shape.warps,
         )
     head = {**_tile(shape), "K": shape.k, "KP": schedule.power_of_2(shape.k)}
-    head |= {"STAGES": shape.stages, "KEEP": shape.keep, "FOLD": shape.fold}
+    head |= {"STAGES": shape.stages, "KEEP": shape.keep, "LANES": shape.lanes}
     finishers = -(-shape.width // shape.finish) if sums and shape.k == 1 else 0
     return Launch(
         rows.layer_norm_rows_backward,

@@ -117,12 +117,17 @@ def _sums(a, b):
 
 
 @triton.jit
-def _folded(values, FOLD: tl.constexpr):
-    """Values of a tile summed over its rows, where a thread holds all of these."""
-    if FOLD:
+def _folded(values, LANES: tl.constexpr):
+    """Values of a tile summed over every LANES-th of its rows: those that a thread has in turn."""
+    R: tl.constexpr = values.shape[0]
+    U: tl.constexpr = values.shape[1]
+    BC: tl.constexpr = values.shape[2]
+    if LANES == R:
+        folded = values
+    elif LANES == 1:
         folded = tl.sum(values, axis=0)[None, :, :]
     else:
-        folded = values
+        folded = tl.sum(tl.reshape(values, [R // LANES, LANES, U, BC]), axis=0)
     return folded
 
 
@@ -310,7 +315,7 @@ def layer_norm_rows_backward(
     KP: tl.constexpr,
     STAGES: tl.constexpr,
     KEEP: tl.constexpr,
-    FOLD: tl.constexpr,
+    LANES: tl.constexpr,
     GB: tl.constexpr,
     CB: tl.constexpr,
     ACC: tl.constexpr,
@@ -355,9 +360,11 @@ def layer_norm_rows_backward(
         DTOTAL_OUTER = size(DTOTAL_OUTER_UNITS, UNIT, WIDE)
         n = WIDTH.to(ACC)
         columns, live = _columns(k * SHARE, WIDTH, U, BC, VECTOR)
+        # In the loop it would be read ahead of its turn like a tile, into as much shared memory.
         if KEEP and WEIGHT:
             weight = _vector(weight_ptr, columns, live, R, EVEN)
-        LANES: tl.constexpr = 1 if FOLD else R
+        if KEEP and INPUT_BIAS:
+            input_bias = _vector(input_bias_ptr, columns, live, R, EVEN)
         dweight = tl.zeros([LANES, U, BC], ACC)
         dbias = tl.zeros([LANES, U, BC], ACC)
         dinput_bias = tl.zeros([LANES, U, BC], ACC)
@@ -370,13 +377,15 @@ def layer_norm_rows_backward(
             mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
             rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
             if INPUT_BIAS:
-                h += _vector(input_bias_ptr, columns, live, R, EVEN).to(ACC)
+                if not KEEP:
+                    input_bias = _vector(input_bias_ptr, columns, live, R, EVEN)
+                h += input_bias.to(ACC)
             # dy is 0 where there is nothing, and so is all that d is multiplied by.
             d = h - _each(mean)
             if DWEIGHT:
-                dweight += _folded(dy * _each(rstd) * d, FOLD)
+                dweight += _folded(dy * _each(rstd) * d, LANES)
             if DBIAS:
-                dbias += _folded(dy, FOLD)
+                dbias += _folded(dy, LANES)
             if DX or DINPUT_BIAS:
                 g = dy
                 if WEIGHT:
@@ -396,10 +405,10 @@ def layer_norm_rows_backward(
                     dx += _load(dtotal_ptr, places, inside, columns, live, EVEN, POLICY).to(ACC)
                 if DINPUT_BIAS:
                     if EVEN:
-                        dinput_bias += _folded(dx, FOLD)
+                        dinput_bias += _folded(dx, LANES)
                     else:
                         exists = _each(inside) & live[None, :, :]
-                        dinput_bias += _folded(tl.where(exists, dx, 0.0), FOLD)
+                        dinput_bias += _folded(tl.where(exists, dx, 0.0), LANES)
                 if DX:
                     places = x_places if DX_AS_X else rows * DENSE
                     _store(dx_ptr, dx, places, inside, columns, live, EVEN)

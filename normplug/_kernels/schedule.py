@@ -118,7 +118,8 @@ class Rows:
     """Rows of `width` values that a program holds, `r` at a time as (r, u, bc); see `rows`.
 
     A thread takes `vector` adjacent values at a time. With `keep`, weight and bias stay in
-    registers. `finish` columns of their gradients are added up by one program.
+    registers. Of what is summed over rows, `lanes` sums a column are kept apart until the last
+    tile; `finish` columns of them are added up by one program.
     """
 
     rows: int
@@ -131,7 +132,7 @@ class Rows:
     programs: int
     vector: int = 1
     keep: bool = False
-    fold: bool = False
+    lanes: int = 1
     k: int = 1
     finish: int = 0
 
@@ -388,12 +389,19 @@ def layer_norm_forward(
 
 
 def layer_norm_backward(
-    rows: int, width: int, unit: int, itemsize: int, sms: int, shared: int, together: bool
+    rows: int,
+    width: int,
+    unit: int,
+    itemsize: int,
+    input_bias: bool,
+    sms: int,
+    shared: int,
+    together: bool,
 ) -> Rows | WideBackward:
     """As `layer_norm_forward`.
 
-    shared: bytes of shared memory that a program can have. together: programs that all run at once
-    can be had.
+    input_bias: there is one, whose gradient is a third sum over the rows. shared: bytes of shared
+    memory that a program can have. together: programs that all run at once can be had.
     """
     padded = power_of_2(width)
     if padded * max(itemsize, 4) <= _SUMMED_BYTES:
@@ -401,10 +409,13 @@ def layer_norm_backward(
         at_once = 2 if warps == 4 and rows > _MANY_ROWS_EACH * sms else 1
         values = 32 if itemsize <= 4 and (padded >= 1024 or at_once == 2) else 16
         shape = _row_tile(rows, width, unit, itemsize, warps, warps, values)
+        # To fold a tile's rows takes time, and saves registers: needed for three sums and masks.
+        if padded <= 512 and not (input_bias and width < padded):
+            shape = replace(shape, lanes=shape.r)
         programs = min(at_once * sms, _programs_for(rows, itemsize), shape.tiles)
         room = shared // at_once - (4 << 10)
-        if not shape.fold:
-            room -= max(itemsize, 4) * shape.r * padded  # to add up the rows of a tile at the end
+        if shape.lanes > 1:
+            room -= max(itemsize, 4) * shape.lanes * padded  # to add them up at the end
         stages = 4 if at_once == 1 and padded < 8192 else 3
         stages = max(min(stages, room // (2 * shape.r * padded * itemsize)), 1)
         return replace(shape, programs=programs, stages=stages, keep=True, finish=64)
@@ -419,7 +430,7 @@ def layer_norm_backward(
             lanes = warps * 32 * vector
             bc = min(lanes, share)
             return Rows(
-                rows, width, r, share // bc, bc, warps, 1, programs, vector, fold=bc == lanes, k=k,
+                rows, width, r, share // bc, bc, warps, 1, programs, vector, lanes=lanes // bc, k=k,
                 finish=64,
             )  # fmt: skip
     cw, rb = (1024, 8) if itemsize == 2 and width >= 131072 else (512, 16)
@@ -446,7 +457,7 @@ def _row_tile(
     r = side_by_side * in_turn
     programs = min(-(-rows // r), _MOST_PROGRAMS)
     vector = min(vector, bc)
-    return Rows(rows, width, r, u, bc, warps, 1, programs, vector, fold=side_by_side == 1)
+    return Rows(rows, width, r, u, bc, warps, 1, programs, vector, lanes=side_by_side)
 
 
 def _programs_for(rows: int, itemsize: int) -> int:

@@ -294,6 +294,7 @@ class _Plan:
             self.width,
             strides.unit(self.width),
             self.itemsize,
+            flags.input_bias,
             *self._machine,
             COOPERATIVE and key.device.type == "cuda",
         )

@@ -47,6 +47,8 @@ WIDTHS = (256, 768, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 WIDTHS_ROWS = 4096  # of each of these
 VIT_ROWS: Shape = (50432, 768)  # ViT-B/16 at 224 px, batch 256
 FEW_WIDE_ROWS: Shape = (512, 8192)
+# ConvNeXt-T at 224 px, batch 128: its first three stages.
+CONVNEXT_ROWS: tuple[Shape, ...] = ((401_408, 96), (100_352, 192), (25_088, 384))
 SMALL_ROWS: tuple[Shape, ...] = ((32, 128), (512, 256), (4096, 256))
 OTHER_ROWS: tuple[Shape, ...] = (
     (1_000_000, 64),  # the heads of an attention
@@ -120,6 +122,7 @@ HEADLINE = (
     *_rows(["ln_stats"], [VIT_ROWS, (4096, 8192)], ["bfloat16"]),
     *_rows(["add_ln"], [VIT_ROWS, (8192, 4096)], ["bfloat16"]),
     *_rows(["bias_ln"], [FEW_WIDE_ROWS], ["bfloat16", "float32"]),
+    *_rows(["bias_ln"], CONVNEXT_ROWS, ["bfloat16"]),
 )
 SEED = tuple(
     Case(op, layouts(shape)[0], shape, dtype)
