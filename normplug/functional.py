@@ -268,6 +268,32 @@ def layer_norm(
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), mode="standard").round()
         tensor([[-1.,  1.]])
     """
+    return _layer_norm(
+        input, normalized_shape, weight, bias, eps, mode=mode, input_bias=input_bias,
+        running_mean=running_mean, running_var=running_var,
+        num_batches_tracked=num_batches_tracked, momentum=momentum,
+        autocast_output=autocast_output, backend=backend,
+    )  # fmt: skip
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    mode: ModeLike,
+    input_bias: Tensor | None = None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    autocast_output: str,
+    backend: str,
+    channels_first: bool = False,
+) -> Tensor:
+    """`layer_norm`; channels_first: the input is a view of images that are."""
     who = "functional.layer_norm"
     shape = tuple(normalized_shape)
     tensors = (input, weight, bias, input_bias, running_mean, running_var, num_batches_tracked)
@@ -288,8 +314,9 @@ def layer_norm(
     fused = input_bias is not None
     stock = tv == 1.0 and not fused and running_mean is None
     route = choice.layer_norm(
-        who, name, input, len(shape), num_batches_tracked, vectors, fused, stock
-    )
+        who, name, input, len(shape), num_batches_tracked, vectors, fused,
+        channels_first, stock,
+    )  # fmt: skip
     numbers = (shape, momentum, eps, tv, autocast_output == "low")
     y = route(*tensors, *numbers)
     if eager:

@@ -416,6 +416,7 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
     running_mean: Tensor | None
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
+    _channels_first = False  # whether what it normalises is a view of images that are
 
     def __init__(
         self,
@@ -448,12 +449,13 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
-        y = functional.layer_norm(
+        y = functional._layer_norm(
             input,
             self.normalized_shape,
             weight,
             bias,
             autocast_output=autocast_output,
+            channels_first=self._channels_first,
             **self._options(input),
         )
         if self._probe is not None:

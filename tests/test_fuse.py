@@ -109,6 +109,10 @@ def swin():
     return transformer([2, 2], 16, [2, 2], [2, 2], [2, 2], num_classes=3)
 
 
+def layer_norm_2d():
+    return pytest.importorskip("torchvision.models.convnext").LayerNorm2d(8)
+
+
 def convnext():
     models = pytest.importorskip("torchvision.models.convnext")
     blocks = [models.CNBlockConfig(8, 16, 2), models.CNBlockConfig(16, None, 1)]
@@ -430,13 +434,13 @@ def test_a_convolution_that_has_changed_is_called_as_it_is(change, calls):
 
 def test_on_a_cpu_a_convolution_adds_its_bias_itself(monkeypatch):
     biases = []
-    layer_norm = functional.layer_norm
+    layer_norm = functional._layer_norm
 
     def watched(*args, **options):
         biases.append(options.get("input_bias"))
         return layer_norm(*args, **options)
 
-    monkeypatch.setattr(functional, "layer_norm", watched)
+    monkeypatch.setattr(functional, "_layer_norm", watched)
     fuse(swapped(Depthwise()))(X)
     assert biases == [None]
 
@@ -1036,11 +1040,26 @@ def test_a_compiler_gets_an_operator_for_a_norm_that_adds_a_bias(monkeypatch):
 
 
 @pytest.mark.gpu
+def test_a_compiler_gets_an_operator_for_a_norm_over_innermost_channels(monkeypatch):
+    images = torch.randn(2, 8, 64, 64, device="cuda")
+    model = swapped(nn.Sequential(layer_norm_2d())).float().cuda()
+    innermost = images.to(memory_format=torch.channels_last)
+    assert operators_for_a_compiler(model, innermost) == 0  # small
+    monkeypatch.setattr(choice, "_LAYER_NORM_OPERATOR_BYTES", 0)
+    assert operators_for_a_compiler(model, innermost[:1]) == 1
+    assert operators_for_a_compiler(model, images[:1]) == 0  # channels apart
+    rows = swapped(nn.Sequential(nn.LayerNorm(8))).float().cuda()
+    assert operators_for_a_compiler(rows, innermost.permute(0, 2, 3, 1)) == 0  # not said to be
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_compiled_with_the_bias_in_the_operator_as_close_to_float64(memory_format, monkeypatch):
+def test_compiled_with_operators_for_its_layer_norms_as_close_to_float64(
+    memory_format, monkeypatch
+):
     monkeypatch.setattr(choice, "_LAYER_NORM_OPERATOR_BYTES", 0)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    exact = swapped(nn.Sequential(Depthwise(), nn.ReLU())).cuda()
+    exact = swapped(nn.Sequential(layer_norm_2d(), Depthwise(), nn.ReLU())).cuda()
     x = torch.randn(4, 8, 16, 16, device="cuda").to(memory_format=memory_format)
     ours, theirs = (copy.deepcopy(exact).float() for _ in range(2))
     ours = torch.compile(fuse(ours), fullgraph=True)

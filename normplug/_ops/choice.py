@@ -147,16 +147,25 @@ def layer_norm(
     tracked: Tensor | None,
     vectors: tuple[Tensor | None, ...],
     fused: bool,
+    channels_first: bool,
     stock: bool,
 ) -> _Route:
-    """The route for `functional.layer_norm`; fused: with input_bias. stock: as torch's kernel."""
+    """The route for `functional.layer_norm`.
+
+    fused: with input_bias. channels_first: x is a view of images that are. stock: what torch has a
+    kernel for.
+    """
     why = _refusal_of_rows(backend, x, row_dims, None, tracked, vectors)
     if why is not None:
         if backend == "triton":
             raise _checks.no_kernel(who, why)
         return aten.layer_norm
-    if _compiling():  # as a lone BatchNorm: Inductor fuses it with the residual add before it
-        pays = backend == "triton" or (fused and _bytes(x) >= _LAYER_NORM_OPERATOR_BYTES)
+    if _compiling():
+        # As a lone BatchNorm: Inductor fuses it with the residual add before it. But over images'
+        # channels, innermost in memory, it loses to the kernels all the same (docs/kernels.md).
+        slow = channels_first and x.is_contiguous()
+        worth = (fused or slow) and _bytes(x) >= _LAYER_NORM_OPERATOR_BYTES
+        pays = backend == "triton" or worth
         return layer_norm_library.layer_norm if pays else aten.layer_norm
     if backend == "auto" and stock and _host_bound(x):
         return aten.layer_norm

@@ -10,6 +10,8 @@ from normplug.modules import LayerNorm
 class ChannelsFirstLayerNorm(LayerNorm):
     """LayerNorm of each position of (N, C, H, W) over its channels."""
 
+    _channels_first = True
+
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
