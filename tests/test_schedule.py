@@ -288,18 +288,16 @@ def test_tiles_of_rows_are_powers_of_two_that_threads_share():
         assert held <= shape.warps * 32 * 64, key
 
 
-def test_rows_are_folded_as_far_as_a_thread_has_several():
-    folded = {
-        key: shape
-        for key, shape in ROW_BACKWARD.items()
-        if isinstance(shape, Rows) and (shape.lanes < shape.r or key[1] > 512)
-    }
-    assert any(1 < shape.lanes < shape.r for shape in folded.values())
-    for key, shape in folded.items():
+def test_rows_that_a_thread_has_in_turn_are_folded_where_they_are_wide_or_registers_short():
+    held = {key: shape for key, shape in ROW_BACKWARD.items() if isinstance(shape, Rows)}
+    assert any(1 < shape.lanes < shape.r for shape in held.values())
+    for key, shape in held.items():
         _, width, unit, itemsize, _, input_bias = key
-        side_by_side = shape.warps * 32 * min(16 // itemsize, unit) // shape.bc
-        assert shape.lanes == max(side_by_side, 1), key
-        assert width > 512 or (input_bias and not is_power_of_2(width)), key
+        if width > 512 or (input_bias and not is_power_of_2(width)):
+            side_by_side = shape.warps * 32 * min(16 // itemsize, unit) // shape.bc
+            assert shape.lanes == max(side_by_side, 1), key
+        else:
+            assert shape.lanes == shape.r, key
 
 
 def test_there_is_a_program_for_each_share_of_a_row_and_a_tile_for_each_program():
