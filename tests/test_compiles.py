@@ -3,6 +3,8 @@
 The interpreter takes Python that the compiler of an older Triton does not.
 """
 
+import re
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from normplug._kernels import batch_norm, launch, layer_norm, schedule  # noqa: E402
+from normplug._kernels import batch_norm, launch, layer_norm, primitives, schedule  # noqa: E402
 from normplug._kernels.layer_norm import Strides, TwoLevels  # noqa: E402
 
 pytestmark = [
@@ -93,6 +95,49 @@ def test_layer_norm(width, dtype):
         assert compiled(made, dtype, dtotal_ptr=dtype).asm["cubin"]
 
 
+def threads_along_the_steps(made, dtype, tile, **others):
+    """How many threads and warps share the steps of the tiles that a launch loads."""
+    ir = compiled(made, dtype, **others).asm["ttgir"]
+    loads = re.findall(rf"tt\.load .*tensor<{tile}x!tt.ptr<\w+>, #(\w+)>", ir)
+    assert loads
+    axis = primitives.STEP_AXIS.value
+    for layout in set(loads):
+        facts = re.search(rf"#{layout} = .*threadsPerWarp = \[(.*?)\], warpsPerCTA = \[(.*?)\]", ir)
+        yield from (int(numbers.split(",")[axis]) for numbers in facts.groups())
+
+
+def tile_of(made, lanes):
+    shape = [made._constants[name] for name in (lanes, "U", "BC")]
+    if primitives.STEP_AXIS.value == 0:
+        shape[:2] = shape[1::-1]
+    return "x".join(map(str, shape))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(128, 256, 3136, True), (256, 2048, 49, True), (1024, 100_000, 1, True)], ids=str
+)
+def test_a_thread_of_batch_norm_holds_all_steps_of_its_lanes(shape, dtype):
+    flags = batch_norm.Flags(running=True, tracked=True)
+    forward, backward = (
+        schedule.geometry(*shape, dtype.itemsize, tensors, SMS, launch.COOPERATIVE)
+        for tensors in (1, 2)
+    )
+    for made in (
+        batch_norm.forward_launch(forward, dtype, flags, 0.1, 1e-5, 0.6),
+        batch_norm.backward_launch(backward, dtype, flags, (True, True, True, False), 0.6),
+    ):
+        assert made._constants["U"] > 1
+        assert set(threads_along_the_steps(made, dtype, tile_of(made, "BT"))) == {1}
+
+
+@pytest.mark.parametrize(("rows", "width"), [(50432, 768), (4096, 4096)])
+def test_a_thread_of_layer_norm_holds_all_steps_of_its_rows(rows, width):
+    forward, _ = row_launches(rows, width, 4, FLOAT32, width)
+    assert forward._constants["U"] > 1
+    assert set(threads_along_the_steps(forward, FLOAT32, tile_of(forward, "R"))) == {1}
+
+
 def test_layer_norm_of_narrow_rows_reads_a_bias_once():
     flags, needs = layer_norm.Flags(input_bias=True), (True, True, True, True)
     cut = schedule.layer_norm_backward(100_352, 192, 8, 2, True, SMS, SHARED, launch.COOPERATIVE)
@@ -113,7 +158,6 @@ def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(spacing):
         strict=True,
     ):
         ir = compiled(made, FLOAT32, **others).asm["ttgir"]
-        r, u, bc = (made._constants[name] for name in ("R", "U", "BC"))
         conversions = [line for line in ir.splitlines() if "convert_layout" in line]
-        tile = f"-> tensor<{r}x{u}x{bc}x"
+        tile = f"-> tensor<{tile_of(made, 'R')}x"
         assert not [c for c in conversions if tile + "f32" in c or tile + "bf16" in c]

@@ -19,10 +19,13 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.primitives import (
+    LANE_AXIS,
+    STEP_AXIS,
     activate,
     activation_gradient,
     affine,
     arrive,
+    as_tile,
     pack_bits,
     positive,
     scalar,
@@ -62,9 +65,16 @@ def _lane_counts(rows, BT: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
+def _tile_rows(row, U: tl.constexpr, BT: tl.constexpr):
+    """Rows of a tile from `row` on: of BT lanes, each takes every BT-th row, in U steps."""
+    lanes = tl.expand_dims(tl.arange(0, BT), STEP_AXIS)
+    return row + lanes + tl.expand_dims(tl.arange(0, U), LANE_AXIS) * BT
+
+
+@triton.jit
 def _places(row, end, columns, live, W, U: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr):
-    """Offsets and mask of a tile, (BT, U, columns): a lane takes every BT-th of its rows."""
-    rows = row + tl.arange(0, BT)[:, None] + tl.arange(0, U)[None, :] * BT
+    """Offsets and mask of a tile: its rows' two axes (see `primitives`), then its columns."""
+    rows = _tile_rows(row, U, BT)
     mask = (rows < end)[:, :, None] & live[None, None, :]
     if WIDE:
         rows = rows.to(tl.int64)
@@ -107,13 +117,13 @@ def _bit_columns(slab, BC: tl.constexpr):
 
 @triton.jit
 def _merge_tile(x, mean, m2, n, U: tl.constexpr):
-    """Running moments of n rows a lane, (BT, BC), with those of U more, x = (BT, U, BC)."""
-    tile_mean = tl.sum(x, axis=1) * (1.0 / U)
-    x = x - tile_mean[:, None, :]
+    """Running moments of n rows a lane, (BT, BC), with those of the tile x, U rows a lane."""
+    tile_mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
+    x = x - tl.expand_dims(tile_mean, STEP_AXIS)
     difference = tile_mean - mean
     fraction = U / (n + U)
     mean += difference * fraction
-    m2 += tl.sum(x * x, axis=1) + difference * difference * (n * fraction)
+    m2 += tl.sum(x * x, axis=STEP_AXIS) + difference * difference * (n * fraction)
     return mean, m2, n + U
 
 
@@ -154,15 +164,14 @@ def _column_moments(
             _load_rows(x_ptr, columns, live, row, end, W, U, BT, EVEN, False, WIDE, False).to(ACC)
             - top
         )
-        rows = row + tl.arange(0, BT)[:, None] + tl.arange(0, U)[None, :] * BT
-        there = (rows < end)[:, :, None]
+        there = (_tile_rows(row, U, BT) < end)[:, :, None]
         more = _lane_counts(end - row, BT, ACC)
-        tile_mean = tl.sum(tl.where(there, x, 0.0), axis=1) / tl.maximum(more, 1.0)
-        x = tl.where(there, x - tile_mean[:, None, :], 0.0)
+        tile_mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / tl.maximum(more, 1.0)
+        x = tl.where(there, x - tl.expand_dims(tile_mean, STEP_AXIS), 0.0)
         difference = tile_mean - mean
         fraction = more / tl.maximum(n + more, 1.0)
         mean += difference * fraction
-        m2 += tl.sum(x * x, axis=1) + difference * difference * (n * fraction)
+        m2 += tl.sum(x * x, axis=STEP_AXIS) + difference * difference * (n * fraction)
         counts += more
     mean, m2 = _column_totals(mean, m2, counts, end - start)
     return tl.sum(tl.sum(top, axis=0), axis=0) + mean, m2
@@ -348,7 +357,7 @@ def _normalise(
         ).to(ACC)
     if BITS:
         at = _bit_columns(slab, BC)
-        packed = tl.reshape(pack_bits(positive(z), BT * U * BC), [BT, U, BC // 8])
+        packed = as_tile(pack_bits(positive(z), BT * U * BC), BT, U, BC // 8)
         _write_rows(
             packed, bits_ptr, at, at >= 0, row, end, SLABS * (BC // 8), U, BT, True, WHOLE, WIDE
         )
@@ -552,7 +561,7 @@ def _gradient(
     dz = dy.to(ACC)  # 0 where there is nothing, and so is all that is made of it
     if BITS:
         bits = unpack_bits(tl.reshape(extra, [BT * U * BC // 8]), BT * U * BC)
-        dz = tl.where(tl.reshape(bits, [BT, U, BC]) != 0, dz, 0.0)
+        dz = tl.where(as_tile(bits, BT, U, BC) != 0, dz, 0.0)
     elif ACTIVATION:
         z = centred * scale[None, None, :] + bias[None, None, :]
         if RESIDUAL:
@@ -676,8 +685,8 @@ def batch_norm_columns_backward(
                     dy, x, extra, mean, scale, bias, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION
                 )
                 if SUMS:
-                    sum_dz += tl.sum(dz, axis=1)
-                    sum_dz_centred += tl.sum(dz * centred, axis=1)
+                    sum_dz += tl.sum(dz, axis=STEP_AXIS)
+                    sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)
                 if not LATE:
                     _write_gradients(
                         dz * scale[None, None, :], dz, dx_ptr, dresidual_ptr, columns, live, row,
@@ -693,8 +702,8 @@ def batch_norm_columns_backward(
                     dy, x, extra, mean, scale, bias, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION
                 )
                 if SUMS:
-                    sum_dz += tl.sum(dz, axis=1)
-                    sum_dz_centred += tl.sum(dz * centred, axis=1)
+                    sum_dz += tl.sum(dz, axis=STEP_AXIS)
+                    sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)
                 if not LATE:
                     _write_gradients(
                         dz * scale[None, None, :], dz, dx_ptr, dresidual_ptr, columns, live, row,

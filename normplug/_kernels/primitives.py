@@ -8,16 +8,46 @@ program waits before its own part of the statistics is out, so each wait ends, h
 fit the GPU at a time. (The argument is that of single-pass scans: Merrill and Garland 2016,
 "Single-pass Parallel Prefix Scan with Decoupled Look-back".) A grid run in order by an interpreter
 never waits at all.
+
+Tiles. The kernels for rows of adjacent columns read tiles of three axes: LANES, STEPS and columns.
+Columns and lanes are to be spread over threads, and each thread is to hold all the steps, so that a
+sum over the steps moves nothing between threads. Triton spreads the axis with the most contiguous
+addresses first. Lanes and steps tie, and a tie goes to the first axis up to Triton 3.6 and to the
+last since 3.7 (triton-lang/triton#7143), so the order of those two depends on the version.
 """
 
 import triton
 import triton.language as tl
+
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+STEP_AXIS = tl.constexpr(1 if _VERSION < (3, 7) else 0)
+LANE_AXIS = tl.constexpr(0 if _VERSION < (3, 7) else 1)
 
 # A counter holds arrivals in its low half and readers in its high half.
 _READER = tl.constexpr(1 << 32)
 _ARRIVALS = tl.constexpr((1 << 32) - 1)
 
 ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "relu6": 4, "hardswish": 5}
+
+
+@triton.jit
+def tile_of_zeros(LANES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr, ACC):
+    """A tile of zeros."""
+    if STEP_AXIS == 1:
+        tile = tl.zeros([LANES, STEPS, COLUMNS], ACC)
+    else:
+        tile = tl.zeros([STEPS, LANES, COLUMNS], ACC)
+    return tile
+
+
+@triton.jit
+def as_tile(values, LANES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """As many values of any shape, in the order of a tile's, as a tile."""
+    if STEP_AXIS == 1:
+        tile = tl.reshape(values, [LANES, STEPS, COLUMNS])
+    else:
+        tile = tl.reshape(values, [STEPS, LANES, COLUMNS])
+    return tile
 
 
 @triton.jit

@@ -1,10 +1,11 @@
 """LayerNorm over rows that a program can hold: x is read once, forward and backward.
 
 The tensor is ROWS rows of WIDTH adjacent values, placed by one stride or two (see
-`primitives.row_places`). A tile is R rows, as (R, U, BC): BC adjacent columns go to the threads of
-a row, U times over. Programs take tiles in turn, so that what is summed over rows (the running
-statistics; the gradients of weight and bias) stays in registers until a program's last tile. Then
-each program hands in its part, and further programs add the parts up in the programs' order.
+`primitives.row_places`). A tile is R rows of U times BC columns, with the axes that `primitives`
+explains: BC adjacent columns go to the threads of a row, U times over. Programs take tiles in turn,
+so that what is summed over rows (the running statistics; the gradients of weight and bias) stays in
+registers until a program's last tile. Then each program hands in its part, and further programs add
+the parts up in the programs' order.
 
 Backward, where the sums of a whole row do not fit beside it, K programs that run at once share its
 columns, and tell each other the two sums that the row's dx depends on.
@@ -14,6 +15,8 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.primitives import (
+    LANE_AXIS,
+    STEP_AXIS,
     arrive,
     as_stored,
     finish_columns,
@@ -23,6 +26,7 @@ from normplug._kernels.primitives import (
     row_places,
     scalar,
     size,
+    tile_of_zeros,
     wait,
 )
 
@@ -66,43 +70,49 @@ def _rows(tile, ROWS, R: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _all_rows(values):
+    """What each column of a tile has, (U, BC), beside the values of its rows."""
+    return tl.expand_dims(values, LANE_AXIS)
+
+
+@triton.jit
 def _vector(pointer, columns, live, R: tl.constexpr, EVEN: tl.constexpr):
     """Weights or the like, once for each row of a tile: every thread gets its own columns'."""
-    places = columns[None, :, :] + tl.zeros([R, 1, 1], tl.int32)
+    places = _all_rows(columns) + tile_of_zeros(R, 1, 1, tl.int32)
     if EVEN:
         vector = tl.load(pointer + places)
     else:
-        vector = tl.load(pointer + places, mask=live[None, :, :], other=0.0)
+        vector = tl.load(pointer + places, mask=_all_rows(live), other=0.0)
     return vector
 
 
 @triton.jit
 def _load(pointer, places, inside, columns, live, EVEN: tl.constexpr, POLICY: tl.constexpr):
     """A tile. EVEN: all its rows and columns exist. POLICY: of eviction from the caches."""
-    offsets = _each(places) + columns[None, :, :]
+    offsets = _each(places) + _all_rows(columns)
     if EVEN:
         tile = tl.load(pointer + offsets, eviction_policy=POLICY)
     else:
-        mask = _each(inside) & live[None, :, :]
+        mask = _each(inside) & _all_rows(live)
         tile = tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy=POLICY)
     return tile
 
 
 @triton.jit
 def _store(pointer, value, places, inside, columns, live, EVEN: tl.constexpr):
-    offsets = _each(places) + columns[None, :, :]
+    offsets = _each(places) + _all_rows(columns)
     value = as_stored(value, pointer)
     if EVEN:
         tl.store(pointer + offsets, value)
     else:
-        mask = _each(inside) & live[None, :, :]
+        mask = _each(inside) & _all_rows(live)
         tl.store(pointer + offsets, value, mask=mask)
 
 
 @triton.jit
 def _sum(values):
     """Of each row of a tile: over what a thread holds, then over threads."""
-    return tl.sum(tl.sum(values, axis=1), axis=1)
+    return tl.sum(tl.sum(values, axis=STEP_AXIS), axis=1)
 
 
 @triton.jit
@@ -113,28 +123,30 @@ def _add_pairs(a, b, c, d):
 @triton.jit
 def _sums(a, b):
     """`_sum` of both, in one exchange between threads."""
-    return tl.reduce((tl.sum(a, axis=1), tl.sum(b, axis=1)), 1, _add_pairs)
+    return tl.reduce((tl.sum(a, axis=STEP_AXIS), tl.sum(b, axis=STEP_AXIS)), 1, _add_pairs)
 
 
 @triton.jit
 def _folded(values, LANES: tl.constexpr):
     """Values of a tile summed over every LANES-th of its rows: those that a thread has in turn."""
-    R: tl.constexpr = values.shape[0]
-    U: tl.constexpr = values.shape[1]
+    R: tl.constexpr = values.shape[LANE_AXIS]
+    U: tl.constexpr = values.shape[STEP_AXIS]
     BC: tl.constexpr = values.shape[2]
     if LANES == R:
         folded = values
     elif LANES == 1:
-        folded = tl.sum(values, axis=0)[None, :, :]
-    else:
+        folded = _all_rows(tl.sum(values, axis=LANE_AXIS))
+    elif STEP_AXIS == 1:
         folded = tl.sum(tl.reshape(values, [R // LANES, LANES, U, BC]), axis=0)
+    else:
+        folded = tl.sum(tl.reshape(values, [U, R // LANES, LANES, BC]), axis=1)
     return folded
 
 
 @triton.jit
 def _each(values):
     """A number of each row beside the row's values, in the layout that `_sum` leaves it in."""
-    return values[:, None][:, None, :]
+    return tl.expand_dims(values[:, None], STEP_AXIS)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -230,12 +242,12 @@ def layer_norm_rows_forward(
                 d -= _each(mean - first)
             else:
                 if not EVEN:
-                    d = tl.where(live[None, :, :], d, 0.0)
+                    d = tl.where(_all_rows(live), d, 0.0)
                 mean = _sum(d) / n + first
                 # Of the mean as it is saved: whoever is given that gets the same bits.
                 d -= _each(mean - first)
                 if not EVEN:
-                    d = tl.where(live[None, :, :], d, 0.0)
+                    d = tl.where(_all_rows(live), d, 0.0)
                 var = _sum(d * d) / n
                 rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
             y = d * _each(rstd * scalar(root, ACC))
@@ -365,9 +377,9 @@ def layer_norm_rows_backward(
             weight = _vector(weight_ptr, columns, live, R, EVEN)
         if KEEP and INPUT_BIAS:
             input_bias = _vector(input_bias_ptr, columns, live, R, EVEN)
-        dweight = tl.zeros([LANES, U, BC], ACC)
-        dbias = tl.zeros([LANES, U, BC], ACC)
-        dinput_bias = tl.zeros([LANES, U, BC], ACC)
+        dweight = tile_of_zeros(LANES, U, BC, ACC)
+        dbias = tile_of_zeros(LANES, U, BC, ACC)
+        dinput_bias = tile_of_zeros(LANES, U, BC, ACC)
         for tile in tl.range(group, tiles, groups, num_stages=STAGES):
             rows, inside = _rows(tile, ROWS, R, WIDE)
             x_places = row_places(rows, INNER, X_OUTER, X_STEP, TWO_LEVELS)
@@ -407,7 +419,7 @@ def layer_norm_rows_backward(
                     if EVEN:
                         dinput_bias += _folded(dx, LANES)
                     else:
-                        exists = _each(inside) & live[None, :, :]
+                        exists = _each(inside) & _all_rows(live)
                         dinput_bias += _folded(tl.where(exists, dx, 0.0), LANES)
                 if DX:
                     places = x_places if DX_AS_X else rows * DENSE
@@ -415,13 +427,13 @@ def layer_norm_rows_backward(
         if SUMS > 0:
             part_ptr = parts_ptr + (group * SUMS).to(tl.int64) * WIDTH
             if DWEIGHT:
-                tl.store(part_ptr + columns, tl.sum(dweight, axis=0), mask=live)
+                tl.store(part_ptr + columns, tl.sum(dweight, axis=LANE_AXIS), mask=live)
                 part_ptr += WIDTH
             if DBIAS:
-                tl.store(part_ptr + columns, tl.sum(dbias, axis=0), mask=live)
+                tl.store(part_ptr + columns, tl.sum(dbias, axis=LANE_AXIS), mask=live)
                 part_ptr += WIDTH
             if DINPUT_BIAS:
-                tl.store(part_ptr + columns, tl.sum(dinput_bias, axis=0), mask=live)
+                tl.store(part_ptr + columns, tl.sum(dinput_bias, axis=LANE_AXIS), mask=live)
             arrive(counter_ptr)
     if SUMS > 0:
         stretches = tl.cdiv(WIDTH, CB)
