@@ -534,6 +534,34 @@ def test_a_block_that_has_changed_runs_as_it_was_written(change, down, calls):
     assert_same(outcome(model, X), outcome(plain, X))
 
 
+# Attributes that change what an activation computes, and those that do not.
+SETTINGS = {
+    "gelu": (nn.GELU, "approximate", "tanh", []),
+    "relu6, upper": (nn.ReLU6, "max_val", 1.0, []),
+    "relu6, lower": (nn.ReLU6, "min_val", -1.0, []),
+    "relu6, in place": (nn.ReLU6, "inplace", True, ["relu6"]),
+    "silu, in place": (nn.SiLU, "inplace", True, ["silu"]),
+    "hardswish, in place": (nn.Hardswish, "inplace", True, ["hardswish"]),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.filterwarnings("ignore:normplug.fuse. nothing to fuse")
+def test_an_activation_computes_what_its_attributes_say(setting, when, calls):
+    make, name, value, expected = SETTINGS[setting]
+    model = swapped(nn.Sequential(nn.BatchNorm2d(8), make()))
+    plain = copy.deepcopy(model)
+    if when == "before":
+        setattr(model[1], name, value)
+    fuse(model)
+    setattr(model[1], name, value)
+    setattr(plain[1], name, value)
+    x = 9 * X  # past every bound
+    assert_same(outcome(model, x), outcome(plain, x))
+    assert calls == expected
+
+
 def test_a_method_that_was_patched_on_the_class_is_called(monkeypatch):
     model = fuse(swapped(Block()))
     monkeypatch.setattr(Block, "forward", lambda self, x: x * 2)

@@ -37,13 +37,20 @@ MODULES: dict[type[nn.Module], str] = {
     nn.ReLU6: "relu6",
     nn.Hardswish: "hardswish",
 }
+# The attributes that decide what such a module computes, and the values that go with its name.
+_SETTINGS: dict[type[nn.Module], tuple[tuple[str, Any], ...]] = {
+    nn.GELU: (("approximate", "none"),),
+    nn.ReLU6: (("min_val", 0.0), ("max_val", 6.0)),
+}
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """The name of the activation that a module is, or None."""
-    if isinstance(module, nn.GELU) and module.approximate != "none":
-        return None
-    return MODULES.get(type(module))
+    """The name of the activation that a module computes as it is set now, or None."""
+    cls = type(module)
+    for name, value in _SETTINGS.get(cls, ()):
+        if getattr(module, name) != value:
+            return None
+    return MODULES.get(cls)
 
 
 def batch_norm(
