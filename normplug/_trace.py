@@ -1,9 +1,10 @@
 """A module's forward as a graph of torch.fx, where taking it down once and for all is safe.
 
-torch.fx runs a forward on stand-ins and keeps the operations. Whatever Python decides on the way is
+torch.fx runs a forward on proxies and records the operations. Whatever Python decides on the way is
 burnt in: the value of an attribute, a global, a random number, an `isinstance`. So the source is
-read first, and only what is known to depend on nothing but the inputs and the module's own
-attributes is traced; those attributes are noted, to be compared at each call.
+read first. Only a forward that is known to depend on nothing but its inputs, the module's own
+attributes and which children the modules have is traced. All of these are noted, to be compared at
+each call.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import functools
 import inspect
 import textwrap
 import types
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.overrides import get_overridable_functions
+
+from normplug._fusion import plain_class
 
 _STATEMENTS = (
     ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.If, ast.For, ast.Pass,
@@ -36,7 +37,10 @@ _LOOPS = (enumerate, zip, reversed)
 # Of a stand-in, the numbers raise an error.
 _BUILTINS = (range, tuple, list, bool, int, float, len, *_LOOPS)
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.Size)
-_LISTS = (nn.ModuleList, nn.Sequential)
+# Where a class has its own, what a forward does cannot be told from its source.
+_OF_ALL_MODULES = ("__call__", "__getattr__", "__getattribute__", "__del__")
+# What a forward may go through. A subclass may do that in a way of its own.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class Untraceable(Exception):
@@ -48,21 +52,21 @@ class Reads:
     """What a module's forward depends on beside its inputs.
 
     Attributes:
+        cls: the class whose forward it is.
         inputs: the names of those that it must be given.
         sequences: which of them it takes for sequences of tensors.
         values: attributes, and what they were.
         tensors: parameters and buffers, and whether there was one.
         methods: the forward, and those of the class that it calls.
-        lists: the module lists it goes through.
         training: whether it asks for the training flag.
     """
 
+    cls: type[nn.Module]
     inputs: tuple[str, ...]
     sequences: set[str] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, bool] = field(default_factory=dict)
     methods: dict[str, Any] = field(default_factory=dict)
-    lists: list[nn.Module] = field(default_factory=list)
     training: bool = False
 
 
@@ -76,9 +80,12 @@ def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
     Raises:
         Untraceable: where the forward does something that cannot be traced safely.
     """
+    for name in _OF_ALL_MODULES:
+        if getattr(cls, name, None) is not getattr(nn.Module, name, None):
+            raise Untraceable(f"its class defines {name}")
     forward = cls.forward
     if forward is nn.Sequential.forward and cls.__iter__ is nn.Sequential.__iter__:  # type: ignore[attr-defined]
-        return Reads(("input",), methods={"forward": forward})
+        return Reads(cls, ("input",), methods={"forward": forward, "__iter__": cls.__iter__})  # type: ignore[attr-defined]
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("its forward is no plain function")
     required = []
@@ -87,7 +94,7 @@ def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
             raise Untraceable("its forward takes *args or **kwargs")
         if parameter.default is parameter.empty:
             required.append(parameter.name)
-    reads = Reads(tuple(required))
+    reads = Reads(cls, tuple(required), methods={"forward": forward})
     _Reader(module, cls, reads).function(forward)
     return reads
 
@@ -126,7 +133,6 @@ class _Reader:
         if function in self.seen:
             return
         self.seen.add(function)
-        self.reads.methods[function.__name__] = function
         definition = _source(function)
         code = function.__code__
         if set(code.co_freevars) - {"__class__"}:
@@ -234,12 +240,17 @@ class _Reader:
 
     def own(self, name: str) -> None:
         module, reads = self.module, self.reads
+        found = inspect.getattr_static(self.cls, name, None)
+        hidden = name in vars(module) and not inspect.isdatadescriptor(found)
         if name == "training":
             reads.training = True
+        elif found is not None and not hidden:
+            if not isinstance(found, types.FunctionType) or hasattr(nn.Module, name):
+                raise Untraceable(f"its forward reads {name}, which is of its class")
+            reads.methods[name] = found
+            self.function(found, optional=False)
         elif name in module._modules:
-            child = module._modules[name]
-            if isinstance(child, _LISTS):
-                reads.lists.append(child)
+            return  # the trace tells which children it reaches
         elif name in module._parameters or name in module._buffers:
             reads.tensors[name] = getattr(module, name) is not None
         elif name in vars(module):
@@ -249,10 +260,7 @@ class _Reader:
                 raise Untraceable(f"its forward reads {name}, a {type(value).__name__}")
             reads.values[name] = value
         else:
-            found = inspect.getattr_static(self.cls, name, None)
-            if not isinstance(found, types.FunctionType) or hasattr(nn.Module, name):
-                raise Untraceable(f"its forward reads {name}, which is of its class")
-            self.function(found, optional=False)
+            raise Untraceable(f"its forward reads {name}, which it does not have")
 
     def name(self, node: ast.Name, scope: _Scope, module: bool) -> None:
         if node.id == scope.me:
@@ -330,42 +338,118 @@ class _Proxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", add_in_place, (self, other), {})
 
 
-class _Tracer(fx.Tracer):
-    proxy_buffer_attributes = True
+class _Lazy(Mapping[str, Any]):
+    """A table of a module whose entries are made when they are read."""
 
-    def __init__(self, inputs: dict[nn.Module, tuple[str, ...]]) -> None:
+    def __init__(
+        self, entries: Callable[[], Mapping[str, Any]], make: Callable[[str, Any], Any]
+    ) -> None:
+        self._entries, self._make = entries, make
+
+    def __getitem__(self, name: str) -> Any:
+        return self._make(name, self._entries()[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries())
+
+    def __len__(self) -> int:
+        return len(self._entries())
+
+
+class _Tracer(fx.Tracer):
+    """Runs a forward on proxies, with stand-ins for the modules.
+
+    `fx.Tracer.trace` patches `nn.Module` while it runs, which every thread of the process sees.
+    Here nothing is patched. A stand-in has the class of its module, so that the same forward runs,
+    and tables of its own: children are stand-ins, parameters and buffers are proxies.
+    """
+
+    def __init__(
+        self, root: nn.Module, reads: Mapping[nn.Module, Reads], inner: Collection[nn.Module]
+    ) -> None:
         super().__init__()
-        self._inputs = inputs
-        self._scope: tuple[nn.Module, ...] = ()
+        self.root, self.graph = root, fx.Graph()
+        self.tensor_attrs = {}
         self.scopes: dict[fx.Node, tuple[nn.Module, ...]] = {}
+        self.followed: dict[nn.Module, None] = {}  # in order
+        self.reached: dict[nn.Module, None] = {}
+        self._reads, self._inner = reads, frozenset(inner)
+        self._scope: tuple[nn.Module, ...] = ()
+        self._stand_ins: dict[str, nn.Module] = {}
+        self._tensors: dict[str, fx.Proxy] = {}
+
+    def record(self, training: bool) -> None:
+        """Fill the graph with the root's forward, for one value of the training flag."""
+        reads, self._training = self._reads[self.root], training
+        inputs = [self.create_proxy("placeholder", name, (), {}) for name in reads.inputs]
+        self.reached[self.root] = None
+        root = self._with_forward(self.root, "")
+        try:
+            result = reads.methods["forward"](root, *inputs)
+            self.create_node("output", "output", (self.create_arg(result),), {})
+        finally:
+            self._stand_ins.clear()  # they refer to this tracer, and it to them
+
+    def _child(self, path: str, module: nn.Module | None) -> nn.Module | None:
+        if module is None:
+            return None
+        if path not in self._stand_ins:
+            if module in self._inner:
+                made = self._with_forward(module, path)
+            elif plain_class(module) in _CONTAINERS:
+                made = _made(plain_class(module), {"_modules": self._children(module, path)})
+            else:
+                made = _made(nn.Module, {"_parameters": {}, "_buffers": {}, "_modules": {}})
+            # What `nn.Module.__call__` calls, before any hook, where there is one.
+            vars(made)["_compiled_call_impl"] = functools.partial(self._call, module, path)
+            self._stand_ins[path] = made
+        return self._stand_ins[path]
+
+    def _with_forward(self, module: nn.Module, path: str) -> nn.Module:
+        """What can be `self` in the module's forward."""
+        tables = {
+            "training": self._training,
+            "_modules": self._children(module, path),
+            "_parameters": self._table(module._parameters, path),
+            "_buffers": self._table(module._buffers, path),
+        }
+        return _made(self._reads[module].cls, {**vars(module), **tables})
+
+    def _children(self, module: nn.Module, path: str) -> _Lazy:
+        def read() -> dict[str, nn.Module | None]:
+            self.reached[module] = None
+            return module._modules
+
+        return _Lazy(read, lambda name, child: self._child(_joined(path, name), child))
+
+    def _table(self, tensors: Mapping[str, Any], path: str) -> _Lazy:
+        def read(name: str, tensor: Any) -> fx.Proxy | None:
+            target = _joined(path, name)
+            if tensor is not None and target not in self._tensors:
+                self._tensors[target] = self.create_proxy("get_attr", target, (), {})
+            return self._tensors.get(target)
+
+        return _Lazy(lambda: tensors, read)
+
+    def _call(self, module: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
+        plain = not kwargs and all(isinstance(a, fx.Proxy) for a in args)
+        if module not in self._inner or not plain or len(args) != len(self._reads[module].inputs):
+            return self.create_proxy("call_module", path, args, kwargs)
+        self.followed[module] = self.reached[module] = None
+        outer = self._scope
+        self._scope = (*outer, module)
+        try:
+            return self._reads[module].methods["forward"](self._stand_ins[path], *args)
+        finally:
+            self._scope = outer
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
-    def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: Any = None
-    ) -> tuple[Any, list[Any]]:
-        names = self._inputs[self.root]
-        return root_fn, [self.root, *(self.create_proxy("placeholder", n, (), {}) for n in names)]
-
     def create_arg(self, a: Any) -> Any:
-        if isinstance(a, torch.Tensor):  # parameters and buffers come as stand-ins
+        if isinstance(a, torch.Tensor):  # parameters and buffers come as proxies
             raise Untraceable("its forward makes a tensor of its own")
         return super().create_arg(a)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m not in self._inputs
-
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        plain = not kwargs and all(isinstance(a, fx.Proxy) for a in args)
-        if m in self._inputs and not (plain and len(args) == len(self._inputs[m])):
-            return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
-        outer = self._scope
-        self._scope = (*outer, m) if m in self._inputs else outer
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        finally:
-            self._scope = outer
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
@@ -373,18 +457,44 @@ class _Tracer(fx.Tracer):
         return node
 
 
+def _made(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+    """An instance that no constructor has seen."""
+    instance = object.__new__(cls)
+    vars(instance).update(state)
+    return instance
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
 @dataclass(frozen=True)
 class Trace:
-    """A graph, and which modules' forward each of its nodes stems from, outside in."""
+    """A module's forward as a graph.
+
+    Attributes:
+        graph: its calls of modules have the paths by which the forward came to them.
+        scopes: of each node the modules whose forward it stems from, outside in.
+        followed: the modules whose own forward is part of the graph.
+        reached: the root, those, and the containers that were gone through; of all these the
+            graph depends on which children they have.
+    """
 
     graph: fx.Graph
     scopes: dict[fx.Node, tuple[nn.Module, ...]]
+    followed: tuple[nn.Module, ...]
+    reached: tuple[nn.Module, ...]
 
 
 def trace(
-    root: nn.Module, reads: dict[nn.Module, Reads], inner: Collection[nn.Module], training: bool
+    root: nn.Module,
+    reads: Mapping[nn.Module, Reads],
+    inner: Collection[nn.Module],
+    training: bool,
 ) -> Trace:
     """The graph of a module's forward, for one value of the training flag.
+
+    The model stays as it is, and other threads can run it.
 
     Args:
         root: the module.
@@ -395,37 +505,12 @@ def trace(
     Raises:
         Untraceable: where torch.fx cannot follow.
     """
-    traced = [root, *inner]
-    _refuse_two_names(root, {getattr(m, n) for m in traced for n in reads[m].tensors})
-    tracer = _Tracer({m: reads[m].inputs for m in traced})
-    with _flagged(traced, training):
-        try:
-            graph = tracer.trace(root)
-        except Untraceable:
-            raise
-        except Exception as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise Untraceable(f"torch.fx cannot follow its forward: {text}") from error
-    return Trace(graph, tracer.scopes)
-
-
-def _refuse_two_names(root: nn.Module, tensors: set[Any]) -> None:
-    """A graph keeps one name for a tensor, and would miss that another one means another now."""
-    parameters = root.named_parameters(remove_duplicate=False)
-    buffers = root.named_buffers(remove_duplicate=False)
-    counted = Counter(id(tensor) for _, tensor in (*parameters, *buffers))
-    for tensor in tensors:
-        if counted[id(tensor)] > 1:
-            raise Untraceable("its forward reads a parameter that has two names")
-
-
-@contextmanager
-def _flagged(traced: list[nn.Module], training: bool) -> Iterator[None]:
-    before = [m.training for m in traced]
+    tracer = _Tracer(root, reads, inner)
     try:
-        for m in traced:
-            m.training = training
-        yield
-    finally:
-        for m, flag in zip(traced, before, strict=True):
-            m.training = flag
+        tracer.record(training)
+    except Untraceable:
+        raise
+    except Exception as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Untraceable(f"torch.fx cannot follow its forward: {text}") from error
+    return Trace(tracer.graph, tracer.scopes, tuple(tracer.followed), tuple(tracer.reached))

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from normplug import _checks, _convert, _sites, _trace
-from normplug._hooks import has_global_hooks, has_hooks
+from normplug._fusion import FUSION, Code, Fusion, Guard, fused_class, plain_class
+from normplug._fusion import Fused as _Fused
+from normplug._fusion import restore as _restore  # noqa: F401 - named in pickles of before
+from normplug._hooks import has_hooks
 from normplug._ops import recompute as _recompute
 from normplug._trace import Reads, Untraceable
 from normplug.modules import TargetVarianceNorm
 from normplug.plan import counts, shown
-
-_FUSION = "_normplug_fusion"
-
-_Scope: TypeAlias = tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,10 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     Modules, parameters, buffers, hooks, names and flags stay, so that checkpoints, optimizers and
     aliases stay valid. The forward is taken down by torch.fx, for training and evaluation, and
     only where its source shows that it depends on nothing but its inputs and the module's
-    attributes; those are compared at each call. A module that has changed since, or that gets
-    hooks, other arguments or other tensors than these calls take, runs as it was written.
+    attributes; those are compared at each call. A module that has changed since, itself or in a
+    module or container that its forward reaches at any depth, or that gets hooks, other arguments
+    or other tensors than these calls take, runs as it was written. Other threads can run other
+    models meanwhile: nothing of torch is patched.
 
     What such a call gives, the convolution or linear layer after it keeps for its backward. With
     `recompute`, in training and where only modules and fused additions read it, in the same forward
@@ -103,8 +102,12 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     LayerNorm, and for BatchNorm with an addition where what is added is kept: of a chain of
     residual blocks, for every second. It takes the kernels: on the CPU the flag has no effect, nor
     under torch.compile, whose partitioner decides, nor inside activation checkpointing or other
-    `torch.autograd.graph.saved_tensors_hooks`. The last call decides, and copies and pickles keep
-    the flag.
+    `torch.autograd.graph.saved_tensors_hooks`. The last call decides.
+
+    Copies and pickles are fused as the model is, with the same flag, without another trace. A
+    pickle that is loaded where torch, normplug or the code of a fused forward has changed runs as
+    it is written there, and warns once; so does one of a normplug that kept only the flag. Call
+    `fuse` again.
 
     Args:
         model: a module that `normplug.swap` has swapped, or that has normplug's layers.
@@ -139,9 +142,9 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
             f"{analysis.report().summary()}.",
             stacklevel=2,
         )
-    classes = {module: _fused_class(plain_class(module)) for module in analysis.fusions}
+    classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
     for module, fusion in analysis.fusions.items():
-        vars(module)[_FUSION] = fusion
+        vars(module)[FUSION] = fusion
         _convert.assign_class(module, classes[module])
     return model
 
@@ -205,152 +208,24 @@ def releasable(who: str, fused: dict[str, nn.Module]) -> list[nn.Module]:
 def release(fused: list[nn.Module]) -> None:
     """Give modules their class back."""
     for module in fused:
-        vars(module).pop(_FUSION, None)
+        vars(module).pop(FUSION, None)
         _convert.assign_class(module, plain_class(module))
 
 
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class, behind what `fuse` and torch's own private subclasses put before it."""
-    cls = _convert.plain_class(module)
-    return cls.__bases__[1] if issubclass(cls, _Fused) else cls
-
-
 @dataclass(frozen=True)
-class _Guard:
-    """What a traced forward depended on, of one module.
+class _Traced:
+    """A module's forward as a graph, with the sites in it."""
 
-    It does not hold the module, which holds it: that would be a cycle, to be freed some time.
-    """
+    trace: _trace.Trace
+    sites: list[_sites.Site]
+    reasons: dict[nn.Module, str]
 
-    cls: type[nn.Module]
-    children: tuple[nn.Module | None, ...]
-    lists: tuple[tuple[nn.Module, tuple[nn.Module | None, ...]], ...]
-    methods: tuple[tuple[str, Any], ...]
-    values: tuple[tuple[str, Any], ...]
-    tensors: tuple[tuple[str, bool], ...]
-    asks_training: bool
-
-    @classmethod
-    def of(cls, module: nn.Module, reads: Reads) -> _Guard:
-        return cls(
-            plain_class(module),
-            tuple(module._modules.values()),
-            tuple((m, tuple(m._modules.values())) for m in reads.lists),
-            tuple(reads.methods.items()),
-            tuple(reads.values.items()),
-            tuple(reads.tensors.items()),
-            reads.training,
-        )
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether all is as it was."""
-        state = module.__dict__
-        if not _same(module._modules.values(), self.children):
-            return False
-        for holder, children in self.lists:
-            if not _same(holder._modules.values(), children):
-                return False
-        for name, method in self.methods:
-            if getattr(self.cls, name) is not method or name in state:
-                return False
-        for name, value in self.values:
-            if name not in state or state[name] != value:
-                return False
-        return all((getattr(module, name) is not None) == there for name, there in self.tensors)
-
-    def holds_inside(self, module: nn.Module, training: bool) -> bool:
-        """`holds`, of a module that was followed into, and so is not called."""
-        return (
-            type(module) in (self.cls, _fused_classes.get(self.cls))
-            and not has_hooks(module)
-            and (not self.asks_training or module.training == training)
-            and self.holds(module)
-        )
-
-
-@dataclass(frozen=True)
-class _Fusion:
-    """The forward of a module with its sites fused, by training flag, and what it depended on."""
-
-    sequences: tuple[bool, ...]
-    forwards: dict[bool, Callable[..., Any]]
-    guard: _Guard
-    inner: tuple[tuple[nn.Module, _Guard], ...]
-    recompute: bool
-
-    def holds(self, root: nn.Module, args: tuple[Any, ...]) -> bool:
-        """Whether the forward stands for the module's own, in a call with these arguments."""
-        return (
-            len(args) == len(self.sequences)
-            and all(map(_is_of_kind, args, self.sequences))
-            and not has_global_hooks()
-            and self.guard.holds(root)
-            and all(guard.holds_inside(m, root.training) for m, guard in self.inner)
-        )
-
-
-def _is_of_kind(x: Any, sequence: bool) -> bool:
-    if sequence:
-        return isinstance(x, (list, tuple)) and all(isinstance(t, Tensor) for t in x)
-    return isinstance(x, Tensor)
-
-
-def _same(some: Collection[Any], others: Collection[Any]) -> bool:
-    return len(some) == len(others) and all(
-        one is other for one, other in zip(some, others, strict=True)
-    )
-
-
-class _Fused(nn.Module):
-    """What comes before a module's class where it is fused."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """As its plain class, to be fused anew where it is loaded."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, args, state, *rest = reduced
-        if not args or args[0] is not type(self) or not isinstance(state, dict):
-            return reduced
-        fusion = state.get(_FUSION)
-        state = {**state, _FUSION: fusion is not None and fusion.recompute}
-        return (_restore, (plain_class(self), make, args[1:]), state, *rest)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        recompute = state.get(_FUSION, False)
-        super().__setstate__({name: value for name, value in state.items() if name != _FUSION})
-        # Inside a cycle of references a part may not have its state yet: then as it was written.
-        with contextlib.suppress(AttributeError):
-            if (fusion := _Analysis(self, recompute).fusions.get(self)) is not None:
-                vars(self)[_FUSION] = fusion
-
-
-def _restore(cls: type[nn.Module], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return make(_fused_class(cls), *args)
-
-
-_fused_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _fused_class(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _fused_classes:
-        namespace = {
-            "__module__": cls.__module__,
-            "__doc__": cls.__doc__,
-            "forward": _forward_before(cls),
-        }
-        _fused_classes[cls] = type(f"Fused{cls.__name__}", (_Fused, cls), namespace)
-    return _fused_classes[cls]
-
-
-def _forward_before(cls: type[nn.Module]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        fusion: _Fusion | None = self.__dict__.get(_FUSION)
-        if fusion is not None and not kwargs and fusion.holds(self, args):
-            return fusion.forwards[self.training](self, *args)
-        return cls.forward(self, *args, **kwargs)
-
-    # Whoever asks for the signature, as torch.fx does, is to see the one that was written.
-    forward.__wrapped__ = cls.forward  # type: ignore[attr-defined]
-    return forward
+    def own_sites(self) -> Iterator[tuple[_sites.Site, set[nn.Module]]]:
+        """The sites that are no inner module's, each with the modules that its nodes stem from."""
+        for site in self.sites:
+            scopes = [self.trace.scopes[node] for node in site.nodes]
+            if not scopes[0] or len({scope[:1] for scope in scopes}) > 1:
+                yield site, {m for scope in scopes for m in scope}
 
 
 class _Analysis:
@@ -369,7 +244,7 @@ class _Analysis:
         self._inner: dict[nn.Module, set[nn.Module]] = {}
         self._labels: dict[nn.Module, dict[bool, tuple[str, str]]] = {}
         self._reasons: dict[nn.Module, str] = {}
-        self.fusions: dict[nn.Module, _Fusion] = {}
+        self.fusions: dict[nn.Module, Fusion] = {}
         callers = self._callers()
         for module in reversed(self._paths):
             if module in callers:
@@ -424,22 +299,12 @@ class _Analysis:
             raise Untraceable("parametrized, or sharded by FSDP")
         self._reads[module] = _trace.read(module, plain_class(module))
         try:
-            sites = self._own_sites(module)
-            if sites:
-                followed = {m for _, _, scopes in sites for scope in scopes for m in scope}
-                self._fuse(module, followed.union(*(self._inner.get(m, ()) for m in followed)))
-            for training, site, _ in sites:
-                if not site.lone:
-                    norm = module.get_submodule(str(site.norm.target))
-                    label = (site.label, self._paths[module])
-                    # That of the outermost, which is the one that runs.
-                    self._labels.setdefault(norm, {})[training] = label
+            self._look_inside(module)
         except Untraceable:
             del self._reads[module]
             raise
 
-    def _own_sites(self, module: nn.Module) -> list[tuple[bool, _sites.Site, list[_Scope]]]:
-        """The sites that are no inner module's, with the training flag and their nodes' origins."""
+    def _look_inside(self, module: nn.Module) -> None:
         traceable = {
             m
             for m in module.modules()
@@ -449,38 +314,73 @@ class _Analysis:
             # A graph does not tell what it would hand them.
             and not self._reads[m].sequences
         }
-        own = []
-        for training in (False, True):
-            traced = _trace.trace(module, self._reads, traceable, training)
-            sites, reasons = _sites.find(traced.graph, module)
-            self._reasons |= reasons
-            for site in sites:
-                scopes = [traced.scopes[node] for node in site.nodes]
-                inside = len({scope[:1] for scope in scopes}) == 1 and scopes[0]
-                if not inside:
-                    own.append((training, site, scopes))
-        return own
+        traced = self._traced(module, traceable)
+        labels, needed, found = [], set[nn.Module](), False
+        for training, each in traced.items():
+            self._reasons |= each.reasons
+            for site, origins in each.own_sites():
+                found = True
+                needed |= origins.union(*(self._inner[m] for m in origins if m in self._inner))
+                if not site.lone:
+                    norm = module.get_submodule(str(site.norm.target))
+                    labels.append((norm, training, (site.label, self._paths[module])))
+        if not found:
+            return
+        if any(set(each.trace.followed) != needed for each in traced.values()):
+            traced = self._traced(module, needed)
+        self._fuse(module, traced)
+        self._inner[module] = needed
+        for norm, training, label in labels:
+            # That of the outermost, which is the one that runs.
+            self._labels.setdefault(norm, {})[training] = label
 
-    def _fuse(self, module: nn.Module, inner: set[nn.Module]) -> None:
-        followed = [m for m in self._paths if m in inner]
-        forwards = {}
-        for training in (True, False):
-            graph = _trace.trace(module, self._reads, followed, training).graph
-            _sites.rewrite(graph, _sites.find(graph, module)[0], module)
-            if self._recompute and training:
+    def _traced(self, module: nn.Module, inner: set[nn.Module]) -> dict[bool, _Traced]:
+        """By training flag; the same for both where nothing asks for it."""
+        traced: dict[bool, _Traced] = {}
+        for training in (False, True):
+            trace = _trace.trace(module, self._reads, inner, training)
+            traced[training] = _Traced(trace, *_sites.find(trace.graph, module))
+            if not any(self._reads[m].training for m in (module, *trace.followed)):
+                return dict.fromkeys((False, True), traced[training])
+        return traced
+
+    def _fuse(self, module: nn.Module, traced: dict[bool, _Traced]) -> None:
+        title = f"<normplug.fuse of {type(module).__name__}>"
+        codes: dict[bool, Code] = {}
+        for training, each in traced.items():
+            graph = each.trace.graph
+            if not (training and traced[False] is each):  # else it is rewritten already
+                _sites.rewrite(graph, each.sites, module)
+            if training and self._recompute:
                 _sites.recompute_results(graph, module)
-            forwards[training] = _compiled(graph, module)
-        self._inner[module] = inner
+            codes[training] = Code.of_graph(graph, title)
+        reached = dict.fromkeys(m for each in traced.values() for m in each.trace.reached)
+        followed = {m for each in traced.values() for m in each.trace.followed}
+        methods = {
+            (self._reads[m].cls, name): function
+            for m in (module, *followed)
+            for name, function in self._reads[m].methods.items()
+        }
         reads = self._reads[module]
-        guards = tuple((m, _Guard.of(m, self._reads[m])) for m in followed)
-        sequences = tuple(name in reads.sequences for name in reads.inputs)
-        self.fusions[module] = _Fusion(
-            sequences, forwards, _Guard.of(module, reads), guards, self._recompute
+        self.fusions[module] = Fusion(
+            tuple(name in reads.sequences for name in reads.inputs),
+            codes,
+            self._guard(module, False),
+            tuple((m, self._guard(m, m in followed)) for m in reached if m is not module),
+            tuple((cls, name, function) for (cls, name), function in methods.items()),
+            self._recompute,
         )
 
-
-def _compiled(graph: fx.Graph, module: nn.Module) -> Callable[..., Any]:
-    code = graph.python_code("self")
-    namespace = dict(code.globals)
-    exec(compile(code.src, f"<normplug.fuse of {type(module).__name__}>", "exec"), namespace)
-    return namespace["forward"]
+    def _guard(self, module: nn.Module, called: bool) -> Guard:
+        cls, children = plain_class(module), module._modules
+        reads = self._reads.get(module) or Reads(cls, ())  # of a container nothing is read
+        return Guard(
+            cls,
+            tuple(children),
+            tuple(children.values()),
+            tuple(reads.methods),
+            tuple(reads.values.items()),
+            tuple(reads.tensors.items()),
+            called,
+            reads.training,
+        )

@@ -96,3 +96,37 @@ def check_saved_bytes(memory_format, device="cpu"):
     # Of convolutions and norms their inputs, and the signs after the addition.
     assert saved_bytes(block, x) <= 4 * x.nbytes + x.numel() // 8 + 2 * vectors
     assert saved_bytes(unfuse(block), x) >= 5 * x.nbytes
+
+
+class Half(nn.Module):
+    """What can be fused with its norm is in the module after it, so that the caller follows it."""
+
+    def __init__(self, width=8, act=None):
+        super().__init__()
+        self.act, self.inner = act or nn.ReLU(), nn.Sequential(nn.Conv2d(width, width, 1))
+        self.norm, self.scale = nn.BatchNorm2d(width), 1.0
+
+    def forward(self, x):
+        return self.norm(self.inner(self.act(x)) * self.scale)
+
+
+class Nested(nn.Module):
+    """Containers in containers, which the forward goes through in every way that is traced."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        rows = [nn.ModuleList([Half(width), Half(width)]), nn.ModuleList([Half(width)])]
+        self.stages, self.extra = nn.ModuleList(rows), nn.ModuleList()
+        self.tail = nn.Sequential(nn.Identity(), Half(width), Half(width))
+        self.heads = nn.ModuleDict({"a": Half(width), "b": nn.Identity(), "c": Half(width)})
+        self.act, self.start = nn.ReLU(), 1
+
+    def forward(self, x):
+        for stage in self.stages:
+            for half in stage:
+                x = half(x)
+        for half in self.tail[self.start :]:
+            x = half(x)
+        for module in self.extra:
+            x = module(x)
+        return self.act(self.heads["c"](self.heads["b"](self.heads["a"](x))))

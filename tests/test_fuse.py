@@ -2,9 +2,16 @@
 
 import copy
 import gc
+import io
+import os
 import pickle
+import subprocess
+import sys
+import threading
 import weakref
+from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import normplug
 import recompute_cases
 from accuracy import assert_no_worse
-from fuse_cases import Block, Depthwise, Encoder, PreNorm, check_saved_bytes
+from fuse_cases import Block, Depthwise, Encoder, Half, Nested, PreNorm, check_saved_bytes
 from graphs import captured
-from normplug import functional, fuse, fusions, swap, unfuse, unswap
+from normplug import _fusion, _sites, _trace, functional, fuse, fusions, swap, unfuse, unswap
 from normplug._ops import choice, recompute
 from normplug.fuse import fused_modules
 
@@ -510,6 +517,216 @@ def test_copies_are_fused_and_stand_by_themselves(how, tmp_path, calls):
     assert len(fused_modules(model)) == 2
 
 
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "torch.save": saved,
+    **{
+        f"pickle {n}": lambda m, n=n: pickle.loads(pickle.dumps(m, n))
+        for n in range(pickle.HIGHEST_PROTOCOL + 1)
+    },
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copying_and_loading_do_not_trace(how, monkeypatch, calls):
+    model = fuse(swapped(nn.Sequential(Nested(), Block(), Half())))
+    monkeypatch.setattr(_trace, "trace", None)
+    copied = COPIES[how](model)
+    plain = unfuse(copy.deepcopy(copied))
+    ours = outcome(copied, X)
+    assert len(calls) == 9
+    assert_same(ours, outcome(plain, X))
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("start", ["block", "act"])
+def test_a_cycle_of_references_is_copied_with_its_fusion(how, start, calls):
+    block = swapped(Block(act=nn.ReLU()))
+    vars(block.act)["owner"] = block
+    fuse(block)
+    if how == "copy" and start == "act":
+        pytest.skip("the copy has the same owner")
+    copied = COPIES[how](block if start == "block" else block.act)
+    copied = copied if start == "block" else copied.owner
+    assert copied is not block
+    assert copied.act.owner is (block if how == "copy" else copied)
+    outcome(copied, X)
+    assert calls == ["relu", "add, relu"]
+
+
+def written_by_an_earlier_version(model, monkeypatch):
+    """A pickle that says of a fused module only whether it recomputes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_fusion.Fusion, "__reduce__", lambda self: (bool, (self.recompute,)))
+        patch.setattr(_fusion.restore, "__module__", "normplug.fuse")
+        patch.setattr(_fusion.restore, "__qualname__", "_restore")
+        return pickle.dumps(model)
+
+
+def another_forward(self, x):
+    y = self.act(self.bn1(self.conv1(x)))
+    y = self.bn2(self.conv2(y))
+    y += x * self.scale
+    return self.act(2 * y)
+
+
+# What may have changed between a pickle and its load.
+OTHER_CODE = {
+    "forward": lambda patch: patch.setattr(Block, "forward", another_forward),
+    "normplug": lambda patch: patch.setattr(normplug, "__version__", "0"),
+    "torch": lambda patch: patch.setattr(torch, "__version__", "3.0"),
+    "a fused call": lambda patch: patch.setattr(_sites, "batch_norm", lambda *args: None),
+    "no fused call": lambda patch: patch.delattr(_sites, "batch_norm"),
+}
+
+
+@pytest.mark.parametrize("change", [*OTHER_CODE, "an earlier version of the pickle"])
+def test_a_pickle_from_other_code_runs_as_that_is_written(change, monkeypatch, calls):
+    model = fuse(swapped(Block()))
+    if change in OTHER_CODE:
+        pickled = pickle.dumps(model)
+        OTHER_CODE[change](monkeypatch)
+    else:
+        pickled = written_by_an_earlier_version(model, monkeypatch)
+    with pytest.warns(UserWarning, match=r"a Block was fused under other code.*normplug\.fuse"):
+        loaded = pickle.loads(pickled)
+    assert type(loaded) is Block
+    assert not fused_modules(loaded)
+    assert_same(assert_runs_unfused(loaded, calls, X), outcome(unfuse(model), X))
+
+
+def pick(name):
+    """A function in whose global a forward finds an activation."""
+    globals()["chosen"] = getattr(F, name)
+
+
+pick("relu")
+
+
+class Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        return chosen(self.norm(x))  # noqa: F821 - see `pick`
+
+
+def test_a_pickle_from_a_module_with_other_globals_runs_as_it_is_written():
+    pickled = pickle.dumps(fuse(swapped(Chosen())))
+    assert fused_modules(pickle.loads(pickled))
+    pick("silu")
+    try:
+        with pytest.warns(UserWarning, match="a Chosen was fused under other code"):
+            loaded = pickle.loads(pickled)
+        assert torch.equal(loaded(X), F.silu(loaded.norm(X)))
+    finally:
+        pick("relu")
+
+
+LOAD = """
+import pickle, sys
+import torch
+from normplug import _trace
+_trace.trace = None
+model, x, y = torch.load(sys.argv[1], weights_only=False)
+assert len([m for m in model.modules() if "_normplug_fusion" in vars(m)]) == int(sys.argv[2])
+torch.testing.assert_close(model(x), y)
+"""
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_a_pickle_is_fused_in_another_process(seed, tmp_path):
+    model = fuse(swapped(nn.Sequential(Nested(), Block(), Half()))).eval()
+    torch.save((model, X, model(X)), tmp_path / "model.pt")
+    paths = [str(Path(normplug.__file__).parents[1]), str(Path(__file__).parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": seed}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", LOAD, tmp_path / "model.pt"]
+    command.append(str(len(fused_modules(model))))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_other_threads_run_while_models_are_fused_copied_and_checked():
+    stock = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), Block()).double()
+    inside = swapped(nn.Sequential(Block(), Nested()))
+    models = [stock.eval(), copy.deepcopy(inside).eval(), fuse(inside).eval()]
+    expected = [model(X).detach() for model in models]
+    stop, errors, runs = threading.Event(), [], Counter()
+
+    def until_the_end(name, step):
+        try:
+            while not stop.is_set():
+                step()
+                runs[name] += 1
+        except Exception as error:
+            errors.append(f"{name}: {error!r}")
+            stop.set()
+
+    def run(model, y):
+        with torch.no_grad():
+            assert torch.equal(model(X), y)
+
+    def change(model):
+        fuse(model)
+        assert len(fused_modules(model)) > 1
+        copy.deepcopy(model)
+        pickle.loads(pickle.dumps(model))
+        fusions(model)
+        normplug.check(model)
+        unfuse(model)
+
+    steps = {
+        f"model {i}": partial(run, m, y)
+        for i, (m, y) in enumerate(zip(models, expected, strict=True))
+    }
+    for i in range(2):
+        steps[f"change {i}"] = partial(change, swapped(nn.Sequential(Block(), Nested())))
+    threads = [threading.Thread(target=until_the_end, args=item) for item in steps.items()]
+    for thread in threads:
+        thread.start()
+    stop.wait(3)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert all(runs[name] > 0 for name in steps)
+
+
+def test_a_trace_leaves_the_model_as_it_is(monkeypatch):
+    model = swapped(nn.Sequential(Half(), Half(), nn.Dropout(), Nested())).eval()
+    state = {m: dict(vars(m)) for m in model.modules()}
+    methods = {name: vars(nn.Module)[name] for name in ("__call__", "__getattr__")}
+    trace = _trace._Tracer.record
+
+    def watched(tracer, training):
+        result = trace(tracer, training)
+        assert {name: vars(nn.Module)[name] for name in methods} == methods
+        assert all(vars(m) == before for m, before in state.items())
+        return result
+
+    monkeypatch.setattr(_trace._Tracer, "record", watched)
+    fusions(model)
+
+
+@pytest.mark.parametrize(("blocks", "traces"), [(2, 3), (16, 17)])
+def test_residual_blocks_are_traced_once_each(blocks, traces, monkeypatch):
+    model = swapped(nn.Sequential(*(Block() for _ in range(blocks))))
+    made = []
+    trace = _trace.trace
+    monkeypatch.setattr(_trace, "trace", lambda *args: made.append(args) or trace(*args))
+    fuse(model)
+    assert len(made) == traces
+
+
 # What may happen to a fused block afterwards: it must go on as an unfused one would.
 CHANGES = {
     "another child": lambda m: setattr(m, "bn1", nn.Identity()),
@@ -532,6 +749,125 @@ def test_a_block_that_has_changed_runs_as_it_was_written(change, down, calls):
         torch.manual_seed(2)
         CHANGES[change](block)
     assert_same(outcome(model, X), outcome(plain, X))
+
+
+def hooked(module):
+    module.register_forward_hook(lambda module, args, y: y * 2)
+
+
+def exchanged(container):
+    container._modules.update(zip("01", reversed(container), strict=True))
+
+
+def renamed(container, **names):
+    children = {names.get(name, name): m for name, m in container._modules.items()}
+    container._modules.clear()
+    container._modules.update(children)
+
+
+class Doubled(Half):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def half(act=None):
+    return swapped(Half(act=act))
+
+
+# What may happen to a fused model whose modules lie deep in containers.
+DEEP_CHANGES = {
+    "replaced by another class": lambda m: m.stages[0].__setitem__(1, nn.Tanh()),
+    "replaced by its class": lambda m: m.stages[0].__setitem__(1, half(nn.GELU())),
+    "replaced by an equal one": lambda m: m.stages[0].__setitem__(1, half()),
+    "appended": lambda m: m.stages[1].append(half()),
+    "appended to an empty list": lambda m: m.extra.append(nn.Sigmoid()),
+    "inserted": lambda m: m.stages[1].insert(0, nn.Sigmoid()),
+    "deleted": lambda m: m.stages[0].__delitem__(0),
+    "a list deleted": lambda m: m.stages.__delitem__(1),
+    "a list appended": lambda m: m.stages.append(nn.ModuleList([half()])),
+    "a list replaced": lambda m: m.stages.__setitem__(0, nn.ModuleList([half(), half()])),
+    "reordered": lambda m: m.stages[0]._modules.update(
+        zip("01", reversed(m.stages[0]), strict=True)
+    ),
+    "lists exchanged": lambda m: m.stages._modules.update(
+        zip("01", reversed(m.stages), strict=True)
+    ),
+    "a dict's values exchanged": lambda m: m.heads.update({"a": m.heads["c"], "c": m.heads["a"]}),
+    "a dict's keys exchanged": lambda m: renamed(m.heads, a="c", c="a"),
+    "a dict reordered": lambda m: m.heads.update({"a": m.heads.pop("a")}),
+    "a dict's entry replaced": lambda m: m.heads.update({"b": nn.Sigmoid()}),
+    "containers of another class": lambda m: setattr(m, "tail", nn.ModuleList(m.tail)),
+    "the slice": lambda m: setattr(m, "start", 2),
+    "inside the slice": lambda m: m.tail.append(nn.Sigmoid()),
+    "another child": lambda m: setattr(m.stages[0][1], "act", nn.GELU()),
+    "another child of a child": lambda m: m.tail[1].inner.append(nn.Sigmoid()),
+    "another attribute": lambda m: setattr(m.stages[0][1], "scale", 2),
+    "another attribute in a dict": lambda m: setattr(m.heads["c"], "scale", 2.0),
+    "another attribute in a slice": lambda m: setattr(m.tail[2], "scale", torch.full((5,), 2.0)),
+    "a hook": lambda m: hooked(m.stages[0][1]),
+    "a hook in a dict": lambda m: hooked(m.heads["a"]),
+    "a hook on a child": lambda m: hooked(m.stages[1][0].norm),
+    "a forward of the instance": lambda m: setattr(m.stages[0][1], "forward", torch.tanh),
+    "another class": lambda m: setattr(m.stages[0][1], "__class__", Doubled),
+    "compiled": lambda m: m.stages[0][1].compile(backend="eager"),
+}
+
+
+@pytest.mark.parametrize("change", DEEP_CHANGES)
+@pytest.mark.parametrize("how", ["fused", "copied", "pickled"])
+def test_a_module_deep_inside_that_has_changed_runs_as_it_was_written(how, change, calls):
+    model = swapped(Nested())
+    plain = copy.deepcopy(model)
+    fuse(model)
+    if how != "fused":
+        model = copy.deepcopy(model) if how == "copied" else pickle.loads(pickle.dumps(model))
+    assert_same(outcome(model, X), outcome(plain, X))
+    assert calls == ["relu"] * 7
+    for each in (model, plain):
+        torch.manual_seed(2)
+        DEEP_CHANGES[change](each)
+    assert_same(outcome(model, X), outcome(plain, X))
+    torch.compiler.reset()
+
+
+def test_a_missing_key_is_an_error_as_it_was():
+    model = fuse(swapped(Nested()))
+    renamed(model.heads, b="d")
+    with pytest.raises(KeyError, match="b"):
+        model(X)
+
+
+class Reversed(nn.ModuleList):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+def test_a_container_with_an_order_of_its_own_is_gone_through_in_it(calls):
+    model = swapped(Nested())
+    model.stages[0] = Reversed(model.stages[0])
+    plain = copy.deepcopy(model)
+    fuse(model)
+    assert "" not in fused_modules(model)
+    assert_same(assert_runs_unfused(model, calls, X), outcome(plain, X))
+
+
+def test_a_module_with_two_names_is_called_by_the_one_that_the_forward_used(calls):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.holder = nn.Sequential(nn.Conv2d(8, 8, 1))  # which the forward only calls
+            self.conv, self.norm, self.act = self.holder[0], nn.BatchNorm2d(8), nn.ReLU()
+
+        def forward(self, x):
+            return self.act(self.norm(self.conv(x)))
+
+    model = swapped(Named())
+    plain = copy.deepcopy(model)
+    fuse(model)
+    for each in (model, plain):
+        each.holder[0] = nn.Tanh()
+    assert_same(outcome(model, X), outcome(plain, X))
+    assert calls == ["relu"]
 
 
 # Attributes that change what an activation computes, and those that do not.

@@ -20,6 +20,7 @@ FLOORS = [
     {"adapters"},
     {"plan"},
     {"_record"},
+    {"_fusion"},
     {"_trace"},
     {"_sites"},
     {"fuse"},
