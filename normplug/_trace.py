@@ -34,7 +34,7 @@ _EXPRESSIONS = (
     ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice, ast.Starred, ast.JoinedStr,
 )  # fmt: skip
 _LOOPS = (enumerate, zip, reversed)
-# Of a stand-in, the numbers raise an error.
+# `bool`, `int`, `float` and `len` of a proxy raise an error.
 _BUILTINS = (range, tuple, list, bool, int, float, len, *_LOOPS)
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 # Where a class has its own, what a forward does cannot be told from its source.
