@@ -1,4 +1,7 @@
+import copy
+import io
 import math
+import warnings
 
 import pytest
 import torch
@@ -243,3 +246,27 @@ def test_compiled_in_one_graph_with_another_number_of_rows():
     torch.testing.assert_close(layer.running_var, eager.running_var)
     normplug.set_mode(layer, 0.5)
     torch.testing.assert_close(compiled(x), normplug.LayerNorm(16, mode=0.5)(x))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", [normplug.LayerNorm, normplug.BatchNorm1d])
+def test_a_layer_exported_in_training_is_saved_and_trains_on(kind, strict, momentum):
+    torch.compiler.reset()
+    layer, x = kind(6, momentum=momentum), torch.randn(5, 6)
+    for decomposed in (False, True):
+        program = torch.export.export(copy.deepcopy(layer), (x,), strict=strict)
+        if decomposed:
+            program = program.run_decompositions()
+        file = io.BytesIO()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.11, of its own archive
+            torch.export.save(program, file)
+            file.seek(0)
+            loaded = torch.export.load(file).module()
+        eager = copy.deepcopy(layer)
+        for _ in range(2):
+            torch.testing.assert_close(loaded(x), eager(x))
+        for name, value in eager.state_dict().items():
+            torch.testing.assert_close(loaded.state_dict()[name], value)
+        assert eager.num_batches_tracked == 2

@@ -159,11 +159,13 @@ def layer_norm(
         weight = _scaled(weight, normalized_shape, h, dtype, target_variance)
     y, mean, rstd = torch.native_layer_norm(h, normalized_shape, weight, bias, eps)
     if running_mean is not None and running_var is not None and x.numel() > 0:
-        with torch.no_grad():
-            mean, var = _row_statistics(h, len(normalized_shape), mean, rstd, eps)
-            step = count_batch(running_mean, num_batches_tracked, momentum)
-            running_mean.lerp_(mean.to(running_mean), step)
-            running_var.lerp_(var.to(running_var), step)
+        # Detached, not under no_grad: that would be a subgraph for torch.export, and one of no
+        # result, which an ExportedProgram cannot be saved with.
+        mean, rstd = mean.detach(), rstd.detach()
+        mean, var = _row_statistics(h.detach(), len(normalized_shape), mean, rstd, eps)
+        step = count_batch(running_mean, num_batches_tracked, momentum)
+        running_mean.lerp_(mean.to(running_mean), step)
+        running_var.lerp_(var.to(running_var), step)
     if autocast is None:
         return y.to(x.dtype)
     return y.to(autocast) if low_autocast else y
@@ -268,7 +270,8 @@ def _promoted(
     """All three in their common dtype, as not every device's kernel takes a mixture."""
     dtype = h.dtype
     for affine in (weight, bias):
-        if affine is not None:
+        # Asked only where they differ: torch.export of torch 2.6 cannot save the question.
+        if affine is not None and affine.dtype != dtype:
             dtype = torch.promote_types(dtype, affine.dtype)
     if dtype == h.dtype and (weight is None or weight.dtype == dtype):
         return h, weight, None if bias is None else bias.to(dtype)
