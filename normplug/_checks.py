@@ -87,6 +87,11 @@ def momentum(who: str, value: float | None, counter: Tensor | None) -> None:
 
 def channels(who: str, x: Tensor, **vectors: Tensor | None) -> None:
     """Refuse an input without a channel dimension, and vectors that are not one value a channel."""
+    if x.is_nested:
+        raise ValueError(
+            f"normplug.{who}: input must be a dense tensor (N, C) or (N, C, *space); got a nested "
+            "tensor. Pad it first, e.g. input.to_padded_tensor(0.0), or use LayerNorm."
+        )
     if x.dim() < 2:
         raise ValueError(
             f"normplug.{who}: input must be (N, C) or (N, C, *space); "
@@ -126,10 +131,10 @@ def running_pair(who: str, mean: Tensor | None, var: Tensor | None, training: bo
 def same_shape(who: str, x: Tensor, **others: Tensor | None) -> None:
     """Refuse a second input that would broadcast."""
     for name, other in others.items():
-        if other is not None and other.shape != x.shape:
+        if other is not None and _sizes(other) != _sizes(x):
             raise ValueError(
-                f"normplug.{who}: {name} must have the input's shape {tuple(x.shape)}; "
-                f"got {tuple(other.shape)}."
+                f"normplug.{who}: {name} must have the input's shape {_sizes(x)}; "
+                f"got {_sizes(other)}."
             )
 
 
@@ -147,6 +152,23 @@ def trailing(who: str, x: Tensor, shape: Sequence[int], **vectors: Tensor | None
                 f"normplug.{who}: {name} must have shape normalized_shape = {shape}; "
                 f"got {tuple(vector.shape)}."
             )
+
+
+def components(who: str, parts: Sequence[Tensor], shape: Sequence[int]) -> None:
+    """Refuse a nested input without components, and components that do not end in `shape`."""
+    if not parts:
+        raise ValueError(
+            f"normplug.{who}: a nested input needs at least one component; got none. Skip the call."
+        )
+    for part in parts:
+        trailing(who, part, shape)
+
+
+def _sizes(x: Tensor) -> tuple[Any, ...]:
+    """The shape of x; of a nested tensor that has none, its components' shapes."""
+    if x.is_nested and x.layout == torch.strided:
+        return tuple(tuple(part.shape) for part in x.unbind())
+    return tuple(x.shape)
 
 
 def _quoted(names: Sequence[str]) -> str:

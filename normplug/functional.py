@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops import choice
+from normplug._ops import choice, nested
 from normplug._ops.aten import Pool
 from normplug.modes import ModeLike, target_variance
 from normplug.reference import accumulator_dtype
@@ -230,7 +230,8 @@ def layer_norm(
     Args:
         input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64. The kernels take
             rows of adjacent values, evenly spaced or at two strides (a batch and a sequence that
-            have changed places), as they are, in dy too, and copy others once.
+            have changed places), as they are, in dy too, and copy others once. Or a nested tensor
+            whose components are of such shapes; its statistics are those of all their rows.
         normalized_shape: the trailing dimensions that make a row.
         weight: `normalized_shape`, or None for ones. May be float32 beside a half `input`.
         bias: `normalized_shape`, or None for zeros.
@@ -250,7 +251,8 @@ def layer_norm(
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). The kernels make
-        it contiguous, and lay the gradient of a dense `input` out as that.
+        it contiguous, and lay the gradient of a dense `input` out as that. A nested tensor gives a
+        nested tensor of the same layout.
 
     Raises:
         ValueError: shapes that do not fit, running statistics without a counter, an unknown mode,
@@ -304,6 +306,16 @@ def _layer_norm(
         if (known := choice.known(signature)) is not None:
             return known(*tensors)
     _checks.floating(who, input)
+    if nested.is_strided(input):
+        components = input.unbind()
+        _checks.components(who, components, shape)
+        y = _layer_norm(
+            nested.rows(input, shape), shape, weight, bias, eps, mode=mode, input_bias=input_bias,
+            running_mean=running_mean, running_var=running_var,
+            num_batches_tracked=num_batches_tracked, momentum=momentum,
+            autocast_output=autocast_output, backend=backend,
+        )  # fmt: skip
+        return nested.of_rows(y, input)
     _checks.trailing(who, input, shape, weight=weight, bias=bias, input_bias=input_bias)
     _checks.running_pair(who, running_mean, running_var, training=True)
     if running_mean is not None:
@@ -389,6 +401,14 @@ def add_layer_norm(
     _checks.floating(who, x)
     _checks.floating(who, residual)
     _checks.same_shape(who, x, residual=residual)
+    if nested.is_strided(x):
+        total = x + residual
+        y = _layer_norm(
+            total, shape, weight, bias, eps, mode=mode, running_mean=running_mean,
+            running_var=running_var, num_batches_tracked=num_batches_tracked, momentum=momentum,
+            autocast_output=autocast_output, backend=backend,
+        )  # fmt: skip
+        return y, total
     _checks.trailing(who, x, shape, weight=weight, bias=bias)
     _checks.running_pair(who, running_mean, running_var, training=True)
     if running_mean is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks, _guards, _sync, functional
+from normplug._ops import nested
 from normplug._ops.aten import Pool
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.reference import accumulator_dtype
@@ -459,7 +460,7 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
             **self._options(input),
         )
         if self._probe is not None:
-            self._record(input, y)
+            self._record(*(nested.rows(t, self.normalized_shape) for t in (input, y)))
         return y
 
     def fused(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -248,6 +248,95 @@ def test_compiled_in_one_graph_with_another_number_of_rows():
     torch.testing.assert_close(compiled(x), normplug.LayerNorm(16, mode=0.5)(x))
 
 
+def components(dtype, layout, row=(6,)):
+    shapes = [(3, *row), (5, *row), (1, *row)]
+    parts = [(torch.randn(shape) * k + k).to(dtype) for k, shape in enumerate(shapes, 1)]
+    return torch.nested.nested_tensor(parts, layout=layout, requires_grad=True)
+
+
+def holed(dtype):
+    """A jagged tensor whose values have rows between its components."""
+    x = torch.randn(2, 6, 6).mul(3).to(dtype)
+    starts, lengths = torch.tensor([0, 1]), torch.tensor([3, 2])
+    x = torch.nested.narrow(x, 1, starts, lengths, layout=torch.jagged)
+    return x.detach().requires_grad_()
+
+
+NESTED = {
+    "strided": lambda dtype: components(dtype, torch.strided),
+    "jagged": lambda dtype: components(dtype, torch.jagged),
+    "jagged with holes": holed,
+    "strided, 2 dims": lambda dtype: components(dtype, torch.strided, (2, 6)),
+    "jagged, transposed": lambda dtype: (
+        components(dtype, torch.jagged, (2, 6)).detach().transpose(1, 2).requires_grad_()
+    ),
+    "strided, transposed": lambda dtype: torch.nested.nested_tensor(
+        [torch.randn(2, n, 6, dtype=dtype) for n in (3, 4)], requires_grad=True
+    ).transpose(1, 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("kind", NESTED)
+def test_a_nested_tensor_is_normalised_component_by_component(kind, affine, dtype, training):
+    x = NESTED[kind](dtype)
+    layer, dense = (
+        normplug.LayerNorm(6, elementwise_affine=affine).to(dtype).train(training) for _ in range(2)
+    )
+    y = layer(x)
+    rows = torch.cat([part.detach().reshape(-1, 6) for part in x.unbind()]).requires_grad_()
+    expected = dense(rows)
+    assert (type(y), y.layout) == (type(x), x.layout)
+    torch.testing.assert_close(torch.cat([p.reshape(-1, 6) for p in y.unbind()]), expected)
+    for name, value in dense.named_buffers():
+        torch.testing.assert_close(layer.get_buffer(name), value, rtol=1e-5, atol=1e-6)
+    if kind in ("jagged with holes", "jagged, transposed"):  # torch's own layer has no backward
+        return
+    inputs = [x, *layer.parameters()]
+    dy = torch.randn_like(expected)
+    sum_of = torch.cat([p.reshape(-1, 6) for p in y.unbind()])
+    dx, *got = torch.autograd.grad(sum_of, inputs, dy)
+    dx_rows, *wanted = torch.autograd.grad(expected, [rows, *dense.parameters()], dy)
+    torch.testing.assert_close(torch.cat([p.reshape(-1, 6) for p in dx.unbind()]), dx_rows)
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_added_and_compiled_and_refused_like_dense_ones(layout):
+    x = components(torch.float32, layout)
+    y, total = functional.add_layer_norm(x, x, (6,))
+    for whole, normed, part in zip(total.unbind(), y.unbind(), x.unbind(), strict=True):
+        torch.testing.assert_close(whole, 2 * part)
+        torch.testing.assert_close(normed, functional.layer_norm(whole, (6,)))
+    torch.compiler.reset()
+    layer, eager = normplug.LayerNorm(6), normplug.LayerNorm(6)
+    got, expected = torch.compile(layer, backend="aot_eager")(x), eager(x)
+    for one, other in zip(got.unbind(), expected.unbind(), strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(layer.running_var, eager.running_var)
+    with pytest.raises(ValueError, match=r"normalized_shape=\(5,\); got input of shape"):
+        functional.layer_norm(x, (5,))
+    with pytest.raises(ValueError, match="residual must have the input's shape"):
+        functional.add_layer_norm(x, torch.randn(3, 5, 6), (6,))
+    with pytest.raises(ValueError, match="got a nested tensor. Pad it first"):
+        functional.batch_norm(x, None, None, training=True)
+    with pytest.raises(ValueError, match="got a nested tensor. Pad it first"):
+        functional.channel_stats(x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_nested_tensor_without_components_or_of_ragged_rows_is_refused():
+    with pytest.raises(ValueError, match="a nested input needs at least one component; got none"):
+        functional.layer_norm(torch.nested.nested_tensor([]), (6,))
+    ragged = torch.nested.nested_tensor([torch.randn(2, 6), torch.randn(2, 5)])
+    with pytest.raises(ValueError, match=r"normalized_shape=\(6,\); got input of shape \(2, 5\)"):
+        functional.layer_norm(ragged, (6,))
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", [normplug.LayerNorm, normplug.BatchNorm1d])

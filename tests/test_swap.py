@@ -510,6 +510,19 @@ def test_transformer_encoder_validates_with_the_norms_it_trains(norm_first, padd
     assert model.use_nested_tensor == nested
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_transformer_encoder_takes_nested_tensors_as_before_the_swap(norm_first):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    model = swap(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16)))
+    parts = [torch.randn(3, 16), torch.randn(5, 16)]
+    expected = [model.train()(part[None])[0] for part in parts]
+    with torch.no_grad():
+        got = model.eval()(torch.nested.nested_tensor(parts)).unbind()
+    torch.testing.assert_close(list(got), [y.detach() for y in expected])
+
+
 def test_options_reach_the_layers(net):
     swap(net, track_running_stats=False, autocast_output="float32", backend="torch")
     assert net.norm.running_mean is None

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from normplug._ops import nested
 from normplug.reference import accumulator_dtype
 
 # Asked here, once: torch.compile of torch 2.6 cannot trace the question.
@@ -200,12 +201,14 @@ def _row_statistics(
 
     The variance is read back from rstd: a pass over the rows' statistics and none over `h`, with
     an error of about 1e-7 * (var + eps). The CPU kernel gives half rstd for half input, which is
-    too coarse for that: there both are taken from `h`.
+    too coarse for that: there both are taken from `h`. So they are for a nested tensor, which may
+    have rows that belong to no component.
     """
-    if rstd.dtype in (torch.float32, torch.float64):
+    if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
         return mean.mean(), rstd.pow(-2).mean().sub_(eps).clamp_min_(0)
+    h = nested.rows(h, h.shape[-row_dims:])
     dims = tuple(range(-row_dims, 0))
-    var, mean = torch.var_mean(h.float(), dim=dims, correction=0)
+    var, mean = torch.var_mean(h.to(accumulator_dtype(h.dtype)), dim=dims, correction=0)
     return mean.mean(), var.mean()
 
 
