@@ -9,6 +9,7 @@ assignment of `__class__` (see `normplug._convert`).
 from __future__ import annotations
 
 import warnings
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from normplug.reference import accumulator_dtype
 
 __all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "SyncBatchNorm"]
 
-LAYER_NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+# LayerNorm's running statistics, and what each is before the first batch.
+_START = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
+LAYER_NORM_STATISTICS = tuple(_START)
 
 
 class TargetVarianceNorm(nn.Module):
@@ -392,8 +395,9 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
     The running statistics are scalars: moving averages of the rows' mean and of their biased
-    variance. They are saved, a strict load forgives their absence, and no result depends on them.
-    Inside `torch.func` transforms they stand still.
+    variance. They are saved, and no result depends on them. They start again, with mean 0 and
+    variance 1, where a checkpoint without them is loaded, which a strict load forgives, and where
+    the layer leaves the meta device. Inside `torch.func` transforms they stand still.
 
     Args:
         *args: those of `torch.nn.LayerNorm`.
@@ -531,7 +535,11 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
 
     def reset_running_stats(self) -> None:
         """Forget what was watched: mean 0, variance 1, no batches."""
-        for name, start in zip(LAYER_NORM_STATISTICS, (0, 1, 0), strict=True):
+        if self._lacks_values():
+            parameter = next(self.parameters(), None)
+            self._start_on("cpu" if parameter is None else parameter.device)
+            return
+        for name, start in _START.items():
             if (buffer := getattr(self, name)) is not None:
                 buffer.fill_(start)
 
@@ -543,19 +551,54 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
 
     def register_statistics(self, device: Any = None) -> None:
         """Give the layer fresh running statistics, or None in their place where it tracks none."""
-        mean = var = count = None
-        if self.track_running_stats:
-            double = self.weight is not None and self.weight.dtype == torch.float64
-            dtype = torch.float64 if double else torch.float32
-            mean = torch.zeros((), device=device, dtype=dtype)
-            var = torch.ones((), device=device, dtype=dtype)
-            count = torch.zeros((), device=device, dtype=torch.long)
-        for name, value in zip(LAYER_NORM_STATISTICS, (mean, var, count), strict=True):
+        double = self.weight is not None and self.weight.dtype == torch.float64
+        dtype = torch.float64 if double else torch.float32
+        for name, start in _START.items():
+            value = None
+            if self.track_running_stats:
+                kind = torch.long if name == "num_batches_tracked" else dtype
+                with torch.inference_mode(False):  # they are written to in training
+                    value = torch.full((), start, device=device, dtype=kind)
             self.register_buffer(name, value)
 
     def _move_statistics(self, device: torch.device) -> None:
-        for name in LAYER_NORM_STATISTICS:
-            setattr(self, name, getattr(self, name).to(device))
+        if self._lacks_values():
+            self._start_on(device)
+            return
+        with torch.inference_mode(False):
+            for name in LAYER_NORM_STATISTICS:
+                if (buffer := getattr(self, name)) is not None:
+                    setattr(self, name, buffer.to(device))
+
+    def _lacks_values(self) -> bool:
+        """Whether the statistics are on the meta device still, and no parameter is."""
+        mean = self._buffers.get("running_mean")
+        if mean is None or not mean.is_meta:
+            return False
+        parameter = next(self.parameters(), None)  # asking for `weight` may compute it
+        return parameter is None or not parameter.is_meta
+
+    def _start_on(self, device: torch.device | str) -> None:
+        """Put fresh running statistics on a device, in place of those that have no values."""
+        with torch.inference_mode(False):
+            for name, start in _START.items():
+                if (buffer := getattr(self, name)) is not None:
+                    fresh = torch.full((), start, dtype=buffer.dtype, device=device)
+                    setattr(self, name, fresh)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LayerNorm:
+        # The meta device holds no values, and `to_empty` gives none: what leaves it starts fresh.
+        on_meta = self._is_on_meta()
+        if self._lacks_values():
+            self.reset_running_stats()
+        super()._apply(fn, recurse)
+        if on_meta and not self._is_on_meta():
+            self.reset_running_stats()
+        return self
+
+    def _is_on_meta(self) -> bool:
+        tensors = (next(self.parameters(), None), self._buffers.get("running_mean"))
+        return any(t is not None and t.is_meta for t in tensors)
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(accumulator_dtype(x.dtype))
@@ -589,3 +632,15 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         watched = {prefix + name for name in LAYER_NORM_STATISTICS}
         missing_keys += [key for key in missing if key not in watched]
         unexpected_keys += [key for key in unexpected if key not in watched]
+        # With other parameters, what was watched is no longer that of this layer.
+        own = {prefix + name for name, value in self._parameters.items() if value is not None}
+        replaced = own and own.issubset(state_dict) and watched.isdisjoint(state_dict)
+        if replaced or self._lacks_values():
+            self.reset_running_stats()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # A tool that sets each parameter by itself, as accelerate does, tells the layer nothing.
+        others = chain(self.parameters(), destination.values())
+        if self._lacks_values() and any(not getattr(t, "is_meta", True) for t in others):
+            self.reset_running_stats()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
