@@ -127,6 +127,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
         1 of 1 norm layers fused: 1 with ReLU
     """
     _checks.module("fuse", model)
+    _checks.flags("fuse", recompute=recompute)
     if recompute and not _recompute.AVAILABLE:
         raise NotImplementedError(
             f"normplug.fuse: recompute needs torch 2.8 or newer; this is {torch.__version__}. "

@@ -238,9 +238,11 @@ class _BatchNorm(_BatchNormForward):
     def __init__(
         self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
     ) -> None:
+        who = type(self).__name__
+        _checks.layer(who, super().__init__, args, kwargs)
         super().__init__(*args, **kwargs)
         self.target_variance = target_variance(mode)
-        _checks.backend(type(self).__name__, backend)
+        _checks.backend(who, backend)
         self.backend = backend
 
 
@@ -258,7 +260,9 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     Shape: (N, C) or (N, C, L), in and out. Details: `normplug.functional.batch_norm`.
 
     Raises:
-        ValueError: an unknown mode or backend, or input of another dimension.
+        ValueError: an unknown mode or backend, an eps of 0 or below, no channels, or input of
+            another dimension.
+        TypeError: an argument of another type.
 
     Example:
         >>> BatchNorm1d(8)
@@ -411,7 +415,9 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
     Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.layer_norm`.
 
     Raises:
-        ValueError: an unknown mode, backend or autocast_output, or input of another trailing shape.
+        ValueError: an unknown mode, backend or autocast_output, an eps below 0, an empty row, or
+            input of another trailing shape.
+        TypeError: an argument of another type.
 
     Example:
         >>> LayerNorm(8, mode=0.5)
@@ -433,11 +439,15 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         autocast_output: str = "float32",
         **kwargs: Any,
     ) -> None:
+        who = "LayerNorm"
+        _checks.layer(who, super().__init__, args, kwargs)
+        _checks.momentum(who, momentum, None, moves=False)
+        _checks.flags(who, track_running_stats=track_running_stats)
         super().__init__(*args, **kwargs)
         self.target_variance = target_variance(mode)
-        _checks.backend("LayerNorm", backend)
+        _checks.backend(who, backend)
         self.backend = backend
-        _checks.autocast_output("LayerNorm", autocast_output)
+        _checks.autocast_output(who, autocast_output)
         self.autocast_output = autocast_output
         self.track_running_stats = track_running_stats
         self.momentum = momentum
@@ -521,9 +531,13 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         # torch.func transforms refuse writes to captured tensors, and stock LayerNorm has none.
         if mean is None or torch._C._are_functorch_transforms_active():
             return None, None, None
-        if mean.device != input.device:
+        try:
+            device = input.device
+        except AttributeError:  # no tensor, and about to be refused
+            return statistics
+        if mean.device != device:
             # Without weight and bias nothing told the layer where its inputs live.
-            self._move_statistics(input.device)
+            self._move_statistics(device)
             return self._statistics()
         return statistics
 

@@ -76,7 +76,7 @@ def swap(
     Raises:
         ValueError: an unknown mode, autocast_output or backend, an `include` pattern that matches
             nothing, or `preserve_output` where a weight cannot be divided. The model is as before.
-        TypeError: where `model` is no module, or TorchScript.
+        TypeError: where `model` is no module, or TorchScript; an option of another type.
         NotImplementedError: backend "triton" where there is no kernel.
 
     Warns:
@@ -89,8 +89,14 @@ def swap(
     """
     tv = target_variance(mode)
     _checks.module("swap", model)
-    _checks.autocast_output("swap", autocast_output)
-    _checks.backend("swap", backend)
+    _checks.swap_options(
+        "swap",
+        autocast_output=autocast_output,
+        backend=backend,
+        preserve_output=preserve_output,
+        sync=sync,
+        track_running_stats=track_running_stats,
+    )
     planned = plan(model, include=include, exclude=exclude, sync=sync)
     taken = [row for row in planned if row.becomes]
     if not taken:
@@ -149,6 +155,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         UserWarning: where a layer stays because it is a user's own subclass of a normplug class.
     """
     _checks.module("unswap", model)
+    _checks.flags("unswap", fold=fold)
     layers = list(_convert.normplug_layers(model))
     stuck = [shown(path) for path, m in layers if not _convert.is_revertible(m)]
     if stuck:
