@@ -53,6 +53,11 @@ def swap(
     left, as their forward is their own, but for those of timm, torchvision and transformers that
     `normplug.adapters` knows; `normplug.plan` lists what is taken and what is left.
 
+    On CUDA, Triton compiles a kernel for each class of shapes at the first step that needs it. That
+    makes the first step of an image model take 10 to 30 seconds with an empty cache (on one H100).
+    Compiled kernels are kept on disk, in `~/.triton/cache` or `TRITON_CACHE_DIR`, so that later
+    runs start at once.
+
     Args:
         model: any module; itself a norm layer, too.
         mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
