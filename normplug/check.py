@@ -185,8 +185,10 @@ def _untouched(layer: nn.Module, training: bool, grad: bool) -> Iterator[None]:
     probe = vars(layer).pop("_probe", None)
     parts, was_training = list(layer.modules()), layer.training
     before = [m._buffers for m in parts]
+    # Of parameters that were made in inference mode autograd keeps nothing.
+    inference = any(p.is_inference() for p in layer.parameters())
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(grad), parametrize.cached():
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad), parametrize.cached():
             for m in parts:
                 m._buffers = {k: None if b is None else b.clone() for k, b in m._buffers.items()}
             layer.training = training

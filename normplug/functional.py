@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops import choice
+from normplug._ops import choice, nested
 from normplug._ops.aten import Pool
 from normplug.modes import ModeLike, target_variance
 from normplug.reference import accumulator_dtype
@@ -63,9 +63,10 @@ def batch_norm(
         Shaped like `input`, in its dtype (promoted with that of `residual`).
 
     Raises:
-        ValueError: shapes that do not fit, one value a channel in training, evaluation without
-            running statistics, an unknown mode, activation or backend.
-        TypeError: an input that is not floating point.
+        ValueError: shapes or devices that do not fit, one value a channel in training, evaluation
+            without running statistics, an eps of 0 or below, an unknown mode, activation or
+            backend.
+        TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: backend "triton" where the kernels cannot run, saying why.
 
     Precision: sums are float32 (float64 for float64 input). With tv other than 1, the torch backend
@@ -114,13 +115,13 @@ def _fused_batch_norm(
         input, running_mean, running_var, weight, bias, residual, num_batches_tracked
     )  # fmt: skip
     settings = (training, momentum, eps, mode, activation, backend, keeps_residual)
-    eager = input.is_cuda and not torch.compiler.is_compiling()
+    eager = getattr(input, "is_cuda", False) and not torch.compiler.is_compiling()
     if eager:
         signature = choice.signature(who, settings, tensors)
         if (known := choice.known(signature)) is not None:
             return known(*tensors)
     vectors = (running_mean, running_var, weight, bias)
-    _check_batch_norm(who, input, *vectors, num_batches_tracked, training, momentum)
+    _check_batch_norm(who, input, *vectors, residual, num_batches_tracked, training, momentum, eps)
     _checks.activation(who, activation)
     _checks.same_shape(who, input, residual=residual)
     name, tv = _checks.backend(who, backend), target_variance(mode)
@@ -143,19 +144,26 @@ def _check_batch_norm(
     running_var: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     num_batches_tracked: Tensor | None,
     training: bool,
     momentum: float | None,
+    eps: float,
 ) -> None:
-    _checks.floating(who, input)
+    _checks.tensors(
+        who, input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias,
+        residual=residual, num_batches_tracked=num_batches_tracked,
+    )  # fmt: skip
+    _checks.flags(who, training=training)
+    _checks.eps(who, eps)
     _checks.channels(
         who, input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
     )
     _checks.running_pair(who, running_mean, running_var, training)
+    moves = training and running_mean is not None
+    _checks.momentum(who, momentum, num_batches_tracked, moves)
     if training:
         _checks.more_than_one_value(who, input)
-        if running_mean is not None:
-            _checks.momentum(who, momentum, num_batches_tracked)
 
 
 def _batch_norm_max_pool(
@@ -181,13 +189,13 @@ def _batch_norm_max_pool(
     """
     who = "functional.batch_norm"
     tensors = (input, running_mean, running_var, weight, bias, num_batches_tracked)
-    eager = input.is_cuda and not torch.compiler.is_compiling()
+    eager = getattr(input, "is_cuda", False) and not torch.compiler.is_compiling()
     if eager:
         signature = choice.signature(who, (training, momentum, eps, mode, pool, backend), tensors)
         if (known := choice.known(signature)) is not None:
             return known(*tensors)
     vectors = (running_mean, running_var, weight, bias)
-    _check_batch_norm(who, input, *vectors, num_batches_tracked, training, momentum)
+    _check_batch_norm(who, input, *vectors, None, num_batches_tracked, training, momentum, eps)
     name, tv = _checks.backend(who, backend), target_variance(mode)
     route = choice.batch_norm_max_pool(name, input, num_batches_tracked, vectors, pool)
     if route is None:
@@ -230,11 +238,12 @@ def layer_norm(
     Args:
         input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64. The kernels take
             rows of adjacent values, evenly spaced or at two strides (a batch and a sequence that
-            have changed places), as they are, in dy too, and copy others once.
+            have changed places), as they are, in dy too, and copy others once. Or a nested tensor
+            whose components are of such shapes; its statistics are those of all their rows.
         normalized_shape: the trailing dimensions that make a row.
         weight: `normalized_shape`, or None for ones. May be float32 beside a half `input`.
         bias: `normalized_shape`, or None for zeros.
-        eps: above 0, added to the variance before the root.
+        eps: 0 or above, added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         input_bias: `normalized_shape`, added to the input before it is normalised, or None.
         running_mean: scalar tensor, updated in place, or None.
@@ -250,12 +259,13 @@ def layer_norm(
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). The kernels make
-        it contiguous, and lay the gradient of a dense `input` out as that.
+        it contiguous, and lay the gradient of a dense `input` out as that. A nested tensor gives a
+        nested tensor of the same layout.
 
     Raises:
-        ValueError: shapes that do not fit, running statistics without a counter, an unknown mode,
-            autocast_output or backend.
-        TypeError: an input that is not floating point.
+        ValueError: shapes or devices that do not fit, running statistics without a counter, an eps
+            below 0, an unknown mode, autocast_output or backend.
+        TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: backend "triton" where the kernels cannot run, saying why.
 
     Precision: sums are float32 (float64 where a tensor is). The torch backend promotes mixed dtypes
@@ -295,20 +305,32 @@ def _layer_norm(
 ) -> Tensor:
     """`layer_norm`; channels_first: the input is a view of images that are."""
     who = "functional.layer_norm"
-    shape = tuple(normalized_shape)
+    try:
+        shape = tuple(normalized_shape)
+    except TypeError:
+        raise _checks.no_shape(who, normalized_shape) from None
     tensors = (input, weight, bias, input_bias, running_mean, running_var, num_batches_tracked)
-    eager = input.is_cuda and not torch.compiler.is_compiling()
+    eager = getattr(input, "is_cuda", False) and not torch.compiler.is_compiling()
     if eager:
         settings = (shape, momentum, eps, mode, autocast_output, backend, *_autocast())
         signature = choice.signature(who, settings, tensors)
         if (known := choice.known(signature)) is not None:
             return known(*tensors)
-    _checks.floating(who, input)
+    _check_layer_norm(
+        who, input, shape, eps, running_mean, running_var, num_batches_tracked, momentum,
+        autocast_output, weight=weight, bias=bias, input_bias=input_bias,
+    )  # fmt: skip
+    if nested.is_strided(input):
+        components = input.unbind()
+        _checks.components(who, components, shape)
+        y = _layer_norm(
+            nested.rows(input, shape), shape, weight, bias, eps, mode=mode, input_bias=input_bias,
+            running_mean=running_mean, running_var=running_var,
+            num_batches_tracked=num_batches_tracked, momentum=momentum,
+            autocast_output=autocast_output, backend=backend,
+        )  # fmt: skip
+        return nested.of_rows(y, input)
     _checks.trailing(who, input, shape, weight=weight, bias=bias, input_bias=input_bias)
-    _checks.running_pair(who, running_mean, running_var, training=True)
-    if running_mean is not None:
-        _checks.momentum(who, momentum, num_batches_tracked)
-    _checks.autocast_output(who, autocast_output)
     name, tv = _checks.backend(who, backend), target_variance(mode)
     vectors = (weight, bias, input_bias, running_mean, running_var)
     fused = input_bias is not None
@@ -322,6 +344,29 @@ def _layer_norm(
     if eager:
         choice.remember(signature, route, tensors, *numbers)
     return y
+
+
+def _check_layer_norm(
+    who: str,
+    input: Tensor,
+    shape: tuple[int, ...],
+    eps: float,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    autocast_output: str,
+    **others: Tensor | None,
+) -> None:
+    running = {"running_mean": running_mean, "running_var": running_var}
+    running["num_batches_tracked"] = num_batches_tracked
+    _checks.tensors(who, input, **others, **running)
+    _checks.shape(who, shape)
+    _checks.eps(who, eps, zero=True)
+    _checks.running_pair(who, running_mean, running_var, training=True)
+    _checks.scalars(who, **running)
+    _checks.momentum(who, momentum, num_batches_tracked, running_mean is not None)
+    _checks.autocast_output(who, autocast_output)
 
 
 def add_layer_norm(
@@ -378,22 +423,31 @@ def add_layer_norm(
         tensor([[1., 3.]])
     """
     who = "functional.add_layer_norm"
-    shape = tuple(normalized_shape)
+    try:
+        shape = tuple(normalized_shape)
+    except TypeError:
+        raise _checks.no_shape(who, normalized_shape) from None
     tensors = (x, residual, weight, bias, running_mean, running_var, num_batches_tracked)
-    eager = x.is_cuda and not torch.compiler.is_compiling()
+    eager = getattr(x, "is_cuda", False) and not torch.compiler.is_compiling()
     if eager:
         settings = (shape, momentum, eps, mode, autocast_output, backend, *_autocast())
         signature = choice.signature(who, settings, tensors)
         if (known := choice.known(signature)) is not None:
             return known(*tensors)
-    _checks.floating(who, x)
-    _checks.floating(who, residual)
+    _check_layer_norm(
+        who, x, shape, eps, running_mean, running_var, num_batches_tracked, momentum,
+        autocast_output, weight=weight, bias=bias, residual=residual,
+    )  # fmt: skip
     _checks.same_shape(who, x, residual=residual)
+    if nested.is_strided(x):
+        total = x + residual
+        y = _layer_norm(
+            total, shape, weight, bias, eps, mode=mode, running_mean=running_mean,
+            running_var=running_var, num_batches_tracked=num_batches_tracked, momentum=momentum,
+            autocast_output=autocast_output, backend=backend,
+        )  # fmt: skip
+        return y, total
     _checks.trailing(who, x, shape, weight=weight, bias=bias)
-    _checks.running_pair(who, running_mean, running_var, training=True)
-    if running_mean is not None:
-        _checks.momentum(who, momentum, num_batches_tracked)
-    _checks.autocast_output(who, autocast_output)
     name, tv = _checks.backend(who, backend), target_variance(mode)
     vectors = (weight, bias, running_mean, running_var)
     route = choice.add_layer_norm(who, name, x, len(shape), residual, num_batches_tracked, vectors)
@@ -422,7 +476,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         ValueError: where `x` has no channel dimension.
-        TypeError: where `x` is not floating point.
+        TypeError: where `x` is no tensor, or not floating point.
 
     Example:
         >>> channel_stats(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))

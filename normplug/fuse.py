@@ -84,6 +84,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     direction, or two with max pooling, which keep less for the backward. Under torch.compile those
     calls take what was measured faster; elsewhere they are PyTorch's operations, one by one. Max
     pooling is by kernel for channels_last input, and compares values before they are rounded.
+    Fused kernels are compiled at the first step too: see `normplug.swap`.
 
     In place: the modules that call the norms get a subclass of their class, with another forward.
     Modules, parameters, buffers, hooks, names and flags stay, so that checkpoints, optimizers and
@@ -130,6 +131,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
         1 of 1 norm layers fused: 1 with ReLU
     """
     _checks.module("fuse", model)
+    _checks.flags("fuse", recompute=recompute)
     if recompute and not _recompute.AVAILABLE:
         raise NotImplementedError(
             f"normplug.fuse: recompute needs torch 2.8 or newer; this is {torch.__version__}. "

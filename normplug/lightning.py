@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from normplug import _convert, _record
+from normplug import _checks, _convert, _record
 from normplug._variance_log import (
     MEASURED,
     LayerVariance,
@@ -30,6 +31,8 @@ from normplug.swap import swap
 
 __all__ = ["SwapNorms", "SyncNorms", "VarianceLogger"]
 
+_OPTIONS = [p.name for p in inspect.signature(swap).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
 
 class SwapNorms(Callback):
     """Swap the norms of a LightningModule before its optimizer is built.
@@ -44,7 +47,8 @@ class SwapNorms(Callback):
         **options: those of `normplug.swap`.
 
     Raises:
-        ValueError: an unknown mode; a checkpoint of another one.
+        ValueError: an unknown mode, autocast_output or backend; a checkpoint of another mode.
+        TypeError: an unknown option, or one of another type.
         RuntimeError: where swapped layers have been rebuilt or bypassed since, or BatchNorms are
             about to be.
 
@@ -54,6 +58,8 @@ class SwapNorms(Callback):
 
     def __init__(self, mode: ModeLike = "golden", **options: Any) -> None:
         self.mode = NormMode(mode)
+        _checks.known("lightning.SwapNorms", options, _OPTIONS)
+        _checks.swap_options("lightning.SwapNorms", **options)
         self.options = options
         self._model: LightningModule | None = None
 
@@ -193,6 +199,7 @@ class VarianceLogger(Callback):
 
     Raises:
         ValueError: `every_n_steps` below 1.
+        TypeError: `every_n_steps` is no integer, or `dirpath` no path.
 
     Attributes:
         last: the rows of the latest logged step, one a layer.
@@ -201,11 +208,8 @@ class VarianceLogger(Callback):
     """
 
     def __init__(self, every_n_steps: int = 50, dirpath: str | Path | None = None) -> None:
-        if every_n_steps < 1:
-            raise ValueError(
-                "normplug.lightning.VarianceLogger: every_n_steps must be at least 1; "
-                f"got {every_n_steps}."
-            )
+        _checks.count("lightning.VarianceLogger", "every_n_steps", every_n_steps)
+        _checks.path("lightning.VarianceLogger", "dirpath", dirpath)
         self.every_n_steps = every_n_steps
         self.dirpath = dirpath
         self.path: Path | None = None

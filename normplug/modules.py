@@ -9,19 +9,23 @@ assignment of `__class__` (see `normplug._convert`).
 from __future__ import annotations
 
 import warnings
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks, _guards, _sync, functional
+from normplug._ops import nested
 from normplug._ops.aten import Pool
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.reference import accumulator_dtype
 
 __all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "SyncBatchNorm"]
 
-LAYER_NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+# LayerNorm's running statistics, and what each is before the first batch.
+_START = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
+LAYER_NORM_STATISTICS = tuple(_START)
 
 
 class TargetVarianceNorm(nn.Module):
@@ -234,9 +238,11 @@ class _BatchNorm(_BatchNormForward):
     def __init__(
         self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
     ) -> None:
+        who = type(self).__name__
+        _checks.layer(who, super().__init__, args, kwargs)
         super().__init__(*args, **kwargs)
         self.target_variance = target_variance(mode)
-        _checks.backend(type(self).__name__, backend)
+        _checks.backend(who, backend)
         self.backend = backend
 
 
@@ -254,7 +260,9 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     Shape: (N, C) or (N, C, L), in and out. Details: `normplug.functional.batch_norm`.
 
     Raises:
-        ValueError: an unknown mode or backend, or input of another dimension.
+        ValueError: an unknown mode or backend, an eps of 0 or below, no channels, or input of
+            another dimension.
+        TypeError: an argument of another type.
 
     Example:
         >>> BatchNorm1d(8)
@@ -391,8 +399,9 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
     The running statistics are scalars: moving averages of the rows' mean and of their biased
-    variance. They are saved, a strict load forgives their absence, and no result depends on them.
-    Inside `torch.func` transforms they stand still.
+    variance. They are saved, and no result depends on them. They start again, with mean 0 and
+    variance 1, where a checkpoint without them is loaded, which a strict load forgives, and where
+    the layer leaves the meta device. Inside `torch.func` transforms they stand still.
 
     Args:
         *args: those of `torch.nn.LayerNorm`.
@@ -406,7 +415,9 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
     Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.layer_norm`.
 
     Raises:
-        ValueError: an unknown mode, backend or autocast_output, or input of another trailing shape.
+        ValueError: an unknown mode, backend or autocast_output, an eps below 0, an empty row, or
+            input of another trailing shape.
+        TypeError: an argument of another type.
 
     Example:
         >>> LayerNorm(8, mode=0.5)
@@ -428,11 +439,15 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         autocast_output: str = "float32",
         **kwargs: Any,
     ) -> None:
+        who = "LayerNorm"
+        _checks.layer(who, super().__init__, args, kwargs)
+        _checks.momentum(who, momentum, None, moves=False)
+        _checks.flags(who, track_running_stats=track_running_stats)
         super().__init__(*args, **kwargs)
         self.target_variance = target_variance(mode)
-        _checks.backend("LayerNorm", backend)
+        _checks.backend(who, backend)
         self.backend = backend
-        _checks.autocast_output("LayerNorm", autocast_output)
+        _checks.autocast_output(who, autocast_output)
         self.autocast_output = autocast_output
         self.track_running_stats = track_running_stats
         self.momentum = momentum
@@ -459,7 +474,7 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
             **self._options(input),
         )
         if self._probe is not None:
-            self._record(input, y)
+            self._record(*(nested.rows(t, self.normalized_shape) for t in (input, y)))
         return y
 
     def fused(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -516,9 +531,13 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         # torch.func transforms refuse writes to captured tensors, and stock LayerNorm has none.
         if mean is None or torch._C._are_functorch_transforms_active():
             return None, None, None
-        if mean.device != input.device:
+        try:
+            device = input.device
+        except AttributeError:  # no tensor, and about to be refused
+            return statistics
+        if mean.device != device:
             # Without weight and bias nothing told the layer where its inputs live.
-            self._move_statistics(input.device)
+            self._move_statistics(device)
             return self._statistics()
         return statistics
 
@@ -530,7 +549,11 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
 
     def reset_running_stats(self) -> None:
         """Forget what was watched: mean 0, variance 1, no batches."""
-        for name, start in zip(LAYER_NORM_STATISTICS, (0, 1, 0), strict=True):
+        if self._lacks_values():
+            parameter = next(self.parameters(), None)
+            self._start_on("cpu" if parameter is None else parameter.device)
+            return
+        for name, start in _START.items():
             if (buffer := getattr(self, name)) is not None:
                 buffer.fill_(start)
 
@@ -542,19 +565,54 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
 
     def register_statistics(self, device: Any = None) -> None:
         """Give the layer fresh running statistics, or None in their place where it tracks none."""
-        mean = var = count = None
-        if self.track_running_stats:
-            double = self.weight is not None and self.weight.dtype == torch.float64
-            dtype = torch.float64 if double else torch.float32
-            mean = torch.zeros((), device=device, dtype=dtype)
-            var = torch.ones((), device=device, dtype=dtype)
-            count = torch.zeros((), device=device, dtype=torch.long)
-        for name, value in zip(LAYER_NORM_STATISTICS, (mean, var, count), strict=True):
+        double = self.weight is not None and self.weight.dtype == torch.float64
+        dtype = torch.float64 if double else torch.float32
+        for name, start in _START.items():
+            value = None
+            if self.track_running_stats:
+                kind = torch.long if name == "num_batches_tracked" else dtype
+                with torch.inference_mode(False):  # they are written to in training
+                    value = torch.full((), start, device=device, dtype=kind)
             self.register_buffer(name, value)
 
     def _move_statistics(self, device: torch.device) -> None:
-        for name in LAYER_NORM_STATISTICS:
-            setattr(self, name, getattr(self, name).to(device))
+        if self._lacks_values():
+            self._start_on(device)
+            return
+        with torch.inference_mode(False):
+            for name in LAYER_NORM_STATISTICS:
+                if (buffer := getattr(self, name)) is not None:
+                    setattr(self, name, buffer.to(device))
+
+    def _lacks_values(self) -> bool:
+        """Whether the statistics are on the meta device still, and no parameter is."""
+        mean = self._buffers.get("running_mean")
+        if mean is None or not mean.is_meta:
+            return False
+        parameter = next(self.parameters(), None)  # asking for `weight` may compute it
+        return parameter is None or not parameter.is_meta
+
+    def _start_on(self, device: torch.device | str) -> None:
+        """Put fresh running statistics on a device, in place of those that have no values."""
+        with torch.inference_mode(False):
+            for name, start in _START.items():
+                if (buffer := getattr(self, name)) is not None:
+                    fresh = torch.full((), start, dtype=buffer.dtype, device=device)
+                    setattr(self, name, fresh)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LayerNorm:
+        # The meta device holds no values, and `to_empty` gives none: what leaves it starts fresh.
+        on_meta = self._is_on_meta()
+        if self._lacks_values():
+            self.reset_running_stats()
+        super()._apply(fn, recurse)
+        if on_meta and not self._is_on_meta():
+            self.reset_running_stats()
+        return self
+
+    def _is_on_meta(self) -> bool:
+        tensors = (next(self.parameters(), None), self._buffers.get("running_mean"))
+        return any(t is not None and t.is_meta for t in tensors)
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(accumulator_dtype(x.dtype))
@@ -588,3 +646,15 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         watched = {prefix + name for name in LAYER_NORM_STATISTICS}
         missing_keys += [key for key in missing if key not in watched]
         unexpected_keys += [key for key in unexpected if key not in watched]
+        # With other parameters, what was watched is no longer that of this layer.
+        own = {prefix + name for name, value in self._parameters.items() if value is not None}
+        replaced = own and own.issubset(state_dict) and watched.isdisjoint(state_dict)
+        if replaced or self._lacks_values():
+            self.reset_running_stats()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # A tool that sets each parameter by itself, as accelerate does, tells the layer nothing.
+        others = chain(self.parameters(), destination.values())
+        if self._lacks_values() and any(not getattr(t, "is_meta", True) for t in others):
+            self.reset_running_stats()
+        super()._save_to_state_dict(destination, prefix, keep_vars)

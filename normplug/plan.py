@@ -116,6 +116,7 @@ def plan(
         UserWarning: where an `exclude` pattern matches no norm layer.
     """
     _checks.module("plan", model)
+    _checks.flags("plan", sync=sync)
     names: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if _is_norm(module):
@@ -210,10 +211,8 @@ def _matching(role: str, filters: Filters, names: dict[nn.Module, list[str]]) ->
     """The norm layers that any of the filters takes, by any of their names."""
     if filters is None:
         return set()
-    single = isinstance(filters, (str, type)) or callable(filters)
-    listed: Sequence[Filter] = [filters] if single else list(filters)  # type: ignore[list-item, arg-type]
     found: set[nn.Module] = set()
-    for one in listed:
+    for one in _checks.filters(role, filters):
         matches = _predicate(role, one)
         taken = {m for m, paths in names.items() if any(matches(path, m) for path in paths)}
         if not taken and names and isinstance(one, str):
@@ -235,12 +234,7 @@ def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:
                 f"normplug: {role}={one!r} is no regular expression: {error}."
             ) from None
         return lambda path, module: pattern.fullmatch(path) is not None
-    if callable(one):
-        return one
-    raise TypeError(
-        f"normplug: {role} takes a glob, a 're:' pattern, a class, a callable (path, module), "
-        f"or a list of these; got {one!r}."
-    )
+    return one
 
 
 def _complain(role: str, pattern: str, names: dict[nn.Module, list[str]]) -> None:

@@ -53,6 +53,11 @@ def swap(
     left, as their forward is their own, but for those of timm, torchvision and transformers that
     `normplug.adapters` knows; `normplug.plan` lists what is taken and what is left.
 
+    On CUDA, Triton compiles a kernel for each class of shapes at the first step that needs it. That
+    makes the first step of an image model take 10 to 30 seconds with an empty cache (on one H100).
+    Compiled kernels are kept on disk, in `~/.triton/cache` or `TRITON_CACHE_DIR`, so that later
+    runs start at once.
+
     Args:
         model: any module; itself a norm layer, too.
         mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
@@ -62,7 +67,8 @@ def swap(
             setting).
         preserve_output: divide each weight by sqrt(tv), so that the model's function stays what
             it was, and only its parametrisation changes. A layer without a weight gets a frozen
-            one. For swapping into a trained model.
+            one, in the dtype and on the device of its own tensors or of the nearest parameter.
+            For swapping into a trained model.
         sync: make every BatchNorm a `normplug.SyncBatchNorm` over all processes, until `unswap`.
             False leaves those that are SyncBatchNorms so, in the process group that they have.
         autocast_output: what LayerNorm returns under autocast: "low", the autocast dtype, or
@@ -75,7 +81,7 @@ def swap(
     Raises:
         ValueError: an unknown mode, autocast_output or backend, an `include` pattern that matches
             nothing, or `preserve_output` where a weight cannot be divided. The model is as before.
-        TypeError: where `model` is no module, or TorchScript.
+        TypeError: where `model` is no module, or TorchScript; an option of another type.
         NotImplementedError: backend "triton" where there is no kernel.
 
     Warns:
@@ -88,8 +94,14 @@ def swap(
     """
     tv = target_variance(mode)
     _checks.module("swap", model)
-    _checks.autocast_output("swap", autocast_output)
-    _checks.backend("swap", backend)
+    _checks.swap_options(
+        "swap",
+        autocast_output=autocast_output,
+        backend=backend,
+        preserve_output=preserve_output,
+        sync=sync,
+        track_running_stats=track_running_stats,
+    )
     planned = plan(model, include=include, exclude=exclude, sync=sync)
     taken = [row for row in planned if row.becomes]
     if not taken:
@@ -103,9 +115,8 @@ def swap(
             scalings.append(_Scaling(row.path, row.module, math.sqrt(now / tv)))
     _check_scalings("swap(preserve_output=True)", model, scalings)
 
-    device = _device_of(model)
     with _all_or_nothing([row.module for row in taken], model):
-        _scale(scalings, device)
+        _scale(scalings, model)
         for row in taken:
             _convert.convert(
                 row.module,
@@ -113,7 +124,7 @@ def swap(
                 backend=backend,
                 autocast_output=autocast_output,
                 track_running_stats=track_running_stats,
-                device=device,
+                device=None if _has_weight(row.module) else _like(model, row.path).device,
             )
             if sync:
                 _convert.synchronise(row.module)
@@ -128,7 +139,8 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
     sqrt(tv) is multiplied into each weight, so that the model computes what it did and needs no
     normplug to be loaded, exported, fused or quantised. A layer without a weight gets a frozen
-    one. LayerNorm's running statistics go. What `normplug.fuse` has fused is undone too.
+    one, as `swap(preserve_output=True)` makes it. LayerNorm's running statistics go. What
+    `normplug.fuse` has fused is undone too.
 
     Args:
         model: any module.
@@ -148,6 +160,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         UserWarning: where a layer stays because it is a user's own subclass of a normplug class.
     """
     _checks.module("unswap", model)
+    _checks.flags("unswap", fold=fold)
     layers = list(_convert.normplug_layers(model))
     stuck = [shown(path) for path, m in layers if not _convert.is_revertible(m)]
     if stuck:
@@ -165,7 +178,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     _check_scalings("unswap", model, scalings)
     fused = releasable("unswap", fused_modules(model))
     with _all_or_nothing([m for _, m in layers], model):
-        _scale(scalings, _device_of(model))
+        _scale(scalings, model)
         for _, module in layers:
             _convert.revert(module)
         if not stuck:
@@ -223,7 +236,7 @@ def swapped(model: nn.Module, mode: ModeLike = "golden", **options: Any) -> Iter
         yield model
     finally:
         now = [s for s in scalings if isinstance(s.module, TargetVarianceNorm)]
-        _scale(now, _device_of(model))
+        _scale(now, model)
         for m, settings in before.values():
             if isinstance(m, TargetVarianceNorm) and not settings:
                 _convert.revert(m)
@@ -279,9 +292,41 @@ def _nothing_swapped(model: nn.Module, planned: Plan) -> str:
     )
 
 
-def _device_of(model: nn.Module) -> torch.device | None:
-    first = next(chain(model.parameters(), model.buffers()), None)
-    return None if first is None else first.device
+def _has_weight(module: nn.Module) -> bool:
+    return getattr(module, "weight", None) is not None
+
+
+def _like(model: nn.Module, path: str) -> Tensor:
+    """A tensor of the dtype and on the device that new tensors of the layer under `path` take.
+
+    One of the layer's own; else the nearest parameter in the tree of modules, else the nearest
+    buffer, else torch's default. A layer has its input from the module before it, so that module
+    is nearer than the one after it.
+    """
+    parents = [model]
+    for name in filter(None, path.split(".")):
+        parents.append(parents[-1]._modules[name])  # type: ignore[arg-type]
+    layer = parents.pop()
+
+    def around(kind: str) -> Iterator[Tensor]:
+        inner = layer
+        for parent in reversed(parents):
+            children = list(parent.children())
+            place = children.index(inner)
+            for module in reversed(children[:place]):
+                yield from reversed(list(getattr(module, kind)()))
+            for module in children[place + 1 :]:
+                yield from getattr(module, kind)()
+            yield from getattr(parent, kind)(recurse=False)
+            inner = parent
+
+    near = chain(layer.parameters(), layer.buffers(), around("parameters"), around("buffers"))
+    return next(filter(_is_decisive, near), torch.empty(0))
+
+
+def _is_decisive(t: Tensor) -> bool:
+    """Whether the input of a norm beside this tensor has its dtype: no index, scale or code."""
+    return t.is_floating_point() and t.dtype.itemsize > 1 and (is_lazy(t) or t.dim() > 0)
 
 
 def _check_scalings(who: str, model: nn.Module, scalings: list[_Scaling]) -> None:
@@ -315,20 +360,28 @@ def _check_scalings(who: str, model: nn.Module, scalings: list[_Scaling]) -> Non
             )
 
 
-def _scale(scalings: Iterable[_Scaling], device: torch.device | None) -> None:
+def _scale(scalings: Iterable[_Scaling], model: nn.Module) -> None:
     done: set[int] = set()
-    with torch.no_grad():
-        for _, module, factor in scalings:
-            weight = module.weight
+    with torch.inference_mode(False), torch.no_grad():
+        for path, module, factor in scalings:
+            weight: Tensor | None = module.weight  # type: ignore[assignment]
             if factor == 1.0 or id(weight) in done:
                 continue
             if weight is None:
-                module.weight = _frozen_weight(module, factor, device)
-            elif _made_here(module) and torch.equal(weight, torch.full_like(weight, 1.0 / factor)):  # type: ignore[arg-type]
+                module.weight = _frozen_weight(module, factor, _like(model, path))
+            elif _made_here(module) and _is_constant(weight, 1.0 / factor):
                 module.weight = None  # type: ignore[assignment]
             else:
-                weight.mul_(factor)  # type: ignore[operator]
+                with _writing_to(weight):
+                    weight.mul_(factor)
                 done.add(id(weight))
+
+
+@contextmanager
+def _writing_to(weight: Tensor) -> Iterator[None]:
+    # `inference_mode` sets the grad mode too, so that comes after it.
+    with torch.inference_mode(weight.is_inference()), torch.no_grad():
+        yield
 
 
 def _made_here(module: nn.Module) -> bool:
@@ -336,12 +389,17 @@ def _made_here(module: nn.Module) -> bool:
     return not getattr(module, "affine", True) or not getattr(module, "elementwise_affine", True)
 
 
-def _frozen_weight(module: nn.Module, value: float, device: torch.device | None) -> nn.Parameter:
+def _is_constant(weight: Tensor, value: float) -> bool:
+    """Whether each element is `value`, but for the rounding of a few scalings."""
+    if weight.is_meta:
+        return False
+    rounding = 2 * torch.finfo(weight.dtype).eps
+    return torch.allclose(weight, torch.full_like(weight, value), rtol=rounding, atol=0.0)
+
+
+def _frozen_weight(module: nn.Module, value: float, like: Tensor) -> nn.Parameter:
     shape = getattr(module, "normalized_shape", None) or (module.num_features,)
-    like = getattr(module, "running_mean", None)
-    weight = torch.full(shape, value, device=device)  # type: ignore[arg-type]
-    if isinstance(like, Tensor) and like.dim() == 1:
-        weight = weight.to(like)
+    weight = torch.full(shape, value, dtype=like.dtype, device=like.device)  # type: ignore[arg-type]
     return nn.Parameter(weight, requires_grad=False)
 
 
@@ -383,8 +441,8 @@ def _all_or_nothing(layers: list[nn.Module], model: nn.Module) -> Iterator[None]
             module.__class__ = cls
             vars(module).clear()
             vars(module).update(state)
-        with torch.no_grad():
-            for weight, value in weights:
+        for weight, value in weights:
+            with _writing_to(weight):
                 weight.copy_(value)
         raise
 

@@ -510,6 +510,19 @@ def test_transformer_encoder_validates_with_the_norms_it_trains(norm_first, padd
     assert model.use_nested_tensor == nested
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_transformer_encoder_takes_nested_tensors_as_before_the_swap(norm_first):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    model = swap(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16)))
+    parts = [torch.randn(3, 16), torch.randn(5, 16)]
+    expected = [model.train()(part[None])[0] for part in parts]
+    with torch.no_grad():
+        got = model.eval()(torch.nested.nested_tensor(parts)).unbind()
+    torch.testing.assert_close(list(got), [y.detach() for y in expected])
+
+
 def test_options_reach_the_layers(net):
     swap(net, track_running_stats=False, autocast_output="float32", backend="torch")
     assert net.norm.running_mean is None
@@ -663,3 +676,134 @@ def test_swapped_refuses_as_swap_does(net):
         assert_frozen(net, before)
     with pytest.raises(TypeError, match="normplug.swapped: model must be an nn.Module"):
         normplug.swapped({}).__enter__()
+
+
+def weightless():
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.LayerNorm(6, elementwise_affine=False),
+        nn.BatchNorm1d(6, affine=False), nn.Sequential(nn.LayerNorm(6, elementwise_affine=False)),
+        nn.Linear(6, 4),
+    )  # fmt: skip
+
+
+def frozen_weights(model):
+    return [model[1].weight, model[2].weight, model[3][0].weight]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", ["golden", 0.3])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
+def test_a_weight_made_for_a_layer_has_the_dtype_of_its_model(dtype, mode, training):
+    model, x = weightless().to(dtype), torch.randn(32, 6, dtype=dtype)
+    for _ in range(3):
+        model(x)
+    model.train(training)
+    keys, expected = set(model.state_dict()), copy.deepcopy(model)(x)
+    rounding = {"rtol": 0, "atol": 16 * torch.finfo(dtype).eps}
+    swap(model, mode, preserve_output=True)
+    assert {w.dtype for w in frozen_weights(model)} == {dtype}
+    torch.testing.assert_close(copy.deepcopy(model)(x), expected, **rounding)
+    unswap(model)  # takes the weights out again
+    assert set(model.state_dict()) == keys
+    torch.testing.assert_close(copy.deepcopy(model)(x), expected, rtol=0, atol=0)
+    swap(model, mode)
+    expected = copy.deepcopy(model)(x)
+    unswap(model)
+    assert {w.dtype for w in frozen_weights(model)} == {dtype}
+    assert type(model[1]) is nn.LayerNorm
+    torch.testing.assert_close(model(x), expected, **rounding)
+
+
+def test_a_weight_made_for_a_layer_lies_where_its_neighbours_do():
+    half, meta = {"dtype": torch.float16}, {"device": "meta"}
+    model = nn.Sequential(
+        nn.LayerNorm(6, elementwise_affine=False),
+        nn.Sequential(nn.Linear(6, 6, **half), nn.LayerNorm(6, elementwise_affine=False)),
+        nn.BatchNorm1d(6, affine=False, dtype=torch.float64),
+        nn.ModuleList([nn.LayerNorm(6, elementwise_affine=False)]),
+        nn.Sequential(nn.Linear(6, 6, **meta), nn.LayerNorm(6, elementwise_affine=False)),
+        nn.Sequential(nn.ReLU(), nn.LayerNorm(6, elementwise_affine=False)),
+    )
+    swap(model)
+    assert [model[i][-1].running_mean.device.type for i in (3, 4, 5)] == ["cpu", "meta", "meta"]
+    unswap(model)
+    norms = [m for m in model.modules() if isinstance(m, (nn.LayerNorm, nn.BatchNorm1d))]
+    assert [(m.weight.dtype, m.weight.device.type) for m in norms] == [
+        (torch.float16, "cpu"),  # nothing is before it
+        (torch.float16, "cpu"),
+        (torch.float64, "cpu"),  # its own statistics
+        (torch.float64, "cpu"),
+        (torch.float32, "meta"),
+        (torch.float32, "meta"),
+    ]
+
+
+def test_a_weight_made_for_a_layer_without_neighbours():
+    bare = unswap(swap(nn.LayerNorm(6, elementwise_affine=False)))
+    assert bare.weight.dtype == torch.float32
+    beside = nn.Sequential(
+        nn.BatchNorm1d(6, affine=False), nn.LayerNorm(6, elementwise_affine=False)
+    )
+    unswap(swap(beside.double()))  # a buffer, where there is no parameter
+    assert {beside[0].weight.dtype, beside[1].weight.dtype} == {torch.float64}
+    lost = swap(weightless().to("meta"), preserve_output=True)
+    unswap(lost)  # there are no values to tell that the weights are ones again
+    assert {w.device.type for w in frozen_weights(lost)} == {"meta"}
+
+
+def swapped_for_a_moment(model):
+    with normplug.swapped(model, preserve_output=True):
+        pass
+    swap(model)
+
+
+CONVERSIONS = {
+    "swap": swap,
+    "swap, preserve_output": lambda model: swap(model, preserve_output=True),
+    "swap, sync": lambda model: swap(model, sync=True),
+    "unswap": lambda model: unswap(swap(model)),
+    "unswap, preserve_output": lambda model: unswap(swap(model, preserve_output=True)),
+    "set_mode": lambda model: set_mode(swap(model), 0.5),
+    "swapped": swapped_for_a_moment,
+    "fuse": lambda model: normplug.fuse(swap(model)),
+    "unfuse": lambda model: normplug.unfuse(normplug.fuse(swap(model))),
+    "check": lambda model: normplug.check(swap(model), X),
+    "plan": plan,
+}
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_in_inference_mode_makes_tensors_that_can_be_trained(name, made_inside):
+    with torch.inference_mode():
+        inside = Net()
+    model = inside if made_inside else Net()
+    model.head.append(nn.LayerNorm(4, elementwise_affine=False))
+    model.bare = nn.BatchNorm1d(4, affine=False)
+    model.head.append(model.bare)
+    before = {id(t) for t in [*model.parameters(), *model.buffers()]}
+    with torch.inference_mode():
+        CONVERSIONS[name](model)
+    made = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in before]
+    assert not any(t.is_inference() for t in made)
+    if made_inside:  # its own parameters are not to be trained, inside or outside
+        CONVERSIONS[name](model)
+        return
+    for _ in range(2):
+        train_step(model)
+    twin = copy.deepcopy(pickle.loads(pickle.dumps(model)))
+    torch.testing.assert_close(twin.eval()(X), model.eval()(X))
+
+
+def test_a_failing_swap_in_inference_mode_leaves_the_model_as_it_was(net, monkeypatch):
+    def fail(*args, **kwargs):
+        raise MemoryError("no room")
+
+    before = frozen(net)
+    monkeypatch.setattr(normplug._convert, "convert", fail)
+    with torch.inference_mode(), pytest.raises(MemoryError):
+        swap(net, preserve_output=True)
+    assert_frozen(net, before)
+    train_step(net)

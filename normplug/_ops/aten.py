@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from normplug._ops import nested
 from normplug.reference import accumulator_dtype
 
 # Asked here, once: torch.compile of torch 2.6 cannot trace the question.
@@ -166,11 +167,13 @@ def layer_norm(
         weight = _scaled(weight, normalized_shape, h, dtype, target_variance)
     y, mean, rstd = torch.native_layer_norm(h, normalized_shape, weight, bias, eps)
     if running_mean is not None and running_var is not None and x.numel() > 0:
-        with torch.no_grad():
-            mean, var = _row_statistics(h, len(normalized_shape), mean, rstd, eps)
-            step = count_batch(running_mean, num_batches_tracked, momentum)
-            running_mean.lerp_(mean.to(running_mean), step)
-            running_var.lerp_(var.to(running_var), step)
+        # Detached, not under no_grad: that would be a subgraph for torch.export, and one of no
+        # result, which an ExportedProgram cannot be saved with.
+        mean, rstd = mean.detach(), rstd.detach()
+        mean, var = _row_statistics(h.detach(), len(normalized_shape), mean, rstd, eps)
+        step = count_batch(running_mean, num_batches_tracked, momentum)
+        running_mean.lerp_(mean.to(running_mean), step)
+        running_var.lerp_(var.to(running_var), step)
     if autocast is None:
         return y.to(x.dtype)
     return y.to(autocast) if low_autocast else y
@@ -205,12 +208,14 @@ def _row_statistics(
 
     The variance is read back from rstd: a pass over the rows' statistics and none over `h`, with
     an error of about 1e-7 * (var + eps). The CPU kernel gives half rstd for half input, which is
-    too coarse for that: there both are taken from `h`.
+    too coarse for that: there both are taken from `h`. So they are for a nested tensor, which may
+    have rows that belong to no component.
     """
-    if rstd.dtype in (torch.float32, torch.float64):
+    if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
         return mean.mean(), rstd.pow(-2).mean().sub_(eps).clamp_min_(0)
+    h = nested.rows(h, h.shape[-row_dims:])
     dims = tuple(range(-row_dims, 0))
-    var, mean = torch.var_mean(h.float(), dim=dims, correction=0)
+    var, mean = torch.var_mean(h.to(accumulator_dtype(h.dtype)), dim=dims, correction=0)
     return mean.mean(), var.mean()
 
 
@@ -275,7 +280,8 @@ def _promoted(
     """All three in their common dtype, as not every device's kernel takes a mixture."""
     dtype = h.dtype
     for affine in (weight, bias):
-        if affine is not None:
+        # Asked only where they differ: torch.export of torch 2.6 cannot save the question.
+        if affine is not None and affine.dtype != dtype:
             dtype = torch.promote_types(dtype, affine.dtype)
     if dtype == h.dtype and (weight is None or weight.dtype == dtype):
         return h, weight, None if bias is None else bias.to(dtype)

@@ -37,11 +37,18 @@ _KEPT = 4096
 def signature(
     who: str, settings: tuple[Any, ...], tensors: tuple[Tensor | None, ...]
 ) -> _Signature:
-    """All that decides whether a call of `who` is right, and by which route it goes."""
+    """All that decides whether a call of `who` is right, and by which route it goes.
+
+    () where an argument has no shape: it is no tensor, which the checks refuse, or a nested one.
+    """
     # In one expression: this is called before every kernel.
-    kinds = [
-        None if t is None else (t.shape, t.stride(), t.dtype, t.device, type(t)) for t in tensors
-    ]
+    try:
+        kinds = [
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, type(t))
+            for t in tensors
+        ]
+    except (AttributeError, RuntimeError):
+        return ()
     return (who, settings, *kinds)
 
 

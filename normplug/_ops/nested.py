@@ -1,0 +1,31 @@
+"""Nested tensors: the rows of all their components as one dense tensor, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def is_strided(x: Tensor) -> bool:
+    """Whether x is a nested tensor of the older layout, which has no shape."""
+    return x.is_nested and x.layout == torch.strided
+
+
+def rows(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """All rows of a nested tensor, (n, *shape), in the order of its components; a dense x as is."""
+    if not x.is_nested:
+        return x
+    if x.layout == torch.jagged and x.lengths() is None:  # type: ignore[attr-defined]
+        return x.values()
+    return torch.cat([component.reshape(-1, *shape) for component in x.unbind()])
+
+
+def of_rows(y: Tensor, like: Tensor) -> Tensor:
+    """The strided nested tensor whose rows are y, with components shaped like those of `like`."""
+    components, width = like.unbind(), math.prod(y.shape[1:])
+    parts = y.split([component.numel() // width for component in components])
+    pairs = zip(parts, components, strict=True)
+    return torch.nested.as_nested_tensor([p.reshape(c.shape) for p, c in pairs])

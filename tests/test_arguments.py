@@ -1,0 +1,231 @@
+"""Wrong arguments of every public function and class: who, the rule, the value."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import normplug
+from normplug import functional
+
+np = pytest.importorskip("numpy")
+pytest.importorskip("lightning.pytorch")
+from normplug.lightning import SwapNorms, VarianceLogger  # noqa: E402
+
+X = torch.randn(4, 6)
+ARRAY = X.numpy()
+ON_META = torch.ones(6, device="meta")
+MEAN, VAR = torch.zeros(6), torch.ones(6)
+
+
+def batch_norm(input=X, running_mean=None, running_var=None, training=True, **options):
+    return functional.batch_norm(input, running_mean, running_var, training=training, **options)
+
+
+def layer_norm(input=X, normalized_shape=(6,), **options):
+    return functional.layer_norm(input, normalized_shape, **options)
+
+
+def add_layer_norm(x=X, residual=X, normalized_shape=(6,), **options):
+    return functional.add_layer_norm(x, residual, normalized_shape, **options)
+
+
+def model():
+    return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.BatchNorm1d(6))
+
+
+def on_model(call):
+    return lambda **options: call(model(), **options)
+
+
+def set_mode(**options):
+    return normplug.set_mode(normplug.swap(model()), **options)
+
+
+def fuse(**options):
+    return normplug.fuse(normplug.swap(model()), **options)
+
+
+def unswap(**options):
+    return normplug.unswap(normplug.swap(model()), **options)
+
+
+def swapped(**options):
+    with normplug.swapped(model(), **options):
+        pass
+
+
+swap, plan = on_model(normplug.swap), on_model(normplug.plan)
+NO_TENSORS = [ARRAY, [1.0], 1.0, "x", 3]
+NO_NUMBERS = ["x", True, 1j, [1.0], torch.tensor(0.5), ARRAY]
+NO_FLAGS = ["yes", 1, 0.0, None, torch.tensor(True), np.ones(2)]
+NO_NAMES = [3, None, ["torch"], np.array(["torch", "auto"]), torch.ones(2), b"torch", True]
+NO_SIZES = [0, -1]
+NO_COUNTS = [1.5, True, "a", None, [1], 1j, torch.tensor(3), float("nan")]
+NO_EPS = [-1e-5, float("nan"), float("inf")]
+
+
+def cases(call, who, name, values, error):
+    return [pytest.param(call, {name: v}, error, who, name, id=f"{who}-{name}-{v!r:.20}")
+            for v in values]  # fmt: skip
+
+
+FUNCTIONS = [
+    (batch_norm, "functional.batch_norm"),
+    (layer_norm, "functional.layer_norm"),
+    (add_layer_norm, "functional.add_layer_norm"),
+]
+TABLE = []
+for call, who in FUNCTIONS:
+    first = "x" if call is add_layer_norm else "input"
+    for value in [None, *NO_TENSORS, X.int(), X.bool(), X.to(torch.complex64)]:
+        TABLE.append(pytest.param(call, {first: value}, TypeError, who, "input"))
+    vectors = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+    vectors += {batch_norm: ["residual"], layer_norm: ["input_bias"]}.get(call, [])
+    for name in vectors:
+        TABLE += cases(call, who, name, NO_TENSORS, TypeError)
+        TABLE += cases(call, who, name, [ON_META], ValueError)
+        if name != "num_batches_tracked":
+            TABLE += cases(call, who, name, [torch.ones(6).int(), torch.ones(6) * 1j], TypeError)
+    TABLE += cases(call, who, "momentum", NO_NUMBERS, TypeError)
+    TABLE += cases(call, who, "momentum", [float("nan"), float("inf")], ValueError)
+    TABLE += cases(call, who, "eps", [None, *NO_NUMBERS], TypeError)
+    TABLE += cases(call, who, "eps", NO_EPS, ValueError)
+    TABLE += cases(call, who, "backend", [*NO_NAMES, "cuda"], ValueError)
+    if call is not batch_norm:
+        TABLE += cases(call, who, "autocast_output", [*NO_NAMES, "half"], ValueError)
+        shapes = [(6.0,), [True], ("6",), 6, None, 6.0, "6", (None,), torch.tensor([6])]
+        TABLE += cases(call, who, "normalized_shape", shapes, TypeError)
+        TABLE += cases(call, who, "normalized_shape", [(0,), (-6,), [], (5,)], ValueError)
+TABLE += cases(batch_norm, "functional.batch_norm", "training", NO_FLAGS, TypeError)
+TABLE += cases(batch_norm, "functional.batch_norm", "eps", [0.0, 0], ValueError)
+TABLE += cases(batch_norm, "functional.batch_norm", "activation", [3, ["relu"], "tanh"], ValueError)
+TABLE += cases(add_layer_norm, "functional.add_layer_norm", "residual", [X[:2]], ValueError)
+for name in ("running_mean", "running_var"):
+    both = {"running_mean": torch.ones(6), "running_var": torch.ones(())}
+    if name == "running_var":
+        both = {"running_mean": torch.ones(()), "running_var": torch.ones(6)}
+    TABLE.append(pytest.param(layer_norm, both, ValueError, "functional.layer_norm", name))
+for value in [None, *NO_TENSORS, X.int()]:
+    row = (functional.channel_stats, {"x": value}, TypeError, "functional.channel_stats", "input")
+    TABLE.append(pytest.param(*row))
+for kind in (
+    normplug.BatchNorm1d,
+    normplug.BatchNorm2d,
+    normplug.BatchNorm3d,
+    normplug.SyncBatchNorm,
+):
+
+    def make(kind=kind, **options):
+        return kind(**{"num_features": 6} | options)
+
+    who = kind.__name__
+    TABLE += cases(make, who, "num_features", NO_COUNTS, TypeError)
+    TABLE += cases(make, who, "num_features", NO_SIZES, ValueError)
+    TABLE += cases(make, who, "eps", [None, *NO_NUMBERS], TypeError)
+    TABLE += cases(make, who, "eps", [0.0, *NO_EPS], ValueError)
+    TABLE += cases(make, who, "momentum", NO_NUMBERS, TypeError)
+    TABLE += cases(make, who, "affine", NO_FLAGS, TypeError)
+    TABLE += cases(make, who, "track_running_stats", NO_FLAGS, TypeError)
+    TABLE += cases(make, who, "backend", NO_NAMES, ValueError)
+
+
+def make_layer_norm(normalized_shape=6, **options):
+    return normplug.LayerNorm(normalized_shape, **options)
+
+
+WHO = "LayerNorm"
+TABLE += cases(make_layer_norm, WHO, "normalized_shape", [[1.0], *NO_COUNTS[:4], {}.get], TypeError)
+TABLE += cases(make_layer_norm, WHO, "normalized_shape", [[0], [-1], 0, -3], ValueError)
+TABLE += cases(make_layer_norm, WHO, "eps", [None, *NO_NUMBERS], TypeError)
+TABLE += cases(make_layer_norm, WHO, "eps", NO_EPS, ValueError)
+TABLE += cases(make_layer_norm, WHO, "momentum", NO_NUMBERS, TypeError)
+TABLE += cases(make_layer_norm, WHO, "elementwise_affine", NO_FLAGS, TypeError)
+TABLE += cases(make_layer_norm, WHO, "track_running_stats", NO_FLAGS, TypeError)
+TABLE += cases(make_layer_norm, WHO, "backend", NO_NAMES, ValueError)
+TABLE += cases(make_layer_norm, WHO, "autocast_output", NO_NAMES, ValueError)
+OPTIONS = [(swap, "swap"), (swapped, "swap"), (SwapNorms, "lightning.SwapNorms")]
+for call, who in OPTIONS:
+    for name in ("track_running_stats", "preserve_output", "sync"):
+        TABLE += cases(call, who, name, NO_FLAGS, TypeError)
+    TABLE += cases(call, who, "backend", NO_NAMES, ValueError)
+    TABLE += cases(call, who, "autocast_output", NO_NAMES, ValueError)
+NO_FILTERS = [3, [3], 1.5, True, ["norm", None], b"norm", ARRAY, X, {"norm": 1}, nn.LayerNorm(6)]
+for call, _ in [*OPTIONS, (plan, "plan")]:
+    for name in ("include", "exclude"):
+        TABLE += cases(call, "", name, NO_FILTERS, TypeError)
+NO_MODES = [True, None, 0, -1, "gold", float("nan"), [1], ARRAY, torch.tensor(1.0), 1j]
+for call in (
+    swap,
+    swapped,
+    set_mode,
+    SwapNorms,
+    batch_norm,
+    layer_norm,
+    add_layer_norm,
+    make_layer_norm,
+):
+    TABLE += cases(call, "", "mode", NO_MODES, ValueError)
+TABLE += cases(plan, "plan", "sync", NO_FLAGS, TypeError)
+TABLE += cases(fuse, "fuse", "recompute", NO_FLAGS, TypeError)
+TABLE += cases(unswap, "unswap", "fold", NO_FLAGS, TypeError)
+TABLE += cases(VarianceLogger, "lightning.VarianceLogger", "every_n_steps", NO_COUNTS, TypeError)
+TABLE += cases(VarianceLogger, "lightning.VarianceLogger", "every_n_steps", NO_SIZES, ValueError)
+TABLE += cases(VarianceLogger, "lightning.VarianceLogger", "dirpath", [3, b"x", [], X], TypeError)
+
+
+@pytest.mark.parametrize(("call", "arguments", "error", "who", "name"), TABLE)
+def test_a_wrong_argument_is_refused_with_the_rule(call, arguments, error, who, name):
+    with pytest.raises((TypeError, ValueError), match=rf"^normplug(\.{who})?: .*{name}") as raised:
+        call(**arguments)
+    assert raised.type is error
+    assert "; got " in str(raised.value) or "go together" in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [None, 3, "model", {}, nn.Linear, ARRAY, X])
+@pytest.mark.parametrize(
+    "name", ["swap", "unswap", "plan", "check", "fuse", "unfuse", "fusions", "set_mode", "swapped"]
+)
+def test_what_is_no_module_is_refused_by_every_function(name, value):
+    arguments = ("golden",) if name == "set_mode" else ()
+    with (
+        pytest.raises(TypeError, match=rf"^normplug\.{name}: model must be an nn.Module; got "),
+        contextlib.ExitStack() as stack,
+    ):
+        stack.enter_context(getattr(normplug, name)(value, *arguments))
+
+
+@pytest.mark.parametrize("call", [SwapNorms, on_model(normplug.swapped)])
+def test_an_unknown_option_is_refused_before_anything_runs(call):
+    with pytest.raises(TypeError, match="preserve_outputs"):
+        call(preserve_outputs=True).__enter__()
+    with pytest.raises(TypeError, match="model"):
+        SwapNorms(model=nn.LayerNorm(6))
+
+
+@pytest.mark.parametrize("value", [None, *NO_TENSORS])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_layer_refuses_what_is_no_tensor(training, value):
+    layer = normplug.LayerNorm(6).train(training)
+    with pytest.raises(
+        TypeError, match=r"functional.layer_norm: input must be a torch.Tensor; got"
+    ):
+        layer(value)
+    assert layer.num_batches_tracked == 0
+
+
+def test_what_is_right_in_another_spelling_is_taken():
+    size, half = np.int64(6), np.float32(0.5)
+    for eps in (1, half, np.float64(1e-5)):
+        functional.layer_norm(X, [size], eps=eps, momentum=half)
+        functional.batch_norm(X, MEAN.clone(), VAR.clone(), training=True, eps=eps, momentum=half)
+    functional.layer_norm(X, X.shape[1:], eps=0)
+    assert normplug.LayerNorm(size).normalized_shape == (6,)
+    assert normplug.LayerNorm(torch.Size([6])).normalized_shape == (6,)
+    assert normplug.BatchNorm1d(size, momentum=None, eps=half).num_features == 6
+    VarianceLogger(np.int64(3), dirpath=None)
+    SwapNorms("golden", include=iter(["1"]), exclude=(nn.BatchNorm1d,))
+    assert len(list(normplug.plan(model(), include=iter(["1", "2"])))) == 2
+    assert copy.copy(SwapNorms(np.float64(0.5))).mode.target_variance == 0.5
