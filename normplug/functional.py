@@ -297,14 +297,16 @@ def _layer_norm(
     who = "functional.layer_norm"
     shape = tuple(normalized_shape)
     tensors = (input, weight, bias, input_bias, running_mean, running_var, num_batches_tracked)
-    eager = input.is_cuda and not torch.compiler.is_compiling()
+    nested = input.is_nested and input.layout == torch.strided  # these have no shape
+    eager = input.is_cuda and not nested and not torch.compiler.is_compiling()
     if eager:
         settings = (shape, momentum, eps, mode, autocast_output, backend, *_autocast())
         signature = choice.signature(who, settings, tensors)
         if (known := choice.known(signature)) is not None:
             return known(*tensors)
     _checks.floating(who, input)
-    _checks.trailing(who, input, shape, weight=weight, bias=bias, input_bias=input_bias)
+    if not nested:
+        _checks.trailing(who, input, shape, weight=weight, bias=bias, input_bias=input_bias)
     _checks.running_pair(who, running_mean, running_var, training=True)
     if running_mean is not None:
         _checks.momentum(who, momentum, num_batches_tracked)
