@@ -88,16 +88,27 @@ def _is_method(layer: nn.Module, code: CodeType) -> bool:
 
 
 def tell_opacus(ours: Mapping[type[nn.Module], type[nn.Module]]) -> None:
-    """Have Opacus judge normplug's layers as it judges torch's, where it is in use.
+    """Have Opacus judge and mend normplug's layers as it does torch's, where it is in use.
 
-    Its validator goes by exact type, so that a BatchNorm of another class counts as private.
+    It goes by exact type, so that a BatchNorm of another class counts as private. A LayerNorm's
+    running statistics are not private, and are what its `fix` removes.
 
     Args:
         ours: the normplug class of each torch class.
     """
     opacus = sys.modules.get("opacus.validators")
-    if opacus is not None:
-        known = opacus.ModuleValidator.VALIDATORS
-        for stock, cls in ours.items():
+    if opacus is None:
+        return
+    validators, fixers = opacus.ModuleValidator.VALIDATORS, opacus.ModuleValidator.FIXERS
+    for stock, cls in ours.items():
+        for known in (validators, fixers):
             if stock in known:
                 known.setdefault(cls, known[stock])
+        if issubclass(cls, nn.LayerNorm):
+            fixers.setdefault(cls, _without_statistics)
+
+
+def _without_statistics(layer: Any, **options: Any) -> Any:
+    layer.track_running_stats = False
+    layer.register_statistics()
+    return layer

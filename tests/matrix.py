@@ -544,6 +544,25 @@ def opacus_validate(model):
     return [type(error).__name__ for error in ModuleValidator.validate(model.train())]
 
 
+@row("Opacus `ModuleValidator.fix`, then a private step", "opacus")
+def opacus_fix(model):
+    import opacus
+    from opacus.validators import ModuleValidator
+
+    if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
+        normplug.swap(model)  # Opacus is imported by now
+    model = ModuleValidator.fix(model.train())
+    private, optimizer, _ = opacus.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(parameters(model), 0.05),
+        data_loader=DataLoader(TensorDataset(X, Y), 8),
+        noise_multiplier=0.0,
+        max_grad_norm=1e6,
+        poisson_sampling=False,
+    )
+    return train(private, optimizer)[0], evaluate(model)
+
+
 # Parallel training, each in one process.
 
 
