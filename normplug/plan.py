@@ -141,7 +141,8 @@ def _is_norm(module: nn.Module) -> bool:
         return False
     # A leaf, or a norm with an activation in it, as opposed to a block that holds norms.
     children = list(module.children())
-    return not children or (hasattr(module, "weight") and not any(map(_has_tensors, children)))
+    weighted = "weight" in {**module._parameters, **module._buffers}
+    return not children or (weighted and not any(map(_has_tensors, children)))
 
 
 def _has_tensors(module: nn.Module) -> bool:

@@ -432,6 +432,40 @@ def test_layer_norm_takes_nested_tensors(layout, track):
         layer(torch.nested.nested_tensor(parts, layout=layout))
 
 
+class AnswersAll(nn.TransformerEncoderLayer):
+    """Has every attribute, as some wrappers do."""
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return None
+
+
+class NormWithParts(AnswersAll):
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.act = nn.ReLU()
+
+
+def test_a_model_that_has_every_attribute_is_swapped_and_unswapped():
+    model = nn.Sequential(AnswersAll(16, 2, 32, 0.0, batch_first=True), NormWithParts()).eval()
+    before = [dict(vars(m)) for m in model.modules()]
+    assert [row.path for row in normplug.plan(model)] == ["0.norm1", "0.norm2"]
+    layer = model[0]
+    with torch.no_grad():
+        stock = layer(TOKENS)
+        swap(model, 0.3)
+        golden = layer(TOKENS)
+        check(layer, TOKENS)
+        assert not torch.allclose(golden, stock, atol=1e-3)
+        torch.testing.assert_close(unswap(model)[0](TOKENS), golden)
+        with normplug.swapped(model):
+            pass
+        torch.testing.assert_close(layer(TOKENS), golden)
+    assert [vars(m).keys() for m in model.modules()] == [b.keys() for b in before]
+
+
 OPACUS_MODES = ["golden", "standard", 0.3]
 
 
