@@ -50,12 +50,14 @@ def eps_to_reader(layer: Any) -> Any:
     if _FUSED_INFERENCE in names:
         return math.nan
     caller = set[str]() if frame.f_back is None else _names(frame.f_back.f_code)
-    if "eps" not in names and "eps" in caller:  # a helper that was told which attribute to read
-        names |= caller
-    computes = "eps" in names and (names & _FORMULA or "running_var" in caller)
-    if not computes or "target_variance" in names | caller or _is_method(layer, frame.f_code):
+    told_what_to_read = "eps" not in names and "eps" in caller
+    if told_what_to_read or (not names & _FORMULA and "running_var" in caller):
+        names |= caller  # the reader is a helper of the code that computes
+    computes = "eps" in names and names & _FORMULA
+    if not computes or "target_variance" in names or _is_method(layer, frame.f_code):
         return layer._eps
-    name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+    name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # from Python 3.11
+    name = name.replace(".<locals>", "")
     raise RuntimeError(
         f"normplug: {frame.f_globals.get('__name__')}.{name} would drop the target variance of a "
         f"{type(layer).__name__} in mode {layer.mode}: it reads eps to fold, rebuild or recompute "

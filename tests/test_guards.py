@@ -215,6 +215,12 @@ def test_who_knows_of_the_target_variance_reads_eps(layer):
     torch.testing.assert_close(std, torch.full_like(std, (1.1 / 0.6180339887498949) ** 0.5))
 
 
+def test_it_is_the_reader_that_must_know_of_it_and_not_its_caller():
+    layer = BatchNorm2d(3, mode=normplug.target_variance("golden"))
+    with pytest.raises(RuntimeError, match="fuse_conv_and_bn would drop the target variance"):
+        fuse_conv_and_bn(nn.Conv2d(3, 3, 3), layer)
+
+
 def test_a_new_eps_counts_and_stays_after_unswap():
     model = swap(nn.Sequential(nn.LayerNorm(4), nn.BatchNorm1d(4)))
     x = torch.randn(8, 4)
@@ -247,7 +253,7 @@ def test_timms_reparameterisation_is_right_or_refused(name):
 
     model = randomised(timm.create_model(name, num_classes=4))
     x = torch.randn(2, 3, TIMM[name], TIMM[name])
-    reader = r"timm\.models\.\w+\.\w+\.(fuse|_fuse_bn_tensor)"
+    reader = r"timm\.models\.\w+\.(\w+\.)?(fuse|_fuse_bn_tensor)"
     assert_refused(reparameterize_model, reader, model, x)
 
 
@@ -259,7 +265,7 @@ def test_reparameterisation_in_place_changes_nothing_where_it_is_refused():
     model = swap(randomised(timm.create_model("repvit_m0_9", num_classes=4)))
     modules, x = list(model.modules()), torch.randn(2, 3, 64, 64)
     expected = model(x)
-    with pytest.raises(RuntimeError, match=r"ConvNorm\.fuse would drop"):
+    with pytest.raises(RuntimeError, match="fuse would drop"):
         reparameterize_model(model, inplace=True)
     assert list(model.modules()) == modules
     assert torch.equal(model(x), expected)
@@ -295,7 +301,7 @@ class Recomputes(nn.Module):
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4)], ids=str)
 def test_a_forward_that_recomputes_a_norm_is_refused_and_not_compiled(norm):
     model, x = swap(Recomputes(copy.deepcopy(norm)).eval()), torch.randn(8, 4)
-    with pytest.raises(RuntimeError, match=r"Recomputes\.forward would drop the target variance"):
+    with pytest.raises(RuntimeError, match="forward would drop the target variance"):
         model(x)
     for fullgraph in (True, False):
         torch.compiler.reset()
