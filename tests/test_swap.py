@@ -487,6 +487,7 @@ def test_a_lazy_layer_becomes_one_at_its_first_forward():
     assert type(model[0]) is nn.BatchNorm2d
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 def test_transformer_encoder_validates_with_the_norms_it_trains(norm_first, padded):
