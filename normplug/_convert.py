@@ -157,6 +157,7 @@ def convert(
         return
     ours = replacement(module)
     assert ours is not None
+    module._eps = module.eps
     assign_class(module, ours)
     if isinstance(module, LayerNorm):
         module.track_running_stats = track_running_stats
@@ -172,7 +173,7 @@ def revert(module: TargetVarianceNorm) -> None:
     if isinstance(module, LayerNorm):
         for name in (*LAYER_NORM_STATISTICS, "track_running_stats", "momentum", "autocast_output"):
             delattr(module, name)
-    del module.target_variance, module.backend
+    del module.target_variance, module.backend, module._eps
     assign_class(module, _STOCK[plain_class(module)])
 
 

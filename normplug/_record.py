@@ -16,7 +16,7 @@ from torch import nn
 from normplug import _convert
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
-from normplug.plan import fast_path_owners, shown
+from normplug.plan import shown
 
 _ATTRIBUTE = "_normplug_layers"
 
@@ -84,12 +84,6 @@ def findings(model: nn.Module) -> list[str]:
                 f"{shown(entry.path)}: in mode {layer.mode}, but swapped in mode "
                 f"{NormMode(entry.target_variance)}. normplug.set_mode(model, mode), or "
                 "normplug.swap(model, mode, include=...) for some layers, sets one on record."
-            )
-    for path, owner, attribute in fast_path_owners(model):
-        if getattr(owner, attribute) and any(True for _ in _convert.normplug_layers(owner)):
-            found.append(
-                f"{shown(path)}: its fused inference is on, which bypasses its norms' forward in "
-                "eval under no_grad. normplug.swap(model, mode) turns it off."
             )
     return found
 

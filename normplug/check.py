@@ -75,10 +75,10 @@ class Report:
 def check(model: nn.Module, *inputs: Any) -> Report:
     """See that what was swapped still is, and computes what it should.
 
-    Looks for layers that another tool has rebuilt or removed since `swap`, layers in another mode
-    than was set, and fused paths that are on again; and compares each layer's `forward` with the
-    formula in `normplug.reference`, on a small batch in its dtype and on its device, in training,
-    in evaluation, and in evaluation under no_grad. The model stays untouched: buffers, flags,
+    Looks for layers that another tool has rebuilt or removed since `swap`, and for layers in
+    another mode than was set; and compares each layer's `forward` with the formula in
+    `normplug.reference`, on a small batch in its dtype and on its device, in training, in
+    evaluation, and in evaluation under no_grad. The model stays untouched: buffers, flags,
     gradients and random numbers, and no hook runs.
 
     Args:

@@ -141,7 +141,7 @@ class SyncNorms(LayerSync):
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Synchronise every BatchNorm of `model`; on the CPU, when the fit starts."""
-        trainer = getattr(model, "_trainer", None)
+        trainer = vars(model).get("_trainer")
         if trainer is not None and trainer.strategy.root_device.type == "cpu":
             # DistributedDataParallel wraps the model in between, and refuses to on the CPU where
             # there is a SyncBatchNorm, since torch's own does not run there.
@@ -153,7 +153,7 @@ class SyncNorms(LayerSync):
 
     def revert(self, model: nn.Module) -> nn.Module:
         """Give back what `apply` has synchronised."""
-        trainer = getattr(model, "_trainer", None)
+        trainer = vars(model).get("_trainer")
         if trainer is not None and self._deferred in trainer.callbacks:
             trainer.callbacks.remove(self._deferred)
         for module in self._synchronised:

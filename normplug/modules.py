@@ -33,9 +33,21 @@ class TargetVarianceNorm(nn.Module):
 
     target_variance: float
     backend: str
+    # What `eps` is, for normplug's own code. Dynamo of torch 2.6 and 2.11 reads `__dict__["eps"]`
+    # through the property, so it needs an attribute of its own.
+    _eps: float
     # A (4,) float32 tensor while a `VarianceLogger` listens; the class attribute means no layer
     # carries anything for it otherwise.
     _probe: Tensor | None = None
+
+    @property
+    def eps(self) -> float:
+        """As the torch class's; code that would drop the target variance is refused."""
+        return self._eps if self.target_variance == 1.0 else _guards.eps_to_reader(self)
+
+    @eps.setter
+    def eps(self, eps: float) -> None:
+        self._eps = self.__dict__["eps"] = eps
 
     @property
     def mode(self) -> NormMode:
@@ -127,28 +139,7 @@ class TargetVarianceNorm(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
-class _Watched:
-    """An attribute that a tool which rebuilds BatchNorms reads, and is refused by."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        if layer is None or self.name not in vars(layer):
-            raise AttributeError(self.name)
-        if not torch.compiler.is_compiling():
-            _guards.refuse_rebuilder(layer)
-        return vars(layer)[self.name]
-
-    def __set__(self, layer: Any, value: Any) -> None:
-        vars(layer)[self.name] = value
-
-
 class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
-    affine = _Watched()
-    if torch.__version__ >= "2.14":  # torch.compile of torch 2.6 cannot follow it in the forward
-        eps = _Watched()
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics."""
         if isinstance(input, fx.Proxy):
@@ -193,7 +184,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             training,
             # A layer without its counter (a checkpoint of torch < 0.4.1) averages nothing.
             0.0 if self.momentum is None and tracked is None else self.momentum,
-            self.__dict__["eps"],  # a tenth of the time that asking who reads it takes
+            self._eps,
         )
         if pool is not None:
             assert activation == "relu"
@@ -228,7 +219,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             mean,
             var,
             training=mean is None,
-            eps=self.eps,
+            eps=self._eps,
             mode=self.target_variance,
             backend=self.backend,
         )
@@ -307,7 +298,7 @@ class _SyncBatchNormForward(_BatchNormForward):
             self.num_batches_tracked if tracked else None,
             # As in `_BatchNormForward`.
             0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum,
-            self.__dict__["eps"],
+            self._eps,
             self.target_variance,
             self.backend,
             group,
@@ -513,7 +504,7 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         """What the functions are told beside their tensors, and the statistics that they move."""
         mean, var, tracked = self._statistics_to_move(input)
         return {
-            "eps": self.eps,
+            "eps": self._eps,
             "mode": self.target_variance,
             "running_mean": mean,
             "running_var": var,
@@ -623,7 +614,7 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         return functional.layer_norm(
             x,
             self.normalized_shape,
-            eps=self.eps,
+            eps=self._eps,
             mode=self.target_variance,
             backend=self.backend,
         )

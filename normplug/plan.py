@@ -39,7 +39,6 @@ class PlanRow:
         becomes: the normplug class it becomes, or already is; None where it stays as it is.
         note: why it stays, or that it is swapped already; "" otherwise.
         aliases: its other names, where the layer is shared.
-        hazards: what would bypass the swapped layer, and what the swap does about it.
     """
 
     path: str
@@ -47,7 +46,6 @@ class PlanRow:
     becomes: str | None
     note: str
     aliases: tuple[str, ...]
-    hazards: tuple[str, ...]
 
     @property
     def kind(self) -> str:
@@ -72,7 +70,7 @@ class Plan:
             return "no norm layers"
         table = [("path", "class", "becomes", "notes")]
         for row in self.rows:
-            notes = [row.note, *(f"also {name}" for name in row.aliases), *row.hazards]
+            notes = [row.note, *(f"also {name}" for name in row.aliases)]
             becomes = f"normplug.{row.becomes}" if row.becomes else "-"
             table.append((shown(row.path), row.kind, becomes, "; ".join(filter(None, notes))))
         widths = [max(len(line[i]) for line in table) for i in range(3)]
@@ -123,7 +121,6 @@ def plan(
             names.setdefault(module, []).append(path)
     included = None if include is None else _matching("include", include, names)
     excluded = _matching("exclude", exclude, names)
-    hazards = _fast_path_hazards(model)
     rows = []
     for module, (path, *aliases) in names.items():
         becomes, note = _destination(module, sync)
@@ -131,22 +128,8 @@ def plan(
             becomes, note = None, "excluded"
         elif included is not None and module not in included:
             becomes, note = None, "not included"
-        hazard = tuple(hazards.get(module, ())) if becomes else ()
-        rows.append(PlanRow(path, module, becomes, note, tuple(aliases), hazard))
+        rows.append(PlanRow(path, module, becomes, note, tuple(aliases)))
     return Plan(tuple(rows))
-
-
-def fast_path_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(path, module, attribute) of each switch of torch's fused transformer inference.
-
-    In eval under no_grad `nn.TransformerEncoderLayer` hands its norms' weights to one fused kernel
-    and never calls their forward; `nn.TransformerEncoder` packs padded input for it.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            yield path, module, "activation_relu_or_gelu"
-        elif isinstance(module, nn.TransformerEncoder):
-            yield path, module, "use_nested_tensor"
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -159,7 +142,8 @@ def _is_norm(module: nn.Module) -> bool:
         return False
     # A leaf, or a norm with an activation in it, as opposed to a block that holds norms.
     children = list(module.children())
-    return not children or (hasattr(module, "weight") and not any(map(_has_tensors, children)))
+    weighted = "weight" in {**module._parameters, **module._buffers}
+    return not children or (weighted and not any(map(_has_tensors, children)))
 
 
 def _has_tensors(module: nn.Module) -> bool:
@@ -195,16 +179,6 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
     if "Frozen" in cls.__name__:
         return None, "frozen: it scales by constants, and measures no variance to set"
     return None, "no normplug counterpart"
-
-
-def _fast_path_hazards(model: nn.Module) -> dict[nn.Module, list[str]]:
-    hazards: dict[nn.Module, list[str]] = {}
-    for path, owner, attribute in fast_path_owners(model):
-        if attribute == "activation_relu_or_gelu" and getattr(owner, attribute):
-            text = f"{shown(path)} bypasses it in eval under no_grad: the swap turns that off"
-            for norm in (owner.norm1, owner.norm2):
-                hazards.setdefault(norm, []).append(text)  # type: ignore[arg-type]
-    return hazards
 
 
 def _matching(role: str, filters: Filters, names: dict[nn.Module, list[str]]) -> set[nn.Module]:

@@ -20,9 +20,7 @@ from normplug import _checks, _convert, _guards, _record
 from normplug.fuse import fused_modules, releasable, release
 from normplug.modes import ModeLike, target_variance
 from normplug.modules import TargetVarianceNorm
-from normplug.plan import Filters, Plan, counts, fast_path_owners, plan, shown
-
-_FAST_PATH = "_normplug_fast_path"
+from normplug.plan import Filters, Plan, counts, plan, shown
 
 
 class _Scaling(NamedTuple):
@@ -115,7 +113,7 @@ def swap(
             scalings.append(_Scaling(row.path, row.module, math.sqrt(now / tv)))
     _check_scalings("swap(preserve_output=True)", model, scalings)
 
-    with _all_or_nothing([row.module for row in taken], model):
+    with _all_or_nothing([row.module for row in taken]):
         _scale(scalings, model)
         for row in taken:
             _convert.convert(
@@ -128,7 +126,6 @@ def swap(
             )
             if sync:
                 _convert.synchronise(row.module)
-        _guard_fast_path(model)
     _guards.tell_opacus(_convert.REPLACEMENTS)
     _record.renew("swap", model)
     return model
@@ -177,12 +174,10 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     scalings = [_Scaling(p, m, math.sqrt(m.target_variance)) for p, m in layers if fold]
     _check_scalings("unswap", model, scalings)
     fused = releasable("unswap", fused_modules(model))
-    with _all_or_nothing([m for _, m in layers], model):
+    with _all_or_nothing([m for _, m in layers]):
         _scale(scalings, model)
         for _, module in layers:
             _convert.revert(module)
-        if not stuck:
-            _release_fast_path(_guarded(model))
     release(fused)
     _record.renew("unswap", model)
     return model
@@ -225,7 +220,7 @@ def swapped(model: nn.Module, mode: ModeLike = "golden", **options: Any) -> Iter
         if isinstance(m, TargetVarianceNorm) or _convert.replacement(m) is not None
     }
     synchronised = {m for m, _ in before.values() if "_unsynced_class" in vars(m)}
-    records, guarded, fused = _record.take(model), _guarded(model), fused_modules(model)
+    records, fused = _record.take(model), fused_modules(model)
     swap(model, mode, **options)
     scalings = [
         _Scaling(path, m, math.sqrt(m.target_variance / settings.get("target_variance", 1.0)))
@@ -244,7 +239,6 @@ def swapped(model: nn.Module, mode: ModeLike = "golden", **options: Any) -> Iter
                 _convert.desynchronise(m)
             for name, value in settings.items():
                 setattr(m, name, value)
-        _release_fast_path({o: a for o, a in _guarded(model).items() if o not in guarded})
         _record.put(model, records)
         inside = {path: m for path, m in fused_modules(model).items() if path not in fused}
         release(releasable("swapped", inside))
@@ -403,35 +397,12 @@ def _frozen_weight(module: nn.Module, value: float, like: Tensor) -> nn.Paramete
     return nn.Parameter(weight, requires_grad=False)
 
 
-def _guard_fast_path(model: nn.Module) -> None:
-    """Turn off torch's fused inference where it would read a swapped norm's weight."""
-    for _, owner, attribute in fast_path_owners(model):
-        now = getattr(owner, attribute)
-        if now and any(True for _ in _convert.normplug_layers(owner)):
-            if not hasattr(owner, _FAST_PATH):
-                setattr(owner, _FAST_PATH, now)
-            setattr(owner, attribute, 0)
-
-
-def _guarded(model: nn.Module) -> dict[nn.Module, str]:
-    """The owners of a fast path that is off because of a swap, with the attribute that says so."""
-    owners = fast_path_owners(model)
-    return {owner: attribute for _, owner, attribute in owners if hasattr(owner, _FAST_PATH)}
-
-
-def _release_fast_path(owners: dict[nn.Module, str]) -> None:
-    for owner, attribute in owners.items():
-        setattr(owner, attribute, getattr(owner, _FAST_PATH))
-        delattr(owner, _FAST_PATH)
-
-
 @contextmanager
-def _all_or_nothing(layers: list[nn.Module], model: nn.Module) -> Iterator[None]:
-    """Put every touched module back as it was if anything in the block fails."""
-    touched = [*layers, *(owner for _, owner, _ in fast_path_owners(model))]
+def _all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
+    """Put every layer back as it was if anything in the block fails."""
     before = [
         (m, m.__class__, {k: copy.copy(v) if k in _TABLES else v for k, v in vars(m).items()})
-        for m in touched
+        for m in layers
     ]
     weights = [(w, w.detach().clone()) for w in _weights(layers)]
     try:

@@ -200,7 +200,10 @@ def train(model, optimizer=None, after=lambda: None):
 # Tools that rebuild norms.
 
 
-@row("`nn.SyncBatchNorm.convert_sync_batchnorm`", refused="torch's convert_sync_batchnorm would")
+@row(
+    "`nn.SyncBatchNorm.convert_sync_batchnorm`",
+    refused="batchnorm.*convert_sync_batchnorm would",
+)
 def convert_sync_batchnorm(model):
     return evaluate(nn.SyncBatchNorm.convert_sync_batchnorm(model))
 
@@ -208,7 +211,7 @@ def convert_sync_batchnorm(model):
 @row(
     "Lightning `Trainer(sync_batchnorm=True)`",
     "lightning",
-    refused="torch's convert_sync_batchnorm would",
+    refused="batchnorm.*convert_sync_batchnorm would",
 )
 def lightning_sync_batchnorm(model):
     from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -217,14 +220,14 @@ def lightning_sync_batchnorm(model):
     return evaluate(plugin.revert(plugin.apply(model)))
 
 
-@row("timm `convert_sync_batchnorm`", "timm", refused="timm's convert_sync_batchnorm would")
+@row("timm `convert_sync_batchnorm`", "timm", refused="norm_act.convert_sync_batchnorm would")
 def timm_convert_sync_batchnorm(model):
     import timm
 
     return evaluate(timm.layers.convert_sync_batchnorm(model))
 
 
-@row("timm `convert_splitbn_model`", "timm", refused="timm's convert_splitbn_model would")
+@row("timm `convert_splitbn_model`", "timm", refused="split_batchnorm.convert_splitbn_model would")
 def timm_convert_splitbn_model(model):
     import timm
 
@@ -232,7 +235,7 @@ def timm_convert_splitbn_model(model):
     return evaluate(model)
 
 
-@row("timm `freeze_batch_norm_2d`", "timm", refused="timm's freeze_batch_norm_2d would")
+@row("timm `freeze_batch_norm_2d`", "timm", refused="norm_act.freeze_batch_norm_2d would")
 def timm_freeze_batch_norm_2d(model):
     import timm
 
@@ -248,14 +251,14 @@ def replace_all_batch_norm_modules(model):
 # Tools that read a norm's tensors.
 
 
-@row("`nn.utils.fuse_conv_bn_eval`", refused="fuse_conv_bn_eval would|a Identity now")
+@row("`nn.utils.fuse_conv_bn_eval`", refused="fusion.fuse_conv_bn_eval would")
 def fuse_conv_bn_eval(model):
     model.eval()
     model.conv, model.bn = nn.utils.fuse_conv_bn_eval(model.conv, model.bn), nn.Identity()
     return evaluate(model)
 
 
-@row("`nn.utils.fuse_linear_bn_eval`", refused="fuse_linear_bn_eval would|a Identity now")
+@row("`nn.utils.fuse_linear_bn_eval`", refused="fusion.fuse_linear_bn_eval would")
 def fuse_linear_bn_eval(model):
     model.eval()
     model.fc, model.bn1 = nn.utils.fuse_linear_bn_eval(model.fc, model.bn1), nn.Identity()
@@ -276,7 +279,19 @@ def fx_fuse(model):
     return evaluate(fuse(model.eval()))
 
 
-@row("`torch.utils.mkldnn.to_mkldnn`", refused="torch's to_mkldnn would")
+@row("timm `reparameterize_model`", "timm", refused="levit.*fuse would")
+def timm_reparameterize_model(model):
+    from timm.models.levit import ConvNorm
+    from timm.utils.model import reparameterize_model
+
+    model.conv.bias = None
+    block = ConvNorm(3, 8, 3)
+    block.linear, block.bn = model.conv, model.bn
+    model.conv, model.bn = block, nn.Identity()
+    return evaluate(reparameterize_model(model.eval()))
+
+
+@row("`torch.utils.mkldnn.to_mkldnn`", refused="mkldnn.*__init__ would")
 def to_mkldnn(model):
     from torch.utils import mkldnn
 
@@ -289,11 +304,11 @@ def transformer_encoder(model):
     torch.manual_seed(3)
     layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
     layer.norm1, layer.norm2 = model.norm, copy.deepcopy(model.norm)
-    if isinstance(model.norm, normplug.LayerNorm):
-        normplug.swap(layer)
     encoder = nn.TransformerEncoder(layer, 2)
-    x = torch.randn(2, 5, 32)
-    return encoder.train()(x), evaluate(encoder, x)
+    x, padding = torch.randn(2, 5, 32), torch.arange(5) >= torch.tensor([[5], [3]])
+    trained, validated = encoder.train()(x), evaluate(encoder, x)
+    with torch.no_grad():
+        return trained, validated, encoder(x, src_key_padding_mask=padding)
 
 
 # Compilers and exporters.
@@ -529,6 +544,25 @@ def opacus_validate(model):
     return [type(error).__name__ for error in ModuleValidator.validate(model.train())]
 
 
+@row("Opacus `ModuleValidator.fix`, then a private step", "opacus")
+def opacus_fix(model):
+    import opacus
+    from opacus.validators import ModuleValidator
+
+    if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
+        normplug.swap(model)  # Opacus is imported by now
+    model = ModuleValidator.fix(model.train())
+    private, optimizer, _ = opacus.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(parameters(model), 0.05),
+        data_loader=DataLoader(TensorDataset(X, Y), 8),
+        noise_multiplier=0.0,
+        max_grad_norm=1e6,
+        poisson_sampling=False,
+    )
+    return train(private, optimizer)[0], evaluate(model)
+
+
 # Parallel training, each in one process.
 
 
@@ -699,7 +733,8 @@ def write(path):
         "BatchNorm1d and LayerNorm, and compares outputs (where it trains: losses, gradients and",
         "statistics too) with the same tool on the stock model of the same function. *Refused* is",
         "an error, its first sentence is shown, and the way out is `normplug.unswap` before it.",
-        "What no guard knows of, `normplug.check(model, batch)` finds.",
+        "Whoever reads a layer's `eps` to compute with it is refused; what reads none is found by",
+        "`normplug.check(model, batch)`.",
         "",
         "| tool | swapped, golden | after `unswap` |",
         "|---|---|---|",

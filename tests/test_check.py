@@ -111,18 +111,6 @@ def test_another_mode_than_was_set_is_found(net):
     assert "1: in mode 0.5, but swapped in mode golden" in found(net)
 
 
-def test_a_fast_path_that_is_on_again_is_found():
-    model = swap(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)))
-    x = torch.randn(2, 3, 8)
-    check(model, x)
-    model[0].activation_relu_or_gelu = 1
-    assert "0: its fused inference is on" in found(model)
-    swap(model)
-    check(model)
-    unswap(model)
-    assert model[0].activation_relu_or_gelu == 1
-
-
 def test_a_layer_that_computes_something_else_is_found(net):
     stock = nn.BatchNorm2d.forward
     net[1].forward = lambda x: stock(net[1], x)

@@ -487,6 +487,7 @@ def test_a_lazy_layer_becomes_one_at_its_first_forward():
     assert type(model[0]) is nn.BatchNorm2d
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 def test_transformer_encoder_validates_with_the_norms_it_trains(norm_first, padded):
@@ -497,17 +498,14 @@ def test_transformer_encoder_validates_with_the_norms_it_trains(norm_first, padd
     x, mask = torch.randn(3, 5, 16), None
     if padded:
         mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]])
-    assert "layers.0 bypasses it in eval" in str(plan(model))
-    nested = model.use_nested_tensor
     swap(model)
     expected = model.train()(x, src_key_padding_mask=mask)
+    real = torch.ones(3, 5, dtype=torch.bool) if mask is None else ~mask
     with torch.no_grad():
         got = model.eval()(x, src_key_padding_mask=mask)
-    torch.testing.assert_close(got, expected)
-    assert "bypasses" not in str(plan(model))
-    unswap(model)
-    assert model.layers[0].activation_relu_or_gelu == 1
-    assert model.use_nested_tensor == nested
+        torch.testing.assert_close(got[real], expected[real])
+        # What torch makes of padding in eval is its own affair, and the same after `unswap`.
+        torch.testing.assert_close(unswap(model)(x, src_key_padding_mask=mask), got)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
@@ -605,7 +603,7 @@ def test_swapped_puts_everything_back_but_what_was_trained(net, fails, options):
             assert inside is net
             assert type(net.norm) is LayerNorm
             if "include" not in options:
-                assert net.encoder.activation_relu_or_gelu == 0
+                assert type(net.encoder.norm1) is LayerNorm
             train_step(net)
             weight, mean = net.norm.weight.clone(), net.flat.running_mean.clone()
             if fails:

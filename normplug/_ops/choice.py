@@ -224,7 +224,7 @@ def _refusal_of_rows(
     """Why a LayerNorm is none for the kernels; None where it may be."""
     if not _asked_for(backend, x):
         return "not asked for"
-    why = _refusal()
+    why = "the input is a nested tensor" if x.is_nested else _refusal()
     if why is None:
         from normplug._ops import layer_norm_gpu
 

@@ -1,0 +1,538 @@
+"""Code that folds, rebuilds or recomputes a norm by its attributes: right, or refused."""
+
+import copy
+import inspect
+import operator
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import normplug
+from normplug import BatchNorm2d, LayerNorm, check, fuse, set_mode, swap, unswap
+
+X = torch.randn(2, 3, 8, 8)
+
+
+def randomised(model):
+    torch.manual_seed(0)
+    for norm in model.modules():
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            nn.init.normal_(norm.running_mean, 0, 0.1)
+            nn.init.uniform_(norm.running_var, 0.5, 2)
+        if isinstance(norm, (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)):
+            nn.init.normal_(norm.weight, 1, 0.3)
+            nn.init.normal_(norm.bias, 0, 0.3)
+    return model.eval()
+
+
+def folded(conv, weight, bias, mean, std):
+    fused = nn.Conv2d(conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, 1)
+    with torch.no_grad():
+        fused.weight.copy_(conv.weight * (weight / std).reshape(-1, 1, 1, 1))
+        fused.bias.copy_(bias - mean * weight / std)
+    return fused
+
+
+def fuse_conv_and_bn(conv, bn):
+    std = torch.sqrt(bn.eps + bn.running_var)
+    return folded(conv, bn.weight, bn.bias, bn.running_mean, std)
+
+
+def inverse_std(var, norm):
+    return torch.rsqrt(var + norm.eps)
+
+
+def eps_of(norm):
+    return norm.eps
+
+
+def read(module, name):
+    return getattr(module, name)
+
+
+def through_a_formula(conv, bn):
+    rstd = inverse_std(bn.running_var, bn)
+    return folded(conv, bn.weight, bn.bias, bn.running_mean, 1 / rstd)
+
+
+def through_a_getter(conv, bn):
+    std = (bn.running_var + eps_of(bn)) ** 0.5
+    return folded(conv, bn.weight, bn.bias, bn.running_mean, std)
+
+
+def through_names(conv, bn):
+    var, eps = read(bn, "running_var"), read(bn, "eps")
+    return folded(conv, bn.weight, bn.bias, bn.running_mean, (var + eps) ** 0.5)
+
+
+def through_a_comprehension(conv, bn):
+    names = ("weight", "bias", "running_mean", "running_var", "eps")
+    weight, bias, mean, var, eps = [getattr(bn, name) for name in names]
+    return folded(conv, weight, bias, mean, (var + eps) ** 0.5)
+
+
+def through_an_attrgetter(conv, bn):
+    weight, bias, mean, var, eps = operator.attrgetter(
+        "weight", "bias", "running_mean", "running_var", "eps"
+    )(bn)
+    return folded(conv, weight, bias, mean, (var + eps) ** 0.5)
+
+
+def through_a_lambda(conv, bn):
+    std = (lambda norm: (norm.running_var + norm.eps) ** 0.5)(bn)
+    return folded(conv, bn.weight, bn.bias, bn.running_mean, std)
+
+
+FOLDERS = [
+    fuse_conv_and_bn,
+    through_a_formula,
+    through_a_getter,
+    through_names,
+    through_a_comprehension,
+    through_an_attrgetter,
+    through_a_lambda,
+]
+
+
+class RepVgg(nn.Module):
+    """Three branches, which `switch_to_deploy` folds into one convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3))
+        self.identity = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        if hasattr(self, "deployed"):
+            return self.deployed(x).relu()
+        return (self.dense(x) + self.identity(x)).relu()
+
+    def kernel(self, kernel, bn):
+        t = bn.weight / (bn.running_var + bn.eps).sqrt()
+        return kernel * t.reshape(-1, 1, 1, 1), bn.bias - bn.running_mean * t
+
+    def switch_to_deploy(self):
+        one = torch.zeros(3, 3, 3, 3)
+        one[range(3), range(3), 1, 1] = 1
+        weight, bias = self.kernel(self.dense[0].weight, self.dense[1])
+        more, shift = self.kernel(one, self.identity)
+        self.deployed = nn.Conv2d(3, 3, 3, padding=1)
+        self.deployed.weight.data, self.deployed.bias.data = weight + more, bias + shift
+        del self.dense, self.identity
+
+
+class ConvNormAct(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(4)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.bn(self.conv(x)))
+
+    def fuse(self):
+        return nn.Sequential(fuse_conv_and_bn(self.conv, self.bn), self.act)
+
+
+def assert_refused(tool, reader, model, x=X):
+    """The tool is refused on a golden model, which stays as it was, and is right after unswap."""
+    swap(model)
+    with torch.no_grad():
+        expected = model(x)
+        with pytest.raises(RuntimeError, match=rf"{reader} would drop the target variance of a "):
+            tool(model)
+        assert torch.equal(model(x), expected)
+        scale = expected.abs().max()
+        out = tool(unswap(copy.deepcopy(model))) or model
+        torch.testing.assert_close(out(x) / scale, expected / scale, rtol=1e-4, atol=1e-5)
+        set_mode(model, "standard")
+        expected = model(x)
+        out = tool(model) or model
+        scale = expected.abs().max()
+        torch.testing.assert_close(out(x) / scale, expected / scale, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.__name__)
+def test_whoever_folds_a_batch_norm_is_refused(folder):
+    def tool(model):
+        return folder(*model)
+
+    model = randomised(nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4)))
+    assert_refused(tool, "", model)
+
+
+def test_a_repvgg_is_not_deployed_without_its_target_variance():
+    def tool(model):
+        model = copy.deepcopy(model)
+        model.switch_to_deploy()
+        return model
+
+    assert_refused(tool, r"test_guards\.\w*\.?kernel", randomised(RepVgg()))
+
+
+def test_a_fused_model_is_reparameterised_as_an_unfused_one():
+    manipulate = pytest.importorskip("timm.utils.model")
+    model = randomised(nn.Sequential(ConvNormAct()))
+    fuse(swap(model))
+    assert normplug.fusions(model).rows[0].label == "ReLU"
+    assert_refused(manipulate.reparameterize_model, r"test_guards\.fuse_conv_and_bn", model)
+
+
+def test_the_error_names_the_reader_and_the_way_out():
+    layer = BatchNorm2d(3)
+    text = (
+        r"normplug: test_guards.fuse_conv_and_bn would drop the target variance of a BatchNorm2d "
+        r"in mode golden: it reads eps .* call normplug.unswap\(model\) first: .* Code that reads "
+        "target_variance too is let through"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        fuse_conv_and_bn(nn.Conv2d(3, 3, 3), layer)
+
+
+LAYERS = [BatchNorm2d(3, eps=0.1), LayerNorm(3, eps=0.1)]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
+def test_who_computes_nothing_reads_eps(layer):
+    assert (layer.eps, read(layer, "eps"), eps_of(layer)) == (0.1, 0.1, 0.1)
+    assert dict(inspect.getmembers(layer))["eps"] == 0.1
+    assert "eps=0.1" in repr(layer)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert twin.eps == 0.1
+        twin.eps = 0.2
+        assert (twin.eps, vars(twin)["eps"]) == (0.2, 0.2)
+        assert "eps=0.2" in repr(twin)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
+def test_who_knows_of_the_target_variance_reads_eps(layer):
+    std = ((layer.running_var + layer.eps) / layer.target_variance) ** 0.5
+    torch.testing.assert_close(std, torch.full_like(std, (1.1 / 0.6180339887498949) ** 0.5))
+
+
+def test_it_is_the_reader_that_must_know_of_it_and_not_its_caller():
+    layer = BatchNorm2d(3, mode=normplug.target_variance("golden"))
+    with pytest.raises(RuntimeError, match="fuse_conv_and_bn would drop the target variance"):
+        fuse_conv_and_bn(nn.Conv2d(3, 3, 3), layer)
+
+
+def test_a_new_eps_counts_and_stays_after_unswap():
+    model = swap(nn.Sequential(nn.LayerNorm(4), nn.BatchNorm1d(4)))
+    x = torch.randn(8, 4)
+    before = model(x)
+    for norm in model:
+        norm.eps = 10.0
+    after = model(x)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(unswap(model)(x), after)
+    assert [norm.eps for norm in model] == [10.0, 10.0]
+    assert not any("_eps" in vars(norm) for norm in model)
+
+
+TIMM = {
+    "repvgg_a0": 64,
+    "mobileone_s0": 64,
+    "fastvit_t8": 64,
+    "repvit_m0_9": 64,
+    "levit_128s": 224,
+    "efficientvit_m0": 224,
+    "tiny_vit_5m_224": 64,
+    "repghostnet_050": 64,
+}
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_timms_reparameterisation_is_right_or_refused(name):
+    timm = pytest.importorskip("timm")
+    from timm.utils.model import reparameterize_model
+
+    model = randomised(timm.create_model(name, num_classes=4))
+    x = torch.randn(2, 3, TIMM[name], TIMM[name])
+    reader = r"timm\.models\.\w+\.(\w+\.)?(fuse|_fuse_bn_tensor)"
+    assert_refused(reparameterize_model, reader, model, x)
+
+
+def test_reparameterisation_in_place_changes_nothing_where_it_is_refused():
+    pytest.importorskip("timm")
+    import timm
+    from timm.utils.model import reparameterize_model
+
+    model = swap(randomised(timm.create_model("repvit_m0_9", num_classes=4)))
+    modules, x = list(model.modules()), torch.randn(2, 3, 64, 64)
+    expected = model(x)
+    with pytest.raises(RuntimeError, match="fuse would drop"):
+        reparameterize_model(model, inplace=True)
+    assert list(model.modules()) == modules
+    assert torch.equal(model(x), expected)
+    reparameterize_model(unswap(model), inplace=True)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_no_reader_shows_is_found_by_check():
+    """Folding with an eps of its own, in place, reads none; the layer is gone."""
+    model = swap(randomised(nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4))))
+    bn = model[1]
+    std = (bn.running_var + 1e-5) ** 0.5
+    model[0], model[1] = folded(model[0], bn.weight, bn.bias, bn.running_mean, std), nn.Identity()
+    with pytest.raises(RuntimeError, match="1: swapped in mode golden, a Identity now"):
+        check(model)
+
+
+class Recomputes(nn.Module):
+    """Gives its norm's tensors to torch's function."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        norm = self.norm
+        if isinstance(norm, nn.LayerNorm):
+            return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+        mean, var = norm.running_mean, norm.running_var
+        return F.batch_norm(x, mean, var, norm.weight, norm.bias, eps=norm.eps)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4)], ids=str)
+def test_a_forward_that_recomputes_a_norm_is_refused_and_not_compiled(norm):
+    model, x = swap(Recomputes(copy.deepcopy(norm)).eval()), torch.randn(8, 4)
+    with pytest.raises(RuntimeError, match="forward would drop the target variance"):
+        model(x)
+    for fullgraph in (True, False):
+        torch.compiler.reset()
+        with pytest.raises(Exception, match="'eps'|eps.* must be|complex"):
+            torch.compile(model, backend="aot_eager", fullgraph=fullgraph)(x)
+    set_mode(model, "standard")
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    torch.testing.assert_close(model(x), model.norm(x))
+
+
+@pytest.mark.parametrize("norm", [LayerNorm(4, mode=0.5), normplug.BatchNorm1d(4, mode=0.5)])
+def test_a_compiled_layer_follows_its_eps(norm):
+    x = torch.randn(8, 4)
+    torch.compiler.reset()
+    compiled = torch.compile(norm.eval(), backend="aot_eager", fullgraph=True)
+    for eps in (1e-5, 1.0, 2.0):
+        norm.eps = eps
+        torch.testing.assert_close(compiled(x), norm(x))
+
+
+def encoder_layer(norm_first=False, which=("norm1", "norm2"), cls=nn.TransformerEncoderLayer):
+    """In eval, with normplug's norms put there by hand."""
+    torch.manual_seed(0)
+    layer = cls(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    for name in which:
+        setattr(layer, name, LayerNorm(16, mode=0.3))
+    for name in ("norm1", "norm2"):
+        nn.init.normal_(getattr(layer, name).weight, 1, 0.3)
+    return layer.eval()
+
+
+class Subclass(nn.TransformerEncoderLayer):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+WHICH = [("norm1", "norm2"), ("norm1",), ("norm2",)]
+TOKENS = torch.randn(3, 5, 16)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("which", WHICH, ids="+".join)
+@pytest.mark.parametrize("cls", [nn.TransformerEncoderLayer, Subclass])
+def test_a_transformer_layer_calls_norms_placed_by_hand(cls, which, norm_first):
+    layer = encoder_layer(norm_first, which, cls)
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    stock = unswap(copy.deepcopy(layer))
+    with torch.no_grad():
+        expected = stock(TOKENS)
+        torch.testing.assert_close(layer(TOKENS), expected)
+        torch.testing.assert_close(twin(TOKENS), expected)
+    check(layer, TOKENS)
+
+
+@pytest.mark.parametrize("which", WHICH, ids="+".join)
+def test_a_compiled_or_exported_transformer_layer_calls_them_too(which):
+    layer = encoder_layer(which=which)
+    with torch.no_grad():
+        expected = unswap(copy.deepcopy(layer))(TOKENS)
+        torch.compiler.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(TOKENS), expected)
+        for strict in (True, False):
+            exported = torch.export.export(layer, (TOKENS,), strict=strict).module()
+            torch.testing.assert_close(exported(TOKENS), expected)
+
+
+@pytest.mark.parametrize("take", ["norm1", "norm2"])
+def test_a_transformer_layer_calls_a_norm_that_was_swapped_alone(take):
+    layer = encoder_layer(which=())
+    with torch.no_grad():
+        stock = layer(TOKENS)
+        swap(getattr(layer, take), 0.3)
+        got, expected = layer(TOKENS), unswap(copy.deepcopy(layer))(TOKENS)
+        torch.testing.assert_close(got, expected)
+        assert not torch.allclose(got, stock, atol=1e-3)
+        again = swap(encoder_layer(which=()), 0.3, include=take)
+        torch.testing.assert_close(again(TOKENS), expected)
+
+
+def test_a_transformer_layer_in_mode_standard_keeps_its_fused_inference(monkeypatch):
+    calls = []
+    fused = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(
+        torch, "_transformer_encoder_layer_fwd", lambda *args: (calls.append(1), fused(*args))[1]
+    )
+    layer = swap(encoder_layer(which=()), "standard")
+    with torch.no_grad():
+        layer(TOKENS)
+        assert calls == [1]
+        set_mode(layer, "golden")
+        layer(TOKENS)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("mask_check", [True, False])
+@pytest.mark.parametrize("which", WHICH, ids="+".join)
+@pytest.mark.parametrize("first", ["place", "build"])
+def test_an_encoder_packs_padded_input_for_them_as_for_torchs(first, which, mask_check):
+    mask = torch.arange(5) >= torch.tensor([[5], [3], [2]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = encoder_layer(which=which if first == "place" else ())
+        model = nn.TransformerEncoder(layer, 2, norm=LayerNorm(16, mode=0.3)).eval()
+        model.mask_check = mask_check
+        for one in model.layers if first == "build" else ():
+            for name in which:
+                setattr(one, name, LayerNorm(16, mode=0.3).eval())
+        assert model.use_nested_tensor
+        stock = unswap(copy.deepcopy(model))
+        with torch.no_grad():
+            expected = stock(TOKENS, src_key_padding_mask=mask)
+            got = model(TOKENS, src_key_padding_mask=mask)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("track", [True, False])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_layer_norm_takes_nested_tensors(layout, track):
+    layer = LayerNorm(8, mode=0.3, track_running_stats=track)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    twin, parts = copy.deepcopy(layer), [torch.randn(3, 8), torch.randn(2, 8)]
+    y = layer(torch.nested.nested_tensor(parts, layout=layout))
+    expected = twin(torch.cat(parts))
+    torch.testing.assert_close(torch.cat(list(y.unbind())), expected)
+    for ours, theirs in zip(layer.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    layer.backend = "triton"
+    with pytest.raises(NotImplementedError, match="backend='triton', but"):
+        layer(torch.nested.nested_tensor(parts, layout=layout))
+
+
+class AnswersAll(nn.TransformerEncoderLayer):
+    """Has every attribute, as some wrappers do."""
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return None
+
+
+class NormWithParts(AnswersAll):
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.act = nn.ReLU()
+
+
+def test_a_model_that_has_every_attribute_is_swapped_and_unswapped():
+    model = nn.Sequential(AnswersAll(16, 2, 32, 0.0, batch_first=True), NormWithParts()).eval()
+    before = [dict(vars(m)) for m in model.modules()]
+    assert [row.path for row in normplug.plan(model)] == ["0.norm1", "0.norm2"]
+    layer = model[0]
+    with torch.no_grad():
+        stock = layer(TOKENS)
+        swap(model, 0.3)
+        golden = layer(TOKENS)
+        check(layer, TOKENS)
+        assert not torch.allclose(golden, stock, atol=1e-3)
+        torch.testing.assert_close(unswap(model)[0](TOKENS), golden)
+        with normplug.swapped(model):
+            pass
+        torch.testing.assert_close(layer(TOKENS), golden)
+    assert [vars(m).keys() for m in model.modules()] == [b.keys() for b in before]
+
+
+OPACUS_MODES = ["golden", "standard", 0.3]
+
+
+@pytest.fixture(scope="module")
+def opacus():
+    return pytest.importorskip("opacus")
+
+
+def private_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(288)
+    ).append(nn.Linear(288, 4))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", OPACUS_MODES)
+def test_opacus_fixes_a_swapped_model_and_trains_it(opacus, mode):
+    from opacus.validators import ModuleValidator
+
+    model = swap(private_model(), mode).train()
+    (error,) = ModuleValidator.validate(model)
+    assert type(error).__name__ == "ShouldReplaceModuleError"
+    fixed = ModuleValidator.fix(model)
+    assert [type(m) for m in fixed] == [
+        *(nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.Flatten, LayerNorm, nn.Linear)
+    ]
+    assert fixed[4].target_variance == normplug.target_variance(mode)
+    assert ModuleValidator.is_valid(fixed)
+    assert model[4].running_mean is not None  # `fix` works on a copy
+
+    x, y = torch.randn(8, 3, 8, 8), torch.randint(4, (8,))
+    twin = copy.deepcopy(fixed)
+    private, optimizer, _ = opacus.PrivacyEngine().make_private(
+        module=fixed,
+        optimizer=torch.optim.SGD(fixed.parameters(), 0.1),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 8),
+        noise_multiplier=0.0,
+        max_grad_norm=1e6,
+        poisson_sampling=False,
+    )
+    F.cross_entropy(private(x), y).backward()
+    optimizer.step()
+    F.cross_entropy(twin(x), y).backward()
+    torch.optim.SGD(twin.parameters(), 0.1).step()
+    for ours, theirs in zip(fixed.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_opacus_fixes_every_class_of_which_it_knows_the_stock(opacus):
+    from opacus.validators import ModuleValidator
+
+    swap(nn.LayerNorm(4))  # which tells Opacus, now that it is imported
+    for ours in (normplug.BatchNorm1d, BatchNorm2d, normplug.BatchNorm3d, normplug.SyncBatchNorm):
+        assert type(ModuleValidator.fix(ours(4))) is nn.GroupNorm
+    pairs = ((normplug.BatchNorm1d, nn.InstanceNorm1d), (BatchNorm2d, nn.InstanceNorm2d))
+    for ours, instance_norm in pairs:
+        assert type(ModuleValidator.fix(ours(4), replace_bn_with_in=True)) is instance_norm
+    lazy = swap(nn.Sequential(nn.LazyBatchNorm2d()))
+    lazy(torch.randn(2, 4, 3, 3))
+    assert type(ModuleValidator.fix(lazy)[0]) is nn.GroupNorm
+    synchronised = swap(nn.Sequential(nn.BatchNorm2d(4)), sync=True)
+    assert type(ModuleValidator.fix(synchronised)[0]) is nn.GroupNorm
+    assert not ModuleValidator.is_valid(synchronised)
