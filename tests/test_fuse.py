@@ -1380,7 +1380,8 @@ def operators_for_a_compiler(model, x):
     operators = []
 
     def look(graph_module, inputs):
-        operators.extend(n for n in graph_module.graph.nodes if "normplug" in str(n.target))
+        calls = (n for n in graph_module.graph.nodes if n.op == "call_function")
+        operators.extend(n for n in calls if "normplug" in str(n.target))
         return graph_module.forward
 
     torch.compile(model, backend=look, fullgraph=True)(x)
