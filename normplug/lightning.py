@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import LayerSync
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from normplug import _convert, _record
+from normplug._extras import needs
 from normplug._variance_log import (
     MEASURED,
     LayerVariance,
@@ -27,6 +24,12 @@ from normplug.check import refuse
 from normplug.modes import ModeLike, NormMode
 from normplug.modules import TargetVarianceNorm
 from normplug.swap import swap
+
+with needs("normplug.lightning", "train"):
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins import LayerSync
+    from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+    from lightning.pytorch.utilities import rank_zero_info
 
 __all__ = ["SwapNorms", "SyncNorms", "VarianceLogger"]
 
