@@ -269,7 +269,7 @@ class VarianceLogger(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the heat map."""
         if self._rows and self.path is not None:
-            draw_heat_map(self._rows, self.path.with_suffix(".png"))
+            draw_heat_map(self._rows, self.path.with_suffix(".png"), model=type(pl_module).__name__)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
