@@ -65,7 +65,7 @@ def _draw(axes: Axes, rows: Iterable[Row], providers: Iterable[str], copy_gbps: 
         x = sorted(points)
         draw_line(axes, x, [points[width] for width in x], STYLES[provider], provider)
     axes.axhline(copy_gbps, color="black", linewidth=0.8, linestyle="--", label="copy")
-    axes.set(xlabel="width", ylabel="GB/s")
+    axes.set(xlabel="width of a row (elements)", ylabel="GB/s")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_ylim(bottom=0)
