@@ -8,16 +8,20 @@ The configuration is in configs/; `python train.py --help` lists it.
 
 from pathlib import Path
 
-import hydra
 import torch
-from hydra.utils import instantiate
-from lightning.pytorch import seed_everything
-from omegaconf import DictConfig
 
 import normplug
-from normplug.experiment.classifier import Classifier
-from normplug.experiment.models import scale_norm_weights
-from normplug.experiment.run import BASELINE, Run
+from normplug._extras import needs
+
+with needs("train.py", "train", SystemExit):
+    import hydra
+    from hydra.utils import instantiate
+    from lightning.pytorch import seed_everything
+    from omegaconf import DictConfig
+
+    from normplug.experiment.classifier import Classifier
+    from normplug.experiment.models import scale_norm_weights
+    from normplug.experiment.run import BASELINE, Run
 
 CONFIGS = str(Path(__file__).resolve().with_name("configs"))
 

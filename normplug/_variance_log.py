@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import csv
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from normplug._extras import MissingPackage, needs
+
+if TYPE_CHECKING:
+    from normplug._plots import Floats
 
 MEASURED = ("input_variance", "output_variance", "affine_variance", "weight_rms")
+RATIO = "output before weight and bias, over target"
 
 
 class LayerVariance(NamedTuple):
@@ -65,45 +72,86 @@ def as_table(rows: list[LayerVariance]) -> str:
     return "\n".join([f"variance at step {step}{whose}", head, *lines])
 
 
-def draw_heat_map(rows: list[LayerVariance], path: Path) -> None:
-    """Draw the variances of every layer (down) at every logged step (across), as a PNG.
+def draw_heat_map(rows: list[LayerVariance], path: Path, model: str) -> None:
+    """Draw the variances of every layer (first at the top) at every logged step, as a PNG.
 
     From left to right: input; output before weight and bias, over the target; output after them.
+    Without matplotlib it warns, and draws nothing.
+
+    Args:
+        rows: of one run.
+        path: of the PNG; the run is named after its directory.
+        model: the name of the model, for the title.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        with needs("normplug.lightning.VarianceLogger: variance.png", "train"):
+            import numpy as np
+            from matplotlib.colors import Normalize
 
+            from normplug import _plots
+    except MissingPackage as error:
+        warnings.warn(str(error), stacklevel=2)
+        return
+
+    depths = {row.layer: row.depth for row in reversed(rows)}
+    layers = sorted(depths, key=depths.__getitem__)
     steps = sorted({row.step for row in rows})
-    layers = list(dict.fromkeys(row.layer for row in rows))
-    cells = {(row.layer, row.step): row for row in rows}
-
-    def grid(value: Callable[[LayerVariance], float]) -> list[list[float]]:
-        lines = [[cells.get((layer, step)) for step in steps] for layer in layers]
-        return [[math.nan if row is None else value(row) for row in line] for line in lines]
-
-    panels = {
-        "input (log10)": (lambda row: _log10(row.input_variance), None),
-        # a scale of its own: the values differ from 1 by rounding and eps, or something is wrong
-        "output before weight and bias, / target": (
-            lambda row: row.output_variance / row.target_variance,
-            (0.9, 1.1),
-        ),
-        "output after weight and bias": (lambda row: row.affine_variance, None),
-    }
-    figure = Figure(figsize=(15, 1.5 + 0.22 * len(layers)), layout="constrained")
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(1, len(panels), sharey=True)
-    for axes, (title, (value, limits)) in zip(all_axes, panels.items(), strict=True):
-        image = axes.imshow(grid(value), aspect="auto", cmap="viridis", interpolation="nearest")
-        image.set_clim(limits)
-        figure.colorbar(image, ax=axes)
-        axes.set_title(f"variance of {title}", fontsize="medium")
+    tables = {name: np.array(table) for name, table in _tables(rows, layers, steps).items()}
+    inches = min(max(0.17 * len(layers), 2.0), 40.0)
+    longest = max(map(len, layers))
+    figure = _plots.new_figure(
+        f"{model}, run {'/'.join(path.resolve().parent.parts[1:][-4:])}",
+        f"variance at each norm ({_summary(rows, steps)}; hatched: no finite value)",
+        12 + 0.065 * longest,
+        inches + 1.5,
+    )
+    panels = figure.subplots(1, len(tables), sharey=True)
+    for axes, (name, table) in zip(panels, tables.items(), strict=True):
+        # The ratio differs from 1 by rounding and eps, or something is wrong: a fixed scale.
+        fixed = Normalize(0.9, 1.1)
+        norm = fixed if name == RATIO else _plots.colour_scale([table], least=1.2)
+        mesh = _plots.heat_map(axes, np.array(steps), np.arange(len(layers)), table, norm)
+        _plots.colour_bar(figure, mesh, [table], axes, fraction=0.06, pad=0.02)
+        axes.set_title(name + _closeness(table[np.isfinite(table)]), fontsize="medium")
         axes.set_xlabel("optimizer step")
-        ticks = range(0, len(steps), max(1, len(steps) // 6))
-        axes.set_xticks(list(ticks), [str(steps[i]) for i in ticks])
-    all_axes[0].set_yticks(range(len(layers)), layers, fontsize=7)
+        axes.xaxis.set_major_locator(_plots.whole_numbers(5))
+    shown = range(0, len(layers), math.ceil(0.13 * len(layers) / inches))
+    panels[0].set_yticks(shown, [layers[i] for i in shown], fontsize=7)
     figure.savefig(path, dpi=120)
 
 
-def _log10(value: float) -> float:
-    return math.log10(value) if value > 0 else math.nan
+def _tables(
+    rows: list[LayerVariance], layers: list[str], steps: list[int]
+) -> dict[str, list[list[float]]]:
+    """Title of a panel -> value of each layer at each step; NaN where there is no row."""
+    cells = {(row.layer, row.step): row for row in rows}
+
+    def table(value: Callable[[LayerVariance], float]) -> list[list[float]]:
+        lines = [[cells.get((layer, step)) for step in steps] for layer in layers]
+        return [[math.nan if row is None else value(row) for row in line] for line in lines]
+
+    return {
+        "input": table(lambda row: row.input_variance),
+        RATIO: table(lambda row: row.output_variance / row.target_variance),
+        "output after weight and bias": table(lambda row: row.affine_variance),
+    }
+
+
+def _summary(rows: list[LayerVariance], steps: list[int]) -> str:
+    targets = sorted({row.target_variance for row in rows})
+    target = " to ".join(f"{value:.4g}" for value in dict.fromkeys((targets[0], targets[-1])))
+    when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    ranks = rows[0].world_size
+    whose = "" if ranks == 1 else f", rank 0 of {ranks}'s part of the batch"
+    return f"target {target}, {when}{whose}"
+
+
+def _closeness(values: Floats) -> str:
+    """A second line for values that are equal within a percent, which no colour shows."""
+    if not values.size or values.min() <= 0:
+        return ""
+    middle = (values.min() + values.max()) / 2
+    off = 100 * float(values.max() / middle - 1)
+    if off > 1:
+        return ""
+    return f"\nall within {off:.1g}% of {middle:.4g}" if off > 0 else f"\nall {middle:.4g}"

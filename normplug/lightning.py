@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import LayerSync
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from normplug import _checks, _convert, _record
+from normplug._extras import needs
 from normplug._variance_log import (
     MEASURED,
     LayerVariance,
@@ -28,6 +25,12 @@ from normplug.check import refuse
 from normplug.modes import ModeLike, NormMode
 from normplug.modules import TargetVarianceNorm
 from normplug.swap import swap
+
+with needs("normplug.lightning", "train"):
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins import LayerSync
+    from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+    from lightning.pytorch.utilities import rank_zero_info
 
 __all__ = ["SwapNorms", "SyncNorms", "VarianceLogger"]
 
@@ -270,7 +273,7 @@ class VarianceLogger(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the heat map."""
         if self._rows and self.path is not None:
-            draw_heat_map(self._rows, self.path.with_suffix(".png"))
+            draw_heat_map(self._rows, self.path.with_suffix(".png"), model=type(pl_module).__name__)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -634,7 +634,68 @@ def test_the_plot_command_without_matplotlib_says_what_to_install(tmp_path):
     assert len(done.stderr.splitlines()) == 1, done.stderr
     message = done.stderr.strip()
     assert message.startswith("normplug.bench plot needs matplotlib")
-    assert message.endswith("pip install 'normplug[bench]'")
+    assert message.endswith('pip install "normplug[bench]"')
+
+
+OTHER_KINDS = [
+    ("a trace", '{"traceEvents": []}', "a trace, as `normplug.bench kernels --trace` writes"),
+    ("a run", '{"arm": "golden", "seed": 0, "status": "failed"}', "the result of a run, as `train"),
+    ("a list", "[{}, {}]", "holds a list. This command takes what `normplug.bench kernels`"),
+    ("a number", "5", "holds no result of normplug. This command takes"),
+    ("odd rows", '{"copy_gbps": 1, "rows": 5}', "holds no result of normplug"),
+    ("half a row", json.dumps({**CONTENT, "rows": [{"op": "ln"}]}), "holds no result of normplug"),
+    ("an empty file", " \n", "is empty."),
+    ("no JSON", "{", "is not JSON: Expecting property name"),
+    ("no text", b"\x89PNG", "is not JSON: it is not text in UTF-8."),
+    *(
+        (f"{name}_h100.json", (ROOT / "docs" / "results" / f"{name}_h100.json").read_bytes(), says)
+        for name, says in [
+            ("autocast", "losses under autocast, as `normplug.bench autocast` writes; that"),
+            ("layer_norm_schemes", "holds no result of normplug"),
+            ("cifar10_jpeg", "holds a list."),
+        ]
+    ),
+]
+OF_MODELS = [
+    ("models_h100.json", "holds times of training steps, as `normplug.bench models` writes; `norm"),
+    ("models_profile_h100.json", "a profile of training steps, as `normplug.bench models --prof"),
+]
+
+
+@pytest.mark.parametrize("name", ["plot", "table"])
+@pytest.mark.parametrize(
+    ("content", "says"), [kind[1:] for kind in OTHER_KINDS], ids=[kind[0] for kind in OTHER_KINDS]
+)
+def test_a_file_of_another_kind_is_named_in_one_line(tmp_path, name, content, says):
+    source = tmp_path / "some.json"
+    source.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SystemExit) as caught:
+        main([name, str(source)])
+    message = str(caught.value)
+    assert message.startswith(f"normplug.bench {name}: {source} ")
+    assert says in message
+    assert "\n" not in message
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize(("name", "says"), OF_MODELS)
+def test_times_of_models_are_no_plot_but_a_table(name, says, capsys):
+    source = str(ROOT / "docs" / "results" / name)
+    with pytest.raises(SystemExit, match=r"`normplug\.bench table` takes it\.") as caught:
+        main(["plot", source])
+    assert says in str(caught.value)
+    main(["table", source])
+    assert "| resnet50 |" in capsys.readouterr().out
+
+
+def test_a_row_that_lacks_what_is_drawn_is_said_in_one_line(tmp_path):
+    source = tmp_path / "rows.json"
+    content = speeds()
+    for row in content["rows"]:
+        row.pop("gbps", None)
+    source.write_text(json.dumps(content))
+    with pytest.raises(SystemExit, match=r"normplug\.bench plot: .*rows\.json lacks 'gbps'\.$"):
+        main(["plot", str(source)])
 
 
 def test_the_trace_names_every_call(tmp_path):

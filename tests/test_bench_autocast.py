@@ -385,7 +385,7 @@ def test_command_names_the_package_that_is_missing(package, monkeypatch):
     monkeypatch.delitem(sys.modules, "normplug.bench.curves")
     monkeypatch.delattr("normplug.bench.curves")
     with pytest.raises(
-        SystemExit, match=rf"autocast needs {package}: pip install 'normplug\[bench"
+        SystemExit, match=rf'autocast needs {package}: pip install "normplug\[bench'
     ):
         main(["autocast", "--device", "cpu"])
 

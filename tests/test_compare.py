@@ -164,7 +164,54 @@ def test_without_a_baseline_there_is_no_difference(tmp_path: Path, status: str) 
     golden = rows_of(tmp_path)["golden"]
     assert golden.difference is None
     assert golden.speed_ratio is None
-    assert "no differences, no speed ratios" in report_of(tmp_path)
+    no_run = "no run" if status == "none" else "no finished run"
+    line = (
+        f"No reference: baseline has {no_run} and standard has no run: "
+        "no differences, no speed ratios.\n"
+    )
+    assert line in report_of(tmp_path)
+
+
+@pytest.mark.parametrize("status", ["none", "failed", "running"])
+def test_standard_stands_in_for_a_baseline_without_finished_runs(
+    tmp_path: Path, status: str
+) -> None:
+    for seed in range(2):
+        write_run(tmp_path, "standard", seed, test_accuracy=0.90, images_per_s=100.0)
+        write_run(tmp_path, "golden", seed, test_accuracy=0.92, images_per_s=110.0)
+        if status != "none":
+            write_run(tmp_path, "baseline", seed, test_accuracy=0.1, status=status)
+    # Each group has its own reference.
+    write_run(tmp_path, "baseline", 0, model="other", test_accuracy=0.5)
+    write_run(tmp_path, "standard", 0, model="other", test_accuracy=0.6)
+
+    comparison = compare(tmp_path)
+    rows = {(row.model, row.arm): row for row in comparison.rows}
+    golden = rows["resnet18", "golden"]
+    assert golden.reference == "standard"
+    assert golden.difference is not None
+    assert (golden.difference.n, golden.speed_pairs) == (2, 2)
+    assert golden.difference.mean == pytest.approx(0.02)
+    assert golden.speed_ratio == pytest.approx(1.1)
+    assert rows["resnet18", "standard"].difference is None
+    assert rows["other", "standard"].reference == "baseline"
+    why = f"baseline has {'no run' if status == 'none' else 'no finished run'}"
+    other, ours = comparison.markdown.split("## resnet18 on digits")
+    for words in (" minus standard, points ", f"Reference: standard, since {why}.\n"):
+        assert words in ours
+    for words in (" minus baseline, points ", "Reference: baseline, since it has finished runs.\n"):
+        assert words in other
+    (line,) = [line for line in ours.splitlines() if line.startswith("| standard")]
+    assert line.count("reference") == 2
+    for name in ("summary.csv", "runs.csv"):
+        stated = {
+            (line["model"], line["reference"], line["why_reference"])
+            for line in read_csv(tmp_path / name)
+        }
+        assert stated == {
+            ("resnet18", "standard", why),
+            ("other", "baseline", "it has finished runs"),
+        }
 
 
 def test_one_seed_has_a_mean_and_no_interval(tmp_path: Path) -> None:
@@ -219,7 +266,7 @@ def test_models_are_not_mixed_and_keep_their_own_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
     paths = compare(tmp_path, out).paths
     assert {path.name for path in paths} == {path.name for path in out.iterdir()}
-    assert len(paths) == 3 + 2 * 2
+    assert len(paths) == 3 + 2 * 3
 
 
 def test_variance_reader_takes_rank_0_and_the_last_word_on_a_step(tmp_path: Path) -> None:
@@ -257,13 +304,39 @@ def test_a_lacking_or_broken_variance_file_is_named(tmp_path: Path) -> None:
     assert "no variance.csv, so not in those plots: golden seed 1" in notes
 
 
+def test_without_a_finished_run_there_is_a_table_and_no_plot(tmp_path: Path) -> None:
+    write_run(tmp_path, "golden", 0, status="failed", error="boom")
+    comparison = compare(tmp_path)
+    assert {path.name for path in comparison.paths} == {"summary.md", "summary.csv", "runs.csv"}
+    assert comparison.markdown.startswith("# Comparison of 1 run in ")
+    (line,) = [line for line in comparison.markdown.splitlines() if line.startswith("| golden")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == ["golden", "0 of 1", *["-"] * 7]
+    assert "no finished run, so no hardware" in comparison.markdown
+
+
+def test_accuracies_that_are_not_finite_are_named_and_not_drawn(tmp_path: Path) -> None:
+    nan = float("nan")
+    for seed in range(2):
+        write_run(tmp_path, "standard", seed)
+        write_run(tmp_path, "golden", seed, test_accuracy=nan, accuracy_by_epoch=[nan, nan])
+    comparison = compare(tmp_path)
+    assert "golden, seed 1: finished, but no test accuracy (" in comparison.markdown
+    assert comparison.rows[1].test_accuracy is None
+    assert comparison.rows[1].difference is None
+    (tmp_path / "alone").mkdir()
+    write_run(tmp_path / "alone", "golden", 0, test_accuracy=nan, accuracy_by_epoch=[nan, nan])
+    plots = [path.name for path in compare(tmp_path / "alone").paths if path.suffix == ".png"]
+    assert plots == ["throughput_resnet18_digits.png"]
+
+
 def test_every_file_is_written_and_none_is_blank(tmp_path: Path) -> None:
     for arm in ("baseline", "golden"):
         for seed in range(2):
             run = write_run(tmp_path / "runs", arm, seed, test_accuracy=0.9 + seed / 100)
             write_variance(run, np.random.default_rng(seed).uniform(0.5, 2, (5, 20)), [*range(5)])
     comparison = compare(tmp_path / "runs", tmp_path / "new" / "out")
-    names = {"accuracy", "seeds", "variance_by_depth", "variance_by_step"}
+    names = {"accuracy", "seeds", "throughput", "variance_by_depth", "variance_by_step"}
     plots = {path for path in comparison.paths if path.suffix == ".png"}
     assert {path.name for path in plots} == {f"{name}_resnet18_digits.png" for name in names}
     for path in plots:
@@ -272,7 +345,7 @@ def test_every_file_is_written_and_none_is_blank(tmp_path: Path) -> None:
     assert (tmp_path / "new/out/summary.md").read_text("utf-8") == comparison.markdown
     summary = read_csv(tmp_path / "new/out/summary.csv")
     assert [line["arm"] for line in summary] == ["baseline", "golden"]
-    assert float(summary[1]["difference_to_baseline_mean"]) == pytest.approx(0.0)
+    assert float(summary[1]["difference_to_reference_mean"]) == pytest.approx(0.0)
     assert float(summary[1]["test_accuracy_mean"]) == pytest.approx(0.905)
 
 

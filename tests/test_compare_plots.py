@@ -5,15 +5,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from normplug.compare.canvas import arm_styles
+from normplug.compare.canvas import arm_styles, draw_line
 from normplug.compare.gather import Group, Run, group_runs
 from normplug.compare.plots import accuracy_figure, draw, seeds_figure
+from normplug.compare.throughput import throughput_figure
 from normplug.compare.variance import COLUMNS, Variance
 from normplug.compare.variance_plots import variance_by_depth_figure, variance_by_step_figure
 
 
-def a_run(arm: str, seed: int, accuracy: float = 0.9, curve: tuple[float, ...] = (0.5,)) -> Run:
+def a_run(
+    arm: str,
+    seed: int,
+    accuracy: float = 0.9,
+    curve: tuple[float, ...] = (0.5,),
+    speed: float | None = None,
+    hardware: str = "",
+) -> Run:
     return Run(
         path=Path("result.json"),
         error="",
@@ -25,12 +35,12 @@ def a_run(arm: str, seed: int, accuracy: float = 0.9, curve: tuple[float, ...] =
         test_accuracy=accuracy,
         accuracy_by_epoch=curve,
         step_ms=None,
-        images_per_s=None,
+        images_per_s=speed,
         loader_wait_ms=None,
         peak_memory_bytes=None,
         norms_swapped=None,
         versions={},
-        hardware="",
+        hardware=hardware,
         date="",
     )
 
@@ -79,12 +89,138 @@ def test_seeds_shows_each_seed_and_each_pair() -> None:
     np.testing.assert_allclose(interval.get_segments()[0][:, 0], [1.5 - 6.3531, 1.5 + 6.3531], 1e-5)
 
 
-@pytest.mark.parametrize("other", ["standard", "baseline"])
-def test_seeds_says_when_there_is_no_pair(other: str) -> None:
+@pytest.mark.parametrize(
+    ("other", "reference"),
+    [("0.5", "a reference"), ("standard", "standard"), ("baseline", "baseline")],
+)
+def test_seeds_says_when_there_is_no_pair(other: str, reference: str) -> None:
     group = a_group(a_run("golden", 0), a_run(other, 1))
     _, right = seeds_figure(group, arm_styles([group])).axes
-    assert [text.get_text() for text in right.texts] == ["no seed to compare with baseline"]
+    assert [text.get_text() for text in right.texts] == [f"no seed to compare with {reference}"]
     assert not right.axison
+
+
+def test_the_reference_is_named_where_it_is_used() -> None:
+    group = a_group(*(a_run(arm, 0, speed=100.0) for arm in ("standard", "golden")))
+    for figure in (
+        seeds_figure(group, arm_styles([group])),
+        throughput_figure(group, arm_styles([group])),
+    ):
+        assert figure.get_suptitle().endswith("\nReference: standard, since baseline has no run")
+        assert " standard" in figure.axes[1].get_xlabel()
+
+
+@pytest.mark.parametrize("accuracies", [(0.0, 0.02), (0.97, 1.0), (1.0, 1.0), (0.0, 1.0)])
+def test_an_axis_of_accuracies_stays_within_0_and_100(accuracies: tuple[float, float]) -> None:
+    runs = [a_run("golden", seed, value, (0.5, value)) for seed, value in enumerate(accuracies)]
+    group = a_group(*runs)
+    left, _ = seeds_figure(group, arm_styles([group])).axes
+    for low, high in (
+        left.get_xlim(),
+        *(axes.get_ylim() for axes in accuracy_figure(group, arm_styles([group])).axes),
+    ):
+        assert 0 <= low < high <= 100
+    said = "(%; intervals are cut at 0 and 100)" in left.get_xlabel()
+    assert said == (accuracies[0] != accuracies[1])  # t(0.975, 1) = 12.7 makes them wide
+
+
+def test_throughput_shows_each_run_and_each_pair_by_hardware() -> None:
+    group = a_group(
+        *(a_run("baseline", seed, speed=100.0, hardware="GPU") for seed in range(3)),
+        a_run("golden", 0, speed=80.0, hardware="GPU"),
+        a_run("golden", 1, speed=125.0, hardware="GPU"),
+        a_run("golden", 2, speed=5.0, hardware="CPU"),
+        a_run("golden", 3, speed=None, hardware="GPU"),
+    )
+    gpu, ratio, cpu, nothing = throughput_figure(group, arm_styles([group])).axes
+    assert [axes.get_title("left") for axes in (gpu, cpu)] == ["GPU", "CPU"]
+    rows = [[text.get_text() for text in axes.get_yticklabels()] for axes in (gpu, cpu)]
+    assert rows == [["baseline\n3 of 4 seeds", "golden\n2 of 4 seeds"], ["golden\n1 of 4 seeds"]]
+
+    def dots(axes: Axes, marker: str) -> list[float]:
+        (line,) = [line for line in axes.lines if line.get_marker() == marker]
+        return list(line.get_xdata())
+
+    assert dots(gpu, "s") == [100, 100, 100]
+    assert dots(gpu, "D") == [80, 125]
+    assert dots(cpu, "D") == [5]
+    assert dots(ratio, "D") == [0.8, 1.25]
+    # 0.8 and 1.25 are inverses: their geometric mean is 1.
+    assert [text.get_text() for text in ratio.texts] == ["reference", "1.000"]
+    assert [text.get_text() for text in nothing.texts] == ["no seed to compare with baseline"]
+    assert gpu.get_xlabel() == "images/s"
+    assert ratio.get_xlabel() == "images/s over baseline's, same seed"
+
+
+def test_speeds_that_hardly_differ_do_not_fill_the_axis() -> None:
+    runs = [
+        a_run(arm, seed, speed=1000 + seed / 10)
+        for arm in ("baseline", "golden")
+        for seed in (0, 1)
+    ]
+    group = a_group(*runs)
+    for axes, middle in zip(
+        throughput_figure(group, arm_styles([group])).axes, (1000, 1), strict=True
+    ):
+        low, high = axes.get_xlim()
+        assert high - low >= 0.0999 * middle
+
+
+def test_any_ratio_of_speeds_is_drawn() -> None:
+    # The geometric mean of a single ratio may round to less than the ratio.
+    rng = np.random.default_rng(0)
+    for ours, theirs in rng.uniform(1, 1e5, (8, 2)):
+        group = a_group(a_run("baseline", 0, speed=theirs), a_run("golden", 0, speed=ours))
+        throughput_figure(group, arm_styles([group]))
+
+
+def test_a_point_between_two_gaps_has_a_marker() -> None:
+    axes = Figure().subplots()
+    y = np.ones(60)
+    y[[6, 8]] = np.nan
+    draw_line(axes, np.arange(60), y, arm_styles([])["golden"], "golden")
+    assert axes.lines[0].get_markevery() == sorted({*range(0, 60, 3), 7})
+
+
+def test_no_text_of_a_plot_lies_on_another_or_outside() -> None:
+    long = "a-tag-that-goes-on_and_on_without_a_place_to_break_it_at_all_until_somebody_stops"
+    arms = ["standard", "golden", "0.5", *(f"{i}.5-{long}" for i in range(5))]
+    group = a_group(
+        *(
+            a_run(arm, seed, 0.9 + seed / 100, (0.5, 1.0), 100.0 + i, f"GPU {seed % 2}")
+            for i, arm in enumerate(arms)
+            for seed in range(3)
+        )
+    )
+    cells = np.random.default_rng(0).uniform(0.5, 2.0, (6, 60))
+    cells[:, 7] = np.nan
+    variances = {arm: a_variance([*range(0, 60, 10)], cells) for arm in arms}
+    styles = arm_styles([group])
+    for figure in (
+        accuracy_figure(group, styles),
+        seeds_figure(group, styles),
+        throughput_figure(group, styles),
+        variance_by_depth_figure(group.title, variances, styles),
+        variance_by_step_figure(group.title, variances),
+    ):
+        figure.canvas.draw()
+        named = [label for axes in figure.axes for label in axes.get_yticklabels()]
+        named = [label for label in named if "seed" in label.get_text()]
+        around = [
+            item
+            for axes in figure.axes
+            for item in (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts)
+        ]
+        items = [*named, *around, *figure.texts, *figure.legends]
+        items = [
+            item for item in items if item.get_visible() and item.get_window_extent().width > 2
+        ]
+        assert items[len(named) :]
+        for i, item in enumerate(items):
+            box = item.get_window_extent().padded(-1)
+            assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1, item
+            assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1, item
+            assert not any(box.overlaps(other.get_window_extent()) for other in items[:i]), item
 
 
 def test_variance_by_depth_shows_the_last_step_and_each_target() -> None:
@@ -114,6 +250,16 @@ def test_variance_by_step_has_one_scale_for_all_arms() -> None:
     # Cells are centred on their steps: the border between 80 and 160 is at 120.
     assert meshes[0].get_coordinates()[0, :, 0].tolist() == [-5, 5, 15, 30, 60, 120, 200]
     assert bar.get_ylabel() == "variance"
+    assert all(axes.yaxis_inverted() for axes in panels)  # the first layer at the top
+
+
+def test_equal_variances_do_not_fill_the_colour_scale() -> None:
+    cells = np.random.default_rng(0).uniform(0.5997, 0.6003, (6, 20)) / 4
+    *panels, _ = variance_by_step_figure(
+        "resnet18", {"golden": a_variance([*range(6)], cells)}
+    ).axes
+    low, high = panels[0].collections[0].get_clim()
+    assert high / low >= 1.99
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), 1.0, float("inf")])
@@ -121,6 +267,12 @@ def test_degenerate_variances_are_drawn(tmp_path: Path, value: float) -> None:
     group = a_group(a_run("golden", 0))
     variances = {"golden": a_variance([0], np.full((1, 1), value))}
     assert len(draw(group, variances, arm_styles([group]), tmp_path, "stem")) == 4
+
+
+def test_arms_are_told_apart_without_colour() -> None:
+    group = a_group(*(a_run(arm, 0) for arm in ("baseline", "standard", "golden", *"1234567")))
+    styles = arm_styles([group])
+    assert len({style.marker for style in styles.values()}) == len(group.arms) == 10
 
 
 def test_no_two_arms_look_alike() -> None:

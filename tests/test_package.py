@@ -5,12 +5,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import normplug
+from normplug._extras import MissingPackage, needs
 
 ROOT = Path(normplug.__file__).parent
+CHECKOUT = ROOT.parent
+TRAIN = (
+    "hydra",
+    "lightning",
+    "matplotlib",
+    "numpy",
+    "omegaconf",
+    "scipy",
+    "sklearn",
+    "torchvision",
+)
+# Of the standard library, what only some systems have.
+UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 # A room may import those before it and itself.
 FLOORS = [
-    {"_hooks", "modes", "reference", "_checks", "_guards", "_variance_log"},
+    {"_hooks", "modes", "reference", "_checks", "_guards", "_extras", "_plots"},
+    {"_variance_log"},
     {"_kernels"},
     {"_ops"},
     {"functional"},
@@ -105,3 +122,93 @@ def test_the_environment_sets_the_default_backend():
     assert good.returncode == 0, good.stderr
     bad = subprocess.run(command, env={"NORMPLUG_BACKEND": "gpu"}, capture_output=True, text=True)
     assert "NORMPLUG_BACKEND must be one of 'auto', 'triton', 'torch'; got 'gpu'" in bad.stderr
+
+
+def run_without(packages, *command):
+    """Run Python with `packages` hidden from import: `-m module ...`, `-c code` or a script."""
+    code = (
+        "import runpy, sys; "
+        f"sys.modules.update(dict.fromkeys({list(packages)!r})); "
+        f"kind, *sys.argv = {list(command)!r}; "
+        "name = sys.argv[0]; "
+        "exec(name) if kind == '-c' else runpy.run_module(name, run_name='__main__') "
+        "if kind == '-m' else runpy.run_path(name, run_name='__main__')"
+    )
+    return subprocess.run(
+        # Without NumPy, torch itself warns.
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("hidden", "command", "who", "extra"),
+    [
+        (TRAIN, ["-m", "normplug.compare", "{runs}"], "normplug.compare", "train"),
+        (["matplotlib"], ["-m", "normplug.compare", "{runs}"], "normplug.compare", "train"),
+        (TRAIN, ["-m", "normplug.bench", "plot", "{json}"], "normplug.bench plot", "bench"),
+        (["torchvision"], ["-m", "normplug.bench", "models"], "normplug.bench models", "bench"),
+        (
+            TRAIN,
+            ["-m", "normplug.bench", "autocast", "--device", "cpu"],
+            "normplug.bench autocast",
+            "bench",
+        ),
+        (
+            ["timm"],
+            ["-m", "normplug.zoo", "--library", "timm"],
+            "normplug.zoo --library timm",
+            "zoo",
+        ),
+        (TRAIN, ["path", str(CHECKOUT / "train.py")], "train.py", "train"),
+        (["hydra"], ["path", str(CHECKOUT / "train.py")], "train.py", "train"),
+    ],
+)
+def test_a_command_without_its_packages_names_the_extra(tmp_path, hidden, command, who, extra):
+    run = tmp_path / "result.json"
+    run.write_text('{"model": "m", "data": "d", "arm": "golden", "seed": 0, "status": "failed"}')
+    places = {"runs": tmp_path, "json": CHECKOUT / "docs" / "results" / "layer_norm_h100.json"}
+    done = run_without(hidden, *(word.format(**places) for word in command))
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{who} needs ")
+    assert line.removeprefix(f"{who} needs ").split(":")[0].split(".")[0] in hidden
+    assert line.endswith(f': pip install "normplug[{extra}]"')
+
+
+def test_without_the_packages_of_its_extra_a_module_says_so_when_imported():
+    done = run_without(TRAIN, "-c", "import normplug.lightning")
+    message = "MissingPackage: normplug.lightning needs lightning"
+    assert message in done.stderr.splitlines()[-1]
+    for module in ("normplug", "normplug.compare", "normplug.bench.__main__"):
+        done = run_without(TRAIN, "-c", f"import {module}")
+        assert done.returncode == 0, done.stderr
+
+
+def test_every_library_of_the_zoo_that_is_missing_is_named():
+    libraries = ("torchvision", "timm", "transformers")
+    done = run_without(libraries, "-m", "normplug.zoo")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f'normplug.zoo --library {library} needs {library}: pip install "normplug[zoo]"'
+        for library in libraries
+    ]
+
+
+def test_a_module_of_normplug_that_is_missing_is_no_missing_extra():
+    with pytest.raises(ModuleNotFoundError, match="normplug.nowhere") as caught, needs("x", "y"):
+        import normplug.nowhere  # noqa: F401
+    assert not isinstance(caught.value, MissingPackage)
+    with pytest.raises(MissingPackage, match=r'^a needs no_such: pip install "normplug\[b\]"$'):  # noqa: SIM117
+        with needs("a", "b"), needs("inner", "c"):
+            import no_such  # noqa: F401
+
+
+def test_what_only_some_systems_have_is_imported_where_it_is_used():
+    for path in (*ROOT.rglob("*.py"), CHECKOUT / "train.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert not UNIX_ONLY & set(names), f"{path}: {names}"

@@ -206,9 +206,14 @@ def test_the_command_checks_what_it_is_asked_for(tmp_path, capsys):
 
 
 def test_a_library_that_is_not_installed_is_passed_over(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "normplug.zoo.timm_models", None)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    monkeypatch.delitem(sys.modules, "normplug.zoo.timm_models", raising=False)
     assert __main__.main(["--library", "timm"]) == 1
-    assert "timm: " in capsys.readouterr().out
+    said = capsys.readouterr().err
+    assert said == 'normplug.zoo --library timm needs timm: pip install "normplug[zoo]"\n'
+    arguments = ["--library", "timm", "--library", "torchvision", "--only", "shufflenet_v2_x0_5"]
+    assert __main__.main(arguments) == 1  # timm was asked for
+    assert "torchvision: 1 ok" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -1,22 +1,23 @@
 """Measure what norms cost on a GPU, and show what was measured."""
 
 import argparse
-import json
-from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from normplug._extras import needs
 from normplug.bench import models as steps
 from normplug.bench import rivals
 from normplug.bench.autocast import ARMS, FEWEST, save, train_all
 from normplug.bench.kernels import OPS, PROVIDERS, run
-from normplug.bench.results import write_at_once
+from normplug.bench.results import KERNELS, MODELS, PROFILE, Kind, read, write_at_once
 from normplug.bench.suites import DTYPES, SUITES, select
 from normplug.bench.table import render
 from normplug.bench.trace import trace
+
+Shown = TypeVar("Shown")
 
 
 def kernels(arguments: argparse.Namespace) -> None:
@@ -38,9 +39,9 @@ def kernels(arguments: argparse.Namespace) -> None:
 
 def models(arguments: argparse.Namespace) -> None:
     """Measure whole training steps."""
+    with needs("normplug.bench models", "bench", SystemExit):
+        import torchvision  # noqa: F401
     _require_cuda()
-    if find_spec("torchvision") is None:
-        raise SystemExit("normplug.bench models needs torchvision: pip install 'normplug[bench]'")
     arms = [arm for arm in steps.ARMS if arm in (arguments.arm or steps.ARMS)]
     cases = steps.select(arguments.model, arguments.batch)
     results = steps.run(cases, arms, arguments.json, arguments.profile)
@@ -52,7 +53,8 @@ def models(arguments: argparse.Namespace) -> None:
 
 def table(arguments: argparse.Namespace) -> None:
     """Show the rows of a file."""
-    markdown = render(_content(arguments.file))
+    kinds = (KERNELS, MODELS, PROFILE)
+    markdown = _shown("table", arguments.file, kinds, render)
     if arguments.out:
         write_at_once(arguments.out, markdown)
     else:
@@ -61,17 +63,9 @@ def table(arguments: argparse.Namespace) -> None:
 
 def plot(arguments: argparse.Namespace) -> None:
     """Draw the rows of a file."""
-    content = _content(arguments.file)
-    try:
+    with needs("normplug.bench plot", "bench", SystemExit):
         from normplug.bench.plot import speed_figure
-    except ModuleNotFoundError as error:
-        raise SystemExit(
-            f"normplug.bench plot needs {error.name}: pip install 'normplug[bench]'"
-        ) from None
-    try:
-        figure = speed_figure(content)
-    except ValueError as error:
-        raise SystemExit(f"normplug.bench: {arguments.file}: {error}") from None
+    figure = _shown("plot", arguments.file, (KERNELS,), speed_figure)
     path = arguments.out or arguments.file.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=150)
@@ -83,14 +77,13 @@ def autocast(arguments: argparse.Namespace) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("normplug.bench: torch.cuda.is_available() is False; give --device cpu.")
     try:
-        from normplug.bench import curves
-        from normplug.bench.tasks import make_tasks
+        with needs("normplug.bench autocast", "bench", SystemExit):
+            from normplug.bench import curves
+            from normplug.bench.tasks import make_tasks
 
-        tasks = make_tasks(device, text=arguments.text, size=arguments.size, steps=arguments.steps)
-    except ModuleNotFoundError as error:
-        raise SystemExit(
-            f"normplug.bench autocast needs {error.name}: pip install 'normplug[bench]'"
-        ) from None
+            tasks = make_tasks(
+                device, text=arguments.text, size=arguments.size, steps=arguments.steps
+            )
     except (OSError, ValueError) as error:
         raise SystemExit(f"normplug.bench: {error}") from None
     if arguments.text is None:
@@ -130,11 +123,20 @@ def _add_choices(command: argparse.ArgumentParser, **options: Iterable[str]) -> 
         )
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _shown(
+    command: str, path: Path, kinds: Collection[Kind], show: Callable[[dict[str, Any]], Shown]
+) -> Shown:
+    who = f"normplug.bench {command}"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"normplug.bench: {path} cannot be read: {error}") from None
+        content = read(path, kinds)
+    except ValueError as error:
+        raise SystemExit(f"{who}: {error}") from None
+    try:
+        return show(content)
+    except KeyError as error:
+        raise SystemExit(f"{who}: {path} lacks {error}.") from None
+    except ValueError as error:
+        raise SystemExit(f"{who}: {path}: {error}") from None
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,8 +8,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from normplug._plots import new_figure
 from normplug.bench.suites import WIDTHS_ROWS
-from normplug.compare.canvas import FIXED, Style, draw_line, legend_below, new_figure
+from normplug.compare.canvas import FIXED, Style, draw_line, legend_below
 
 Row = Mapping[str, Any]
 
@@ -64,7 +65,7 @@ def _draw(axes: Axes, rows: Iterable[Row], providers: Iterable[str], copy_gbps: 
         x = sorted(points)
         draw_line(axes, x, [points[width] for width in x], STYLES[provider], provider)
     axes.axhline(copy_gbps, color="black", linewidth=0.8, linestyle="--", label="copy")
-    axes.set(xlabel="width", ylabel="GB/s")
+    axes.set(xlabel="width of a row (elements)", ylabel="GB/s")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_ylim(bottom=0)

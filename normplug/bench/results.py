@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,6 +45,117 @@ class Results:
     def _save(self) -> None:
         if self._path is not None:
             write_at_once(self._path, json.dumps(self.content, indent=1) + "\n")
+
+
+class Kind(NamedTuple):
+    """A kind of JSON file.
+
+    Attributes:
+        what: what it holds, in words.
+        writer: the command that writes it.
+        use: what to do with it, in words.
+        keys: of its object.
+        row_keys: of each of its rows, if it has rows.
+    """
+
+    what: str
+    writer: str
+    use: str
+    keys: frozenset[str]
+    row_keys: frozenset[str] = frozenset()
+
+    def fits(self, content: Any) -> bool:
+        """Whether `content`, as parsed, is of this kind."""
+        if not isinstance(content, Mapping) or not self.keys <= content.keys():
+            return False
+        if "rows" not in self.keys:
+            return True
+        rows = content["rows"]
+        return isinstance(rows, list) and all(
+            isinstance(row, Mapping) and self.row_keys <= row.keys() for row in rows
+        )
+
+
+ORIGIN = frozenset({"device", "versions", "date"})
+KERNELS = Kind(
+    "times of kernels",
+    "normplug.bench kernels",
+    "`normplug.bench table` and `normplug.bench plot` take it",
+    ORIGIN | {"copy_gbps", "rows"},
+    frozenset({"op", "direction", "shape", "dtype", "provider"}),
+)
+MODELS = Kind(
+    "times of training steps",
+    "normplug.bench models",
+    "`normplug.bench table` takes it",
+    ORIGIN | {"settings", "rows"},
+    frozenset({"model", "batch", "arm", "ms"}),
+)
+PROFILE = Kind(
+    "a profile of training steps",
+    "normplug.bench models --profile",
+    "`normplug.bench table` takes it",
+    ORIGIN | {"settings", "rows"},
+    frozenset({"model", "batch", "arm", "groups_ms"}),
+)
+KINDS = (
+    KERNELS,
+    MODELS,
+    PROFILE,
+    Kind(
+        "losses under autocast",
+        "normplug.bench autocast",
+        "that command prints their table, and its --plot draws them",
+        ORIGIN | {"settings", "runs"},
+    ),
+    Kind(
+        "a comparison of architectures",
+        "normplug.zoo",
+        "that command's --markdown writes its table",
+        ORIGIN | {"rows"},
+        frozenset({"library", "name", "result"}),
+    ),
+    Kind(
+        "a trace",
+        "normplug.bench kernels --trace",
+        "https://ui.perfetto.dev shows it",
+        frozenset({"traceEvents"}),
+    ),
+    Kind(
+        "the result of a run",
+        "train.py",
+        "`python -m normplug.compare DIRECTORY` takes the directory of its sweep",
+        frozenset({"arm", "seed", "status"}),
+    ),
+)
+
+
+def read(path: Path, kinds: Collection[Kind]) -> dict[str, Any]:
+    """The contents of a JSON file of one of `kinds`.
+
+    Raises:
+        ValueError: it cannot be read, is no JSON, or is of another kind; the message says which.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not JSON: it is not text in UTF-8.") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not text.strip():
+        raise ValueError(f"{path} is empty.")
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from None
+    found = next((kind for kind in KINDS if kind.fits(content)), None)
+    if found in kinds:
+        return content
+    wanted = " or ".join(f"`{kind.writer}`" for kind in kinds)
+    holds, use = "a list" if isinstance(content, list) else "no result of normplug", ""
+    if found is not None:
+        holds, use = f"{found.what}, as `{found.writer}` writes", f"; {found.use}"
+    raise ValueError(f"{path} holds {holds}{use}. This command takes what {wanted} writes.")
 
 
 def provenance(*packages: str) -> dict[str, Any]:

@@ -1,16 +1,17 @@
 """Gather the runs of a sweep into one honest table and its plots (needs the `train` extra)."""
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from normplug.compare.canvas import arm_styles
+from normplug._extras import needs
 from normplug.compare.gather import find_runs, group_runs
-from normplug.compare.plots import draw, file_stems
-from normplug.compare.report import render
-from normplug.compare.sheets import write_runs, write_summary
-from normplug.compare.stats import Row, summarise
-from normplug.compare.variance import gather_variance
+
+if TYPE_CHECKING:
+    from normplug.compare.stats import Row
 
 __all__ = ["Comparison", "compare"]
 
@@ -48,7 +49,16 @@ def compare(
     Raises:
         FileNotFoundError: `directory` is no directory.
         ValueError: it holds no `result.json`.
+        ModuleNotFoundError: a package of the `train` extra is missing.
     """
+    with needs("normplug.compare", "train"):
+        from normplug.compare.canvas import arm_styles
+        from normplug.compare.plots import draw, file_stems
+        from normplug.compare.report import render
+        from normplug.compare.sheets import write_runs, write_summary
+        from normplug.compare.stats import summarise
+        from normplug.compare.variance import gather_variance
+
     root = Path(directory)
     runs, unreadable = find_runs(root)
     groups = group_runs(runs)

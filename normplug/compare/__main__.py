@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from normplug._extras import MissingPackage
 from normplug.compare import compare
 
 
@@ -15,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         comparison = compare(arguments.directory, arguments.out)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MissingPackage) as error:
         print(error, file=sys.stderr)
         return 1
     print(comparison.markdown)

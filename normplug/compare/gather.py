@@ -10,6 +10,8 @@ from typing import Any
 
 BASELINE = "baseline"
 ARM_ORDER = (BASELINE, "standard", "golden")
+# What the other arms are compared with: the first that has a finished run. Both are stock norms.
+REFERENCES = (BASELINE, "standard")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,27 @@ class Group:
     def seeds(self) -> list[int]:
         """Every seed that any arm has: what each arm should have."""
         return sorted({seed for runs in self.arms.values() for seed in runs})
+
+    @property
+    def reference(self) -> str | None:
+        """The arm that the others are compared with; None if no such arm has a finished run."""
+        return next((arm for arm in REFERENCES if self.finished(arm)), None)
+
+    @property
+    def why_reference(self) -> str:
+        """Why this arm is the reference, or why there is none."""
+        if self.reference == REFERENCES[0]:
+            return "it has finished runs"
+        passed_over = [arm for arm in REFERENCES if not self.finished(arm)]
+        return " and ".join(
+            f"{arm} has no {'finished run' if arm in self.arms else 'run'}" for arm in passed_over
+        )
+
+    @property
+    def about_reference(self) -> str:
+        """Which arm is the reference, and why, in words."""
+        which = "No reference:" if self.reference is None else f"Reference: {self.reference}, since"
+        return f"{which} {self.why_reference}"
 
     def finished(self, arm: str) -> dict[int, Run]:
         """The finished runs of `arm` by seed; empty for an arm that the group lacks."""

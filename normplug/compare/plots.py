@@ -1,23 +1,18 @@
-"""Draw a group: its accuracy by epoch and by seed here, the variance of its norms next door."""
+"""Draw a group: its accuracy here, its speed in `throughput`, its variances in `variance_plots`."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from normplug.compare.canvas import (
-    Style,
-    draw_line,
-    legend_below,
-    new_figure,
-    seed_count,
-    whole_numbers,
-)
-from normplug.compare.gather import BASELINE, Group
+from normplug._plots import new_figure, whole_numbers
+from normplug.compare.canvas import Style, draw_line, legend_below, seed_count
+from normplug.compare.dots import draw_bar, draw_dots, row_height, row_name, say_no_pair
+from normplug.compare.gather import Group
 from normplug.compare.stats import accuracies, paired_differences, t_interval
+from normplug.compare.throughput import speeds_by_hardware, throughput_figure
 from normplug.compare.variance import Variance
 from normplug.compare.variance_plots import variance_by_depth_figure, variance_by_step_figure
 
@@ -35,6 +30,8 @@ def draw(
         figures["accuracy"] = accuracy_figure(group, styles)
     if any(accuracies(group, arm) for arm in group.arms):
         figures["seeds"] = seeds_figure(group, styles)
+    if speeds_by_hardware(group):
+        figures["throughput"] = throughput_figure(group, styles)
     if variances:
         figures["variance_by_depth"] = variance_by_depth_figure(group.title, variances, styles)
         figures["variance_by_step"] = variance_by_step_figure(group.title, variances)
@@ -70,8 +67,10 @@ def accuracy_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
         for axes, start in ((whole, 0), (late, len(epochs) // 2)):
             x, y, colour = epochs[start:], percent[:, start:], styles[arm].colour
             axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.15, lw=0)
-            draw_line(axes, x, y.mean(axis=0), styles[arm], label)
+            # A marker at 100% is on the border: it is drawn whole.
+            draw_line(axes, x, y.mean(axis=0), styles[arm], label, clip_on=False)
     for axes, name in ((whole, "all epochs"), (late, "last half, enlarged")):
+        axes.set_ylim(_percent(*axes.get_ylim()))
         axes.set_title(name, loc="left", fontsize="medium")
         axes.set(xlabel="epoch", ylabel="validation accuracy (%)")
         axes.xaxis.set_major_locator(whole_numbers(10))
@@ -81,25 +80,37 @@ def accuracy_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
 
 
 def seeds_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
-    """Test accuracy of every seed, and its difference to the baseline."""
+    """Test accuracy of every seed, and its difference to the reference."""
     what = "test accuracy: a dot for each seed, mean and 95% t-interval in black"
     arms = list(group.arms)
-    figure = new_figure(group.title, what, 10, 1.8 + 0.6 * len(arms))
+    names = [row_name(arm, len(group.finished(arm)), group) for arm in arms]
+    figure = new_figure(
+        group.title, f"{what}\n{group.about_reference}", 10, 1.8 + row_height(names) * len(arms)
+    )
     left, right = figure.subplots(1, 2, sharey=True)
     for row, arm in enumerate(arms):
-        _dots(left, row, accuracies(group, arm), group.seeds, styles[arm])
-        _dots(right, row, paired_differences(group, arm), group.seeds, styles[arm])
-    counts = [f"{arm}\n{len(group.finished(arm))} of {len(group.seeds)} seeds" for arm in arms]
-    left.set_yticks(range(len(arms)), counts)
+        for axes, by_seed in (
+            (left, accuracies(group, arm)),
+            (right, paired_differences(group, arm)),
+        ):
+            if interval := t_interval(by_seed.values()):
+                percent = {seed: 100 * value for seed, value in by_seed.items()}
+                draw_dots(axes, row, percent, group.seeds, styles[arm])
+                mean, off = 100 * interval.mean, 100 * (interval.half_width or 0)
+                draw_bar(axes, row, mean, mean - off, mean + off)
+        if not accuracies(group, arm):
+            left.text(0.02, row, "no test accuracy", transform=left.get_yaxis_transform())
+    left.set_yticks(range(len(arms)), names)
     left.set_ylim(len(arms) - 0.5, -0.5)
-    left.set_xlabel("test accuracy (%)")
+    ends = left.dataLim.intervalx
+    left.set_xlim(_percent(*left.get_xlim()))
+    cut = "; intervals are cut at 0 and 100" if ends[0] < 0 or ends[1] > 100 else ""
+    left.set_xlabel(f"test accuracy (%{cut})")
     if any(paired_differences(group, arm) for arm in arms):
         right.axvline(0, color="black", linewidth=0.8, linestyle="--", zorder=0)
-        right.set_xlabel(f"test accuracy minus {BASELINE}, same seed (points)")
+        right.set_xlabel(f"test accuracy minus {group.reference}, same seed (points)")
     else:
-        right.set_axis_off()
-        middle = {"x": 0.5, "y": 0.5, "ha": "center", "transform": right.transAxes}
-        right.text(s=f"no seed to compare with {BASELINE}", **middle)
+        say_no_pair(right, group)
     for axes in (left, right):
         axes.grid(axis="x", alpha=0.3)
     return figure
@@ -107,21 +118,12 @@ def seeds_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
 
 def _curves(group: Group, arm: str) -> list[tuple[float, ...]]:
     """The accuracy curves of an arm's finished runs, cut to the epochs that all of them have."""
-    runs = group.finished(arm).values()
-    curves = [run.accuracy_by_epoch for run in runs if run.accuracy_by_epoch]
+    found = [run.accuracy_by_epoch for run in group.finished(arm).values()]
+    curves = [curve for curve in found if np.isfinite(curve).any()]
     shortest = min(map(len, curves), default=0)
     return [curve[:shortest] for curve in curves]
 
 
-def _dots(
-    axes: Axes, row: int, by_seed: Mapping[int, float], seeds: Sequence[int], style: Style
-) -> None:
-    """Dots over their interval; a seed has one height in every row, so pairs can be followed."""
-    interval = t_interval(by_seed.values())
-    if interval is None:
-        return
-    x = [100 * value for value in by_seed.values()]
-    y = [row - 0.35 + 0.5 * (seeds.index(seed) + 0.5) / len(seeds) for seed in by_seed]
-    axes.plot(x, y, linestyle="", marker=style.marker, color=style.colour, markersize=6)
-    mean, half_width = 100 * interval.mean, 100 * (interval.half_width or 0)
-    axes.errorbar(mean, row + 0.28, xerr=half_width, color="black", marker="|", ms=12, capsize=3)
+def _percent(low: float, high: float) -> tuple[float, float]:
+    """The limits of an axis of accuracies, without what no accuracy can be."""
+    return max(low, 0.0), min(high, 100.0)

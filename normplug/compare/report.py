@@ -4,30 +4,21 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from normplug.compare.gather import BASELINE, Group, Run
+from normplug.compare.gather import REFERENCES, Group, Run
 from normplug.compare.stats import Interval, Row, summarise
 
-HEADER = (
-    "arm",
-    "n",
-    "test accuracy, %",
-    "minus baseline, points",
-    "speed ratio",
-    "images/s",
-    "step, ms",
-    "peak, MiB",
-    "norms swapped",
-)
 NOTHING = "-"
 HOW_TO_READ = f"""## How to read the tables
 
 - n: finished runs, of the seeds that any arm of the table has. Only finished runs are averaged.
 - test accuracy: on the test set, after the last epoch; mean over seeds ± half the width of the
   95% t-interval. One seed has no interval.
-- minus {BASELINE}: mean and 95% t-interval of the differences, paired by seed. Each interval
+- reference: the arm that the others are compared with. It is {REFERENCES[0]} where that arm has
+  finished runs, else {REFERENCES[1]}; each table names its own.
+- minus the reference: mean and 95% t-interval of the differences, paired by seed. Each interval
   stands alone: with many arms, some will miss zero by chance.
-- speed ratio: images/s over that of {BASELINE}; geometric mean over seeds, by pairs that ran on
-  the same hardware. Above 1 is faster.
+- speed ratio: images/s over that of the reference; geometric mean over seeds, by pairs that ran
+  on the same hardware. Above 1 is faster.
 - images/s, step and peak memory: medians over runs.
 """
 
@@ -48,7 +39,7 @@ def render(
     """
     count = sum(len(runs) for group in groups for runs in group.arms.values())
     count += sum(len(group.left_out) for group in groups) + len(unreadable)
-    parts = [f"# Comparison of {count} runs in {root}\n"]
+    parts = [f"# Comparison of {count} run{'s' * (count != 1)} in {root}\n"]
     parts += [_section(group, lines, root) for group, lines in zip(groups, notes, strict=True)]
     if unreadable:
         lines = [f"{path.relative_to(root)}: {why}" for path, why in unreadable.items()]
@@ -57,10 +48,9 @@ def render(
 
 
 def _section(group: Group, notes: Sequence[str], root: Path) -> str:
-    parts = [f"## {group.title}\n", _table(summarise(group))]
-    if not group.finished(BASELINE):
-        why = "no finished run" if BASELINE in group.arms else "no run"
-        parts.append(f"The arm {BASELINE} has {why}: no differences, no speed ratios.\n")
+    parts = [f"## {group.title}\n", _table(group)]
+    so = ": no differences, no speed ratios" if group.reference is None else ""
+    parts.append(f"{group.about_reference}{so}.\n")
     if left := [*_not_averaged(group, root), *notes]:
         parts.append(f"Not in these numbers, or not in the plots:\n\n{_bullets(left)}")
     parts.append("Test accuracy is on the test set, after the last epoch.\n")
@@ -68,9 +58,20 @@ def _section(group: Group, notes: Sequence[str], root: Path) -> str:
     return "\n".join(parts)
 
 
-def _table(rows: Iterable[Row]) -> str:
-    lines = [HEADER, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
+def _table(group: Group) -> str:
+    header = (
+        "arm",
+        "n",
+        "test accuracy, %",
+        f"minus {group.reference or 'reference'}, points",
+        "speed ratio",
+        "images/s",
+        "step, ms",
+        "peak, MiB",
+        "norms swapped",
+    )
+    lines = [header, *(_cells(row) for row in summarise(group))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
 
     def join(cells: Sequence[str]) -> str:
         first = cells[0].ljust(widths[0])
@@ -90,7 +91,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         difference += f" ({_pairs(row.difference.n)})"
     if row.speed_ratio is not None:
         ratio = f"{row.speed_ratio:.3f} ({_pairs(row.speed_pairs)})"
-    if row.arm == BASELINE:
+    if row.arm == row.reference:
         difference = ratio = "reference"
     return (
         row.arm.replace("|", "/"),

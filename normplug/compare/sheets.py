@@ -7,18 +7,20 @@ from pathlib import Path
 from normplug.compare.gather import Group, Run
 from normplug.compare.stats import Interval, Row
 
+REFERENCE_COLUMNS = ("reference", "why_reference")
 SUMMARY_COLUMNS = (
     "model",
     "data",
     "arm",
     "n_finished",
     "n_expected",
+    *REFERENCE_COLUMNS,
     "test_accuracy_n",
     "test_accuracy_mean",
     "test_accuracy_t95_half_width",
-    "difference_to_baseline_n",
-    "difference_to_baseline_mean",
-    "difference_to_baseline_t95_half_width",
+    "difference_to_reference_n",
+    "difference_to_reference_mean",
+    "difference_to_reference_t95_half_width",
     "speed_ratio_n",
     "speed_ratio_geometric_mean",
     "images_per_s_median",
@@ -55,13 +57,14 @@ def write_runs(
     """One line for each run; `averaged` is False for those that no mean includes."""
     lines = []
     for group in groups:
-        for runs in group.arms.values():
-            lines += [_run_line(run, root, run.finished) for _, run in sorted(runs.items())]
-        lines += [_run_line(run, root, averaged=False) for run in group.left_out]
+        used = [run for runs in group.arms.values() for _, run in sorted(runs.items())]
+        reference = {"reference": group.reference, "why_reference": group.why_reference}
+        lines += [_run_line(run, root, run.finished) | reference for run in used]
+        lines += [_run_line(run, root, averaged=False) | reference for run in group.left_out]
     for file, why in unreadable.items():
         name = file.relative_to(root)
         lines.append({"status": "failed", "error": why, "averaged": False, "file": name})
-    _write(path, (*RUN_FIELDS, "averaged", "file"), lines)
+    _write(path, (*RUN_FIELDS, "averaged", *REFERENCE_COLUMNS, "file"), lines)
 
 
 def _summary_line(row: Row) -> dict[str, object]:
@@ -71,8 +74,10 @@ def _summary_line(row: Row) -> dict[str, object]:
         "arm": row.arm,
         "n_finished": row.n_finished,
         "n_expected": row.n_expected,
+        "reference": row.reference,
+        "why_reference": row.why_reference,
         **_interval("test_accuracy", row.test_accuracy),
-        **_interval("difference_to_baseline", row.difference),
+        **_interval("difference_to_reference", row.difference),
         "speed_ratio_n": row.speed_pairs,
         "speed_ratio_geometric_mean": row.speed_ratio,
         "images_per_s_median": row.images_per_s,

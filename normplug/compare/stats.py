@@ -1,4 +1,4 @@
-"""Means, 95% t-intervals, and differences to the baseline paired by seed."""
+"""Means, 95% t-intervals, and differences to the reference paired by seed."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-from normplug.compare.gather import BASELINE, Group, Run
+from normplug.compare.gather import Group, Run
 
 MIB = 2**20
 
@@ -30,9 +30,11 @@ class Row:
         arm: baseline, standard, golden, ...
         n_finished: finished runs, the only ones averaged.
         n_expected: seeds that any arm of the group has.
+        reference: the arm that this one is compared with; None if there is none.
+        why_reference: why it is that arm.
         test_accuracy: over the finished runs that have one.
-        difference: test accuracy minus the baseline's, over the seeds that both finished.
-        speed_ratio: geometric mean of images/s over the baseline's, by pairs of one hardware.
+        difference: test accuracy minus the reference's, over the seeds that both finished.
+        speed_ratio: geometric mean of images/s over the reference's, by pairs of one hardware.
         speed_pairs: number of those pairs.
         images_per_s: median over runs.
         step_ms: median over runs of each run's median step.
@@ -45,6 +47,8 @@ class Row:
     arm: str
     n_finished: int
     n_expected: int
+    reference: str | None
+    why_reference: str
     test_accuracy: Interval | None
     difference: Interval | None
     speed_ratio: float | None
@@ -73,19 +77,19 @@ def accuracies(group: Group, arm: str) -> dict[int, float]:
 
 
 def paired_differences(group: Group, arm: str) -> dict[int, float]:
-    """Test accuracy of `arm` minus that of the baseline, by seed that both finished."""
-    if arm == BASELINE:
+    """Test accuracy of `arm` minus that of the reference, by seed that both finished."""
+    if group.reference in (None, arm):
         return {}
-    reference = accuracies(group, BASELINE)
+    reference = accuracies(group, group.reference)
     found = accuracies(group, arm)
     return {seed: found[seed] - reference[seed] for seed in found.keys() & reference.keys()}
 
 
 def speed_ratios(group: Group, arm: str) -> dict[int, float]:
-    """Images/s of `arm` over that of the baseline, by seed that both ran on one hardware."""
-    if arm == BASELINE:
+    """Images/s of `arm` over that of the reference, by seed that both ran on one hardware."""
+    if group.reference in (None, arm):
         return {}
-    runs, references = group.finished(arm), group.finished(BASELINE)
+    runs, references = group.finished(arm), group.finished(group.reference)
     found, reference = _values(runs, "images_per_s"), _values(references, "images_per_s")
     return {
         seed: found[seed] / reference[seed]
@@ -93,6 +97,11 @@ def speed_ratios(group: Group, arm: str) -> dict[int, float]:
         if runs[seed].hardware == references[seed].hardware
         and min(found[seed], reference[seed]) > 0
     }
+
+
+def geometric_mean(ratios: Collection[float]) -> float:
+    """The mean of ratios: that of their inverses is its inverse."""
+    return float(np.exp(np.mean(np.log(list(ratios)))))
 
 
 def summarise(group: Group) -> list[Row]:
@@ -111,9 +120,11 @@ def _row(group: Group, arm: str) -> Row:
         arm=arm,
         n_finished=len(runs),
         n_expected=len(group.seeds),
+        reference=group.reference,
+        why_reference=group.why_reference,
         test_accuracy=t_interval(accuracies(group, arm).values()),
         difference=t_interval(paired_differences(group, arm).values()),
-        speed_ratio=float(np.exp(np.mean(np.log(ratios)))) if ratios else None,
+        speed_ratio=geometric_mean(ratios) if ratios else None,
         speed_pairs=len(ratios),
         images_per_s=_median(runs, "images_per_s"),
         step_ms=_median(runs, "step_ms"),

@@ -10,6 +10,7 @@ import torchvision
 from torch import Tensor
 from torch.nn import functional
 
+from normplug._extras import needs
 from normplug.experiment.datamodule import ImageData, Options
 from normplug.experiment.images import SPLIT_SEED, ImageSet, MemoryImages, list_files
 
@@ -28,7 +29,8 @@ class Digits(ImageData):
 
     def load(self) -> tuple[ImageSet, ImageSet]:
         """Read them from the scikit-learn package."""
-        from sklearn.datasets import load_digits  # slow to import, and only this source needs it
+        with needs("normplug.experiment: data=digits", "train"):
+            from sklearn.datasets import load_digits  # slow, and only this source needs it
 
         digits = load_digits()
         grey = torch.from_numpy(digits.images * 255 / 16).round().to(torch.uint8)

@@ -219,12 +219,15 @@ class Run:
             if r["loader_wait_ms"] is not None:
                 speed += f", loader wait {r['loader_wait_ms']:.2f} ms"
             speed += ")"
+        peak = "unknown"
+        if r["peak_memory_bytes"] is not None:
+            peak = f"{r['peak_memory_bytes'] / 2**20:,.0f} MiB"
         lines = [
             "",
             f"{r['model']} on {r['data']}, arm {r['arm']}, seed {r['seed']}: {r['hardware']}",
             f"test accuracy  {100 * r['test_accuracy']:.2f} % after {r['epochs']} epochs",
             f"speed          {speed}",
-            f"peak memory    {r['peak_memory_bytes'] / 2**20:,.0f} MiB",
+            f"peak memory    {peak}",
             f"norm layers    {r['norms_swapped']} swapped, {r['norms_fused']} fused",
             *(logger.table() for logger in variance_loggers(trainer)),
             f"written to     {self.directory}: {', '.join(sorted(_files(self.directory)))}",

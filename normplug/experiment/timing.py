@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import statistics
 import sys
 import time
@@ -166,10 +165,11 @@ def reset_peak_memory(gpu: bool) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_memory_bytes(gpu: bool) -> int:
+def peak_memory_bytes(gpu: bool) -> int | None:
     """The most memory held since `reset_peak_memory`: of the GPU, or of this process.
 
     Where a process's peak cannot be reset (other systems than Linux) it is that of its whole life.
+    None where the system does not tell: on Windows without the package psutil.
     """
     if gpu:
         return torch.cuda.max_memory_allocated()
@@ -177,5 +177,18 @@ def peak_memory_bytes(gpu: bool) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         peak = next(line for line in lines if line.startswith("VmHWM:"))
         return int(peak.split()[1]) * 1024
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return _peak_working_set_bytes()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _peak_working_set_bytes() -> int | None:
+    """Windows' name for the peak of a process's memory."""
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        return None
+    return getattr(psutil.Process().memory_info(), "peak_wset", None)

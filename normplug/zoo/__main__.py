@@ -1,6 +1,6 @@
 """Swap the norms of other libraries' architectures, and compare each with its stock self.
 
-The exit status is 1 where a comparison fails.
+The exit status is 1 where a comparison fails, or a library that was asked for is not installed.
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     arguments = parser().parse_args(argv)
+    libraries = arguments.library or list(LIBRARIES)
     content = run(
-        arguments.library or list(LIBRARIES),
+        libraries,
         only=arguments.only,
         large=arguments.all,
         device=torch.device(arguments.device),
         path=arguments.json,
     )
     if not content["rows"]:
-        print(f"normplug.zoo: no architecture matches {arguments.only!r}", file=sys.stderr)
+        if set(content["passed_over"]) != set(libraries):
+            print(f"normplug.zoo: no architecture matches {arguments.only!r}", file=sys.stderr)
         return 1
     if arguments.markdown:
         write_at_once(arguments.markdown, render(content))
     print(summary(content))
-    return int(any(row["result"] == "failed" for row in content["rows"]))
+    lacking = bool(arguments.library and content["passed_over"])
+    return int(lacking or any(row["result"] == "failed" for row in content["rows"]))
 
 
 if __name__ == "__main__":

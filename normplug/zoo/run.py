@@ -6,6 +6,7 @@ import fnmatch
 import gc
 import importlib
 import json
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from normplug._extras import MissingPackage, needs
 from normplug.bench.results import write_at_once
 from normplug.experiment.provenance import hardware, versions
 from normplug.zoo.architecture import Architecture, Inputs
@@ -45,16 +47,17 @@ def run(
         path: a JSON file for the result, written anew after each row.
 
     Returns:
-        The contents of that file.
+        The contents of that file. `passed_over` has a sentence for each library that is missing.
     """
     found = versions(*LIBRARIES)
     content: dict[str, Any] = {
         "device": hardware(device.type == "cuda", 1),
         "versions": {k: found[k] for k in ("python", "torch", *LIBRARIES) if k in found},
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "passed_over": {},
         "rows": [],
     }
-    for architecture in _architectures(libraries):
+    for architecture in _architectures(libraries, content["passed_over"]):
         if not fnmatch.fnmatchcase(architecture.name, only):
             continue
         row = check_one(architecture, large=large, device=device)
@@ -66,12 +69,14 @@ def run(
     return content
 
 
-def _architectures(libraries: Sequence[str]) -> Iterator[Architecture]:
+def _architectures(libraries: Sequence[str], passed_over: dict[str, str]) -> Iterator[Architecture]:
     for library in libraries:
         try:
-            module = importlib.import_module(f"normplug.zoo.{library}_models")
-        except ModuleNotFoundError as error:
-            print(f"{library}: {error.name} is not installed", flush=True)
+            with needs(f"normplug.zoo --library {library}", "zoo"):
+                module = importlib.import_module(f"normplug.zoo.{library}_models")
+        except MissingPackage as error:
+            passed_over[library] = str(error)
+            print(error, file=sys.stderr, flush=True)
             continue
         yield from module.architectures()
 

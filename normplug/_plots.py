@@ -1,0 +1,107 @@
+"""What the plots share: figures that need no display, and scales that do not stretch noise."""
+
+import math
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+FINE_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+
+
+def new_figure(title: str, what: str, width: float, height: float) -> Figure:
+    """A figure of so many inches that draws off screen, apart from pyplot's global state."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    lines = (wrapped(text, int(11 * width)) for text in (title, what))
+    figure.suptitle("\n".join(lines), fontsize="medium")
+    return figure
+
+
+def wrapped(text: str, width: int) -> str:
+    """Break a long name into lines of at most `width` letters."""
+    return "\n".join(textwrap.fill(line, max(width, 10)) for line in text.splitlines())
+
+
+def whole_numbers(most: int) -> MaxNLocator:
+    """Ticks for epochs, steps and depths: at most so many, none between two whole numbers."""
+    return MaxNLocator(most, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+
+
+def log_span(values: Floats, outside: float = 0, least: float = 2) -> tuple[float, float]:
+    """Where positive values lie, without `outside` percent at each end.
+
+    Args:
+        values: any; those that are not finite or not positive are ignored.
+        outside: percent of the values below, and above, what is returned.
+        least: the smallest ratio of the two ends. Values that differ by less, such as by rounding,
+            then do not fill the scale.
+    """
+    positive = values[np.isfinite(values) & (values > 0)]
+    if not positive.size:
+        return 1 / math.sqrt(least), math.sqrt(least)
+    low, high = np.percentile(positive, (outside, 100 - outside), method="inverted_cdf")
+    widen = max(1.0, math.sqrt(least * low / high))
+    return float(low / widen), float(high * widen)
+
+
+def plain_ticks(low: float, high: float) -> tuple[Locator, FuncFormatter]:
+    """Ticks of a log axis, sparser the more decades it spans, written as plain numbers."""
+    decades = math.log10(high / low)
+    locator: Locator = MaxNLocator(5, steps=[1, 2, 5, 10])
+    if decades > 0.3:
+        locator = LogLocator(subs=FINE_TICKS if decades < 1 else (1, 2, 5) if decades < 3 else (1,))
+    return locator, FuncFormatter(lambda value, _: f"{value:g}")
+
+
+def colour_scale(tables: Iterable[Floats], least: float = 2) -> LogNorm:
+    """A log scale over the middle 98% of all values; see `log_span` for `least`."""
+    return LogNorm(*log_span(np.concatenate([table.ravel() for table in tables]), 1, least))
+
+
+def heat_map(
+    axes: Axes, x: NDArray[Any], y: NDArray[Any], table: Floats, norm: Normalize
+) -> QuadMesh:
+    """Draw `table` (len(y), len(x)), first row at the top; what is not finite is hatched."""
+    # LogNorm would draw a zero as if it were missing; this keeps it below the scale.
+    shown = np.maximum(table, np.finfo(float).tiny) if isinstance(norm, LogNorm) else table
+    axes.patch.set(facecolor="white", edgecolor="0.5", hatch="////")
+    mesh = axes.pcolormesh(cell_edges(x), cell_edges(y), shown, norm=norm, cmap="viridis")
+    if not axes.yaxis_inverted():
+        axes.invert_yaxis()
+    return mesh
+
+
+def colour_bar(
+    figure: Figure, mesh: QuadMesh, tables: Iterable[Floats], axes: Any, **options: Any
+) -> None:
+    """Add the scale of heat maps of `tables`, with an arrow at an end that some value is beyond."""
+    low, high = mesh.get_clim()
+    assert low is not None
+    assert high is not None
+    values = np.concatenate([table[np.isfinite(table)] for table in tables])
+    beyond = {
+        (True, True): "both",
+        (True, False): "min",
+        (False, True): "max",
+        (False, False): "neither",
+    }[bool((values < low).any()), bool((values > high).any())]
+    ticks, names = plain_ticks(low, high)
+    bar = figure.colorbar(mesh, ax=axes, extend=beyond, ticks=ticks, format=names, **options)
+    bar.minorticks_off()
+
+
+def cell_edges(centres: NDArray[Any]) -> Floats:
+    """Cell borders half-way between the centres; a single centre gets a cell of width 1."""
+    middle = (centres[1:] + centres[:-1]) / 2
+    first, last = (middle[0], middle[-1]) if len(middle) else (centres[0] + 0.5, centres[0] - 0.5)
+    return np.concatenate([[2 * centres[0] - first], middle, [2 * centres[-1] - last]])

@@ -1,0 +1,41 @@
+"""Rows of dots: a row for each arm, a dot for each seed, and what stands for all of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from matplotlib.axes import Axes
+
+from normplug._plots import wrapped
+from normplug.compare.canvas import Style, seed_count
+from normplug.compare.gather import Group
+
+
+def row_name(arm: str, count: int, group: Group) -> str:
+    """The arm, and how many of the group's seeds its row has."""
+    return f"{wrapped(arm, 30)}\n{count} of {seed_count(len(group.seeds))}"
+
+
+def row_height(names: Iterable[str]) -> float:
+    """Inches that each row needs for its name."""
+    return max(0.6, *(0.2 * (name.count("\n") + 1) for name in names))
+
+
+def say_no_pair(axes: Axes, group: Group) -> None:
+    """Say it in place of a panel."""
+    axes.set_axis_off()
+    text = f"no seed to compare with {group.reference or 'a reference'}"
+    axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes)
+
+
+def draw_dots(
+    axes: Axes, row: int, by_seed: Mapping[int, float], seeds: Sequence[int], style: Style
+) -> None:
+    """A dot a seed; a seed has one height in every row, so pairs can be followed."""
+    y = [row - 0.35 + 0.5 * (seeds.index(seed) + 0.5) / len(seeds) for seed in by_seed]
+    x = list(by_seed.values())
+    axes.plot(x, y, style.marker, color=style.colour, markersize=6, clip_on=False)
+
+
+def draw_bar(axes: Axes, row: int, middle: float, low: float, high: float) -> None:
+    """What stands for all dots of a row, below them; `low` and `high` may round past `middle`."""
+    spread = [[max(middle - low, 0.0)], [max(high - middle, 0.0)]]
+    axes.errorbar(middle, row + 0.28, xerr=spread, color="black", marker="|", ms=12, capsize=3)
