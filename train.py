@@ -19,6 +19,7 @@ with needs("train.py", "train", SystemExit):
     from lightning.pytorch import seed_everything
     from omegaconf import DictConfig
 
+    from normplug.experiment.checks import accept_null_groups
     from normplug.experiment.classifier import Classifier
     from normplug.experiment.models import scale_norm_weights
     from normplug.experiment.run import BASELINE, Run
@@ -26,10 +27,12 @@ with needs("train.py", "train", SystemExit):
 CONFIGS = str(Path(__file__).resolve().with_name("configs"))
 
 
+@accept_null_groups(CONFIGS)
 @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
 def main(cfg: DictConfig) -> float | None:
     """Train and test one arm; return its test accuracy."""
     with Run(cfg) as run:
+        run.start()
         if run.finished:
             return run.result["test_accuracy"]
         seed_everything(cfg.seed, workers=True)
@@ -56,10 +59,7 @@ def main(cfg: DictConfig) -> float | None:
             arm=run.arm,
             channels_last=cfg.channels_last,
         )
-        trainer = run.trainer(
-            list(instantiate(cfg.callbacks).values()),
-            logger=list(instantiate(cfg.logger).values()),
-        )
+        trainer = run.trainer(run.built("callbacks"), logger=run.built("logger"))
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
         trainer.test(model, datamodule=data, verbose=False)
         return run.finish(trainer, model, data)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 BASELINE = "baseline"
+REFUSAL = "refused.txt"  # beside a finished result: why the sweep under way could not use it
 ARM_ORDER = (BASELINE, "standard", "golden")
 # What the other arms are compared with: the first that has a finished run. Both are stock norms.
 REFERENCES = (BASELINE, "standard")
@@ -131,6 +132,12 @@ def read_run(path: Path) -> Run:
     status, error = record["status"], str(record.get("error") or "")
     if lacking and status == "finished":
         status, error = "failed", f"result.json lacks {', '.join(lacking)}"
+    if (refusal := path.with_name(REFUSAL)).is_file():
+        status, error = "failed", refusal.read_text(encoding="utf-8")
+    try:
+        seed = int(record["seed"])
+    except (OverflowError, TypeError, ValueError):
+        raise ValueError(error or f"its seed is {record['seed']!r}, not an integer") from None
     curve = (_number(value) for value in record.get("accuracy_by_epoch") or ())
     return Run(
         path=path,
@@ -138,7 +145,7 @@ def read_run(path: Path) -> Run:
         model=str(record["model"]),
         data=str(record["data"]),
         arm=str(record["arm"]),
-        seed=int(record["seed"]),
+        seed=seed,
         status=str(status),
         test_accuracy=_number(record.get("test_accuracy")),
         accuracy_by_epoch=tuple(math.nan if value is None else value for value in curve),

@@ -24,7 +24,7 @@ class Classifier(LightningModule):
 
     Args:
         net: (N, 3, H, W) -> (N, num_classes).
-        num_classes: classes.
+        num_classes: classes, at least 2.
         optimizer: parameter groups -> optimizer, e.g. a partial `torch.optim.SGD`.
         schedule: "one_cycle" (Smith 2018, arXiv:1803.09820), "cosine" after a linear warm-up, or
             "constant" after one.
@@ -34,7 +34,8 @@ class Classifier(LightningModule):
         channels_last: hand images on with their channels innermost, as `net` was laid out.
 
     Raises:
-        ValueError: an unknown schedule, a warm-up out of range, a checkpoint of another arm.
+        ValueError: fewer than two classes, an unknown schedule, a warm-up out of range, a
+            checkpoint of another arm.
     """
 
     def __init__(
@@ -50,6 +51,11 @@ class Classifier(LightningModule):
         channels_last: bool = False,
     ) -> None:
         super().__init__()
+        if num_classes < 2:
+            raise ValueError(
+                "normplug.experiment: the data must have two classes or more to tell apart; "
+                f"got {num_classes}. An image folder has one directory a class."
+            )
         if schedule not in SCHEDULES:
             raise ValueError(
                 f"normplug.experiment: schedule must be one of {', '.join(SCHEDULES)}; "

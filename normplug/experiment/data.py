@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torchvision
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import Unpack
 
 from normplug._extras import needs
 from normplug.experiment.datamodule import ImageData, Options
 from normplug.experiment.images import SPLIT_SEED, ImageSet, MemoryImages, list_files
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 TEST_FRACTION = 0.2  # held out from a source that has no test set of its own
 
@@ -53,9 +51,20 @@ class TorchvisionImages(ImageData):
         self.root = root
 
     def prepare_data(self) -> None:
-        """Download what is not there yet."""
-        for train in (True, False):
-            self._open(train=train, download=True)
+        """Download what is not there yet.
+
+        Raises:
+            RuntimeError: that is not possible.
+        """
+        try:
+            for train in (True, False):
+                self._open(train=train, download=True)
+        except (OSError, RuntimeError) as error:  # of the network, of the disk, of torchvision
+            raise RuntimeError(
+                f"{self.who}: {self.dataset} must be in {self.root}, or be downloaded to it "
+                f"({error}). Check the network and the disk, or name another directory: "
+                "data.root=DIR."
+            ) from error
 
     def load(self) -> tuple[ImageSet, ImageSet]:
         """Read both official parts."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torchvision
 from torch import nn
-from torchvision.models import VisionTransformer, get_model
+from torchvision.models import VisionTransformer, get_model, list_models
 
 SMALL_IMAGE = 64  # pixels; up to here an ImageNet stem (stride 4) would throw most of it away
 
@@ -23,7 +24,15 @@ def resnet(
 
     Returns:
         (N, 3, H, W) -> (N, num_classes).
+
+    Raises:
+        ValueError: where `arch` is not a ResNet.
     """
+    known = list_models(torchvision.models, include=["resne*", "wide_resnet*"])
+    if arch not in known:
+        raise ValueError(
+            f"normplug.experiment: model.arch must be one of {', '.join(known)}; got {arch!r}."
+        )
     net = get_model(arch, num_classes=num_classes)
     if small_stem or (small_stem is None and image_size <= SMALL_IMAGE):
         conv = nn.Conv2d(3, net.conv1.out_channels, 3, stride=1, padding=1, bias=False)
@@ -62,15 +71,20 @@ def vit(
         (N, 3, H, W) -> (N, num_classes).
 
     Raises:
-        ValueError: where `patch_size` does not divide `image_size`.
+        ValueError: where `patch_size` does not divide `image_size`, or `heads` `hidden_dim`.
     """
     if patch_size is None:
         divisors = [d for d in range(2, image_size + 1) if image_size % d == 0]
-        patch_size = min(divisors, key=lambda d: abs(d - image_size / 8))
+        patch_size = min(divisors, key=lambda d: abs(d - image_size / 8), default=1)
     if image_size % patch_size:
         raise ValueError(
             f"normplug.experiment: model.patch_size must divide the image size {image_size}; "
             f"got {patch_size}."
+        )
+    if hidden_dim % heads:
+        raise ValueError(
+            f"normplug.experiment: model.heads must divide model.hidden_dim={hidden_dim}; "
+            f"got {heads}."
         )
     net = VisionTransformer(
         image_size=image_size,

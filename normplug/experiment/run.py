@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import errno
 import json
-import math
 import os
 import sys
 import traceback
@@ -15,18 +16,22 @@ from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 import normplug
 from normplug import _convert
-from normplug.compare.gather import BASELINE
+from normplug.compare.gather import BASELINE, REFUSAL
+from normplug.experiment.checks import UserError, building_sentence, check
 from normplug.experiment.classifier import Classifier
 from normplug.experiment.datamodule import ImageData
+from normplug.experiment.directory import RunDirectory, path_name, this_process, unwritable
 from normplug.experiment.provenance import hardware, versions
 from normplug.experiment.timing import (
     EpochLines,
@@ -40,13 +45,11 @@ from normplug.fuse import fused_modules
 QUIET = (
     ".*does not have many workers",  # the images are in memory: workers would only copy them
     "Experiment logs directory .* exists and is not empty",  # Hydra's own files are in it
+    "Checkpoint directory .* exists and is not empty",  # it holds what the run resumes from
     "The dirpath has changed",  # a resumed run has a directory of its own
     ".*LeafSpec.* is deprecated",  # Lightning's use of torch, not ours
 )
-
-
-class UserError(CompactHydraException):
-    """A mistake in the command: Hydra prints its sentence, and no trace."""
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over the quota, read-only
 
 
 def arm_name(mode: str | float, gamma0: float | None = None, tag: str | None = None) -> str:
@@ -54,51 +57,79 @@ def arm_name(mode: str | float, gamma0: float | None = None, tag: str | None = N
     parts = [str(mode) if mode == BASELINE else str(normplug.NormMode(mode))]
     if gamma0 is not None:
         parts.append(f"gamma0_{gamma0:g}")
-    if tag:
-        parts.append(tag)
+    if tag not in (None, ""):
+        parts.append(str(tag))
     return "-".join(parts)
 
 
-def _arm_for_path(mode: str | float, gamma0: float | None, tag: str | None) -> str:
-    # The directory is named before `Run` can refuse a bad mode in a sentence.
+def _arm_or_mode(mode: Any, gamma0: Any, tag: Any) -> str:
+    # Directories and failed runs are named before a bad mode is refused.
     try:
         return arm_name(mode, gamma0, tag)
     except (ValueError, TypeError):
         return str(mode)
 
 
-OmegaConf.register_new_resolver("normplug.arm", _arm_for_path, replace=True)
+OmegaConf.register_new_resolver(
+    "normplug.arm", lambda *arm: path_name(_arm_or_mode(*arm)), replace=True
+)
+OmegaConf.register_new_resolver("normplug.name", path_name, replace=True)
 
 
 class Run:
     """A context around one run that writes `result.json` at its start, end or failure.
 
+    In a sweep, what fails inside the context is recorded as a failed arm, and the sweep goes on.
+
     Args:
         cfg: the composed configuration.
 
     Raises:
-        UserError: a mode, gamma0 or combination that cannot run; or a directory that holds another
-            configuration's result. Inside the context, normplug's own messages become one too.
+        UserError: on leaving the context of a single run, for a mistake in the command; messages of
+            normplug and of what the configuration builds become one.
+
+    Attributes:
+        finished: whether an earlier run did all of this one, whose `result` it then is.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
         self.directory = Path(HydraConfig.get().runtime.output_dir)
-        self.arm = _checked_arm(cfg)
-        self._refuse_idle_recompute()
-        _refuse_sweep_of_processes(cfg)
-        self._timer = StepTimer()
+        self.arm = _arm_or_mode(*(OmegaConf.select(cfg, key) for key in ("mode", "gamma0", "tag")))
         self.result: dict[str, Any] = {}
-        self.finished = self._is_finished()
+        self.finished = False
+        self._timer = StepTimer()
+        self._place = RunDirectory(self.directory)
+        self._state = "outside"  # then "inside" the directory, then "started"
 
     def __enter__(self) -> Run:
         for message in QUIET:
             warnings.filterwarnings("ignore", message)
-        if not self.finished:
-            config = self.directory / "config.yaml"
-            config.write_text(OmegaConf.to_yaml(self.cfg, resolve=True))
-            self._write(status="running", date=_now())
         return self
+
+    def start(self) -> None:
+        """Take the directory, check the configuration, and record that the run is under way.
+
+        Raises:
+            UserError: a live run owns the directory; the configuration cannot run; the directory
+                holds another configuration's result, or a damaged one; it cannot be written.
+        """
+        try:
+            self._place.take()
+            self._state = "inside"
+            check(self.cfg)
+            self.arm = _checked_arm(self.cfg)
+            self._refuse_idle_recompute()
+            self.finished = self._is_finished()
+            (self.directory / REFUSAL).unlink(missing_ok=True)
+            if self.finished:
+                return
+            self._place.set_aside(self.cfg.ckpt_path)
+            self._place.write("config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
+            self._write(status="running", process=this_process(), date=_now())
+            self._state = "started"
+        except OSError as error:
+            raise UserError(unwritable(self.directory, error)) from None
 
     def __exit__(
         self,
@@ -106,20 +137,42 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if not isinstance(error, Exception):
-            return False
+        try:
+            return isinstance(error, Exception) and self._failed(error)
+        finally:
+            self._place.release()
+
+    def _failed(self, error: Exception) -> bool:
+        """Record the failure; whether the sweep goes on."""
         sentence = _sentence(error)
         text = sentence or f"{type(error).__name__}: {error}"
-        self._write(status="failed", error=text, date=_now())
+        if self._state == "started" or (self._state == "inside" and _is_multirun()):
+            self._record_failure(text)
         if _is_multirun():
             # The other arms go on; the comparison at the sweep's end shows this one as failed.
             if not sentence:
                 traceback.print_exception(error)
-            print(f"failed: {self.directory}: {text}", file=sys.stderr)
+            print(f"failed: {self.directory}: {' '.join(text.split())}", file=sys.stderr)
             return True
         if sentence and not os.environ.get("HYDRA_FULL_ERROR"):
             raise UserError(sentence) from None
         return False
+
+    def _record_failure(self, text: str) -> None:
+        """Write the failure where the comparison finds it, beside a result that must stay."""
+        try:
+            kept = self._state == "inside" and self._place.result().get("status") == "finished"
+        except UserError:  # the comparison says itself that it cannot be read
+            return
+        with contextlib.suppress(OSError):
+            if kept:
+                self._place.write(REFUSAL, text)
+                return
+            try:
+                self._write(status="failed", error=text, date=_now())
+            except OSError:  # a full disk: an old result would say "running" for ever
+                (self.directory / "result.json").unlink(missing_ok=True)
+                self._write(status="failed", error=text, date=_now())
 
     @property
     def fuses(self) -> bool:
@@ -139,9 +192,25 @@ class Run:
         accelerators = ("auto", "gpu", "cuda")
         return self.cfg.trainer.accelerator in accelerators and torch.cuda.is_available()
 
+    def built(self, group: str) -> list[Any]:
+        """The objects of a group of the configuration; those that are null are left out."""
+        nodes = self.cfg.get(group) or {}
+        objects = {name: instantiate(node) for name, node in nodes.items() if node is not None}
+        for name, made in objects.items():
+            if not isinstance(made, (Callback, Logger)):
+                raise UserError(
+                    f"normplug.experiment: {group}.{name}._target_ must make a Lightning callback "
+                    f"or logger; got {type(made).__name__} from {nodes[name]._target_}."
+                )
+        return list(objects.values())
+
     def trainer(self, callbacks: list[Callback], **parts: Any) -> Trainer:
         """The configured Trainer, with what is "auto" in its configuration decided."""
         settings = self.cfg.trainer.copy()
+        if not parts.get("logger"):  # it refuses to run with nothing to log to
+            callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
+        if "enable_checkpointing" not in settings:  # else Lightning adds a checkpoint of its own
+            parts["enable_checkpointing"] = any(isinstance(c, Checkpoint) for c in callbacks)
         if settings.precision == "auto":
             settings.precision = "bf16-mixed" if self._on_gpu else "32-true"
         if settings.enable_progress_bar == "auto":
@@ -150,7 +219,9 @@ class Run:
                 callbacks = [*callbacks, EpochLines(str(self.directory))]
         if "profiler" not in settings:
             parts["profiler"] = self._timer.clock
-        return instantiate(settings, callbacks=[*callbacks, self._timer], **parts)
+        trainer = instantiate(settings, callbacks=[*callbacks, self._timer], **parts)
+        _refuse_sweep_of_processes(trainer)
+        return trainer
 
     def finish(self, trainer: Trainer, model: Classifier, data: ImageData) -> float:
         """Write the result, print it, and return the test accuracy."""
@@ -179,32 +250,42 @@ class Run:
     def _write(self, **values: Any) -> None:
         identity = {
             "arm": self.arm,
-            "seed": self.cfg.seed,
-            "model": HydraConfig.get().runtime.choices["model"],
+            "seed": self.cfg.get("seed"),
+            "model": HydraConfig.get().runtime.choices.get("model", "none"),
             "data": _data_name(self.cfg),
         }
         self.result = identity | self.result | values
-        text = json.dumps(self.result, indent=2) + "\n"
-        temporary = self.directory / "result.json.part"
-        temporary.write_text(text)
-        temporary.replace(self.directory / "result.json")
+        if self.result["status"] != "running":
+            self.result.pop("process", None)
+        self._place.write("result.json", json.dumps(self.result, indent=2) + "\n")
 
     def _is_finished(self) -> bool:
         """Whether the directory holds this very run's result."""
-        try:
-            result = json.loads((self.directory / "result.json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            return False
+        result = self._place.result()
         if result.get("status") != "finished":
             return False
-        done = _flat(OmegaConf.to_container(OmegaConf.load(self.directory / "config.yaml")))
+        way_out = (
+            "Name this one: study=NAME (a directory of its own) or tag=NAME (an arm of its own)."
+        )
+        if "test_accuracy" not in result:
+            raise UserError(
+                f"normplug.experiment: {self.directory} holds a finished run without a test "
+                f"accuracy. Delete its result.json to train it again. {way_out}"
+            )
+        try:
+            done = _flat(OmegaConf.to_container(OmegaConf.load(self.directory / "config.yaml")))
+        except Exception as error:  # of the disk, of YAML, of OmegaConf
+            raise UserError(
+                f"normplug.experiment: {self.directory} holds a finished run whose config.yaml "
+                f"cannot be read ({' '.join(str(error).split())}), so it may be another run. "
+                f"{way_out}"
+            ) from None
         asked = _flat(OmegaConf.to_container(self.cfg, resolve=True))
         changed = sorted(k for k in done.keys() | asked.keys() if done.get(k) != asked.get(k))
         if changed:
             raise UserError(
                 f"normplug.experiment: {self.directory} holds a finished run with another value of "
-                f"{', '.join(changed[:5])}. Name this one: study=NAME (a directory of its own) or "
-                "tag=NAME (an arm of its own)."
+                f"{', '.join(changed[:5])}. {way_out}"
             )
         self.result = result
         print(f"skipped: {self.directory} is finished", file=sys.stderr)
@@ -243,72 +324,51 @@ def _norms_fused(model: Classifier) -> int:
 
 def _checked_arm(cfg: DictConfig) -> str:
     """Refuse what would fail only after the data is loaded; return the arm's name."""
-    if cfg.gamma0 is not None and not _is_positive(cfg.gamma0):
-        raise UserError(
-            "normplug.experiment: gamma0 scales the norms' initial weights and must be a finite "
-            f"number above 0, or null; got {cfg.gamma0}."
-        )
-    if not isinstance(cfg.seed, int):
-        raise UserError(f"normplug.experiment: seed must be an integer; got {cfg.seed!r}.")
-    if not _is_positive(cfg.optimizer.lr):
-        raise UserError(
-            "normplug.experiment: optimizer.lr must be a finite number above 0; "
-            f"got {cfg.optimizer.lr!r}."
-        )
-    if cfg.fuse not in (True, False, None):
-        raise UserError(f"normplug.experiment: fuse must be true, false or null; got {cfg.fuse!r}.")
-    if cfg.recompute not in (True, False):
-        raise UserError(
-            f"normplug.experiment: recompute must be true or false; got {cfg.recompute!r}."
-        )
     if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
         raise UserError(
             f"normplug.experiment: ckpt_path must be a checkpoint file; got {cfg.ckpt_path}. A "
             "run's own is checkpoints/last.ckpt in its directory."
         )
-    if cfg.trainer.get("sync_batchnorm") and cfg.mode != BASELINE:
-        raise UserError(
-            "normplug.experiment: trainer.sync_batchnorm=true rebuilds every BatchNorm as a stock "
-            f"SyncBatchNorm, which would drop mode={cfg.mode}. Use instead "
-            "'+trainer.plugins=[{_target_: normplug.lightning.SyncNorms}]'."
-        )
     try:
         return arm_name(cfg.mode, cfg.gamma0, cfg.tag)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"{error} Or mode=baseline, which swaps nothing.") from None
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 < value < math.inf
-
-
 def _data_name(cfg: DictConfig) -> str:
-    choice = HydraConfig.get().runtime.choices["data"]
-    return Path(cfg.data.root).name if choice == "image_folder" and cfg.data.root else choice
+    choice = HydraConfig.get().runtime.choices.get("data", "none")
+    root = OmegaConf.select(cfg, "data.root") if choice == "image_folder" else None
+    return Path(str(root)).name if root else choice
 
 
 def _is_multirun() -> bool:
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-def _refuse_sweep_of_processes(cfg: DictConfig) -> None:
-    # Lightning's ddp starts its processes by running the command again, sweep and all.
-    launches = "ddp" in str(cfg.trainer.strategy) and "LOCAL_RANK" not in os.environ
-    if _is_multirun() and launches and cfg.trainer.devices not in (1, "1"):
+def _refuse_sweep_of_processes(trainer: Trainer) -> None:
+    # A launcher that suits no notebook starts its processes by running the command again, -m too.
+    launcher = trainer.strategy.launcher
+    runs_again = launcher is not None and not launcher.is_interactive_compatible
+    if _is_multirun() and runs_again and trainer.num_devices > 1:
         raise UserError(
-            f"normplug.experiment: trainer.strategy={cfg.trainer.strategy} starts each process by "
-            "running the command again, which with -m would be the whole sweep. Run the arms one "
-            "by one (for mode in ...; do python train.py mode=$mode ...; done), or under torchrun."
+            f"normplug.experiment: {trainer.num_devices} devices with "
+            f"{type(trainer.strategy).__name__} start each process by running the command again, "
+            "which with -m would be the whole sweep. Give trainer.devices=1, run the arms one by "
+            "one (for mode in ...; do python train.py mode=$mode ...; done), or use torchrun."
         )
 
 
 def _sentence(error: BaseException) -> str | None:
-    """Normplug's own message behind an error, if it is one: those are written for the user."""
+    """The message behind an error, if it is written for the user."""
     seen: BaseException | None = error
     while seen is not None:
         if str(seen).startswith("normplug"):
             return str(seen)
         seen = seen.__cause__
+    if isinstance(error, InstantiationException):
+        return building_sentence(error, HydraConfig.get().overrides.task)
+    if isinstance(error, OSError) and error.errno in DISK:
+        return unwritable(Path(error.filename or HydraConfig.get().runtime.output_dir), error)
     return None
 
 

@@ -1,0 +1,331 @@
+"""Who owns a run's directory, and what a failure while a run is set up costs a sweep."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+import train
+from normplug.compare.gather import find_runs
+from normplug.experiment import directory
+from normplug.experiment.checks import UserError
+from normplug.experiment.directory import FORMER, LOCK, RunDirectory
+
+SMALL = [
+    "experiment=smoke",
+    "model=vit_tiny",
+    "data.num_images=100",
+    "data.batch_size=16",
+    "trainer.max_epochs=1",
+    "logger=csv",
+]
+HOLD = """
+import sys, time
+from filelock import FileLock
+lock = FileLock(sys.argv[1], timeout=0)
+lock.acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Call train.py in this process and a directory of its own: (exit code, output, errors)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*overrides):
+        monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
+        code = 0
+        try:
+            train.main()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def contents(folder):
+    """Every file but Hydra's own, which it writes before train.py has a say, and its bytes."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file() and ".hydra" not in path.parts and path.name not in ("train.log", LOCK)
+    }
+
+
+def record(folder, **values):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(json.dumps(values))
+
+
+def test_a_directory_of_a_live_run_is_refused_and_left_alone(command, tmp_path):
+    run = tmp_path / "run"
+    record(run, status="running", process="123 on hostname", date="2026-11-22T16:00:00+00:00")
+    (run / "metrics.csv").write_text("of the live run")
+    before = contents(run)
+    with FileLock(str(run / LOCK)):
+        code, _, errors = command(*SMALL, f"hydra.run.dir={run}")
+    assert code == 1
+    assert "Traceback" not in errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("normplug")]
+    assert f"{run} belongs to a run that is still going on (process 123 on hostname, since" in line
+    assert "hydra.run.dir=DIR, or study=NAME" in line
+    assert contents(run) == before
+
+
+def test_a_sweep_leaves_the_arm_of_another_live_sweep_alone(command, tmp_path):
+    arm = tmp_path / "logs/sweeps/smoke/vit_tiny/fake/golden/seed_0"
+    record(arm, arm="golden", seed=0, model="vit_tiny", data="fake", status="running")
+    before = contents(arm)
+    with FileLock(str(arm / LOCK)):
+        code, output, errors = command(*SMALL, "mode=golden,baseline", "-m")
+    assert code == 1
+    assert f"failed: {arm}: normplug.experiment: {arm} belongs to a run that is still" in errors
+    assert 'golden, seed 0: unfinished: its status is "running"' in output
+    assert contents(arm) == before
+    other = json.loads((arm.parent.with_name("baseline") / "seed_0/result.json").read_text())
+    assert other["status"] == "finished"
+
+
+def test_a_killed_process_frees_its_directory(tmp_path):
+    lock = tmp_path / LOCK
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, lock], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        place = RunDirectory(tmp_path)
+        with pytest.raises(UserError, match="still going on"):
+            place.take()
+        holder.send_signal(signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
+        holder.wait()
+        place.take()
+        with pytest.raises(UserError, match="still going on"):
+            RunDirectory(tmp_path).take()
+        place.release()
+    RunDirectory(tmp_path).take()
+
+
+def test_other_processes_of_a_run_share_its_directory(tmp_path, monkeypatch):
+    first = RunDirectory(tmp_path)
+    first.take()
+    (tmp_path / "metrics.csv").write_text("of this run")
+    monkeypatch.setattr(directory.rank_zero_only, "rank", 1)
+    second = RunDirectory(tmp_path)
+    second.take()
+    second.set_aside(None)
+    second.write("config.yaml", "")
+    second.release()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "metrics.csv"]
+    monkeypatch.setattr(directory.rank_zero_only, "rank", 0)
+    with pytest.raises(UserError, match="still going on"):
+        RunDirectory(tmp_path).take()
+    first.release()
+
+
+def test_what_a_dead_run_left_is_not_mixed_with_a_new_run(command, tmp_path):
+    run = tmp_path / "run"
+    record(run, status="running")
+    old = {"metrics.csv": "step\n", "variance.csv": "step\n", "checkpoints/old.ckpt": "weights"}
+    for name, text in old.items():
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(text)
+    (run / "notes.txt").write_text("mine")
+    code, output, errors = command(*SMALL, f"hydra.run.dir={run}", "callbacks=minimal")
+    assert code == 0, output + errors
+    assert f"set aside: {run / FORMER} has the files of a run that did not finish" in errors
+    assert {name: (run / FORMER / name).read_text() for name in old} == old
+    assert not (run / "variance.csv").exists()
+    assert not (run / "checkpoints").exists()
+    assert (run / "notes.txt").read_text() == "mine"
+    assert json.loads((run / "result.json").read_text())["status"] == "finished"
+
+
+def test_a_run_that_resumes_keeps_the_files_that_it_continues(command, tmp_path):
+    run = tmp_path / "run"
+    code, output, errors = command(*SMALL, f"hydra.run.dir={run}")
+    assert code == 0, output + errors
+    record(run, status="running")
+    resume = f"ckpt_path={run}/checkpoints/last.ckpt"
+    code, output, errors = command(*SMALL, f"hydra.run.dir={run}", resume, "trainer.max_epochs=2")
+    assert code == 0, output + errors
+    assert "set aside" not in errors
+    assert not (run / FORMER).exists()
+    assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
+
+
+def test_the_default_directory_tells_overrides_apart_and_leaves_logs_by_no_way(command, tmp_path):
+    overrides = ["tag=../../x", "mode=..", "optimizer.lr=0.01", "+swap.foo='a/b=c'"]
+    assert command(*SMALL, *overrides)[0] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    (run,) = (tmp_path / "logs/runs").iterdir()
+    assert run.name.endswith("_trainer.max_epochs-1")
+    assert "_optimizer.lr-0.01_" in run.name
+    assert "=" not in run.name
+    long = [f"swap.include=[{','.join(f'layer{i}.*' for i in range(99))}]"]
+    assert command(*SMALL, *long, "data.batch_size=0")[0] == 1
+    assert all(len(path.name.encode()) < 200 for path in (tmp_path / "logs/runs").iterdir())
+    assert command(*SMALL, "study=../../y", "seed=/../../../z", "-m")[0] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
+def test_a_mistaken_arm_fails_and_the_others_are_trained_and_compared(command, tmp_path):
+    code, output, errors = command(*SMALL, "mode=gold,golden", "seed=x,0", "-m")
+    assert code == 1
+    lines = [line for line in errors.splitlines() if line.startswith("failed: ")]
+    assert len(lines) == 3
+    assert "gold/seed_0: normplug: mode must be 'golden'" in lines[1]
+    assert "gold, seed 0: failed: normplug: mode must be 'golden'" in output
+    assert "seed_x/result.json: normplug.experiment: seed must be an integer; got 'x'" in output
+    root = tmp_path / "logs/sweeps/smoke/vit_tiny/fake"
+    status = {p: json.loads((root / p / "result.json").read_text())["status"] for p in ARMS}
+    assert status == ARMS
+
+
+ARMS = {
+    "gold/seed_x": "failed",
+    "gold/seed_0": "failed",
+    "golden/seed_x": "failed",
+    "golden/seed_0": "finished",
+}
+BAD_RESULTS = {
+    "a list": (b"[1, 2]", "it holds no JSON object"),
+    "no text": (b'{"arm": "\xff"}', "'utf-8' codec can't decode"),
+    "cut off": (b'{"arm": ', "Expecting value"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_RESULTS)
+def test_a_damaged_result_is_refused_and_stays(command, tmp_path, kind):
+    content, why = BAD_RESULTS[kind]
+    (tmp_path / "result.json").write_bytes(content)
+    code, _, errors = command(*SMALL, f"hydra.run.dir={tmp_path}")
+    assert code == 1
+    assert f"{tmp_path / 'result.json'} cannot be read: {why}" in errors
+    assert "Delete it to train this run again." in errors
+    assert "Traceback" not in errors
+    assert (tmp_path / "result.json").read_bytes() == content
+
+
+def test_damaged_results_are_failed_arms_of_a_sweep(command, tmp_path):
+    root = tmp_path / "logs/sweeps/smoke/vit_tiny/fake/golden"
+    for seed, (content, _) in enumerate(BAD_RESULTS.values()):
+        (root / f"seed_{seed}").mkdir(parents=True)
+        (root / f"seed_{seed}" / "result.json").write_bytes(content)
+    code, output, errors = command(*SMALL, "seed=0,1,2,3", "-m")
+    assert code == 1
+    lines = [line for line in errors.splitlines() if line.startswith("failed: ")]
+    assert len(lines) == 3
+    for seed, (content, why) in enumerate(BAD_RESULTS.values()):
+        assert why in lines[seed]
+        assert f"vit_tiny/fake/golden/seed_{seed}/result.json: " in output
+        assert (root / f"seed_{seed}" / "result.json").read_bytes() == content
+    assert "1 of 1" in output  # seed 3
+
+
+def test_a_finished_result_of_another_configuration_is_a_failed_arm_and_stays(command, tmp_path):
+    root = tmp_path / "logs/sweeps/smoke"
+    arm = root / "vit_tiny/fake/golden/seed_0"
+    again = [*SMALL, f"hydra.run.dir={arm}"]
+    assert command(*again)[0] == 0
+    config = (arm / "config.yaml").read_bytes()
+    result = (arm / "result.json").read_bytes()
+    for broken in (None, b"\xff", b"[1]", b"{", config.replace(b"warmup: 0.1", b"warmup: 0.2")):
+        (arm / "config.yaml").unlink(missing_ok=True)
+        if broken is not None:
+            (arm / "config.yaml").write_bytes(broken)
+        code, _, errors = command(*again)
+        assert code == 1
+        assert f"normplug.experiment: {arm} holds a finished run w" in errors
+        assert "Name this one: study=NAME" in errors
+        assert "Traceback" not in errors
+    (arm / "config.yaml").unlink()
+    code, output, errors = command(*SMALL, "mode=golden,baseline", "-m")
+    assert code == 1
+    (line,) = [line for line in errors.splitlines() if line.startswith("failed: ")]
+    assert "holds a finished run whose config.yaml cannot be read (" in line
+    assert "golden, seed 0: failed: normplug.experiment: " in output
+    assert "| baseline |" in output
+    assert (arm / "result.json").read_bytes() == result
+    runs, unreadable = find_runs(root)
+    assert [run.status for run in runs] == ["finished", "finished"]  # no refusal is left
+    assert not unreadable
+    (arm / "config.yaml").write_bytes(config)
+    code, _, errors = command(*again)
+    assert code == 0
+    assert "skipped: " in errors
+
+
+@pytest.mark.parametrize("failing", ["config.yaml", "result.json"])
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
+    command, tmp_path, monkeypatch, failing
+):
+    real = Path.write_text
+
+    def write_text(path, text, **options):
+        if path.name.startswith(failing):
+            real(path, text[:10], **options)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    run = tmp_path / "run"
+    code, _, errors = command(*SMALL, f"hydra.run.dir={run}")
+    assert code == 1
+    assert f"{run} cannot be written: No space left on device. Free or unlock the disk" in errors
+    assert "Traceback" not in errors
+    assert contents(run).keys() <= {"config.yaml"}
+
+
+def test_a_disk_that_fills_while_a_run_trains_leaves_no_result_that_says_running(
+    command, tmp_path, monkeypatch
+):
+    real = RunDirectory.write
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.csv")
+
+    def write(place, name, text):
+        if name == "result.json" and '"running"' not in text:
+            raise full
+        real(place, name, text)
+
+    def instantiate(*arguments, **options):
+        raise full
+
+    monkeypatch.setattr(RunDirectory, "write", write)
+    monkeypatch.setattr(train, "instantiate", instantiate)
+    run = tmp_path / "run"
+    code, _, errors = command(*SMALL, f"hydra.run.dir={run}")
+    assert code == 1
+    assert "metrics.csv cannot be written: No space left on device" in errors
+    assert not (run / "result.json").exists()
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_a_disk_that_is_full_from_the_start_is_one_line(command, tmp_path, monkeypatch, single):
+    def refuse(**options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(directory.tempfile, "TemporaryFile", refuse)
+    code, output, errors = command(*SMALL, *([] if single else ["-m"]))
+    assert code == 1
+    assert output == ""
+    (line,) = errors.splitlines()
+    assert line.startswith(f"normplug.experiment: {tmp_path}/logs/")
+    assert "cannot be written: Read-only file system. Free or unlock the disk" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_can_be_no_directory_is_refused(command, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, errors = command(*SMALL, f"hydra.run.dir={tmp_path}/file/run")
+    assert code == 1
+    assert "file/run cannot be written: Not a directory" in errors
+    assert "Traceback" not in errors
