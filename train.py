@@ -49,14 +49,13 @@ def main(cfg: DictConfig) -> float | None:
             schedule=cfg.schedule,
             warmup=cfg.warmup,
             label_smoothing=cfg.label_smoothing,
-            arm=run.arm,
+            identity=run.identity,
             channels_last=cfg.channels_last,
         )
-        trainer = run.trainer(
-            list(instantiate(cfg.callbacks).values()),
-            logger=list(instantiate(cfg.logger).values()),
-        )
-        trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
+        loggers = list(instantiate(cfg.logger).values())
+        run.resume(model, loggers)
+        trainer = run.trainer(list(instantiate(cfg.callbacks).values()), logger=loggers)
+        trainer.fit(model, datamodule=data, ckpt_path=run.checkpoint)
         trainer.test(model, datamodule=data, verbose=False)
         return run.finish(trainer, model, data)
     return None

@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -19,15 +20,20 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 import normplug
 from normplug import _convert
 from normplug.compare.gather import BASELINE
+from normplug.experiment import checkpoint
 from normplug.experiment.classifier import Classifier
 from normplug.experiment.datamodule import ImageData
 from normplug.experiment.provenance import hardware, versions
+from normplug.experiment.signals import Interrupted, Signals, command
+from normplug.experiment.streams import SeedEpochs
 from normplug.experiment.timing import (
     EpochLines,
     StepTimer,
@@ -40,7 +46,8 @@ from normplug.fuse import fused_modules
 QUIET = (
     ".*does not have many workers",  # the images are in memory: workers would only copy them
     "Experiment logs directory .* exists and is not empty",  # Hydra's own files are in it
-    "The dirpath has changed",  # a resumed run has a directory of its own
+    "Checkpoint directory .* exists and is not empty",  # a run that resumes in its own
+    "The dirpath has changed",  # a run that resumes in another one
     ".*LeafSpec.* is deprecated",  # Lightning's use of torch, not ours
 )
 
@@ -71,10 +78,15 @@ OmegaConf.register_new_resolver("normplug.arm", _arm_for_path, replace=True)
 
 
 class Run:
-    """A context around one run that writes `result.json` at its start, end or failure.
+    """A context around one run that writes `result.json` at its start and however it ends.
 
     Args:
         cfg: the composed configuration.
+
+    Attributes:
+        finished: whether the directory already holds this run's result.
+        checkpoint: where the run resumes from: the last checkpoint of this directory, if a run of
+            the same configuration was interrupted or killed in it; else `ckpt_path`; else None.
 
     Raises:
         UserError: a mode, gamma0 or combination that cannot run; or a directory that holds another
@@ -88,15 +100,20 @@ class Run:
         self._refuse_idle_recompute()
         _refuse_sweep_of_processes(cfg)
         self._timer = StepTimer()
+        self._signals = Signals()
+        self._trainer: Trainer | None = None
+        self._saved: dict[str, Any] = {}  # what the checkpoint holds, until it is loaded
         self.result: dict[str, Any] = {}
         self.finished = self._is_finished()
+        self.checkpoint = None if self.finished else self._read_checkpoint()
 
     def __enter__(self) -> Run:
         for message in QUIET:
             warnings.filterwarnings("ignore", message)
+        self._signals.install()
         if not self.finished:
-            config = self.directory / "config.yaml"
-            config.write_text(OmegaConf.to_yaml(self.cfg, resolve=True))
+            checkpoint.discard(self.directory, self.checkpoint)
+            _replace(self.directory / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
             self._write(status="running", date=_now())
         return self
 
@@ -106,6 +123,15 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
+        try:
+            return self._ends_well(error)
+        finally:
+            self._signals.restore()
+
+    def _ends_well(self, error: BaseException | None) -> bool:
+        """Record how the run ended; return whether a sweep may go on after an error."""
+        if isinstance(error, Interrupted):
+            self._interrupt(error.signum)
         if not isinstance(error, Exception):
             return False
         sentence = _sentence(error)
@@ -150,7 +176,23 @@ class Run:
                 callbacks = [*callbacks, EpochLines(str(self.directory))]
         if "profiler" not in settings:
             parts["profiler"] = self._timer.clock
-        return instantiate(settings, callbacks=[*callbacks, self._timer], **parts)
+        plugins = list(instantiate(settings.get("plugins")) or ())
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(checkpoint.AtomicCheckpoints())
+        callbacks = [*callbacks, SeedEpochs(self.cfg.seed), self._timer]
+        self._trainer = instantiate(settings, callbacks=callbacks, plugins=plugins, **parts)
+        return self._trainer
+
+    def resume(self, model: Classifier, loggers: list[Logger]) -> None:
+        """Load the checkpoint's weights and continue its logs, if there is a checkpoint."""
+        if self.checkpoint is not None:
+            checkpoint.load_weights(self._saved, self.checkpoint, model)
+            epochs = checkpoint.epochs_done(self._saved)
+            over = epochs == self.cfg.trainer.max_epochs
+            left = "nothing is left to train" if over else f"after epoch {epochs}"
+            rank_zero_only(print)(f"resuming: {left}: {self.checkpoint}", file=sys.stderr)
+            self._continue_logs(loggers)
+        self._saved = {}
 
     def finish(self, trainer: Trainer, model: Classifier, data: ImageData) -> float:
         """Write the result, print it, and return the test accuracy."""
@@ -175,32 +217,66 @@ class Run:
         self._report(trainer)
         return accuracy
 
-    @rank_zero_only
-    def _write(self, **values: Any) -> None:
-        identity = {
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that resumes from it."""
+        return self._labels | {"optimizer": self.cfg.optimizer._target_}
+
+    @property
+    def _labels(self) -> dict[str, Any]:
+        return {
             "arm": self.arm,
             "seed": self.cfg.seed,
             "model": HydraConfig.get().runtime.choices["model"],
             "data": _data_name(self.cfg),
         }
-        self.result = identity | self.result | values
-        text = json.dumps(self.result, indent=2) + "\n"
-        temporary = self.directory / "result.json.part"
-        temporary.write_text(text)
-        temporary.replace(self.directory / "result.json")
+
+    def _read_checkpoint(self) -> Path | None:
+        path = self.directory / checkpoint.LAST
+        if not (self._was_cut_short() and path.is_file()):
+            if self.cfg.ckpt_path is None:
+                return None
+            path = Path(self.cfg.ckpt_path)
+        max_epochs = self.cfg.trainer.max_epochs
+        try:
+            self._saved = checkpoint.read(path)
+            checkpoint.check_identity(self._saved, path, self.identity, max_epochs)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        return path
+
+    @rank_zero_only
+    def _continue_logs(self, loggers: list[Logger]) -> None:
+        assert self.checkpoint is not None
+        checkpoint.continue_logs(self._saved, self.checkpoint, self.directory, loggers)
+
+    def _interrupt(self, signum: int) -> None:
+        if self._trainer is not None and self._trainer.strategy.launcher is not None:
+            self._trainer.strategy.launcher.kill(signum)
+        own = self.directory / checkpoint.LAST
+        latest = own if own.is_file() else self.checkpoint
+        if _is_multirun():
+            again = f"resumes this one from {latest}" if latest else "repeats this one"
+            advice = f"The same sweep skips finished runs and {again}: {command(None)}"
+        elif latest:
+            advice = f"Resume with: {command(latest)}"
+        else:
+            advice = f"There is no checkpoint yet. Start again with: {command(None)}"
+        text = f"interrupted: {self.directory}: {signal.Signals(signum).name}. {advice}"
+        self._write(status="interrupted", error=text, date=_now())
+        rank_zero_only(print)(text, file=sys.stderr)
+
+    @rank_zero_only
+    def _write(self, **values: Any) -> None:
+        self.result = self._labels | self.result | values
+        _replace(self.directory / "result.json", json.dumps(self.result, indent=2) + "\n")
 
     def _is_finished(self) -> bool:
         """Whether the directory holds this very run's result."""
-        try:
-            result = json.loads((self.directory / "result.json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            return False
+        result = self._former_result()
         if result.get("status") != "finished":
             return False
-        done = _flat(OmegaConf.to_container(OmegaConf.load(self.directory / "config.yaml")))
-        asked = _flat(OmegaConf.to_container(self.cfg, resolve=True))
-        changed = sorted(k for k in done.keys() | asked.keys() if done.get(k) != asked.get(k))
-        if changed:
+        if changed := self._changed():
             raise UserError(
                 f"normplug.experiment: {self.directory} holds a finished run with another value of "
                 f"{', '.join(changed[:5])}. Name this one: study=NAME (a directory of its own) or "
@@ -209,6 +285,27 @@ class Run:
         self.result = result
         print(f"skipped: {self.directory} is finished", file=sys.stderr)
         return True
+
+    def _was_cut_short(self) -> bool:
+        """Whether the directory holds this very run, interrupted or killed."""
+        if self._former_result().get("status") not in ("running", "interrupted"):
+            return False
+        try:
+            return not set(self._changed()) - {"ckpt_path"}
+        except FileNotFoundError:
+            return False
+
+    def _former_result(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.directory / "result.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}
+
+    def _changed(self) -> list[str]:
+        """The keys whose values differ between the directory's configuration and this one."""
+        done = _flat(OmegaConf.to_container(OmegaConf.load(self.directory / "config.yaml")))
+        asked = _flat(OmegaConf.to_container(self.cfg, resolve=True))
+        return sorted(k for k in done.keys() | asked.keys() if done.get(k) != asked.get(k))
 
     @rank_zero_only
     def _report(self, trainer: Trainer) -> None:
@@ -257,11 +354,6 @@ def _checked_arm(cfg: DictConfig) -> str:
     if cfg.recompute not in (True, False):
         raise UserError(
             f"normplug.experiment: recompute must be true or false; got {cfg.recompute!r}."
-        )
-    if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
-        raise UserError(
-            f"normplug.experiment: ckpt_path must be a checkpoint file; got {cfg.ckpt_path}. A "
-            "run's own is checkpoints/last.ckpt in its directory."
         )
     if cfg.trainer.get("sync_batchnorm") and cfg.mode != BASELINE:
         raise UserError(
@@ -316,6 +408,13 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, inner in value.items():
         flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
     return flat
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves the old text or the new, never a part."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def _files(directory: Path) -> list[str]:
