@@ -31,6 +31,7 @@ from normplug.compare.gather import BASELINE
 from normplug.experiment import checkpoint
 from normplug.experiment.classifier import Classifier
 from normplug.experiment.datamodule import ImageData
+from normplug.experiment.divergence import Diverged, FiniteLoss
 from normplug.experiment.provenance import hardware, versions
 from normplug.experiment.signals import Interrupted, Signals, command
 from normplug.experiment.streams import SeedEpochs
@@ -112,8 +113,7 @@ class Run:
             warnings.filterwarnings("ignore", message)
         self._signals.install()
         if not self.finished:
-            checkpoint.discard(self.directory, self.checkpoint)
-            _replace(self.directory / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
+            self._take_directory()
             self._write(status="running", date=_now())
         return self
 
@@ -136,12 +136,15 @@ class Run:
             return False
         sentence = _sentence(error)
         text = sentence or f"{type(error).__name__}: {error}"
-        self._write(status="failed", error=text, date=_now())
+        status, step = "failed", {}
+        if isinstance(error, Diverged):
+            status, step = "diverged", {"step": error.step}
+        self._write(status=status, **step, error=text, date=_now())
         if _is_multirun():
             # The other arms go on; the comparison at the sweep's end shows this one as failed.
             if not sentence:
                 traceback.print_exception(error)
-            print(f"failed: {self.directory}: {text}", file=sys.stderr)
+            print(f"{status}: {self.directory}: {text}", file=sys.stderr)
             return True
         if sentence and not os.environ.get("HYDRA_FULL_ERROR"):
             raise UserError(sentence) from None
@@ -179,7 +182,7 @@ class Run:
         plugins = list(instantiate(settings.get("plugins")) or ())
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(checkpoint.AtomicCheckpoints())
-        callbacks = [*callbacks, SeedEpochs(self.cfg.seed), self._timer]
+        callbacks = [*callbacks, SeedEpochs(self.cfg.seed), FiniteLoss(), self._timer]
         self._trainer = instantiate(settings, callbacks=callbacks, plugins=plugins, **parts)
         return self._trainer
 
@@ -244,6 +247,11 @@ class Run:
         except ValueError as error:
             raise UserError(str(error)) from None
         return path
+
+    @rank_zero_only
+    def _take_directory(self) -> None:
+        checkpoint.discard(self.directory, self.checkpoint)
+        _replace(self.directory / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
 
     @rank_zero_only
     def _continue_logs(self, loggers: list[Logger]) -> None:
