@@ -56,11 +56,13 @@ def main(cfg: DictConfig) -> float | None:
             schedule=cfg.schedule,
             warmup=cfg.warmup,
             label_smoothing=cfg.label_smoothing,
-            arm=run.arm,
+            identity=run.identity,
             channels_last=cfg.channels_last,
         )
-        trainer = run.trainer(run.built("callbacks"), logger=run.built("logger"))
-        trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
+        loggers = run.built("logger")
+        run.resume(model, loggers)
+        trainer = run.trainer(run.built("callbacks"), logger=loggers)
+        trainer.fit(model, datamodule=data, ckpt_path=run.checkpoint)
         trainer.test(model, datamodule=data, verbose=False)
         return run.finish(trainer, model, data)
     return None

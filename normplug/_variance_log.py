@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 
 from normplug._extras import MissingPackage, needs
 
@@ -44,6 +44,26 @@ def append(rows: list[LayerVariance], path: Path) -> None:
         if new:
             writer.writerow(LayerVariance._fields)
         writer.writerows(rows)
+
+
+def keep_before(step: int, path: Path) -> list[LayerVariance]:
+    """Drop the CSV file's rows from `step` on, and a line that was cut off; return the others."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        lines = [line for line in file if line.endswith("\n")]
+    rows = [_parsed(row) for row in csv.DictReader(lines)]
+    kept = [row for row in rows if row.step < step]
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    append(kept, part)
+    part.replace(path)
+    return kept
+
+
+def _parsed(row: dict[str, str]) -> LayerVariance:
+    types = get_type_hints(LayerVariance)
+    return LayerVariance(**{name: types[name](row[name]) for name in LayerVariance._fields})
 
 
 def as_metrics(rows: list[LayerVariance]) -> dict[str, float]:

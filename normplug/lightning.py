@@ -20,6 +20,7 @@ from normplug._variance_log import (
     as_metrics,
     as_table,
     draw_heat_map,
+    keep_before,
 )
 from normplug.check import refuse
 from normplug.modes import ModeLike, NormMode
@@ -228,6 +229,12 @@ class VarianceLogger(Callback):
         if trainer.is_global_zero and not trainer.ckpt_path:
             self.path.unlink(missing_ok=True)
         self.logged_step, self._rows = -1, []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Drop the rows of steps that the resumed run trains again."""
+        if trainer.ckpt_path and trainer.is_global_zero and self.path is not None:
+            self._rows = keep_before(trainer.global_step, self.path)
+            self.last = [row for row in self._rows if row.step == self._rows[-1].step]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

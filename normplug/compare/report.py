@@ -145,8 +145,8 @@ def _reason(run: Run | None, root: Path) -> str:
     if run is None:
         return "missing: another arm has this seed, this arm has no run with it"
     where = _folder(run, root)
-    if run.status == "failed":
-        return f"failed: {' '.join(run.error.split())[:300] or 'no error given'} ({where})"
+    if run.status in ("failed", "diverged"):
+        return f"{run.status}: {' '.join(run.error.split())[:300] or 'no error given'} ({where})"
     if not run.finished:
         return f'unfinished: its status is "{run.status}" ({where})'
     return "" if run.test_accuracy is not None else f"finished, but no test accuracy ({where})"

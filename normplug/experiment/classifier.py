@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from torchmetrics.classification import MulticlassAccuracy
 
+from normplug.experiment.checkpoint import steps_per_epoch
 from normplug.experiment.images import Batch
 
 SCHEDULES = ("one_cycle", "cosine", "constant")
@@ -21,6 +22,10 @@ SCHEDULES = ("one_cycle", "cosine", "constant")
 
 class Classifier(LightningModule):
     """Train `net` to classify images.
+
+    The schedule is a function of the step and the total number of steps. A run that resumes with
+    more epochs goes on, from its step, on the curve of the new total, and with the hyperparameters
+    of its own command: a checkpoint gives weights, the optimizer's moments and the step.
 
     Args:
         net: (N, 3, H, W) -> (N, num_classes).
@@ -30,12 +35,12 @@ class Classifier(LightningModule):
             "constant" after one.
         warmup: fraction of all steps, 0 to 1, in which the learning rate rises.
         label_smoothing: 0 to 1.
-        arm: the arm of the experiment; kept in checkpoints, and another arm's is refused.
+        identity: what tells the run from others, e.g. its arm; kept in checkpoints as "run".
         channels_last: hand images on with their channels innermost, as `net` was laid out.
 
     Raises:
         ValueError: fewer than two classes, an unknown schedule, a warm-up out of range, a
-            checkpoint of another arm.
+            checkpoint whose epochs have another number of steps.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class Classifier(LightningModule):
         schedule: str = "one_cycle",
         warmup: float = 0.2,
         label_smoothing: float = 0.1,
-        arm: str = "baseline",
+        identity: Mapping[str, Any] | None = None,
         channels_last: bool = False,
     ) -> None:
         super().__init__()
@@ -71,11 +76,13 @@ class Classifier(LightningModule):
         self.schedule = schedule
         self.warmup = warmup
         self.label_smoothing = label_smoothing
-        self.arm = arm
+        self.identity = dict(identity or {})
         self.channels_last = channels_last
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.accuracy_by_epoch: list[float] = []
+        self._resumed_steps: int | None = None  # an epoch, in the checkpoint
+        self._hyperparameters: list[dict[str, Any]] = []  # of each group, at step 0
 
     def forward(self, images: Tensor) -> Tensor:
         """The logits."""
@@ -112,25 +119,39 @@ class Classifier(LightningModule):
         ]
         optimizer = self.optimizer([group for group in groups if group["params"]])
         scheduler = self._scheduler(optimizer, int(self.trainer.estimated_stepping_batches))
+        self._refuse_other_epochs()
+        self._hyperparameters = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the arm and the accuracies so far."""
-        checkpoint["arm"] = self.arm
+        """Add the run's identity and the accuracies so far."""
+        checkpoint["run"] = self.identity
         checkpoint["accuracy_by_epoch"] = list(self.accuracy_by_epoch)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse another arm's checkpoint; go on with its accuracies."""
-        saved = checkpoint.get("arm", self.arm)
-        if saved != self.arm:
-            raise ValueError(
-                f"normplug.experiment: the checkpoint is of arm {saved!r}, this run of "
-                f"{self.arm!r}. Resume with the mode and gamma0 of the checkpoint."
-            )
+        """Continue the accuracies; leave the schedule to `on_train_start`."""
         self.accuracy_by_epoch = list(checkpoint.get("accuracy_by_epoch", []))
+        self._resumed_steps = steps_per_epoch(checkpoint)
+        checkpoint["lr_schedulers"] = []
+
+    def on_train_start(self) -> None:
+        """Set the learning rate of this step, also where the run resumes at a later one."""
+        step = self.trainer.global_step
+        if step == 0:
+            return
+        scheduler = self.lr_schedulers()
+        assert isinstance(scheduler, LRScheduler)
+        for group, own in zip(scheduler.optimizer.param_groups, self._hyperparameters, strict=True):
+            group.update(own)
+        before = {"last_epoch": step - 1, "_step_count": step + 1}
+        scheduler.load_state_dict(scheduler.state_dict() | before)
+        scheduler.step()
 
     def _evaluate(self, stage: str, accuracy: MulticlassAccuracy, batch: Batch) -> None:
         images, labels = batch
@@ -139,6 +160,18 @@ class Classifier(LightningModule):
         accuracy(logits, labels)
         self.log(f"{stage}/loss", loss, sync_dist=True, batch_size=len(labels))
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(labels))
+
+    def _refuse_other_epochs(self) -> None:
+        if self._resumed_steps is None:
+            return
+        trainer = self.trainer
+        steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        if steps != self._resumed_steps:
+            raise ValueError(
+                f"normplug.experiment: an epoch of the checkpoint has {self._resumed_steps} steps, "
+                f"one of this run {steps}. Resume with the data, batch size and number of devices "
+                "of the checkpoint."
+            )
 
     def _scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler:
         if self.schedule == "one_cycle" and steps >= 4:  # fewer make no cycle

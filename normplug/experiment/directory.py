@@ -22,7 +22,14 @@ RESULT = "result.json"
 LOCK = ".lock"
 FORMER = "former"
 # What a run writes besides its result and its configuration.
-PRODUCTS = ("metrics.csv", "variance.csv", "variance.png", "checkpoints", "tensorboard")
+PRODUCTS = (
+    "metrics.csv",
+    "metrics.csv.kept",
+    "variance.csv",
+    "variance.png",
+    "checkpoints",
+    "tensorboard",
+)
 LONGEST_NAME = 180  # bytes; file systems take 255
 PROBE_BYTES = 2**16  # more than a run writes before it trains
 PLACE = "hydra.run.dir=DIR, or study=NAME for a sweep"
@@ -82,7 +89,7 @@ class RunDirectory:
             why = "it holds no JSON object"
         raise UserError(f"{WHO}: {path} cannot be read: {why}. Delete it to train this run again.")
 
-    def set_aside(self, checkpoint: str | None) -> None:
+    def set_aside(self, checkpoint: Path | None) -> None:
         """Move what a run that did not finish left here to `former/`, and say so.
 
         An older `former/` is deleted. A run that resumes from a checkpoint in the directory goes on
@@ -91,7 +98,7 @@ class RunDirectory:
         left = [self.path / name for name in PRODUCTS if (self.path / name).exists()]
         if not left or not is_first_process():
             return
-        if checkpoint and self.path.resolve() in Path(checkpoint).resolve().parents:
+        if checkpoint and self.path.resolve() in checkpoint.resolve().parents:
             return
         former = self.path / FORMER
         shutil.rmtree(former, ignore_errors=True)

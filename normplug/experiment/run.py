@@ -7,6 +7,7 @@ import datetime
 import errno
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -22,17 +23,22 @@ from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 import normplug
 from normplug import _convert
 from normplug.compare.gather import BASELINE, REFUSAL
+from normplug.experiment import checkpoint
 from normplug.experiment.checks import UserError, building_sentence, check
 from normplug.experiment.classifier import Classifier
 from normplug.experiment.datamodule import ImageData
 from normplug.experiment.directory import RunDirectory, path_name, this_process, unwritable
+from normplug.experiment.divergence import Diverged, FiniteLoss
 from normplug.experiment.provenance import hardware, versions
+from normplug.experiment.signals import Interrupted, Signals, command
+from normplug.experiment.streams import SeedEpochs
 from normplug.experiment.timing import (
     EpochLines,
     StepTimer,
@@ -45,8 +51,8 @@ from normplug.fuse import fused_modules
 QUIET = (
     ".*does not have many workers",  # the images are in memory: workers would only copy them
     "Experiment logs directory .* exists and is not empty",  # Hydra's own files are in it
-    "Checkpoint directory .* exists and is not empty",  # it holds what the run resumes from
-    "The dirpath has changed",  # a resumed run has a directory of its own
+    "Checkpoint directory .* exists and is not empty",  # a run that resumes in its own
+    "The dirpath has changed",  # a run that resumes in another one
     ".*LeafSpec.* is deprecated",  # Lightning's use of torch, not ours
 )
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over the quota, read-only
@@ -77,19 +83,21 @@ OmegaConf.register_new_resolver("normplug.name", path_name, replace=True)
 
 
 class Run:
-    """A context around one run that writes `result.json` at its start, end or failure.
+    """A context around one run that writes `result.json` at its start and however it ends.
 
     In a sweep, what fails inside the context is recorded as a failed arm, and the sweep goes on.
 
     Args:
         cfg: the composed configuration.
 
+    Attributes:
+        finished: whether an earlier run did all of this one, whose `result` it then is.
+        checkpoint: where the run resumes from: the last checkpoint of this directory, if a run of
+            the same configuration was interrupted or killed in it; else `ckpt_path`; else None.
+
     Raises:
         UserError: on leaving the context of a single run, for a mistake in the command; messages of
             normplug and of what the configuration builds become one.
-
-    Attributes:
-        finished: whether an earlier run did all of this one, whose `result` it then is.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -98,13 +106,18 @@ class Run:
         self.arm = _arm_or_mode(*(OmegaConf.select(cfg, key) for key in ("mode", "gamma0", "tag")))
         self.result: dict[str, Any] = {}
         self.finished = False
+        self.checkpoint: Path | None = None
+        self._saved: dict[str, Any] = {}  # what the checkpoint holds, until it is loaded
         self._timer = StepTimer()
+        self._trainer: Trainer | None = None
+        self._signals = Signals()
         self._place = RunDirectory(self.directory)
         self._state = "outside"  # then "inside" the directory, then "started"
 
     def __enter__(self) -> Run:
         for message in QUIET:
             warnings.filterwarnings("ignore", message)
+        self._signals.install()
         return self
 
     def start(self) -> None:
@@ -124,7 +137,8 @@ class Run:
             (self.directory / REFUSAL).unlink(missing_ok=True)
             if self.finished:
                 return
-            self._place.set_aside(self.cfg.ckpt_path)
+            self.checkpoint = self._read_checkpoint()
+            self._place.set_aside(self.checkpoint)
             self._place.write("config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
             self._write(status="running", process=this_process(), date=_now())
             self._state = "started"
@@ -138,27 +152,34 @@ class Run:
         trace: TracebackType | None,
     ) -> bool:
         try:
+            if isinstance(error, Interrupted):
+                self._interrupt(error.signum)
             return isinstance(error, Exception) and self._failed(error)
         finally:
             self._place.release()
+            self._signals.restore()
 
     def _failed(self, error: Exception) -> bool:
         """Record the failure; whether the sweep goes on."""
         sentence = _sentence(error)
         text = sentence or f"{type(error).__name__}: {error}"
+        outcome: dict[str, Any] = {"status": "failed"}
+        if isinstance(error, Diverged):
+            outcome = {"status": "diverged", "step": error.step}
         if self._state == "started" or (self._state == "inside" and _is_multirun()):
-            self._record_failure(text)
+            self._record_failure(**outcome, error=text)
         if _is_multirun():
             # The other arms go on; the comparison at the sweep's end shows this one as failed.
             if not sentence:
                 traceback.print_exception(error)
-            print(f"failed: {self.directory}: {' '.join(text.split())}", file=sys.stderr)
+            line = f"{outcome['status']}: {self.directory}: {' '.join(text.split())}"
+            print(line, file=sys.stderr)
             return True
         if sentence and not os.environ.get("HYDRA_FULL_ERROR"):
             raise UserError(sentence) from None
         return False
 
-    def _record_failure(self, text: str) -> None:
+    def _record_failure(self, **outcome: Any) -> None:
         """Write the failure where the comparison finds it, beside a result that must stay."""
         try:
             kept = self._state == "inside" and self._place.result().get("status") == "finished"
@@ -166,13 +187,13 @@ class Run:
             return
         with contextlib.suppress(OSError):
             if kept:
-                self._place.write(REFUSAL, text)
+                self._place.write(REFUSAL, outcome["error"])
                 return
             try:
-                self._write(status="failed", error=text, date=_now())
+                self._write(**outcome, date=_now())
             except OSError:  # a full disk: an old result would say "running" for ever
                 (self.directory / "result.json").unlink(missing_ok=True)
-                self._write(status="failed", error=text, date=_now())
+                self._write(**outcome, date=_now())
 
     @property
     def fuses(self) -> bool:
@@ -219,9 +240,24 @@ class Run:
                 callbacks = [*callbacks, EpochLines(str(self.directory))]
         if "profiler" not in settings:
             parts["profiler"] = self._timer.clock
-        trainer = instantiate(settings, callbacks=[*callbacks, self._timer], **parts)
-        _refuse_sweep_of_processes(trainer)
-        return trainer
+        plugins = list(instantiate(settings.get("plugins")) or ())
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(checkpoint.AtomicCheckpoints())
+        callbacks = [*callbacks, SeedEpochs(self.cfg.seed), FiniteLoss(), self._timer]
+        self._trainer = instantiate(settings, callbacks=callbacks, plugins=plugins, **parts)
+        _refuse_sweep_of_processes(self._trainer)
+        return self._trainer
+
+    def resume(self, model: Classifier, loggers: list[Logger]) -> None:
+        """Load the checkpoint's weights and continue its logs, if there is a checkpoint."""
+        if self.checkpoint is not None:
+            checkpoint.load_weights(self._saved, self.checkpoint, model)
+            epochs = checkpoint.epochs_done(self._saved)
+            over = epochs == self.cfg.trainer.max_epochs
+            left = "nothing is left to train" if over else f"after epoch {epochs}"
+            rank_zero_only(print)(f"resuming: {left}: {self.checkpoint}", file=sys.stderr)
+            self._continue_logs(loggers)
+        self._saved = {}
 
     def finish(self, trainer: Trainer, model: Classifier, data: ImageData) -> float:
         """Write the result, print it, and return the test accuracy."""
@@ -246,18 +282,62 @@ class Run:
         self._report(trainer)
         return accuracy
 
-    @rank_zero_only
-    def _write(self, **values: Any) -> None:
-        identity = {
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that resumes from it."""
+        return self._labels | {"optimizer": self.cfg.optimizer._target_}
+
+    @property
+    def _labels(self) -> dict[str, Any]:
+        return {
             "arm": self.arm,
             "seed": self.cfg.get("seed"),
             "model": HydraConfig.get().runtime.choices.get("model", "none"),
             "data": _data_name(self.cfg),
         }
-        self.result = identity | self.result | values
+
+    @rank_zero_only
+    def _write(self, **values: Any) -> None:
+        self.result = self._labels | self.result | values
         if self.result["status"] != "running":
             self.result.pop("process", None)
         self._place.write("result.json", json.dumps(self.result, indent=2) + "\n")
+
+    def _read_checkpoint(self) -> Path | None:
+        path = self.directory / checkpoint.LAST
+        if not (self._was_cut_short() and path.is_file()):
+            if self.cfg.ckpt_path is None:
+                return None
+            path = Path(self.cfg.ckpt_path)
+        max_epochs = self.cfg.trainer.max_epochs
+        try:
+            self._saved = checkpoint.read(path)
+            checkpoint.check_identity(self._saved, path, self.identity, max_epochs)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        return path
+
+    @rank_zero_only
+    def _continue_logs(self, loggers: list[Logger]) -> None:
+        assert self.checkpoint is not None
+        checkpoint.continue_logs(self._saved, self.checkpoint, self.directory, loggers)
+
+    def _interrupt(self, signum: int) -> None:
+        if self._trainer is not None and self._trainer.strategy.launcher is not None:
+            self._trainer.strategy.launcher.kill(signum)
+        own = self.directory / checkpoint.LAST
+        latest = own if own.is_file() else self.checkpoint
+        if _is_multirun():
+            again = f"resumes this one from {latest}" if latest else "repeats this one"
+            advice = f"The same sweep skips finished runs and {again}: {command(None)}"
+        elif latest:
+            advice = f"Resume with: {command(latest)}"
+        else:
+            advice = f"There is no checkpoint yet. Start again with: {command(None)}"
+        text = f"interrupted: {self.directory}: {signal.Signals(signum).name}. {advice}"
+        if self._state == "started":
+            self._write(status="interrupted", error=text, date=_now())
+        rank_zero_only(print)(text, file=sys.stderr)
 
     def _is_finished(self) -> bool:
         """Whether the directory holds this very run's result."""
@@ -273,15 +353,13 @@ class Run:
                 f"accuracy. Delete its result.json to train it again. {way_out}"
             )
         try:
-            done = _flat(OmegaConf.to_container(OmegaConf.load(self.directory / "config.yaml")))
+            changed = self._changed()
         except Exception as error:  # of the disk, of YAML, of OmegaConf
             raise UserError(
                 f"normplug.experiment: {self.directory} holds a finished run whose config.yaml "
                 f"cannot be read ({' '.join(str(error).split())}), so it may be another run. "
                 f"{way_out}"
             ) from None
-        asked = _flat(OmegaConf.to_container(self.cfg, resolve=True))
-        changed = sorted(k for k in done.keys() | asked.keys() if done.get(k) != asked.get(k))
         if changed:
             raise UserError(
                 f"normplug.experiment: {self.directory} holds a finished run with another value of "
@@ -290,6 +368,20 @@ class Run:
         self.result = result
         print(f"skipped: {self.directory} is finished", file=sys.stderr)
         return True
+
+    def _was_cut_short(self) -> bool:
+        """Whether the directory holds this very run, interrupted or killed."""
+        if self._place.result().get("status") not in ("running", "interrupted"):
+            return False
+        with contextlib.suppress(Exception):  # its config.yaml is missing or damaged
+            return not set(self._changed()) - {"ckpt_path"}
+        return False
+
+    def _changed(self) -> list[str]:
+        """The keys whose values differ between the directory's configuration and this one."""
+        done = _flat(OmegaConf.to_container(OmegaConf.load(self.directory / "config.yaml")))
+        asked = _flat(OmegaConf.to_container(self.cfg, resolve=True))
+        return sorted(k for k in done.keys() | asked.keys() if done.get(k) != asked.get(k))
 
     @rank_zero_only
     def _report(self, trainer: Trainer) -> None:
@@ -323,12 +415,7 @@ def _norms_fused(model: Classifier) -> int:
 
 
 def _checked_arm(cfg: DictConfig) -> str:
-    """Refuse what would fail only after the data is loaded; return the arm's name."""
-    if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
-        raise UserError(
-            f"normplug.experiment: ckpt_path must be a checkpoint file; got {cfg.ckpt_path}. A "
-            "run's own is checkpoints/last.ckpt in its directory."
-        )
+    """The arm's name; an unknown mode is refused."""
     try:
         return arm_name(cfg.mode, cfg.gamma0, cfg.tag)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The random streams of a run's data, each a function of (seed, epoch, shard) alone."""
+"""The random streams of a run, each a function of (seed, epoch, shard) alone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DistributedSampler
 
 from normplug.experiment.images import ImageSet
 
-ORDER, AUGMENTATION = 0, 1
+ORDER, AUGMENTATION, MODEL = 0, 1, 2
 
 
 def stream(
@@ -22,14 +23,34 @@ def stream(
     most of their orders.
 
     Args:
-        purpose: `ORDER` or `AUGMENTATION`.
+        purpose: `ORDER`, `AUGMENTATION` or `MODEL`.
         seed: of the run.
         epoch: from 0.
         shard: which data-parallel process draws.
         device: where it draws.
     """
-    state = np.random.SeedSequence((seed, epoch, purpose, shard)).generate_state(1)
-    return torch.Generator(device).manual_seed(int(state[0]))
+    return torch.Generator(device).manual_seed(_seed(purpose, seed, epoch, shard))
+
+
+def _seed(purpose: int, seed: int, epoch: int, shard: int) -> int:
+    return int(np.random.SeedSequence((seed, epoch, purpose, shard)).generate_state(1)[0])
+
+
+class SeedEpochs(Callback):
+    """Seed torch's global generators, which feed dropout, at the start of every epoch.
+
+    So a run that resumes draws the same numbers as one that was never interrupted.
+
+    Args:
+        seed: of the run.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Seed, by epoch and process."""
+        torch.manual_seed(_seed(MODEL, self.seed, trainer.current_epoch, trainer.global_rank))
 
 
 class EpochSampler(DistributedSampler[int]):

@@ -1,0 +1,183 @@
+"""Stop a run whose loss is not finite, at that very step, and say where it began."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from normplug.lightning import norm_layers
+
+
+class Diverged(RuntimeError):
+    """The loss became NaN or infinite.
+
+    Attributes:
+        step: the optimizer step under way, from 0 as in `metrics.csv`.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class FiniteLoss(Callback):
+    """Raise `Diverged` before the optimizer takes a step on a loss that is not finite.
+
+    On a GPU, the loss is copied while the backward runs, and is read when the host has launched the
+    whole backward: the GPU always has work, and the weights are still those of the failing
+    forward. That forward is then repeated to find the first norm whose input is not finite.
+    With several processes the losses are added up first, so that all of them stop.
+
+    Losses of validation and test are checked when their epoch ends.
+
+    Raises:
+        Diverged: in every process.
+    """
+
+    def __init__(self) -> None:
+        self._batch: Any = None
+        self._loss: Tensor | None = None  # of this process
+        self._read: Tensor | None = None  # where the sum over processes arrives
+        self._arrived: Any = None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the batch, in case its forward is to be repeated."""
+        self._batch = batch
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """Start to read the loss."""
+        self._loss = total = loss.detach()
+        if trainer.world_size > 1:
+            total = total.clone()
+            dist.all_reduce(total)
+        if not total.is_cuda:
+            self._read = total
+            return
+        if self._read is None or self._read.is_cuda or self._read.dtype != total.dtype:
+            self._read = torch.empty((), dtype=total.dtype, pin_memory=True)
+            self._arrived = torch.cuda.Event()
+        self._read.copy_(total, non_blocking=True)
+        self._arrived.record()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop if the loss is not finite."""
+        assert self._read is not None
+        assert self._loss is not None
+        if self._loss.is_cuda:
+            self._arrived.synchronize()
+        if not math.isfinite(self._read.item()):
+            self._stop(trainer, pl_module, "training", self._loss.item())
+        self._batch = None
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """As `on_train_batch_start`."""
+        self._batch = batch
+
+    def on_test_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """As `on_train_batch_start`."""
+        self._batch = batch
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop if the mean loss is not finite."""
+        self._check_evaluation(trainer, pl_module, "val", "validation")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop if the mean loss is not finite."""
+        self._check_evaluation(trainer, pl_module, "test", "test")
+
+    def _check_evaluation(
+        self, trainer: Trainer, pl_module: LightningModule, prefix: str, name: str
+    ) -> None:
+        loss = float(trainer.callback_metrics[f"{prefix}/loss"])
+        if not math.isfinite(loss):
+            self._stop(trainer, pl_module, name, loss)
+        self._batch = None
+
+    def _stop(self, trainer: Trainer, pl_module: LightningModule, name: str, loss: float) -> None:
+        batch, self._batch = self._batch, None
+        finding = (loss, _cause(trainer, pl_module, batch[0]))
+        ranks: list[Any] = [finding]
+        if trainer.world_size > 1:
+            ranks = [None] * trainer.world_size
+            dist.all_gather_object(ranks, finding)
+        rank = next((i for i, (own, _) in enumerate(ranks) if not math.isfinite(own)), 0)
+        loss, cause = ranks[rank]
+        where = f" in process {rank}" if trainer.world_size > 1 else ""
+        step = trainer.global_step
+        raise Diverged(
+            f"normplug.experiment: the {name} loss is {loss} at step {step} "
+            f"(epoch {trainer.current_epoch + 1}){where}. {cause}",
+            step,
+        )
+
+
+def _cause(trainer: Trainer, pl_module: LightningModule, images: Tensor) -> str:
+    """What is not finite: parameters, the batch, and the first norm's input, in sentences."""
+    sentences = []
+    values = dict(pl_module.named_parameters())
+    bad = [name for name, value in values.items() if not _is_finite(value)]
+    if bad:
+        sentences.append(
+            f"Parameters were not finite before this forward ({len(bad)} of {len(values)}, the "
+            f"first is {bad[0]}): an earlier update spoilt them."
+        )
+    if not _is_finite(images):
+        sentences.append("The images of the batch are not finite.")
+    if norm := _first_norm(trainer, pl_module, images):
+        sentences.append(f"The first norm whose input is not finite is {norm}.")
+    else:
+        sentences.append("The input of every norm is finite.")
+    return " ".join(sentences)
+
+
+def _first_norm(trainer: Trainer, pl_module: LightningModule, images: Tensor) -> str | None:
+    """Path and class of the first norm in the forward whose input is not finite."""
+    found: list[str] = []
+
+    def look(path: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if not found and not all(_is_finite(a) for a in arguments if isinstance(a, Tensor)):
+            found.append(f"{path} ({type(module).__name__})")
+
+    def hook(path: str) -> Any:
+        return lambda module, arguments: look(path, module, arguments)
+
+    norms = list(norm_layers(pl_module))
+    handles = [module.register_forward_pre_hook(hook(path)) for path, module in norms]
+    try:
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),  # compiled code would not call the hooks
+            trainer.precision_plugin.forward_context(),
+        ):
+            pl_module(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def _is_finite(values: Tensor) -> bool:
+    return not values.is_floating_point() or bool(torch.isfinite(values).all())

@@ -1,0 +1,298 @@
+"""Runs of train.py that cannot go on: wrong checkpoints, and losses that are not finite."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import normplug
+import train
+from normplug.compare import compare
+from normplug.experiment.classifier import Classifier
+from normplug.experiment.divergence import Diverged, FiniteLoss
+
+TINY = [
+    "experiment=smoke",
+    "model=vit_tiny",
+    "data.num_images=250",
+    "data.batch_size=32",
+    "trainer.max_epochs=1",
+]
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Call train.py in this process and a directory of its own: (exit code, its output)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*overrides):
+        monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
+        capsys.readouterr()
+        try:
+            train.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        return code, "".join(capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The directory of a finished run."""
+    directory = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(directory)
+        monkeypatch.setattr(sys, "argv", ["train.py", *TINY, f"hydra.run.dir={directory}"])
+        train.main()
+    return directory
+
+
+def wrong_checkpoints(trained, tmp_path):
+    """name -> (path, what the sentence says)."""
+    good = trained / "checkpoints/last.ckpt"
+    content = torch.load(good, weights_only=True)
+    paths = {
+        name: tmp_path / f"{name}.ckpt" for name in ("text", "cut", "weights", "module", "nan")
+    }
+    paths["text"].write_text("not a checkpoint")
+    paths["cut"].write_bytes(good.read_bytes()[:-1000])
+    torch.save(content["state_dict"], paths["weights"])
+    torch.save(nn.Linear(2, 2), paths["module"])
+    return {
+        "nothing": (tmp_path / "none.ckpt", "must be a checkpoint file"),
+        "directory": (tmp_path, "A run's own is checkpoints/last.ckpt in its directory"),
+        "run's directory": (trained, f"A run's own is {good}"),
+        "text": (paths["text"], "cannot be read: it is cut off, or train.py did not write it"),
+        "cut": (paths["cut"], "cannot be read: it is cut off, or train.py did not write it"),
+        "module": (paths["module"], "cannot be read: it is cut off, or train.py did not write it"),
+        "weights": (paths["weights"], "not from weights alone"),
+    }
+
+
+def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(command, trained, tmp_path):
+    run = tmp_path / "run"
+    for name, (path, sentence) in wrong_checkpoints(trained, tmp_path).items():
+        code, output = command(*TINY, f"ckpt_path='{path}'", f"hydra.run.dir={run}")
+        assert code == 1, name
+        assert sentence in output, name
+        assert "Traceback" not in output, name
+        assert "weights_only" not in output
+        assert not (run / "result.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("mode=0.5", "the checkpoint is of arm 'golden', this run of '0.5'"),
+        ("tag=other", "the checkpoint is of arm 'golden', this run of 'golden-other'"),
+        ("seed=1", "the checkpoint is of seed 0, this run of 1"),
+        ("model=resnet18", "the checkpoint is of model 'vit_tiny', this run of 'resnet18'"),
+        ("data=digits", "the checkpoint is of data 'fake', this run of 'digits'"),
+        ("optimizer=sgd", "the checkpoint is of optimizer 'torch.optim.AdamW', this run of"),
+        (
+            "model.depth=3",
+            "tensors differ in name or shape, the first of them net.encoder.layers.",
+        ),
+        ("model.hidden_dim=32", "tensors differ in name or shape, the first of them net.class_"),
+        ("data.batch_size=16", "an epoch of the checkpoint has 5 steps, one of this run 11"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused(command, trained, tmp_path, override, sentence):
+    path = trained / "checkpoints/last.ckpt"
+    code, output = command(*TINY, f"ckpt_path={path}", override, f"hydra.run.dir={tmp_path}/run")
+    assert code == 1
+    assert sentence in output
+    assert "Traceback" not in output
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_recorded(command, tmp_path):
+    run = tmp_path / "run"
+    code, output = command(*TINY, "optimizer.lr=1e30", "warmup=0", f"hydra.run.dir={run}")
+    assert code == 1
+    result = json.loads((run / "result.json").read_text())
+    assert result["status"] == "diverged"
+    assert result["step"] == 1
+    assert "the training loss is nan at step 1 (epoch 1)" in result["error"]
+    assert "The first norm whose input is not finite is net.encoder.layers." in result["error"]
+    assert result["error"] in output
+    assert "Traceback" not in output
+    assert not (run / "checkpoints/last.ckpt").exists()
+
+
+def test_a_sweep_with_a_diverged_arm_goes_on_and_leaves_it_out(command, tmp_path, monkeypatch):
+    forward = Classifier.forward
+
+    def spoilt(self, images):
+        return forward(self, images) * (float("nan") if self.identity["arm"] == "0.5" else 1)
+
+    monkeypatch.setattr(Classifier, "forward", spoilt)
+    code, output = command(*TINY, "mode=0.5,golden", "-m")
+    assert code == 1
+    rows = {row.arm: row.n_finished for row in compare(tmp_path / "logs").rows}
+    assert rows == {"0.5": 0, "golden": 1}
+    results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
+    assert {r["arm"]: r["status"] for r in results} == {"0.5": "diverged", "golden": "finished"}
+    assert "0.5, seed 0: diverged: normplug.experiment: the training loss is nan" in output
+
+
+class Net(nn.Module):
+    """Three norms; from training step `step` on, a division by zero follows the first."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.first, self.second, self.third = (nn.BatchNorm2d(3) for _ in range(3))
+        self.head = nn.Linear(3, 2)
+        self.step, self.count = step, 0
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.training and self.count >= self.step:
+            x = x / torch.zeros_like(x)
+        self.count += self.training
+        return self.head(self.third(self.second(x)).mean((2, 3)))
+
+
+class Module(LightningModule):
+    def __init__(self, net, scale=1.0):
+        super().__init__()
+        self.net, self.scale = net, scale
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        return loss * self.scale if self.global_step == 3 else loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def diverge(module, images=None, **options):
+    images = torch.randn(64, 3, 4, 4) if images is None else images
+    data = [(images[i : i + 8], torch.randint(2, (8,))) for i in range(0, 64, 8)]
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[FiniteLoss()],
+        **options,
+    )
+    with pytest.raises(Diverged) as caught:
+        trainer.fit(module, DataLoader(data, batch_size=None))
+    return caught.value
+
+
+@pytest.mark.parametrize("kind", ["stock", "swapped", "fused", "compiled"])
+def test_the_first_norm_whose_input_is_not_finite_is_named_at_that_step(kind):
+    net = Net(step=11)
+    if kind != "stock":
+        normplug.swap(net)
+    if kind == "fused":
+        net.second = nn.Sequential(net.second, nn.ReLU())
+        normplug.fuse(net)
+    if kind == "compiled":
+        net.compile(backend="eager")
+    error = diverge(Module(net))
+    path = "net.second.0" if kind == "fused" else "net.second"
+    assert error.step == 11
+    assert "at step 11 (epoch 2)" in str(error)
+    assert f"The first norm whose input is not finite is {path} (BatchNorm2d)." in str(error)
+    assert "Parameters" not in str(error)
+    assert torch.isfinite(net.head.weight).all()  # no update on the failing loss
+
+
+def test_parameters_that_an_update_spoilt_are_named():
+    class Spoilt(Module):
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.global_step == 5:
+                self.net.second.weight.data.fill_(float("inf"))
+
+    error = diverge(Spoilt(Net(step=99)))
+    assert error.step == 5
+    assert "not finite before this forward (1 of 8, the first is net.second.weight)" in str(error)
+    assert "The first norm whose input is not finite is net.third" in str(error)
+
+
+def test_where_every_norm_is_fine_that_is_said():
+    error = diverge(Module(Net(step=99), scale=float("inf")))
+    assert error.step == 3
+    assert str(error).endswith("The input of every norm is finite.")
+
+
+def test_a_batch_that_is_not_finite_is_named():
+    images = torch.randn(64, 3, 4, 4)
+    images[20, 0, 0, 0] = float("nan")
+    error = diverge(Module(Net(step=99)), images)
+    assert error.step == 2
+    assert "The images of the batch are not finite." in str(error)
+    assert "The first norm whose input is not finite is net.first" in str(error)
+
+
+@pytest.mark.parametrize("stage", ["validation", "test"])
+def test_an_evaluation_whose_loss_is_not_finite_is_no_result(command, tmp_path, monkeypatch, stage):
+    forward = Classifier.forward
+
+    def spoilt(self, images):
+        logits = forward(self, images)
+        trainer = self.trainer
+        bad = trainer.testing if stage == "test" else trainer.validating
+        return logits * float("nan") if bad else logits
+
+    monkeypatch.setattr(Classifier, "forward", spoilt)
+    run = tmp_path / "run"
+    code, output = command(*TINY, f"hydra.run.dir={run}")
+    assert code == 1, output
+    result = json.loads((run / "result.json").read_text())
+    assert result["status"] == "diverged"
+    assert f"the {stage} loss is nan at step 5" in result["error"]
+    assert (run / "checkpoints/last.ckpt").exists() == (stage == "test")
+
+
+def test_all_processes_stop_where_one_diverges(tmp_path):
+    script = tmp_path / "spoilt.py"
+    script.write_text(
+        "import sys\n"
+        "import train\n"
+        "from normplug.experiment.classifier import Classifier\n"
+        "forward = Classifier.forward\n"
+        "def spoilt(self, images):\n"
+        "    if self.trainer.global_step == 1 and self.trainer.global_rank == 1:\n"
+        "        images = images * float('nan')\n"
+        "    return forward(self, images)\n"
+        "Classifier.forward = spoilt\n"
+        "train.main()\n"
+    )
+    options = [
+        "trainer.accelerator=cpu",
+        "trainer.strategy=ddp",
+        "trainer.devices=2",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
+    done = subprocess.run(
+        [sys.executable, script, *TINY, *options],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["status"] == "diverged"
+    assert result["step"] == 1
+    assert "(epoch 1) in process 1" in result["error"]
+    assert "The first norm whose input is not finite is net.encoder.layers" in result["error"]
+    assert "Traceback" not in done.stderr
