@@ -178,7 +178,7 @@ def no_shape(who: str, given: Any) -> TypeError:
 
 
 def tensors(who: str, x: Any, **others: Any) -> None:
-    """Refuse what is no tensor, what no norm computes with, and tensors on several devices.
+    """Refuse what is no tensor, and what no norm computes with.
 
     Args:
         who: the function.
@@ -192,7 +192,12 @@ def tensors(who: str, x: Any, **others: Any) -> None:
         _tensor(who, name, t)
         if name != "num_batches_tracked":
             _floating(who, name, t)
-        if t.device != x.device:
+
+
+def devices(who: str, x: Tensor, **others: Tensor | None) -> None:
+    """Refuse tensors on several devices; after the kernels, which have a reason of their own."""
+    for name, t in others.items():
+        if t is not None and t.device != x.device:
             raise ValueError(
                 f"normplug.{who}: {name} must be on the input's device {x.device}; "
                 f"got {t.device}. Move one of them with .to(device)."

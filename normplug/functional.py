@@ -130,6 +130,10 @@ def _fused_batch_norm(
         who, name, input, residual, num_batches_tracked, vectors, fused, lone,
         training and tv == 1.0, keeps_residual,
     )  # fmt: skip
+    _checks.devices(
+        who, input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias,
+        residual=residual, num_batches_tracked=num_batches_tracked,
+    )  # fmt: skip
     numbers = (training, momentum, eps, tv, activation)
     y = route(*tensors, *numbers)
     if eager:
@@ -339,6 +343,10 @@ def _layer_norm(
         who, name, input, len(shape), num_batches_tracked, vectors, fused,
         channels_first, stock,
     )  # fmt: skip
+    _checks.devices(
+        who, input, weight=weight, bias=bias, input_bias=input_bias, running_mean=running_mean,
+        running_var=running_var, num_batches_tracked=num_batches_tracked,
+    )  # fmt: skip
     numbers = (shape, momentum, eps, tv, autocast_output == "low")
     y = route(*tensors, *numbers)
     if eager:
@@ -451,6 +459,10 @@ def add_layer_norm(
     name, tv = _checks.backend(who, backend), target_variance(mode)
     vectors = (weight, bias, running_mean, running_var)
     route = choice.add_layer_norm(who, name, x, len(shape), residual, num_batches_tracked, vectors)
+    _checks.devices(
+        who, x, residual=residual, weight=weight, bias=bias, running_mean=running_mean,
+        running_var=running_var, num_batches_tracked=num_batches_tracked,
+    )  # fmt: skip
     numbers = (shape, momentum, eps, tv, autocast_output == "low")
     result = route(*tensors, *numbers)
     if eager:
