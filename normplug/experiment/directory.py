@@ -21,6 +21,7 @@ from normplug.experiment.checks import WHO, UserError
 RESULT = "result.json"
 LOCK = ".lock"
 FORMER = "former"
+BEFORE_A_RUN = {".hydra", "train.log", LOCK}
 # What a run writes besides its result and its configuration.
 PRODUCTS = (
     "metrics.csv",
@@ -106,6 +107,11 @@ class RunDirectory:
         for path in left:
             path.replace(former / path.name)
         print(f"set aside: {former} has the files of a run that did not finish", file=sys.stderr)
+
+    def remove_traces(self) -> None:
+        """Remove the directory of a run that was refused, if only Hydra and the lock are in it."""
+        if is_first_process() and {p.name for p in self.path.iterdir()} <= BEFORE_A_RUN:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def write(self, name: str, text: str) -> None:
         """Write a file, whole or not at all."""

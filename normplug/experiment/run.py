@@ -96,8 +96,9 @@ class Run:
             the same configuration was interrupted or killed in it; else `ckpt_path`; else None.
 
     Raises:
-        UserError: on leaving the context of a single run, for a mistake in the command; messages of
-            normplug and of what the configuration builds become one.
+        SystemExit: on leaving the context of a single run, for a mistake in the command. Its
+            sentence is on stderr then, as are messages of normplug and of what the configuration
+            builds.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -175,8 +176,11 @@ class Run:
             line = f"{outcome['status']}: {self.directory}: {' '.join(text.split())}"
             print(line, file=sys.stderr)
             return True
+        if self._state == "inside":
+            self._place.remove_traces()
         if sentence and not os.environ.get("HYDRA_FULL_ERROR"):
-            raise UserError(sentence) from None
+            print(sentence, file=sys.stderr)  # Hydra would put three lines around it
+            raise SystemExit(1) from None
         return False
 
     def _record_failure(self, **outcome: Any) -> None:
