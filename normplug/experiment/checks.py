@@ -9,29 +9,25 @@ optimizer is made once, of two small parameters. What is left fails when an obje
 from __future__ import annotations
 
 import difflib
-import enum
 import functools
-import inspect
 import math
-import os
 import re
 import sys
 import types
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from typing_extensions import Unpack
 
 import normplug
 from normplug.compare.gather import BASELINE
 from normplug.experiment.classifier import SCHEDULES
+from normplug.experiment.signatures import accepts, described, shown, signature_of
 
 WHO = "normplug.experiment"
 SEE_HELP = "`python train.py --help` lists the keys."
@@ -209,7 +205,7 @@ def check(cfg: DictConfig) -> None:
     for rule in RULES:
         found, value = _select(values, rule.key)
         if found and not rule.holds(value):
-            raise UserError(f"{WHO}: {rule.key} {rule.must}; got {_shown(value)}.")
+            raise UserError(f"{WHO}: {rule.key} {rule.must}; got {shown(value)}.")
     _check_epochs(values["trainer"])
     _check_sync(values)
     _check_target("swap", values["swap"], normplug.swap)
@@ -277,13 +273,11 @@ def _check_keys(values: Mapping[str, Any]) -> None:
             raise UserError(f"{WHO}: the configuration needs {key}, and has none. {SEE_HELP}")
     for key in (*BUILT, "swap"):
         if not isinstance(values[key], dict):
-            raise UserError(
-                f"{WHO}: {key} must be a mapping; got {_shown(values[key])}. {SEE_HELP}"
-            )
+            raise UserError(f"{WHO}: {key} must be a mapping; got {shown(values[key])}. {SEE_HELP}")
     for key in COLLECTIONS:
         if not isinstance(values.get(key) or {}, dict):
             raise UserError(
-                f"{WHO}: {key} must be a mapping of objects, or null; got {_shown(values[key])}."
+                f"{WHO}: {key} must be a mapping of objects, or null; got {shown(values[key])}."
             )
 
 
@@ -296,7 +290,7 @@ def _check_epochs(trainer: Mapping[str, Any]) -> None:
         return
     raise UserError(
         f"{WHO}: trainer.max_epochs must be an integer >= 1, or null with +trainer.max_steps; "
-        f"got {_shown(epochs)}."
+        f"got {shown(epochs)}."
     )
 
 
@@ -317,7 +311,7 @@ def _check_optimizer(cfg: DictConfig) -> None:
     except Exception as error:  # each optimizer has its own
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
         settings = cast(dict[str, Any], OmegaConf.to_container(cfg.optimizer, resolve=True))
-        given = ", ".join(f"{k}={_shown(v)}" for k, v in settings.items() if k[:1] != "_")
+        given = ", ".join(f"{k}={shown(v)}" for k, v in settings.items() if k[:1] != "_")
         raise UserError(
             f"{WHO}: {cfg.optimizer._target_} refuses its settings: {_line(cause or error)}; "
             f"got {given}. Change optimizer.*."
@@ -328,7 +322,7 @@ def _check_node(key: str, node: Any) -> None:
     """Check a mapping with a `_target_`, and the mappings inside it."""
     if not isinstance(node, dict) or "_target_" not in node:
         raise UserError(
-            f"{WHO}: {key} must be a mapping with a _target_; got {_shown(node)}. Choose a file of "
+            f"{WHO}: {key} must be a mapping with a _target_; got {shown(node)}. Choose a file of "
             f"configs/{key.split('.')[0]}, or name the class in {key}._target_."
         )
     try:
@@ -352,7 +346,7 @@ def _check_target(key: str, node: Mapping[str, Any], target: Any) -> None:
     for name, home in handed.items():
         if name in given:
             raise UserError(f"{WHO}: {key}.{name} comes from {home}. Leave {key}.{name} out.")
-    signature = _signature(target)
+    signature = signature_of(target)
     if signature is None:
         return
     for name in given:
@@ -372,122 +366,8 @@ def _check_target(key: str, node: Mapping[str, Any], target: Any) -> None:
         hint = signature.hints.get(name, Any)
         if name in signature.defaults and value == signature.defaults[name]:
             continue
-        if not _accepts(hint, value) and (f"{key}.{name}", value) not in AUTO.items():
-            raise UserError(f"{WHO}: {key}.{name} must be {_described(hint)}; got {_shown(value)}.")
-
-
-class _Signature(NamedTuple):
-    hints: dict[str, Any]  # Any where an annotation is missing or cannot be resolved
-    required: set[str]
-    defaults: dict[str, Any]
-    is_open: bool  # takes any keyword
-
-
-def _signature(target: Any) -> _Signature | None:
-    try:
-        parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):  # neither Python code nor described
-        return None
-    function = inspect.unwrap(target.__init__ if inspect.isclass(target) else target)
-    names = getattr(function, "__globals__", {})
-    hints: dict[str, Any] = {}
-    is_open = False
-    for parameter in parameters:
-        hint = _resolved(parameter.annotation, names)
-        if parameter.kind is not parameter.VAR_KEYWORD:
-            hints[parameter.name] = hint
-        elif typing.get_origin(hint) is Unpack:
-            options = typing.get_args(hint)[0]
-            module = inspect.getmodule(options)
-            for name, inner in options.__annotations__.items():
-                hints[name] = _resolved(inner, vars(module) if module else {})
-        else:
-            is_open = True
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    fixed = [p for p in parameters if p.kind not in variadic]
-    return _Signature(
-        hints,
-        {p.name for p in fixed if p.default is p.empty},
-        {p.name: p.default for p in fixed if p.default is not p.empty},
-        is_open,
-    )
-
-
-def _resolved(annotation: Any, names: Mapping[str, Any]) -> Any:
-    """The type behind an annotation, Any where it says none or cannot be told."""
-    if annotation is inspect.Parameter.empty:
-        return Any
-
-    def holder() -> None: ...
-
-    holder.__annotations__ = {"hint": annotation}
-    try:
-        return typing.get_type_hints(holder, dict(names))["hint"]
-    except Exception:  # a name that only type checkers import
-        return Any
-
-
-def _accepts(hint: Any, value: Any) -> bool:
-    """Whether a value of YAML suits an annotation; True where that cannot be told."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        return any(_accepts(part, value) for part in arguments)
-    if origin is Literal:
-        return any(value == one and type(value) is type(one) for one in arguments)
-    kind = origin or hint
-    if hint is Any or not isinstance(kind, type):
-        return True
-    if isinstance(value, dict) and "_target_" in value:
-        return True
-    if isinstance(value, str):
-        return issubclass(str, kind) or issubclass(Path, kind) or issubclass(kind, enum.Enum)
-    if isinstance(value, list):
-        return issubclass(list, kind) or issubclass(kind, (tuple, set, frozenset))
-    if isinstance(value, dict):
-        return kind not in (bool, int, float, str, types.NoneType, list, tuple)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return kind in (int, float, object)
-    return kind in (type(value), object)
-
-
-def _described(hint: Any) -> str:
-    """An annotation in the words of YAML."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    parts = arguments if origin in (Union, types.UnionType) else (hint,)
-    if float in parts:
-        parts = tuple(part for part in parts if part is not int)
-    words = list(dict.fromkeys(word for part in parts for word in _words(part)))
-    words = words or [f"a mapping whose _target_ is a {getattr(hint, '__name__', hint)}"]
-    if "null" in words:
-        words.remove("null")
-        words.append("null")
-    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
-
-
-def _words(hint: Any) -> list[str]:
-    """The words for one type; none for a class, which the user can only name as a `_target_`."""
-    if typing.get_origin(hint) is Literal:
-        return [_shown(value) for value in typing.get_args(hint)]
-    kind = typing.get_origin(hint) or hint
-    if kind is bool:
-        return ["true", "false"]
-    plain = {
-        int: "an integer",
-        float: "a number",
-        str: "text",
-        types.NoneType: "null",
-    }
-    if kind in plain:
-        return [plain[kind]]
-    if not isinstance(kind, type):
-        return []
-    if issubclass(Path, kind) or issubclass(kind, os.PathLike):
-        return ["text"]
-    if issubclass(dict, kind):
-        return ["a mapping"]
-    if issubclass(list, kind) or issubclass(kind, (tuple, set, frozenset)):
-        return ["a list"]
-    return []
+        if not accepts(hint, value) and (f"{key}.{name}", value) not in AUTO.items():
+            raise UserError(f"{WHO}: {key}.{name} must be {described(hint)}; got {shown(value)}.")
 
 
 def _instead(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -508,13 +388,6 @@ def _select(values: Mapping[str, Any], key: str) -> tuple[bool, Any]:
             return False, None
         value = value[part]
     return True, value
-
-
-def _shown(value: Any) -> str:
-    """A value as a user would type it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return repr(value)
 
 
 def _line(error: BaseException) -> str:
