@@ -49,6 +49,11 @@ class TargetVarianceNorm(nn.Module):
     def eps(self, eps: float) -> None:
         self._eps = self.__dict__["eps"] = eps
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A layer that was pickled before it had `_eps`.
+        vars(self).setdefault("_eps", vars(self).get("eps"))
+
     @property
     def mode(self) -> NormMode:
         """The layer's mode; assign any spelling of one to change it."""

@@ -129,6 +129,15 @@ def test_pickle_and_deepcopy(ours, stock, shape):
         assert torch.equal(twin.eval()(x), layer.eval()(x))
 
 
+def test_a_pickle_from_before_eps_was_a_property_is_loaded():
+    layer = normplug.LayerNorm(8, eps=1e-3)
+    state = {name: value for name, value in vars(layer).items() if name != "_eps"}
+    loaded = normplug.LayerNorm.__new__(normplug.LayerNorm)
+    loaded.__setstate__(state)
+    x = torch.randn(4, 8)
+    assert torch.equal(loaded(x), layer(x))
+
+
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
 def test_layer_norm_watches_its_input_in_training_only(momentum):
     layer = LayerNorm(32, momentum=momentum)
