@@ -49,6 +49,15 @@ def command(tmp_path, monkeypatch, capsys):
     return call
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """As in the processes that are killed: sums round by the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The sweep, never interrupted."""

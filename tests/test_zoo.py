@@ -164,7 +164,7 @@ def only(**models):
 
 def test_one_failing_architecture_does_not_stop_the_table(monkeypatch, capsys, tmp_path):
     listed = only(sound=Net, raises=Raises, bypass=ReadsTheWeight, plain=lambda: nn.Linear(4, 4))
-    monkeypatch.setattr(run, "_architectures", lambda libraries: listed)
+    monkeypatch.setattr(run, "_architectures", lambda libraries, passed_over: listed)
     path = tmp_path / "zoo.json"
     assert __main__.main(["--json", str(path), "--markdown", str(tmp_path / "zoo.md")]) == 1
     content = json.loads(path.read_text())
