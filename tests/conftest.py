@@ -1,3 +1,8 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -17,3 +22,27 @@ def _leave_the_gpus_memory_free(request):
     yield
     if "gpu" in request.keywords:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreters(request, tmp_path_factory):
+    """(process, where its output goes) for each file of tests that Triton's interpreter runs.
+
+    They take minutes on one core each, so they start first and run beside the other tests.
+    """
+    tests = [item for item in request.session.items if item.path.name == "test_interpreter.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    started = {}
+    for name in [item.callspec.params["name"] for item in tests if item.module.RUNS]:
+        output = tmp_path_factory.mktemp("interpreter") / "log"
+        file = Path(__file__).with_name(name)
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no", file]
+        with output.open("wb") as log:
+            process = subprocess.Popen(
+                command, cwd=file.parents[1], env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        started[name] = (process, output)
+    yield started
+    for process, _ in started.values():
+        process.kill()
+        process.wait()
