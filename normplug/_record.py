@@ -14,9 +14,9 @@ from typing import NamedTuple
 from torch import nn
 
 from normplug import _convert
+from normplug._table import shown
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
-from normplug.plan import shown
 
 _ATTRIBUTE = "_normplug_layers"
 

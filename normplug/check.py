@@ -16,9 +16,9 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from normplug import _checks, _convert, _record, modules, reference
+from normplug._table import counts, shown, table
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
-from normplug.plan import counts, shown
 from normplug.swap import unswap
 
 # (what it is called, training, with grad): fused and cached paths come and go with these.
@@ -56,14 +56,9 @@ class Report:
         return len(self.layers)
 
     def __str__(self) -> str:
-        table = [("path", "class", "mode", "output compared in")]
-        table += [(shown(x.path), x.kind, str(x.mode), x.tested) for x in self.layers]
-        widths = [max(len(line[i]) for line in table) for i in range(3)]
-        lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]])
-            for line in table
-        ]
-        return "\n".join([*lines, self.summary()])
+        rows = [("path", "class", "mode", "output compared in")]
+        rows += [(shown(x.path), x.kind, str(x.mode), x.tested) for x in self.layers]
+        return f"{table(rows)}\n{self.summary()}"
 
     def summary(self) -> str:
         """One line: how many layers in which mode."""
@@ -125,9 +120,8 @@ def refuse(who: str, model: nn.Module, findings: list[str]) -> None:
     """Raise what was found, if anything."""
     if findings:
         lines = "\n".join(f"  - {finding}" for finding in findings)
-        raise RuntimeError(
-            f"normplug.{who}: {len(findings)} found in {type(model).__name__}:\n{lines}"
-        )
+        problems = "1 problem" if len(findings) == 1 else f"{len(findings)} problems"
+        raise RuntimeError(f"normplug.{who}: {problems} found in {type(model).__name__}:\n{lines}")
 
 
 def _settings(layer: nn.Module) -> list[tuple[str, bool, bool]]:

@@ -16,9 +16,9 @@ from normplug._fusion import Fused as _Fused
 from normplug._fusion import restore as _restore  # noqa: F401 - named in pickles of before
 from normplug._hooks import has_hooks
 from normplug._ops import recompute as _recompute
+from normplug._table import counts, shown, table
 from normplug._trace import Reads, Untraceable
 from normplug.modules import TargetVarianceNorm
-from normplug.plan import counts, shown
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,11 @@ class Fusions:
         return len(self.rows)
 
     def __str__(self) -> str:
-        table = [("path", "class", "fused with", "notes")]
+        rows = [("path", "class", "fused with", "notes")]
         for row in self.rows:
             note = f"in {shown(row.owner)}" if row.label else row.note
-            table.append((shown(row.path), row.kind, row.label or "-", note))
-        widths = [max(len(line[i]) for line in table) for i in range(3)]
-        lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]).rstrip()
-            for line in table
-        ]
-        return "\n".join([*lines, self.summary()])
+            rows.append((shown(row.path), row.kind, row.label or "-", note))
+        return f"{table(rows)}\n{self.summary()}"
 
     def summary(self) -> str:
         """One line: how many are fused with what, how many are not, and why."""
@@ -88,31 +83,29 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
 
     In place: the modules that call the norms get a subclass of their class, with another forward.
     Modules, parameters, buffers, hooks, names and flags stay, so that checkpoints, optimizers and
-    aliases stay valid. The forward is taken down by torch.fx, for training and evaluation, and
-    only where its source shows that it depends on nothing but its inputs and the module's
-    attributes; those are compared at each call. A module that has changed since, itself or in a
-    module or container that its forward reaches at any depth, or that gets hooks, other arguments
-    or other tensors than these calls take, runs as it was written. Other threads can run other
+    aliases stay valid. torch.fx traces the forward, for training and for evaluation, and only
+    where its source shows that it depends on nothing but its inputs and the module's attributes.
+    Those attributes are compared at each call. A module runs as it was written if it has changed
+    since, itself or in a module or container that its forward reaches at any depth, and if it gets
+    hooks, other arguments or other tensors than these calls take. Other threads can run other
     models meanwhile: nothing of torch is patched.
 
-    What such a call gives, the convolution or linear layer after it keeps for its backward. With
-    `recompute`, in training and where only modules and fused additions read it, in the same forward
-    or in that of the block after it, each reader has it computed anew in the backward, to the bit,
-    from what the norm keeps anyway: less memory, for one more read and write of it, and the host's
-    time for one more launch. That goes for BatchNorm with an activation, for an addition with
-    LayerNorm, and for BatchNorm with an addition where what is added is kept: of a chain of
-    residual blocks, for every second. It takes the kernels: on the CPU the flag has no effect, nor
-    under torch.compile, whose partitioner decides, nor inside activation checkpointing or other
-    `torch.autograd.graph.saved_tensors_hooks`. The last call decides.
+    With `recompute`, training takes less memory: the next layer's backward recomputes a fused
+    norm's output, bit for bit, instead of storing it. That costs one more read and write of the
+    output, and one more launch. It applies to BatchNorm with an activation, to an addition with
+    LayerNorm, and to every second of a chain of residual blocks, where only modules and fused
+    additions read the output, in the same forward or in that of the next block. It needs the
+    kernels: the flag has no effect on the CPU, under torch.compile, whose partitioner decides, and
+    inside activation checkpointing or other `torch.autograd.graph.saved_tensors_hooks`. The last
+    call of `fuse` decides.
 
-    Copies and pickles are fused as the model is, with the same flag, without another trace. A
-    pickle that is loaded where torch, normplug or the code of a fused forward has changed runs as
-    it is written there, and warns once; so does one of a normplug that kept only the flag. Call
-    `fuse` again.
+    Copies and pickles are fused as the model is, with the same flag, without another trace. Where
+    torch, normplug or the code of a fused forward has changed, a loaded pickle runs as its modules
+    are written, and warns once: call `fuse` again. So do pickles of normplug before this rule.
 
     Args:
         model: a module that `normplug.swap` has swapped, or that has normplug's layers.
-        recompute: whether to compute results anew in the backward; needs torch 2.8.
+        recompute: recompute outputs in the backward instead of storing them; needs torch 2.8.
 
     Returns:
         `model` itself.

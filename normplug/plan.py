@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from normplug import _checks, _convert
+from normplug._table import counts, shown, table
 from normplug.modules import TargetVarianceNorm
 
 Filter: TypeAlias = str | type | Callable[[str, nn.Module], bool]
@@ -68,17 +69,12 @@ class Plan:
     def __str__(self) -> str:
         if not self.rows:
             return "no norm layers"
-        table = [("path", "class", "becomes", "notes")]
+        rows = [("path", "class", "becomes", "notes")]
         for row in self.rows:
             notes = [row.note, *(f"also {name}" for name in row.aliases)]
             becomes = f"normplug.{row.becomes}" if row.becomes else "-"
-            table.append((shown(row.path), row.kind, becomes, "; ".join(filter(None, notes))))
-        widths = [max(len(line[i]) for line in table) for i in range(3)]
-        lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]).rstrip()
-            for line in table
-        ]
-        return "\n".join([*lines, self.summary()])
+            rows.append((shown(row.path), row.kind, becomes, "; ".join(filter(None, notes))))
+        return f"{table(rows)}\n{self.summary()}"
 
     def summary(self) -> str:
         """One line: how many of which class are swapped, how many stay."""
@@ -218,13 +214,3 @@ def _complain(role: str, pattern: str, names: dict[nn.Module, list[str]]) -> Non
     if role == "include":
         raise ValueError(text)
     warnings.warn(text, stacklevel=5)
-
-
-def shown(path: str) -> str:
-    """A path for people: the model itself has the empty one."""
-    return path or "(the model itself)"
-
-
-def counts(kinds: Counter[str]) -> str:
-    """Write counts out, as in `3 BatchNorm2d, 1 LayerNorm`."""
-    return ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "none"

@@ -17,10 +17,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from normplug import _checks, _convert, _guards, _record
+from normplug._table import counts, shown
 from normplug.fuse import fused_modules, releasable, release
 from normplug.modes import ModeLike, target_variance
 from normplug.modules import TargetVarianceNorm
-from normplug.plan import Filters, Plan, counts, plan, shown
+from normplug.plan import Filters, Plan, plan
 
 
 class _Scaling(NamedTuple):

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from training import run_in
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
@@ -46,3 +48,16 @@ def interpreters(request, tmp_path_factory):
     for process, _ in started.values():
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Call train.py in a directory of its own: (exit code, its output)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*overrides):
+        capsys.readouterr()
+        code = run_in(tmp_path, monkeypatch, *overrides)
+        return code, "".join(capsys.readouterr())
+
+    return call

@@ -67,7 +67,7 @@ def test_a_layer_that_was_rebuilt_or_removed_is_found(net, copied):
     if copied:
         net = pickle.loads(pickle.dumps(copy.deepcopy(net)))
     text = found(nn.Sequential(nn.Identity(), net))
-    assert "normplug.check: 3 found in Sequential" in text
+    assert "normplug.check: 3 problems found in Sequential" in text
     assert "1.1: swapped in mode golden, a SyncBatchNorm now: another tool rebuilt" in text
     assert "1.4: swapped in mode golden, a LayerNorm now" in text
     assert "1.6: swapped in mode golden, not in the model any more" in text

@@ -26,7 +26,7 @@ TRAIN = (
 UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 # A room may import those before it and itself.
 FLOORS = [
-    {"_hooks", "modes", "reference", "_checks", "_guards", "_extras", "_plots"},
+    {"_hooks", "modes", "reference", "_checks", "_guards", "_extras", "_plots", "_table"},
     {"_variance_log"},
     {"_kernels"},
     {"_ops"},

@@ -45,23 +45,6 @@ RESULT_KEYS = {
 TINY = ["experiment=smoke", "model=vit_tiny", "data.num_images=400", "data.batch_size=16"]
 
 
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    """Call train.py in this process and a directory of its own: (exit code, its output)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*overrides):
-        monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
-        try:
-            train.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        return code, "".join(capsys.readouterr())
-
-    return call
-
-
 def results(directory):
     found = [json.loads(path.read_text()) for path in Path(directory).rglob("result.json")]
     return sorted(found, key=lambda result: (result["arm"], result["seed"]))

@@ -17,6 +17,7 @@ from normplug.compare.gather import find_runs
 from normplug.experiment import directory
 from normplug.experiment.checks import UserError
 from normplug.experiment.directory import FORMER, LOCK, RunDirectory
+from training import run_in
 
 SMALL = [
     "experiment=smoke",
@@ -38,17 +39,11 @@ time.sleep(60)
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """Call train.py in this process and a directory of its own: (exit code, output, errors)."""
+    """Call train.py in a directory of its own: (exit code, output, errors)."""
     monkeypatch.chdir(tmp_path)
 
     def call(*overrides):
-        monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
-        code = 0
-        try:
-            train.main()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
+        return run_in(tmp_path, monkeypatch, *overrides), *capsys.readouterr()
 
     return call
 

@@ -18,6 +18,7 @@ import train
 from normplug.compare import compare
 from normplug.experiment.classifier import Classifier
 from normplug.experiment.divergence import Diverged, FiniteLoss
+from training import run_in
 
 TINY = [
     "experiment=smoke",
@@ -28,32 +29,12 @@ TINY = [
 ]
 
 
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    """Call train.py in this process and a directory of its own: (exit code, its output)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*overrides):
-        monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
-        capsys.readouterr()
-        try:
-            train.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        return code, "".join(capsys.readouterr())
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The directory of a finished run."""
     directory = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.chdir(directory)
-        monkeypatch.setattr(sys, "argv", ["train.py", *TINY, f"hydra.run.dir={directory}"])
-        train.main()
+        assert run_in(directory, monkeypatch, *TINY, f"hydra.run.dir={directory}") == 0
     return directory
 
 

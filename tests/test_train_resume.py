@@ -14,6 +14,7 @@ import torch
 import train
 from normplug.experiment import checkpoint
 from normplug.experiment.classifier import Classifier
+from training import run_in
 
 TINY = [
     "experiment=smoke",
@@ -25,28 +26,6 @@ TINY = [
 SWEEP = [*TINY, "trainer.max_epochs=3", "mode=baseline,golden", "-m"]
 ARM = Path("logs/sweeps/smoke/vit_tiny/fake/golden/seed_0")
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
-
-
-def run_in(directory, monkeypatch, *overrides):
-    """Call train.py in this process: the exit code."""
-    monkeypatch.chdir(directory)
-    monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
-    try:
-        train.main()
-    except SystemExit as stop:
-        return stop.code
-    return 0
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    """Call train.py in a directory of its own: (exit code, its output)."""
-
-    def call(*overrides):
-        code = run_in(tmp_path, monkeypatch, *overrides)
-        return code, "".join(capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,23 +29,6 @@ SMALL = [
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    """Call train.py in this process and a directory of its own: (exit code, its output)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*overrides):
-        monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
-        code = 0
-        try:
-            train.main()
-        except SystemExit as stop:
-            code = stop.code
-        return code, "".join(capsys.readouterr())
-
-    return call
-
-
-@pytest.fixture
 def checked(tmp_path):
     """Compose the configuration of a command line and check it."""
     singleton = HydraConfig.instance()

@@ -89,16 +89,7 @@ class FiniteLoss(Callback):
         """As `on_train_batch_start`."""
         self._batch = batch
 
-    def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """As `on_train_batch_start`."""
-        self._batch = batch
+    on_test_batch_start = on_validation_batch_start
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop if the mean loss is not finite."""

@@ -1,0 +1,16 @@
+"""How tests call train.py in their own process."""
+
+import sys
+
+
+def run_in(directory, monkeypatch, *overrides):
+    """Call train.py as if started in `directory`: the exit code."""
+    import train
+
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
+    try:
+        train.main()
+    except SystemExit as stop:
+        return stop.code
+    return 0
