@@ -400,7 +400,7 @@ def recompute_results(graph: fx.Graph, root: nn.Module) -> None:
             continue
         for user in list(node.users):
             if user not in readers:
-                # These modules keep it where it is not computed anew, so this can keep it as well.
+                # These modules keep it where it is not recomputed, so this can keep it as well.
                 user.kwargs = {"kept": True}
         for reader in readers:
             with graph.inserting_before(reader):
@@ -422,7 +422,7 @@ def _adds(node: fx.Node, residual: fx.Node, root: nn.Module) -> bool:
 
 
 def _may_be_a_result(node: fx.Node) -> bool:
-    """Whether a node gives what can be computed anew: each call decides that as it runs."""
+    """Whether a node gives what can be recomputed: each call decides that as it runs."""
     if node.op == "placeholder" or node.target is batch_norm:
         return True
     if node.target is not operator.getitem:
@@ -450,7 +450,7 @@ def batch_norm(
     """A BatchNorm, `between`, the addition and the activation: in one call where that is the same.
 
     activation: a module, the name of one, or None. in_place: the addition is. flipped: the residual
-    is its left side. kept: a module keeps the residual, unless it is computed anew.
+    is its left side. kept: a module keeps the residual, unless it is recomputed.
     """
     name = activation_of(activation) if isinstance(activation, nn.Module) else activation
     if (

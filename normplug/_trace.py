@@ -221,7 +221,7 @@ class _Reader:
         if _is_name(base, scope.me):
             self.own(node.attr)
             if isinstance(self.module._modules.get(node.attr), nn.Module) and not module:
-                raise Untraceable(f"its forward hands on {node.attr}")
+                raise Untraceable(f"its forward passes self.{node.attr} to another function")
             return True
         resolved = _resolve(node, scope)
         if resolved is _UNKNOWN:
@@ -264,7 +264,7 @@ class _Reader:
 
     def name(self, node: ast.Name, scope: _Scope, module: bool) -> None:
         if node.id == scope.me:
-            raise Untraceable("its forward hands itself on")
+            raise Untraceable("its forward passes self to another function")
         if node.id in scope.loop and not module:
             raise Untraceable(f"its forward does more with {node.id} than call it")
         if node.id not in scope.local and not _allowed(_resolve(node, scope)):

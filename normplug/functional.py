@@ -108,7 +108,7 @@ def _fused_batch_norm(
     """`batch_norm`.
 
     lone: whether a compiler would have nothing to fuse it with. keeps_residual: so that the
-    kernels' result can be computed anew.
+    kernels' result can be recomputed.
     """
     who = "functional.batch_norm"
     tensors = (
@@ -187,9 +187,8 @@ def _batch_norm_max_pool(
 ) -> Tensor:
     """`pool` of `batch_norm` with relu: in one by the kernels, for channels_last input on CUDA.
 
-    Of values that the rounding to the dtype of `input` makes equal, the kernels know the largest,
-    and hand the gradient to that one. They keep `input` and, of each window, its largest value
-    before the norm and a byte.
+    If values tie after rounding, the gradient goes to the one that was largest before rounding.
+    The kernels keep `input` and, of each window, its largest value before the norm and a byte.
     """
     who = "functional.batch_norm"
     tensors = (input, running_mean, running_var, weight, bias, num_batches_tracked)

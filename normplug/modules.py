@@ -172,7 +172,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             activation: as in `normplug.functional.batch_norm`.
             pool: max pooling after relu, without a residual.
             lone: whether a compiler would have nothing to fuse it with.
-            keeps_residual: for the backward, so that the kernels' result can be computed anew.
+            keeps_residual: for the backward, so that the kernels' result can be recomputed.
         """
         self._check_input_dim(input)
         weight, bias = self._affine()

@@ -157,7 +157,17 @@ def test_a_run_that_resumes_keeps_the_files_that_it_continues(command, tmp_path)
     assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
 
 
-def test_the_default_directory_tells_overrides_apart_and_leaves_logs_by_no_way(command, tmp_path):
+def test_a_refused_run_leaves_no_directory(command, tmp_path):
+    code, output, errors = command(*SMALL, "data.batch_size=0")
+    assert (code, output) == (1, "")
+    assert errors == "normplug.experiment: data.batch_size must be an integer >= 1; got 0.\n"
+    assert not list((tmp_path / "logs/runs").iterdir())
+
+
+def test_the_default_directory_tells_overrides_apart_and_leaves_logs_by_no_way(
+    command, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(RunDirectory, "remove_traces", lambda self: None)
     overrides = ["tag=../../x", "mode=..", "optimizer.lr=0.01", "+swap.foo='a/b=c'"]
     assert command(*SMALL, *overrides)[0] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]

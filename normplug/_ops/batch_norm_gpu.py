@@ -334,7 +334,7 @@ def batch_norm(
 ) -> Tensor:
     """`functional.batch_norm` after its checks, for what `refusal` has nothing against.
 
-    keeps_residual: for the backward too, so that the result can be computed anew.
+    keeps_residual: for the backward too, so that the result can be recomputed.
     """
     tracked = num_batches_tracked is not None and running_mean is not None
     plan, x, residual = plan_of(

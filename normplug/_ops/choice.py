@@ -102,7 +102,7 @@ def batch_norm(
 
     fused: with residual or activation. lone: a compiler would have nothing to fuse it with. stock:
     in training, with target variance 1: what torch has a kernel for. keeps_residual: so that the
-    kernels' result can be computed anew.
+    kernels' result can be recomputed.
     """
     if not _asked_for(backend, x):
         return aten.batch_norm
@@ -221,7 +221,7 @@ def _refusal_of_rows(
     tracked: Tensor | None,
     vectors: tuple[Tensor | None, ...],
 ) -> str | None:
-    """Why a LayerNorm is none for the kernels; None where it may be."""
+    """Why the kernels cannot run a LayerNorm; None where they can."""
     if not _asked_for(backend, x):
         return "not asked for"
     why = "the input is a nested tensor" if x.is_nested else _refusal()

@@ -51,5 +51,5 @@ def _define(name: str, schema: str, function: Callable[..., Any], key: str) -> A
 
 
 def fake(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Take a function for what an operator gives where only shapes and dtypes are asked for."""
+    """Register the operator's fake (meta) implementation."""
     return torch.library.register_fake(operator._name, lib=_library)

@@ -327,7 +327,7 @@ def refusal(
         return "the input is not channels_last"
     n, c, *size = x.shape
     if not pool.is_proper() or math.prod(pool.kernel) > windows.MOST_PLACES:
-        return "the window is none for the kernels"
+        return "max-pool windows must have 1 to 255 elements and valid padding"
     pooled = pool.size(*size)
     if min(pooled) < 1:
         return "the output is empty"

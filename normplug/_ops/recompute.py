@@ -44,7 +44,7 @@ class Recomputable(torch.autograd.Function):
 
 
 def call(y: Tensor, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`module(*args, **kwargs)`, where y is among them, and is computed anew in the backward.
+    """`module(*args, **kwargs)`, where y is among them, and is recomputed in the backward.
 
     Where that cannot be done it is kept. Under activation checkpointing, and wherever else hooks
     decide already what becomes of saved tensors, it is left to them.
@@ -61,7 +61,7 @@ def call(y: Tensor, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def will_recompute(y: Any) -> bool:
-    """Whether `call` with y would have it computed anew."""
+    """Whether `call` with y would recompute it."""
     if torch.compiler.is_compiling() or _top_hooks is None:
         return False
     node = getattr(y, "grad_fn", None)

@@ -209,7 +209,7 @@ class Run:
         if cfg.recompute and cfg.mode != BASELINE and (cfg.compile or not self.fuses):
             raise UserError(
                 "normplug.experiment: recompute=true is for fused norms (fuse=true, or null on a "
-                "GPU) without compile=true, whose compiler decides itself what to compute anew."
+                "GPU) without compile=true, whose compiler decides itself what to recompute."
             )
 
     @property

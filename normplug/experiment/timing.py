@@ -157,7 +157,7 @@ def variance_loggers(trainer: Trainer) -> list[VarianceLogger]:
 
 
 def reset_peak_memory(gpu: bool) -> None:
-    """Start the count behind `peak_memory_bytes` anew, so that one run of a sweep has its own."""
+    """Restart the count behind `peak_memory_bytes`, so that each run of a sweep has its own."""
     if gpu:
         torch.cuda.reset_peak_memory_stats()
         return

@@ -44,7 +44,7 @@ def run(
         only: a glob on the architecture's name.
         large: take those with more than `LARGE` parameters, too.
         device: where; on the CPU, both sides run the same kernels, and float32 is exact enough.
-        path: a JSON file for the result, written anew after each row.
+        path: a JSON file for the result, rewritten after each row.
 
     Returns:
         The contents of that file. `passed_over` has a sentence for each library that is missing.
