@@ -124,7 +124,7 @@ def test_a_layer_that_computes_something_else_is_found(net):
         return stock(net[1], x) if not torch.is_grad_enabled() else type(net[1]).forward(net[1], x)
 
     net[1].forward = stock_without_grad
-    assert "1 found" in found(net)
+    assert "1 problem found" in found(net)
     net[1].forward = lambda x: x.nope
     assert "in train, its forward fails (its forward was replaced on the instance)" in found(net)
 
