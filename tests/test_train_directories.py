@@ -13,20 +13,14 @@ import torch
 from filelock import FileLock
 
 import train
+import training
 from normplug.compare.gather import find_runs
 from normplug.experiment import directory
 from normplug.experiment.checks import UserError
 from normplug.experiment.directory import FORMER, LOCK, RunDirectory
 from training import run_in
 
-SMALL = [
-    "experiment=smoke",
-    "model=vit_tiny",
-    "data.num_images=100",
-    "data.batch_size=16",
-    "trainer.max_epochs=1",
-    "logger=csv",
-]
+SMALL = [*training.SMALL, "logger=csv"]
 HOLD = """
 import sys, time
 from filelock import FileLock

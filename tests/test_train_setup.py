@@ -17,15 +17,9 @@ from normplug.experiment import directory
 from normplug.experiment.checks import UserError, check, groups_off
 from normplug.experiment.data import Cifar10
 from normplug.experiment.directory import path_name
+from training import SMALL
 
 ROOT = Path(train.__file__).parent
-SMALL = [
-    "experiment=smoke",
-    "model=vit_tiny",
-    "data.num_images=100",
-    "data.batch_size=16",
-    "trainer.max_epochs=1",
-]
 
 
 @pytest.fixture
