@@ -1,12 +1,12 @@
 """Norm layers with a target variance: swap them into any PyTorch model with one line."""
 
 from normplug import functional
-from normplug.check import check
-from normplug.fuse import fuse, fusions, unfuse
+from normplug._fuse.fuse import fuse, fusions, unfuse
+from normplug._swap.check import check
+from normplug._swap.plan import plan
+from normplug._swap.swap import set_mode, swap, swapped, unswap
 from normplug.modes import NormMode, target_variance
 from normplug.modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, SyncBatchNorm
-from normplug.plan import plan
-from normplug.swap import set_mode, swap, swapped, unswap
 
 __version__ = "0.1.0"
 

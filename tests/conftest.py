@@ -37,11 +37,11 @@ def interpreters(request, tmp_path_factory):
     started = {}
     for name in [item.callspec.params["name"] for item in tests if item.module.RUNS]:
         output = tmp_path_factory.mktemp("interpreter") / "log"
-        file = Path(__file__).with_name(name)
+        file = Path(__file__).parent / "kernels" / name
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no", file]
         with output.open("wb") as log:
             process = subprocess.Popen(
-                command, cwd=file.parents[1], env=environment, stdout=log, stderr=subprocess.STDOUT
+                command, cwd=file.parents[2], env=environment, stdout=log, stderr=subprocess.STDOUT
             )
         started[name] = (process, output)
     yield started

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+import batch_norm_cases
+import layer_norm_cases
 import normplug
-import test_batch_norm
-import test_layer_norm
 from fuse_cases import Depthwise
 from normplug import functional, target_variance
 from normplug._ops import choice
@@ -30,13 +30,13 @@ def on_gpu(tensors):
 
 @pytest.mark.parametrize("offset", [3.0, 1e3])
 @pytest.mark.parametrize("mode", ["standard", "golden", 2])
-@pytest.mark.parametrize("layout", test_batch_norm.LAYOUTS)
+@pytest.mark.parametrize("layout", batch_norm_cases.LAYOUTS)
 @pytest.mark.parametrize(
     "shape", [(257, 33), (16, 33, 7), (32, 33, 14, 15), (4, 33, 3, 8, 9)], ids=str
 )
-@pytest.mark.parametrize("dtype", test_batch_norm.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", batch_norm_cases.DTYPES, ids=str)
 def test_batch_norm_is_as_close_to_float64_as_torch(dtype, shape, layout, mode, offset):
-    made = test_batch_norm.make(
+    made = batch_norm_cases.make(
         shape, dtype, layout, params=torch.promote_types(dtype, torch.float32), offset=offset
     )
     x, weight, bias = on_gpu(made)
@@ -44,7 +44,7 @@ def test_batch_norm_is_as_close_to_float64_as_torch(dtype, shape, layout, mode, 
     # A running mean far from the input's would overflow torch's own float16 backward in eval.
     running = (torch.randn(33).to(GPU, params) + offset, torch.rand(33).to(GPU, params) + 0.5)
     for training in (True, False):
-        test_batch_norm.compare(x, weight, bias, mode, training, running)
+        batch_norm_cases.compare(x, weight, bias, mode, training, running)
 
 
 @pytest.mark.parametrize("offset", [3.0, 1e3])
@@ -52,14 +52,14 @@ def test_batch_norm_is_as_close_to_float64_as_torch(dtype, shape, layout, mode, 
 @pytest.mark.parametrize(
     "case", [((1, 64), 1), ((37, 1023), 1), ((512, 4096), 1), ((64, 8, 6, 7), 3)], ids=str
 )
-@pytest.mark.parametrize("dtype", test_layer_norm.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", layer_norm_cases.DTYPES, ids=str)
 def test_layer_norm_is_as_close_to_float64_as_torch(dtype, case, mode, offset):
-    test_layer_norm.compare(*on_gpu(test_layer_norm.make(*case, dtype, offset=offset)), mode)
+    layer_norm_cases.compare(*on_gpu(layer_norm_cases.make(*case, dtype, offset=offset)), mode)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_layer_norm_takes_float32_parameters_beside_half_input(dtype):
-    x, row, weight, bias = on_gpu(test_layer_norm.make((64, 768), 1, torch.float32))
+    x, row, weight, bias = on_gpu(layer_norm_cases.make((64, 768), 1, torch.float32))
     y = functional.layer_norm(x.to(dtype), row, weight, bias, mode="standard")
     assert y.dtype == dtype
     exact = F.layer_norm(x.to(dtype).double(), row, weight.double(), bias.double())

@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from normplug import _checks
-from normplug._ops import aten, batch_norm_library, layer_norm_library, pool_library
+from normplug._ops import aten
+from normplug._ops.batch_norm import compiled as batch_norm_library
+from normplug._ops.batch_norm import pooled_compiled as pool_library
+from normplug._ops.layer_norm import compiled as layer_norm_library
 
 _HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is wanted
 # Bytes of input, by itemsize, below which torch's own norm is over sooner in stock mode: the host
@@ -108,7 +111,7 @@ def batch_norm(
         return aten.batch_norm
     why = _refusal()
     if why is None:
-        from normplug._ops import batch_norm_gpu
+        from normplug._ops.batch_norm import eager as batch_norm_gpu
 
         why = batch_norm_gpu.refusal(x, residual, tracked, vectors)
     if why is not None:
@@ -136,7 +139,7 @@ def batch_norm_max_pool(
     """The route for BatchNorm, relu and max pooling in one; None where they go one by one."""
     if not _asked_for(backend, x) or _refusal() is not None:
         return None
-    from normplug._ops import pool_gpu
+    from normplug._ops.batch_norm import pooled as pool_gpu
 
     if pool_gpu.refusal(x, tracked, vectors, pool) is not None:
         return None
@@ -176,7 +179,7 @@ def layer_norm(
         return layer_norm_library.layer_norm if pays else aten.layer_norm
     if backend == "auto" and stock and _host_bound(x):
         return aten.layer_norm
-    from normplug._ops import layer_norm_gpu
+    from normplug._ops.layer_norm import eager as layer_norm_gpu
 
     return layer_norm_gpu.layer_norm
 
@@ -199,7 +202,7 @@ def add_layer_norm(
     if _compiling():  # Inductor fuses this too, forward as fast, backward slower
         pays = backend == "triton" or _bytes(x) >= _ADD_LAYER_NORM_OPERATOR_BYTES
         return layer_norm_library.add_layer_norm if pays else aten.add_layer_norm
-    from normplug._ops import layer_norm_gpu
+    from normplug._ops.layer_norm import eager as layer_norm_gpu
 
     return layer_norm_gpu.add_layer_norm
 
@@ -208,7 +211,7 @@ def has_kernels(who: str, backend: str, x: Tensor) -> bool:
     """Whether a norm with this backend would be by kernel where x is, for all that can be told."""
     if not _asked_for(_checks.backend(who, backend), x) or _refusal() is not None:
         return False
-    from normplug._ops import gpu
+    from normplug._ops import eligible as gpu
 
     return gpu.refusal_of_device(x) is None
 
@@ -226,7 +229,7 @@ def _refusal_of_rows(
         return "not asked for"
     why = "the input is a nested tensor" if x.is_nested else _refusal()
     if why is None:
-        from normplug._ops import layer_norm_gpu
+        from normplug._ops.layer_norm import eager as layer_norm_gpu
 
         why = layer_norm_gpu.refusal(x, row_dims, residual, tracked, vectors)
     return why
@@ -262,7 +265,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     if torch.compiler.is_compiling() or _watched() or _refusal() is not None:
         return None
-    from normplug._ops import batch_norm_gpu
+    from normplug._ops.batch_norm import eager as batch_norm_gpu
 
     if batch_norm_gpu.refusal(x, None, None, ()) is not None:
         return None

@@ -10,12 +10,12 @@ from timm.layers import activations, norm, norm_act
 from torch import Tensor, fx, nn
 
 from normplug import _convert, modules
-from normplug._hooks import has_global_hooks, has_hooks
+from normplug._fuse.hooks import has_global_hooks, has_hooks
 from normplug._ops.aten import activation_of
 from normplug.adapters.channels_first import ChannelsFirstLayerNorm
 
 
-class BatchNormAct2d(modules._BatchNorm, norm_act.BatchNormAct2d):
+class BatchNormAct2d(modules.batch_norm._BatchNorm, norm_act.BatchNormAct2d):
     """`timm.layers.BatchNormAct2d` that normalises to a target variance.
 
     BatchNorm and activation are one kernel, where dropout is off and neither module has hooks.
@@ -35,7 +35,7 @@ class BatchNormAct2d(modules._BatchNorm, norm_act.BatchNormAct2d):
         return self.act(self.drop(y)) if fused is None else y
 
 
-class SyncBatchNormAct2d(modules._SyncBatchNormForward, BatchNormAct2d):
+class SyncBatchNormAct2d(modules.sync_batch_norm._SyncBatchNormForward, BatchNormAct2d):
     """`BatchNormAct2d` over the joined batch of all processes, as `normplug.SyncBatchNorm`."""
 
     def forward(self, input: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from normplug._plots import new_figure
+from normplug._report.figures import new_figure
 from normplug.bench.autocast import BASELINE, SMOOTHED
 from normplug.compare.canvas import Style, draw_line, legend_below, seed_count
 from normplug.compare.stats import t_interval

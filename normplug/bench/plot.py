@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from normplug._plots import new_figure
+from normplug._report.figures import new_figure
 from normplug.bench.suites import WIDTHS_ROWS
 from normplug.compare.canvas import FIXED, Style, draw_line, legend_below
 

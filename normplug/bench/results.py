@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 import normplug
+from normplug._report.provenance import versions
 from normplug.bench import rivals
-from normplug.experiment.provenance import versions
 
 Row = dict[str, Any]
 

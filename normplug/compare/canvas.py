@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
-from normplug._plots import wrapped
+from normplug._report.figures import wrapped
 from normplug.compare.gather import Group
 
 

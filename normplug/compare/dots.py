@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 
-from normplug._plots import wrapped
+from normplug._report.figures import wrapped
 from normplug.compare.canvas import Style, seed_count
 from normplug.compare.gather import Group
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from normplug._plots import new_figure, whole_numbers
+from normplug._report.figures import new_figure, whole_numbers
 from normplug.compare.canvas import Style, draw_line, legend_below, seed_count
 from normplug.compare.dots import draw_bar, draw_dots, row_height, row_name, say_no_pair
 from normplug.compare.gather import Group

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from normplug._plots import new_figure, wrapped
+from normplug._report.figures import new_figure, wrapped
 from normplug.compare.canvas import Style
 from normplug.compare.dots import draw_bar, draw_dots, row_height, row_name, say_no_pair
 from normplug.compare.gather import Group

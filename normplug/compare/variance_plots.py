@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from normplug._plots import (
+from normplug._report.figures import (
     colour_bar,
     colour_scale,
     heat_map,

@@ -29,6 +29,8 @@ from omegaconf import DictConfig, OmegaConf
 
 import normplug
 from normplug import _convert
+from normplug._fuse.fuse import fused_modules
+from normplug._report.provenance import hardware, versions
 from normplug.compare.gather import BASELINE, REFUSAL
 from normplug.experiment import checkpoint
 from normplug.experiment.checks import UserError, building_sentence, check
@@ -36,7 +38,6 @@ from normplug.experiment.classifier import Classifier
 from normplug.experiment.datamodule import ImageData
 from normplug.experiment.directory import RunDirectory, path_name, this_process, unwritable
 from normplug.experiment.divergence import Diverged, FiniteLoss
-from normplug.experiment.provenance import hardware, versions
 from normplug.experiment.signals import Interrupted, Signals, command
 from normplug.experiment.streams import SeedEpochs
 from normplug.experiment.timing import (
@@ -45,7 +46,6 @@ from normplug.experiment.timing import (
     peak_memory_bytes,
     variance_loggers,
 )
-from normplug.fuse import fused_modules
 
 # Warnings of Lightning that tell a user of train.py nothing to act on.
 QUIET = (

@@ -1,0 +1,233 @@
+"""LayerNorm by kernel: from a tensor's shape and strides to launches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from normplug._kernels import schedule
+from normplug._kernels.launch import Launch, number
+from normplug._kernels.layer_norm import rows, wide_rows
+from normplug._kernels.schedule import Rows, WideBackward, WideForward
+
+_FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What a call asks for, beside its shape."""
+
+    weight: bool = True
+    bias: bool = True
+    input_bias: bool = False
+    residual: bool = False
+    given: bool = False  # the rows' statistics
+    stats: bool = True
+    running: bool = False
+    tracked: bool = False
+    cumulative: bool = False
+
+
+class TwoLevels(NamedTuple):
+    """Row r lies at (r // inner) * outer + (r % inner) * step, in values."""
+
+    inner: int
+    outer: int
+    step: int
+
+    def dense(self, rows: int, width: int) -> bool:
+        """Whether so many rows have nothing between them."""
+        return self.outer == width and self.step == rows // self.inner * width
+
+
+Spacing = int | TwoLevels  # of rows: how far apart, or where they are not evenly spaced
+
+
+@dataclass(frozen=True)
+class Strides:
+    """How rows lie; what a call does not have counts as dense. All `inner` are the same."""
+
+    x: Spacing
+    residual: Spacing | None = None
+    dy: Spacing | None = None
+    dtotal: Spacing | None = None
+
+    def unit(self, width: int) -> int:
+        """What the compiler may take as aligned."""
+        sizes = (s[1:] if isinstance(s, TwoLevels) else (s,) for s in self._present)
+        return schedule.unit_of(width, *itertools.chain(*sizes))
+
+    @property
+    def inner(self) -> int | None:
+        """That of all rows on two levels, if there are any."""
+        return next((s.inner for s in self._present if isinstance(s, TwoLevels)), None)
+
+    @property
+    def _present(self) -> list[Spacing]:
+        every = (self.x, self.residual, self.dy, self.dtotal)
+        return [s for s in every if s is not None]
+
+
+def forward_launch(
+    shape: Rows | WideForward,
+    dtype: torch.dtype,
+    flags: Flags,
+    strides: Strides,
+    momentum: float,
+    eps: float,
+    tv: float,
+) -> Launch:
+    """Set up the forward kernel of a geometry."""
+    double = dtype == torch.float64
+    sizes, placing = _sizes(shape.rows, shape.width, strides, strides.x, strides.residual)
+    numbers = tuple(number(v, double) for v in (momentum, eps, math.sqrt(tv)))
+    finishers = _finishers(shape) if flags.running else 0
+    constants: dict[str, Any] = {
+        "FAN_IN": _FAN_IN * shape.warps,
+        "ACC": tl.float64 if double else tl.float32,
+        "WEIGHT": flags.weight,
+        "BIAS": flags.bias,
+        "INPUT_BIAS": flags.input_bias,
+        "RESIDUAL": flags.residual,
+        "GIVEN": flags.given,
+        "STATS": flags.stats,
+        "RUNNING": flags.running,
+        "TRACKED": flags.running and flags.tracked,
+        "CUMULATIVE": flags.cumulative,
+        **placing,
+    }
+    if isinstance(shape, WideForward):
+        lag = 0 if flags.given else shape.lag
+        head = {"BLOCK": shape.block, "KP": min(schedule.power_of_2(shape.k), 1024)}
+        return Launch(
+            wide_rows.layer_norm_wide_forward,
+            shape.rows * shape.k + lag + finishers,
+            (*sizes, shape.k, lag, finishers, *numbers),
+            {**head, **constants, "EVEN": shape.even},
+            shape.warps,
+        )
+    head = {**_tile(shape), "KEEP": shape.keep}
+    return Launch(
+        rows.layer_norm_rows_forward,
+        shape.programs + finishers,
+        (*sizes, finishers, *numbers),
+        {**head, **constants, "EVEN": shape.even},
+        shape.warps,
+    )
+
+
+def backward_launch(
+    shape: Rows | WideBackward,
+    dtype: torch.dtype,
+    flags: Flags,
+    strides: Strides,
+    needs: tuple[bool, bool, bool, bool],
+    tv: float,
+) -> Launch:
+    """Set up the backward kernel; `needs` are those of dx, dweight, dbias and dinput_bias."""
+    double = dtype == torch.float64
+    x = strides.x
+    sizes, placing = _sizes(shape.rows, shape.width, strides, x, strides.dy, strides.dtotal)
+    root = number(math.sqrt(tv), double)
+    dx, dweight, dbias, dinput_bias = needs
+    sums = sum(needs[1:])
+    constants: dict[str, Any] = {
+        "GB": 32,
+        "ACC": tl.float64 if double else tl.float32,
+        "WEIGHT": flags.weight,
+        "INPUT_BIAS": flags.input_bias,
+        "DTOTAL": strides.dtotal is not None,
+        "DX": dx,
+        "DWEIGHT": dweight,
+        "DBIAS": dbias,
+        "DINPUT_BIAS": dinput_bias,
+        "DX_AS_X": isinstance(x, TwoLevels) and x.dense(shape.rows, shape.width),
+        **placing,
+    }
+    if isinstance(shape, WideBackward):
+        lag = shape.lag if dx or dinput_bias else 0
+        finishers = shape.k if sums and shape.blocks > 1 else 0
+        head = {"RB": shape.rb, "CW": shape.cw}
+        head["KF"] = min(schedule.power_of_2(shape.k), max(4096 // (2 * shape.rb), 1))
+        return Launch(
+            wide_rows.layer_norm_wide_backward,
+            shape.blocks * shape.k + lag + finishers,
+            (*sizes, shape.k, lag, root),
+            {**head, **constants, "SINGLE": shape.blocks == 1, "EVEN": shape.even},
+            shape.warps,
+        )
+    head = {**_tile(shape), "K": shape.k, "KP": schedule.power_of_2(shape.k)}
+    head |= {"STAGES": shape.stages, "KEEP": shape.keep, "LANES": shape.lanes}
+    finishers = -(-shape.width // shape.finish) if sums and shape.k == 1 else 0
+    return Launch(
+        rows.layer_norm_rows_backward,
+        shape.programs + finishers,
+        (*sizes, shape.programs, root),
+        {**head, "CB": shape.finish, **constants, "EVEN": shape.even},
+        shape.warps,
+        cooperative=shape.k > 1,
+    )
+
+
+def _tile(shape: Rows) -> dict[str, Any]:
+    return {"R": shape.r, "U": shape.u, "BC": shape.bc, "VECTOR": shape.vector}
+
+
+def _sizes(
+    count: int, width: int, strides: Strides, *spacings: Spacing | None
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The sizes that a kernel takes, of `count` rows, and what of them is compiled in."""
+    unit, inner = strides.unit(width), strides.inner or count
+    sizes, furthest = [width], count * width
+    for spacing in spacings:
+        if isinstance(spacing, TwoLevels):
+            _, outer, step = spacing
+        else:
+            step = width if spacing is None else spacing
+            outer = inner * step
+        sizes += [step, outer]
+        furthest = max(furthest, count // inner * outer + inner * step)
+    placing = {
+        "UNIT": unit,
+        "TWO_LEVELS": strides.inner is not None,
+        "WIDE": schedule.needs_int64(1, furthest),
+    }
+    return (count, inner, *(n // unit for n in sizes)), placing
+
+
+def forward_scratch(shape: Rows | WideForward, flags: Flags) -> tuple[int, int]:
+    """Counters and partial results that a forward launch needs."""
+    words = 2 * (_parts(shape) + _finishers(shape)) if flags.running else 0
+    if isinstance(shape, WideForward):
+        return shape.rows + words, 2 * shape.rows * shape.k
+    return words, 0
+
+
+def _parts(shape: Rows | WideForward) -> int:
+    """Parts that the running statistics are added up from."""
+    return shape.rows if isinstance(shape, WideForward) else shape.programs
+
+
+def _finishers(shape: Rows | WideForward) -> int:
+    """Programs that add them up; each has as many parts, about, as there are such programs."""
+    parts, at_a_time = _parts(shape), _FAN_IN * shape.warps
+    times = -(-math.isqrt(parts) // at_a_time)
+    return -(-parts // (times * at_a_time))
+
+
+def backward_scratch(
+    shape: Rows | WideBackward, needs: tuple[bool, bool, bool, bool]
+) -> tuple[int, int]:
+    """Counters and partial results that a backward launch needs."""
+    sums = sum(needs[1:])
+    if isinstance(shape, WideBackward):
+        rows_room = shape.blocks * (shape.k + 1) * 2 * shape.rb
+        parts = 0 if shape.blocks == 1 else shape.blocks * sums * shape.width
+        return 2 * shape.blocks + shape.k, rows_room + parts
+    met = shape.tiles if shape.k > 1 else 0
+    return 1 + met, 2 * met * shape.k * shape.r + shape.groups * sums * shape.width

@@ -1,0 +1,1 @@
+"""BatchNorm by torch's operations and by normplug's kernels, eager and for compilers."""

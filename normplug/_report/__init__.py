@@ -1,0 +1,1 @@
+"""What the tools write with: files, tables, figures and provenance; imports no tool."""

@@ -1,0 +1,166 @@
+"""BatchNorm layers with a target variance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from normplug import _checks, functional
+from normplug._ops.aten import Pool
+from normplug.modes import ModeLike, target_variance
+from normplug.modules.base import TargetVarianceNorm
+
+
+class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`; in training, move the running statistics."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
+        y = self.fused(input)
+        if self._probe is not None:
+            self._record(input, y)
+        return y
+
+    def fused(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        activation: str | None = None,
+        pool: Pool | None = None,
+        *,
+        lone: bool = False,
+        keeps_residual: bool = False,
+    ) -> Tensor:
+        """What `forward` computes, plus `residual`, through `activation`, in one call.
+
+        Args:
+            input: as in `forward`.
+            residual: as in `normplug.functional.batch_norm`.
+            activation: as in `normplug.functional.batch_norm`.
+            pool: max pooling after relu, without a residual.
+            lone: whether a compiler would have nothing to fuse it with.
+            keeps_residual: for the backward, so that the kernels' result can be recomputed.
+        """
+        self._check_input_dim(input)
+        weight, bias = self._affine()
+        mean, var, tracked = self._statistics()
+        training = self.training or (mean is None and var is None)
+        if self.training and not self.track_running_stats:
+            mean = var = None
+        arguments = (
+            input,
+            mean,
+            var,
+            weight,
+            bias,
+            training,
+            # A layer without its counter (a checkpoint of torch < 0.4.1) averages nothing.
+            0.0 if self.momentum is None and tracked is None else self.momentum,
+            self._eps,
+        )
+        if pool is not None:
+            assert activation == "relu"
+            assert residual is None
+            return functional._batch_norm_max_pool(
+                *arguments,
+                mode=self.target_variance,
+                pool=pool,
+                num_batches_tracked=tracked,
+                backend=self.backend,
+            )
+        return functional._fused_batch_norm(
+            *arguments,
+            mode=self.target_variance,
+            residual=residual,
+            activation=activation,
+            num_batches_tracked=tracked,
+            backend=self.backend,
+            lone=lone,
+            keeps_residual=keeps_residual,
+        )
+
+    def _variance(self, x: Tensor) -> Tensor:
+        return functional.channel_stats(x)[1].mean()
+
+    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
+        training = self.training or self.running_mean is None
+        own = (None, None) if training else (self.running_mean, self.running_var)
+        mean, var = statistics or own
+        return functional.batch_norm(
+            x,
+            mean,
+            var,
+            training=mean is None,
+            eps=self._eps,
+            mode=self.target_variance,
+            backend=self.backend,
+        )
+
+
+class _BatchNorm(_BatchNormForward):
+    def __init__(
+        self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
+    ) -> None:
+        who = type(self).__name__
+        _checks.layer(who, super().__init__, args, kwargs)
+        super().__init__(*args, **kwargs)
+        self.target_variance = target_variance(mode)
+        _checks.backend(who, backend)
+        self.backend = backend
+
+
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` that normalises to a target variance.
+
+        y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
+
+    Args:
+        *args: those of `torch.nn.BatchNorm1d`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch"; the environment's `NORMPLUG_BACKEND` sets "auto".
+        **kwargs: those of `torch.nn.BatchNorm1d`.
+
+    Shape: (N, C) or (N, C, L), in and out. Details: `normplug.functional.batch_norm`.
+
+    Raises:
+        ValueError: an unknown mode or backend, an eps of 0 or below, no channels, or input of
+            another dimension.
+        TypeError: an argument of another type.
+
+    Example:
+        >>> BatchNorm1d(8)
+        BatchNorm1d(8, eps=1e-05, momentum=0.1, affine=True, ..., mode=golden)
+    """
+
+
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` that normalises to a target variance; (N, C, H, W).
+
+    Arguments and errors as `BatchNorm1d`'s.
+    """
+
+
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d` that normalises to a target variance; (N, C, D, H, W).
+
+    Arguments and errors as `BatchNorm1d`'s.
+    """
+
+
+class LazyBatchNorm1d(_BatchNormForward, nn.LazyBatchNorm1d):
+    """What a swap makes of `torch.nn.LazyBatchNorm1d`, until its first forward."""
+
+    cls_to_become = BatchNorm1d
+
+
+class LazyBatchNorm2d(_BatchNormForward, nn.LazyBatchNorm2d):
+    """What a swap makes of `torch.nn.LazyBatchNorm2d`, until its first forward."""
+
+    cls_to_become = BatchNorm2d
+
+
+class LazyBatchNorm3d(_BatchNormForward, nn.LazyBatchNorm3d):
+    """What a swap makes of `torch.nn.LazyBatchNorm3d`, until its first forward."""
+
+    cls_to_become = BatchNorm3d

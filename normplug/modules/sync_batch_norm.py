@@ -1,0 +1,101 @@
+"""BatchNorm over the joined batch of several processes, with a target variance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from normplug.modules import joined
+from normplug.modules.batch_norm import _BatchNorm, _BatchNormForward
+
+
+class _SyncBatchNormForward(_BatchNormForward):
+    process_group: Any
+    # What the layer was before it was synchronised, and what input it still takes.
+    _unsynced_class: type[Any] = nn.SyncBatchNorm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`; in training, with the other processes, and move the statistics."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
+        group = self.group_to_join()
+        if group is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        tracked = self.track_running_stats
+        y, mean, var = joined.batch_norm(
+            input,
+            self.running_mean if tracked else None,
+            self.running_var if tracked else None,
+            self.weight,
+            self.bias,
+            self.num_batches_tracked if tracked else None,
+            # As in `_BatchNormForward`.
+            0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum,
+            self._eps,
+            self.target_variance,
+            self.backend,
+            group,
+        )
+        if self._probe is not None:
+            self._record(input, y, mean, var)
+        return y
+
+    def group_to_join(self) -> Any:
+        """The process group of the next forward; None where it takes this process's batch only."""
+        return joined.group_to_join(self.process_group) if self.training else None
+
+    def computes_only(self) -> bool:
+        """As every layer's; in training, in one process."""
+        return super().computes_only() and self.group_to_join() is None
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        self._unsynced_class._check_input_dim(self, input)
+
+
+class SyncBatchNorm(_SyncBatchNormForward, _BatchNorm, nn.SyncBatchNorm):
+    """`torch.nn.SyncBatchNorm` that normalises to a target variance, on CPU tensors as well.
+
+        y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
+
+    In training, mean and var are those of the joined batch of all processes of the group, and so
+    are the gradients and the running statistics. The processes' batches may differ in size, and
+    some may be empty; each process must call the layers in the same order. One message is sent
+    forward and one backward, and every process gets the same statistics, bit for bit. The
+    gradients of weight and bias are sums over the process's own batch, which
+    `DistributedDataParallel` averages, as with torch's. In eval, in one process, or where no
+    process group is initialised, it is `BatchNorm1d` and its kin, and sends nothing.
+
+    Under CUDA the host never waits, and so cannot refuse a joined batch of one value a channel:
+    its output is the bias, and the running statistics stay.
+
+    `DistributedDataParallel` refuses to wrap any `torch.nn.SyncBatchNorm` on the CPU. There, wrap
+    first and then `normplug.swap(model, mode, sync=True)`.
+
+    Args:
+        *args: those of `torch.nn.SyncBatchNorm`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch", as in `BatchNorm1d`; what is summed for the gradients
+            in several processes is always torch's.
+        **kwargs: those of `torch.nn.SyncBatchNorm`; `process_group` None is all processes.
+
+    Shape: (N, C) or (N, C, *space), in and out. One that a swap made of a `BatchNorm2d` takes what
+    that took. Differentiable twice, if all processes do it.
+
+    Raises:
+        ValueError: an unknown mode or backend, input of another dimension, and on the CPU one value
+            a channel in the joined batch.
+
+    Example:
+        >>> SyncBatchNorm(8, mode="standard")(torch.ones(2, 8)).sum()
+        tensor(0., grad_fn=<SumBackward0>)
+    """
+
+
+class LazySyncBatchNorm(
+    _SyncBatchNormForward, nn.modules.batchnorm._LazyNormBase, nn.modules.batchnorm._BatchNorm
+):
+    """What `swap(sync=True)` makes of `torch.nn.LazyBatchNorm*d`, until its first forward."""
+
+    cls_to_become = SyncBatchNorm

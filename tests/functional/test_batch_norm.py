@@ -1,0 +1,290 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import normplug
+from accuracy import leaf
+from batch_norm_cases import DTYPES, LAYOUTS, SHAPES, compare, make, run
+from normplug import functional, reference, target_variance
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_standard_is_as_close_to_float64_as_torch_and_one_is_standard_bit_for_bit(
+    dtype, shape, layout
+):
+    x, weight, bias = make(shape, dtype, layout)
+    running = (torch.randn(5).to(dtype), torch.rand(5).to(dtype) + 0.5)
+    for training in (True, False):
+        standard = compare(x, weight, bias, "standard", training, running)
+        torch.manual_seed(0)
+        dy = torch.randn_like(x)
+        named, number = (
+            run(functional.batch_norm, x, weight, bias, dy, training, running, mode=mode)
+            for mode in ("standard", 1.0)
+        )
+        for name in standard:
+            assert torch.equal(named[name], number[name]), name
+
+
+@pytest.mark.parametrize("mode", ["golden", 0.5, 2])
+@pytest.mark.parametrize("affine", ["", "weight", "bias", "weight+bias"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mode_is_the_stock_norm_with_a_folded_weight(dtype, training, affine, mode):
+    x, weight, bias = make((6, 5, 4, 3), dtype, affine=affine)
+    params = dtype if dtype == torch.float64 else torch.float32
+    running = (torch.randn(5).to(params), torch.rand(5).to(params) + 0.5)
+    if dtype in (torch.float16, torch.bfloat16):
+        running = tuple(r.to(dtype) for r in running) if affine else running
+    compare(x, weight, bias, mode, training, running)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_input_takes_float32_parameters(dtype):
+    x, weight, bias = make((6, 5, 4, 3), dtype, params=torch.float32)
+    running = (torch.zeros(5), torch.ones(5))
+    for mode in ("standard", "golden"):
+        assert compare(x, weight, bias, mode, running=running)["y"].dtype == dtype
+
+
+@given(
+    shape=st.lists(st.integers(1, 6), min_size=2, max_size=5).filter(
+        lambda s: torch.Size([s[0], *s[2:]]).numel() > 1
+    ),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    layout=st.sampled_from(LAYOUTS),
+    affine=st.sampled_from(["", "weight", "bias", "weight+bias"]),
+    mode=st.one_of(st.just("golden"), st.floats(0.01, 10)),
+    training=st.booleans(),
+    offset=st.sampled_from([0.0, 3.0, 1e3]),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_shape_layout_and_flags(shape, dtype, layout, affine, mode, training, offset, seed):
+    torch.manual_seed(seed)
+    x, weight, bias = make(shape, dtype, layout, affine, offset=offset)
+    running = (torch.randn(shape[1]).to(dtype), torch.rand(shape[1]).to(dtype) + 0.5)
+    compare(x, weight, bias, mode, training, running)
+
+
+def test_forward_and_gradients_match_the_formulas_written_out():
+    x, weight, bias = make((6, 5, 4, 3), torch.float64)
+    residual, dy = torch.randn_like(x), torch.randn_like(x)
+    for name in functional._checks.ACTIVATIONS:
+        leaves = [leaf(t) for t in (x, weight, bias, residual)]
+        y = functional.batch_norm(
+            leaves[0], None, None, *leaves[1:3], training=True, residual=leaves[3], activation=name
+        )
+        got = torch.autograd.grad(y, leaves, dy)
+        tv = target_variance("golden")
+        plain, mean, var = reference.batch_norm(x, weight, bias, target_variance=tv)
+        pre = plain + residual
+        torch.testing.assert_close(y, reference.activation(pre, name))
+        dpre = reference.activation_backward(dy, pre, name)
+        expected = reference.batch_norm_backward(dpre, x, weight, mean, var, target_variance=tv)
+        for ours, exact in zip(got, (*expected, dpre), strict=True):
+            torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("shape", SHAPES[2:], ids=str)
+def test_the_output_keeps_the_layout(shape):
+    x, weight, bias = make(shape, torch.float32, "channels_last")
+    x.requires_grad_()
+    y = functional.batch_norm(x, None, None, weight, bias, True, residual=x, activation="relu")
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert y.stride() == dx.stride() == x.stride()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "hardswish"])
+def test_second_derivatives(training, activation):
+    x, weight, bias = (leaf(t) for t in make((4, 3, 2, 2), torch.float64, offset=0.5))
+    residual = leaf(torch.randn_like(x))
+    running = None if training else (torch.zeros(3).double(), torch.ones(3).double())
+
+    def norm(x, weight, bias, residual):
+        mean, var = running or (None, None)
+        return functional.batch_norm(
+            x, mean, var, weight, bias, training, residual=residual, activation=activation
+        )
+
+    assert torch.autograd.gradcheck(norm, (x, weight, bias, residual))
+    assert torch.autograd.gradgradcheck(norm, (x, weight, bias, residual))
+
+
+def test_momentum_none_is_the_plain_average_of_the_batches():
+    mean, var, count = torch.zeros(3), torch.ones(3), torch.tensor(0)
+    batches = [torch.randn(5, 3) + i for i in range(4)]
+    for batch in batches:
+        functional.batch_norm(
+            batch, mean, var, training=True, momentum=None, num_batches_tracked=count
+        )
+    assert count == 4
+    torch.testing.assert_close(mean, torch.stack([b.mean(0) for b in batches]).mean(0))
+    torch.testing.assert_close(var, torch.stack([b.var(0) for b in batches]).mean(0))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4, 4), (2, 3, 0, 4), (4, 0, 2)], ids=str)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_an_empty_batch_leaves_the_statistics_and_gives_zero_gradients(shape, momentum):
+    c = shape[1]
+    mean, var, count = torch.full((c,), 2.0), torch.full((c,), 3.0), torch.tensor(7)
+    x, weight, bias = (leaf(torch.randn(s)) for s in (shape, (c,), (c,)))
+    y = functional.batch_norm(
+        x,
+        mean,
+        var,
+        weight,
+        bias,
+        True,
+        momentum,
+        residual=torch.ones(shape),
+        num_batches_tracked=count,
+    )
+    assert y.shape == shape
+    gradients = torch.autograd.grad(y.sum(), (x, weight, bias))
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
+    assert torch.equal(mean, torch.full((c,), 2.0))
+    assert torch.equal(var, torch.full((c,), 3.0))
+    assert count == 7
+
+
+def test_infinity_and_nan_stay_in_their_channel():
+    x = torch.randn(8, 3)
+    x[2, 0], x[3, 1] = torch.inf, torch.nan
+    y = functional.batch_norm(x, None, None, training=True)
+    assert y[:, :2].isnan().all()
+    assert y[:, 2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_channel_stats_far_from_zero(dtype):
+    x = (torch.randn(50, 4, 3, 3, dtype=torch.double) + 1e3).to(dtype)
+    mean, var = functional.channel_stats(x)
+    assert mean.dtype == reference.accumulator_dtype(dtype)
+    exact = x.double()
+    torch.testing.assert_close(mean.double(), exact.mean((0, 2, 3)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(var.double(), exact.var((0, 2, 3), correction=0), rtol=1e-4, atol=0)
+    assert functional.channel_stats(x[:0])[1].isnan().all()
+
+
+def test_channel_stats_of_a_golden_output_are_the_target():
+    y = functional.batch_norm(
+        torch.randn(64, 8, 5, 5) * 7 + 4, None, None, training=True, eps=1e-12
+    )
+    mean, var = functional.channel_stats(y)
+    torch.testing.assert_close(var, torch.full((8,), target_variance("golden")))
+    torch.testing.assert_close(mean, torch.zeros(8), atol=1e-5, rtol=0)
+
+
+X = torch.randn(4, 3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (
+            (X.long(), None, None, None, None, True),
+            {},
+            TypeError,
+            r"got torch.int64.*input.float\(\)",
+        ),
+        ((X[0, 0, 0], None, None, None, None, True), {}, ValueError, r"\(N, C\).*shape \(2,\)"),
+        (
+            (X, None, None, torch.ones(4), None, True),
+            {},
+            ValueError,
+            r"weight must be \(C,\) = \(3,\).*got \(4,\)",
+        ),
+        ((X, torch.zeros(3), None), {}, ValueError, "go together; got only running_mean"),
+        ((X, None, None), {}, ValueError, "training=False normalises by running_mean"),
+        (
+            (X[:1, :, :1, :1], None, None, None, None, True),
+            {},
+            ValueError,
+            r"more than one value per channel.*\(1, 3, 1, 1\)",
+        ),
+        (
+            (X, None, None, None, None, True),
+            {"activation": "tanh"},
+            ValueError,
+            "'silu', 'gelu', 'relu6', 'hardswish'; got 'tanh'",
+        ),
+        (
+            (X, None, None, None, None, True),
+            {"residual": X[:1]},
+            ValueError,
+            r"residual must have the input's shape",
+        ),
+        ((X, None, None, None, None, True), {"mode": "gold"}, ValueError, "got 'gold'"),
+        (
+            (X, None, None, None, None, True),
+            {"backend": "cuda"},
+            ValueError,
+            "'auto', 'triton', 'torch'; got 'cuda'",
+        ),
+        (
+            (X, None, None, None, None, True),
+            {"backend": "triton"},
+            NotImplementedError,
+            "the input is on cpu.*Use backend='auto' or 'torch'",
+        ),
+        (
+            (X, torch.zeros(3), torch.ones(3), None, None, True, None),
+            {},
+            ValueError,
+            "num_batches_tracked to count",
+        ),
+        (
+            (X, torch.zeros(3), torch.ones(3), None, None, True, float("nan")),
+            {},
+            ValueError,
+            "momentum must be None or",
+        ),
+    ],
+)
+def test_a_wrong_call_says_the_rule_and_the_values(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        functional.batch_norm(*arguments, **options)
+
+
+def test_a_refused_call_leaves_the_statistics():
+    mean, var = torch.zeros(3), torch.ones(3)
+    with pytest.raises(ValueError, match="got 'gold'"):
+        functional.batch_norm(X, mean, var, training=True, mode="gold")
+    assert torch.equal(mean, torch.zeros(3))
+    assert torch.equal(var, torch.ones(3))
+
+
+def test_fake_tensors_of_unknown_size_take_torchs_own_operators():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    batch = mode.from_tensor(torch.randn(4, 3)).shape[0]
+    assert isinstance(batch, torch.SymInt)
+    with mode:
+        x = torch.empty(batch, 3, 8, 8, device="cuda")
+        y = functional.batch_norm(x, None, None, training=True)
+    assert y.shape == (batch, 3, 8, 8)
+    assert y.device.type == "cuda"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_compiled_in_one_graph_with_another_batch_size(shape):
+    classes = (
+        normplug.BatchNorm1d,
+        normplug.BatchNorm1d,
+        normplug.BatchNorm2d,
+        normplug.BatchNorm3d,
+    )
+    cls = classes[len(shape) - 2]
+    layer, eager = cls(5), cls(5)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for batch in (shape[0], 2 * shape[0]):
+        x = torch.randn(batch, *shape[1:])
+        torch.testing.assert_close(compiled(x), eager(x))
+    torch.testing.assert_close(layer.running_var, eager.running_var)
+    assert layer.num_batches_tracked == 2

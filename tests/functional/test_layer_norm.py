@@ -1,0 +1,431 @@
+import copy
+import io
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import normplug
+from accuracy import leaf
+from layer_norm_cases import CASES, DTYPES, compare, make, run
+from normplug import functional, reference, target_variance
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_standard_is_as_close_to_float64_as_torch_and_one_is_standard_bit_for_bit(
+    dtype, case, strided
+):
+    x, row, weight, bias = make(*case, dtype, strided=strided)
+    compare(x, row, weight, bias, "standard")
+    dy = torch.randn_like(x)
+    named, number = (
+        run(lambda *a, m=m: functional.layer_norm(*a, mode=m), x, row, weight, bias, dy)
+        for m in ("standard", 1.0)
+    )
+    for name in named:
+        assert torch.equal(named[name], number[name]), name
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    dims=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    affine=st.sampled_from(["", "weight", "bias", "weight+bias"]),
+    mode=st.one_of(st.just("golden"), st.floats(0.01, 10)),
+    offset=st.sampled_from([0.0, 3.0, 1e3]),
+    strided=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_shape_and_flags(shape, dims, dtype, affine, mode, offset, strided, seed):
+    torch.manual_seed(seed)
+    compare(*make(shape, min(dims, len(shape)), dtype, affine, offset, strided), mode)
+
+
+def test_forward_and_gradients_match_the_formulas_written_out():
+    x, row, weight, bias = make((3, 2, 4, 8), 2, torch.float64)
+    input_bias, dy = torch.randn(row).double(), torch.randn_like(x)
+    leaves = [leaf(t) for t in (x, weight, bias, input_bias)]
+    y = functional.layer_norm(leaves[0], row, *leaves[1:3], input_bias=leaves[3])
+    got = torch.autograd.grad(y, leaves, dy)
+    tv = target_variance("golden")
+    h = x + input_bias
+    torch.testing.assert_close(y, reference.layer_norm(h, row, weight, bias, target_variance=tv).y)
+    expected = reference.layer_norm_backward(dy, h, row, weight, target_variance=tv)
+    for ours, exact in zip(got, (*expected, expected.dx.sum((0, 1))), strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+def test_add_layer_norm_gives_the_sum_and_gradients_through_both():
+    x, row, weight, bias = make((3, 5, 8), 1, torch.float64)
+    leaves = [leaf(t) for t in (x, torch.randn_like(x), weight, bias)]
+    y, total = functional.add_layer_norm(*leaves[:2], row, *leaves[2:])
+    dy, dtotal = torch.randn_like(x), torch.randn_like(x)
+    got = torch.autograd.grad((y, total), leaves, (dy, dtotal))
+    exact = leaves[0] + leaves[1]
+    torch.testing.assert_close(total, exact)
+    scale = math.sqrt(target_variance("golden"))
+    expected = torch.autograd.grad(
+        (F.layer_norm(exact, row, leaves[2] * scale, leaves[3]), exact), leaves, (dy, dtotal)
+    )
+    for ours, torchs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, torchs)
+
+
+def test_second_derivatives():
+    x, row, weight, bias = make((3, 4), 1, torch.float64, offset=0.5)
+    leaves = [leaf(t) for t in (x, weight, bias, torch.randn(4).double())]
+
+    def norm(x, weight, bias, input_bias):
+        return functional.layer_norm(x, row, weight, bias, input_bias=input_bias)
+
+    assert torch.autograd.gradcheck(norm, leaves)
+    assert torch.autograd.gradgradcheck(norm, leaves)
+
+
+@pytest.mark.parametrize(
+    ("input_dtype", "params"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float64),
+    ],
+)
+def test_mixed_dtypes_are_promoted_and_rounded_once(input_dtype, params):
+    x, row, weight, bias = make((5, 16), 1, torch.float64)
+    x, weight, bias = x.to(input_dtype), weight.to(params), bias.to(params)
+    y = functional.layer_norm(x, row, weight, bias, mode="standard")
+    exact = F.layer_norm(x.double(), row, weight.double(), bias.double())
+    assert y.dtype == input_dtype
+    torch.testing.assert_close(y, exact.to(input_dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("momentum", [0.25, None])
+def test_running_statistics_are_the_rows_means(dtype, momentum):
+    mean, var, count = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(0)
+    expected_mean, expected_var = torch.tensor(0.0).double(), torch.tensor(1.0).double()
+    for step in range(1, 4):
+        x = (torch.randn(6, 4, 32) * 0.1 * step + step).to(dtype)
+        y = functional.layer_norm(
+            x,
+            (32,),
+            running_mean=mean,
+            running_var=var,
+            num_batches_tracked=count,
+            momentum=momentum,
+        )
+        assert torch.equal(y, functional.layer_norm(x, (32,)))
+        _, row_mean, row_var = reference.layer_norm(x.double(), (32,))
+        expected_mean = reference.running_average(expected_mean, row_mean.mean(), momentum, step)
+        expected_var = reference.running_average(expected_var, row_var.mean(), momentum, step)
+    assert count == 3
+    torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(var.double(), expected_var, rtol=1e-4, atol=1e-6)
+
+
+def test_no_rows_leave_the_statistics_and_give_zero_gradients():
+    mean, var, count = torch.tensor(2.0), torch.tensor(3.0), torch.tensor(5)
+    x, weight = leaf(torch.randn(0, 4)), leaf(torch.randn(4))
+    y = functional.layer_norm(
+        x, (4,), weight, running_mean=mean, running_var=var, num_batches_tracked=count
+    )
+    dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
+    assert dx.shape == (0, 4)
+    assert torch.equal(dweight, torch.zeros(4))
+    assert (mean, var, count) == (2.0, 3.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("low", torch.bfloat16), ("float32", torch.float32)]
+)
+def test_the_output_dtype_under_autocast(asked, expected):
+    x, weight = torch.randn(4, 8), torch.ones(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = functional.layer_norm(x, (8,), weight, autocast_output=asked)
+        double = functional.layer_norm(x.double(), (8,), weight.double(), autocast_output=asked)
+    assert y.dtype == expected
+    assert double.dtype == torch.float64
+    assert functional.layer_norm(x, (8,), weight, autocast_output=asked).dtype == torch.float32
+
+
+X = torch.randn(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((X.int(), (6,)), {}, TypeError, "got torch.int32"),
+        ((X, (5,)), {}, ValueError, r"normalized_shape=\(5,\); got input of shape \(4, 6\)"),
+        ((X, ()), {}, ValueError, r"normalized_shape=\(\)"),
+        ((X, (6,), torch.ones(1)), {}, ValueError, r"weight must have shape .* \(6,\); got \(1,\)"),
+        ((X, (6,)), {"input_bias": torch.ones(4, 6)}, ValueError, "input_bias must have shape"),
+        ((X, (6,)), {"mode": 0}, ValueError, "got 0"),
+        ((X, (6,)), {"autocast_output": "half"}, ValueError, "'low', 'float32'; got 'half'"),
+        ((X, (6,)), {"backend": "triton"}, NotImplementedError, "but.*(on cpu|triton is not)"),
+        ((X, (6,)), {"running_mean": torch.zeros(())}, ValueError, "go together"),
+        (
+            (X, (6,)),
+            {"running_mean": torch.zeros(()), "running_var": torch.ones(()), "momentum": None},
+            ValueError,
+            "needs num_batches_tracked",
+        ),
+    ],
+)
+def test_a_wrong_call_says_the_rule_and_the_values(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        functional.layer_norm(*arguments, **options)
+
+
+def test_add_layer_norm_refuses_to_broadcast():
+    with pytest.raises(ValueError, match=r"residual must have the input's shape \(4, 6\)"):
+        functional.add_layer_norm(X, X[0], (6,))
+
+
+def test_compiled_in_one_graph_with_another_number_of_rows():
+    layer, eager = normplug.LayerNorm(16), normplug.LayerNorm(16)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for rows in (3, 8):
+        x = torch.randn(rows, 5, 16)
+        torch.testing.assert_close(compiled(x), eager(x))
+    torch.testing.assert_close(layer.running_var, eager.running_var)
+    normplug.set_mode(layer, 0.5)
+    torch.testing.assert_close(compiled(x), normplug.LayerNorm(16, mode=0.5)(x))
+
+
+def components(dtype, layout, row=(6,)):
+    shapes = [(3, *row), (5, *row), (1, *row)]
+    parts = [(torch.randn(shape) * k + k).to(dtype) for k, shape in enumerate(shapes, 1)]
+    return torch.nested.nested_tensor(parts, layout=layout, requires_grad=True)
+
+
+def holed(dtype):
+    """A jagged tensor whose values have rows between its components."""
+    x = torch.randn(2, 6, 6).mul(3).to(dtype)
+    starts, lengths = torch.tensor([0, 1]), torch.tensor([3, 2])
+    x = torch.nested.narrow(x, 1, starts, lengths, layout=torch.jagged)
+    return x.detach().requires_grad_()
+
+
+NESTED = {
+    "strided": lambda dtype: components(dtype, torch.strided),
+    "jagged": lambda dtype: components(dtype, torch.jagged),
+    "jagged with holes": holed,
+    "strided, 2 dims": lambda dtype: components(dtype, torch.strided, (2, 6)),
+    "jagged, transposed": lambda dtype: (
+        components(dtype, torch.jagged, (2, 6)).detach().transpose(1, 2).requires_grad_()
+    ),
+    "strided, transposed": lambda dtype: torch.nested.nested_tensor(
+        [torch.randn(2, n, 6, dtype=dtype) for n in (3, 4)], requires_grad=True
+    ).transpose(1, 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("kind", NESTED)
+def test_a_nested_tensor_is_normalised_component_by_component(kind, affine, dtype, training):
+    x = NESTED[kind](dtype)
+    layer, dense = (
+        normplug.LayerNorm(6, elementwise_affine=affine).to(dtype).train(training) for _ in range(2)
+    )
+    y = layer(x)
+    rows = torch.cat([part.detach().reshape(-1, 6) for part in x.unbind()]).requires_grad_()
+    expected = dense(rows)
+    assert (type(y), y.layout) == (type(x), x.layout)
+    torch.testing.assert_close(torch.cat([p.reshape(-1, 6) for p in y.unbind()]), expected)
+    for name, value in dense.named_buffers():
+        torch.testing.assert_close(layer.get_buffer(name), value, rtol=1e-5, atol=1e-6)
+    if kind in ("jagged with holes", "jagged, transposed"):  # torch's own layer has no backward
+        return
+    inputs = [x, *layer.parameters()]
+    dy = torch.randn_like(expected)
+    sum_of = torch.cat([p.reshape(-1, 6) for p in y.unbind()])
+    dx, *got = torch.autograd.grad(sum_of, inputs, dy)
+    dx_rows, *wanted = torch.autograd.grad(expected, [rows, *dense.parameters()], dy)
+    torch.testing.assert_close(torch.cat([p.reshape(-1, 6) for p in dx.unbind()]), dx_rows)
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_added_and_compiled_and_refused_like_dense_ones(layout):
+    x = components(torch.float32, layout)
+    y, total = functional.add_layer_norm(x, x, (6,))
+    for whole, normed, part in zip(total.unbind(), y.unbind(), x.unbind(), strict=True):
+        torch.testing.assert_close(whole, 2 * part)
+        torch.testing.assert_close(normed, functional.layer_norm(whole, (6,)))
+    torch.compiler.reset()
+    layer, eager = normplug.LayerNorm(6), normplug.LayerNorm(6)
+    got, expected = torch.compile(layer, backend="aot_eager")(x), eager(x)
+    for one, other in zip(got.unbind(), expected.unbind(), strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(layer.running_var, eager.running_var)
+    with pytest.raises(ValueError, match=r"normalized_shape=\(5,\); got input of shape"):
+        functional.layer_norm(x, (5,))
+    with pytest.raises(ValueError, match="residual must have the input's shape"):
+        functional.add_layer_norm(x, torch.randn(3, 5, 6), (6,))
+    with pytest.raises(ValueError, match="got a nested tensor. Pad it first"):
+        functional.batch_norm(x, None, None, training=True)
+    with pytest.raises(ValueError, match="got a nested tensor. Pad it first"):
+        functional.channel_stats(x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_nested_tensor_without_components_or_of_ragged_rows_is_refused():
+    with pytest.raises(ValueError, match="a nested input needs at least one component; got none"):
+        functional.layer_norm(torch.nested.nested_tensor([]), (6,))
+    ragged = torch.nested.nested_tensor([torch.randn(2, 6), torch.randn(2, 5)])
+    with pytest.raises(ValueError, match=r"normalized_shape=\(6,\); got input of shape \(2, 5\)"):
+        functional.layer_norm(ragged, (6,))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", [normplug.LayerNorm, normplug.BatchNorm1d])
+def test_a_layer_exported_in_training_is_saved_and_trains_on(kind, strict, momentum):
+    torch.compiler.reset()
+    layer, x = kind(6, momentum=momentum), torch.randn(5, 6)
+    for decomposed in (False, True):
+        program = torch.export.export(copy.deepcopy(layer), (x,), strict=strict)
+        if decomposed:
+            program = program.run_decompositions()
+        file = io.BytesIO()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.11, of its own archive
+            torch.export.save(program, file)
+            file.seek(0)
+            loaded = torch.export.load(file).module()
+        eager = copy.deepcopy(layer)
+        for _ in range(2):
+            torch.testing.assert_close(loaded(x), eager(x))
+        for name, value in eager.state_dict().items():
+            torch.testing.assert_close(loaded.state_dict()[name], value)
+        assert eager.num_batches_tracked == 2
+
+
+FRESH = {"running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0}
+
+
+def statistics(layer):
+    return {name: buffer.item() for name, buffer in layer.named_buffers()}
+
+
+def blocks():
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.LayerNorm(6), nn.BatchNorm1d(6), nn.LayerNorm(6, bias=False),
+        nn.Linear(6, 6), nn.LayerNorm(6, elementwise_affine=False),
+    )  # fmt: skip
+
+
+def on_meta(built):
+    """A swapped model of the meta device, built there or by normplug's own classes."""
+    with torch.device("meta"):
+        model = blocks()
+        if built == "inside":
+            return normplug.swap(model, "standard")
+    return normplug.swap(model, "standard")
+
+
+def assert_started(model, stock):
+    """Statistics are fresh, everything else is the stock model's, and training moves both."""
+    for index in (1, 3, 5):
+        assert statistics(model[index]) == FRESH
+    for key, value in stock.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value)
+    x = torch.randn(8, 4)
+    torch.testing.assert_close(model.train()(x), stock.train()(x))
+    assert all(model[index].num_batches_tracked == 1 for index in (1, 3, 5))
+    assert all(not t.is_meta for t in [*model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize("built", ["inside", "outside"])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("how", ["assign", "to_empty", "reset_parameters"])
+def test_a_stock_checkpoint_gives_a_meta_model_fresh_statistics(how, strict, built):
+    stock, model = blocks(), on_meta(built)
+    stock(torch.randn(9, 4))
+    if how != "assign":
+        model.to_empty(device="cpu")
+        assert [statistics(model[index]) for index in (1, 3, 5)] == [FRESH] * 3
+    if how == "reset_parameters":
+        for index in (1, 3, 5):
+            model[index].running_mean.fill_(7.0)
+            model[index].reset_parameters()
+    model.load_state_dict(stock.state_dict(), strict=strict, assign=how == "assign")
+    model[5](torch.randn(8, 6))  # has no weight that could be loaded: starts where its input is
+    model[5].reset_running_stats()
+    assert_started(model, stock)
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_checkpoint_with_statistics_is_taken_and_one_without_starts_them_again(assign):
+    trained, stock = normplug.swap(blocks(), "standard"), blocks()
+    trained(torch.randn(9, 4))
+    model = on_meta("outside") if assign else normplug.swap(blocks(), "standard")
+    model.load_state_dict(trained.state_dict(), assign=assign)
+    for key, value in trained.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value)
+    # A part of a state says nothing of the rest.
+    model.load_state_dict({"1.weight": torch.ones(6)}, strict=False, assign=assign)
+    assert statistics(model[1]) == statistics(trained[1]) != FRESH
+    model.load_state_dict(stock.state_dict(), assign=assign)
+    assert [statistics(model[index]) for index in (1, 3)] == [FRESH] * 2
+
+
+def test_what_has_values_keeps_them_when_it_moves():
+    model = normplug.swap(blocks(), "standard")
+    model(torch.randn(9, 4))
+    before = [statistics(model[index]) for index in (1, 3, 5)]
+    assert [statistics(model.double()[index]) for index in (1, 3, 5)] == before
+
+
+def test_a_compiled_layer_without_weights_starts_where_its_input_is():
+    torch.compiler.reset()
+    layer = normplug.LayerNorm(6, elementwise_affine=False, device="meta")
+    x = torch.randn(5, 6)
+    torch.compile(layer, backend="aot_eager")(x)
+    eager = normplug.LayerNorm(6, elementwise_affine=False)
+    eager(x)
+    assert statistics(layer) == pytest.approx(statistics(eager))
+
+
+@pytest.mark.parametrize("file", ["model.bin", "model.safetensors"])
+@pytest.mark.parametrize("include_buffers", [False, True])
+@pytest.mark.parametrize("built", ["inside", "outside"])
+@pytest.mark.parametrize("last", ["cpu", "disk"])
+def test_accelerate_loads_a_stock_checkpoint(tmp_path, last, built, include_buffers, file):
+    accelerate = pytest.importorskip("accelerate")
+    safetensors = pytest.importorskip("safetensors.torch")
+    stock = blocks()
+    stock(torch.randn(9, 4))
+    save = torch.save if file == "model.bin" else safetensors.save_file
+    save(stock.state_dict(), tmp_path / file)
+    with accelerate.init_empty_weights(include_buffers=include_buffers):
+        model = blocks()
+        if built == "inside":
+            normplug.swap(model, "standard")
+    normplug.swap(model, "standard")
+    places = {"": "cpu"}
+    if last == "disk":
+        places = {**{str(index): "cpu" for index in (0, 1, 2, 3, 5)}, "4": "disk"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the file's metadata, and of its own progress
+        model = accelerate.load_checkpoint_and_dispatch(
+            model, str(tmp_path / file), device_map=places, offload_folder=str(tmp_path / "off")
+        )
+    x = torch.randn(8, 4)
+    torch.testing.assert_close(model.eval()(x), stock.eval()(x))
+    if last == "cpu":
+        assert_started(model, stock)
+    model.train()(x)
+    assert statistics(model[1])["num_batches_tracked"] == (2 if last == "cpu" else 1)

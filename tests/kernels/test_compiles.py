@@ -1,0 +1,165 @@
+"""Every kernel goes through Triton's compiler, down to machine code, without a GPU.
+
+The interpreter takes Python that the compiler of an older Triton does not.
+"""
+
+import re
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from normplug._kernels import launch, primitives, schedule  # noqa: E402
+from normplug._kernels.batch_norm import launches as batch_norm  # noqa: E402
+from normplug._kernels.layer_norm import launches as layer_norm  # noqa: E402
+from normplug._kernels.layer_norm.launches import Strides, TwoLevels  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
+    pytest.mark.skipif(not launch.BUILDS, reason="on this Triton the kernels are not used"),
+]
+H100 = GPUTarget("cuda", 90, 32)
+SMS, SHARED = 132, 227 << 10
+BFLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64
+TYPES = {BFLOAT16: "*bf16", FLOAT32: "*fp32", FLOAT64: "*fp64"}
+INTEGERS = {"counter_ptr": "*i64", "tracked_ptr": "*i64", "bits_ptr": "*u8"}
+TILES = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "residual_ptr", "dresidual_ptr", "total_ptr")
+
+
+def compiled(made, dtype, **others):
+    """What the compiler makes of a launch; `others` are pointers of other dtypes than `dtype`."""
+    names = [p.name for p in made._kernel.params if p.name not in made._constants]
+    pointers = names[: len(names) - len(made._numbers)]
+    acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
+    signature = {
+        name: INTEGERS.get(name, TYPES[others.get(name, dtype if name in TILES else acc)])
+        for name in pointers
+    }
+    for name, value in zip(names[len(pointers) :], made._numbers, strict=True):
+        signature[name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, int) and value >= 2**31:
+            signature[name] = "i64"
+    constants = {
+        k: v for k, v in made._constants.items() if k in {p.name for p in made._kernel.params}
+    }
+    options = {k: v for k, v in made._constants.items() if k not in constants}
+    signature |= dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
+    source = ASTSource(made._kernel, signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=H100, options=options)
+
+
+BATCH_NORMS = {
+    "planes": (128, 256, 3136, False),
+    "columns, own rows": (128, 256, 196, True),
+    "columns, items in phases": (128, 256, 3136, True),
+    "columns, a slab alone": (64, 512, 1, True),
+    "small planes": (64, 512, 49, False),
+}
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_batch_norm(name, dtype):
+    flags = batch_norm.Flags(residual=True, activation="relu", running=True, tracked=True)
+    forward, backward = (
+        schedule.geometry(*BATCH_NORMS[name], dtype.itemsize, tensors, SMS, launch.COOPERATIVE)
+        for tensors in (1, 2)
+    )
+    made = batch_norm.forward_launch(forward, dtype, flags, 0.1, 1e-5, 0.6)
+    assert compiled(made, dtype).asm["cubin"]
+    made = batch_norm.backward_launch(backward, dtype, flags, (True,) * 4, 0.6)
+    assert compiled(made, dtype).asm["cubin"]
+
+
+def row_launches(rows, width, itemsize, dtype, spacing):
+    forward = schedule.layer_norm_forward(rows, width, 8, itemsize, True, SMS)
+    backward = schedule.layer_norm_backward(
+        rows, width, 8, itemsize, False, SMS, SHARED, launch.COOPERATIVE
+    )
+    flags = layer_norm.Flags(input_bias=False, residual=True, running=True, tracked=True)
+    strides = Strides(spacing, residual=width)
+    yield layer_norm.forward_launch(forward, dtype, flags, strides, 0.1, 1e-5, 0.6)
+    strides = Strides(width, dy=spacing, dtotal=width)
+    yield layer_norm.backward_launch(
+        backward, dtype, layer_norm.Flags(), strides, (True, True, True, False), 0.6
+    )
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
+@pytest.mark.parametrize("width", [768, 16384, 131072])
+def test_layer_norm(width, dtype):
+    acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
+    for made in row_launches(4096, width, dtype.itemsize, acc, width):
+        assert compiled(made, dtype, dtotal_ptr=dtype).asm["cubin"]
+
+
+def threads_along_the_steps(made, dtype, tile, **others):
+    """How many threads and warps share the steps of the tiles that a launch loads."""
+    ir = compiled(made, dtype, **others).asm["ttgir"]
+    loads = re.findall(rf"tt\.load .*tensor<{tile}x!tt.ptr<\w+>, #(\w+)>", ir)
+    assert loads
+    axis = primitives.STEP_AXIS.value
+    for layout in set(loads):
+        facts = re.search(rf"#{layout} = .*threadsPerWarp = \[(.*?)\], warpsPerCTA = \[(.*?)\]", ir)
+        yield from (int(numbers.split(",")[axis]) for numbers in facts.groups())
+
+
+def tile_of(made, lanes):
+    shape = [made._constants[name] for name in (lanes, "U", "BC")]
+    if primitives.STEP_AXIS.value == 0:
+        shape[:2] = shape[1::-1]
+    return "x".join(map(str, shape))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(128, 256, 3136, True), (256, 2048, 49, True), (1024, 100_000, 1, True)], ids=str
+)
+def test_a_thread_of_batch_norm_holds_all_steps_of_its_lanes(shape, dtype):
+    flags = batch_norm.Flags(running=True, tracked=True)
+    forward, backward = (
+        schedule.geometry(*shape, dtype.itemsize, tensors, SMS, launch.COOPERATIVE)
+        for tensors in (1, 2)
+    )
+    for made in (
+        batch_norm.forward_launch(forward, dtype, flags, 0.1, 1e-5, 0.6),
+        batch_norm.backward_launch(backward, dtype, flags, (True, True, True, False), 0.6),
+    ):
+        assert made._constants["U"] > 1
+        assert set(threads_along_the_steps(made, dtype, tile_of(made, "BT"))) == {1}
+
+
+@pytest.mark.parametrize(("rows", "width"), [(50432, 768), (4096, 4096)])
+def test_a_thread_of_layer_norm_holds_all_steps_of_its_rows(rows, width):
+    forward, _ = row_launches(rows, width, 4, FLOAT32, width)
+    assert forward._constants["U"] > 1
+    assert set(threads_along_the_steps(forward, FLOAT32, tile_of(forward, "R"))) == {1}
+
+
+def test_layer_norm_of_narrow_rows_reads_a_bias_once():
+    flags, needs = layer_norm.Flags(input_bias=True), (True, True, True, True)
+    cut = schedule.layer_norm_backward(100_352, 192, 8, 2, True, SMS, SHARED, launch.COOPERATIVE)
+    assert 1 < cut.lanes < cut.r
+    made = layer_norm.backward_launch(cut, FLOAT32, flags, Strides(192, dy=192), needs, 0.6)
+    ahead = compiled(made, BFLOAT16).metadata.shared
+    # Tiles of x and dy, and at the end the sums of a tile's rows: nothing else comes by there.
+    tiles = 2 * (cut.stages - 1) * cut.r * cut.bc * 2
+    assert ahead <= max(tiles, 4 * cut.lanes * cut.bc) + 2048
+
+
+@pytest.mark.parametrize("spacing", [768, TwoLevels(197, 768, 768 * 128)], ids=["even", "permuted"])
+def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(spacing):
+    narrow = {"x_ptr": BFLOAT16, "y_ptr": BFLOAT16, "dy_ptr": BFLOAT16}
+    for made, others in zip(
+        row_launches(25216, 768, 4, FLOAT32, spacing),
+        (narrow, {"dy_ptr": BFLOAT16, "dtotal_ptr": FLOAT32}),
+        strict=True,
+    ):
+        ir = compiled(made, FLOAT32, **others).asm["ttgir"]
+        conversions = [line for line in ir.splitlines() if "convert_layout" in line]
+        tile = f"-> tensor<{tile_of(made, 'R')}x"
+        assert not [c for c in conversions if tile + "f32" in c or tile + "bf16" in c]

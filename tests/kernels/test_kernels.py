@@ -1,0 +1,602 @@
+"""The Triton kernels, run on the CPU by Triton's interpreter.
+
+Triton has to know of it before it is imported, so these tests run in a process of their own: see
+`test_interpreter`. There, backend="triton" takes CPU tensors. The interpreter runs programs one
+after the other, in order, which is why no schedule here may have programs that wait for a later
+one. (A GPU runs them in any order: `test_kernels_gpu`.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import interpreted
+from accuracy import assert_same_bits
+from fuse_cases import check_saved_bytes
+from kernel_cases import (
+    DTYPES,
+    INPUTS,
+    OPERATOR_CASES,
+    Case,
+    assert_accurate,
+    check_compiled,
+    check_operators,
+    check_recomputed,
+    force,
+    make,
+    run,
+)
+from normplug import functional, reference
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from normplug._kernels import schedule  # noqa: E402
+from normplug._kernels.batch_norm import columns  # noqa: E402
+from normplug._kernels.batch_norm import launches as kernels  # noqa: E402
+from normplug._ops import choice  # noqa: E402
+from normplug._ops.batch_norm import compiled as library  # noqa: E402
+from normplug._ops.batch_norm import eager as gpu  # noqa: E402
+
+pytestmark = interpreted.MARKS
+
+
+class Setup(NamedTuple):
+    """A tensor, and how it is cut into work."""
+
+    shape: tuple[int, ...]
+    layout: str
+    change: Callable[[Any], Any]
+
+
+def as_is(shape):
+    return shape
+
+
+def in_tiles(shape):
+    """Many tiles a channel, the last one partial, written soon after they were read."""
+    tiles = -(-shape.n * shape.hw // 128)
+    return dataclasses.replace(shape, block=128, warps=1, tiles_a_channel=tiles, lag=tiles + 1)
+
+
+def phased(rows_a_tile, rows_an_item, group=1, head=1):
+    """Items that gather and items that write; groups of slabs overlap by a head of items."""
+
+    def change(shape):
+        bt = min(rows_a_tile, 2)
+        cut = {"u": rows_a_tile // bt, "gather_rows": rows_an_item, "group": group, "head": head}
+        return dataclasses.replace(shape, bt=bt, programs=0, **cut)
+
+    return change
+
+
+def solo(rows_a_tile):
+    """One program a slab, which reads its rows twice."""
+
+    def change(shape):
+        bt = min(rows_a_tile, 2)
+        return dataclasses.replace(shape, bt=bt, u=rows_a_tile // bt, programs=1, gather_rows=0)
+
+    return change
+
+
+SETUPS = {
+    "planes": Setup((3, 3, 11, 13), "contiguous", as_is),
+    "planes in tiles": Setup((2, 2, 11, 13), "contiguous", in_tiles),
+    "rows": Setup((37, 19), "contiguous", as_is),
+    "rows, phased": Setup((7, 9), "contiguous", phased(2, 4)),
+    "rows, solo": Setup((7, 9), "contiguous", solo(2)),
+    "channels_last": Setup((3, 19, 2, 4), "channels_last", as_is),
+    "small planes": Setup((5, 5, 7, 7), "contiguous", solo(2)),
+    "small planes, phased": Setup((3, 5, 6, 7), "contiguous", phased(1, 2)),
+}
+MANY_ITEMS = {
+    "rows, in groups": Setup((7, 17), "contiguous", phased(2, 4, group=2, head=3)),
+    "rows, many items": Setup((67, 5), "contiguous", phased(32, 2)),
+    "small planes, many items": Setup((33, 3, 2, 3), "contiguous", phased(8, 1)),
+}
+EVERY_SETUP = pytest.mark.parametrize("setup", SETUPS)
+SOME_SETUPS = pytest.mark.parametrize("setup", ["planes in tiles", "rows, phased", "small planes"])
+HALF = {"dtype": torch.bfloat16, "params": torch.float32}
+VARIANTS = [
+    {"dtype": torch.float16, "activation": "relu", "affine": "bias", "running": False},
+    {"dtype": torch.float64, "activation": "gelu", "residual": "strided", "momentum": None},
+    {"dtype": torch.float64, "training": False, "activation": "silu", "eps": 0.1},
+    {"activation": "relu", "residual": "contiguous", "offset": 1e3, "momentum": 1.0},
+    {"training": False, "affine": "", "mode": "standard"},
+    {**HALF, "activation": "silu", "affine": "weight", "offset": 1e3, "mode": 4},
+    {**HALF, "activation": "relu", "residual": "contiguous", "training": False},
+    {"activation": "relu6", "residual": "contiguous", "mode": 20},
+    {**HALF, "activation": "hardswish", "mode": 10},
+]
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """A function from the name of a setup to a `Case` in it."""
+
+    def prepare(name, **options):
+        setup = {**SETUPS, **MANY_ITEMS}[name]
+        force(monkeypatch, setup.change)
+        return Case(setup.shape, layout=setup.layout, **options)
+
+    return prepare
+
+
+def test_the_setups_are_the_corners_that_they_are_named_for():
+    made = {}
+    for name, (shape, layout, change) in {**SETUPS, **MANY_ITEMS}.items():
+        n, c, hw = shape[0], shape[1], torch.Size(shape[2:]).numel()
+        sizes = (n, c, hw, layout == "channels_last", 4, 1, 132, False)
+        made[name] = change(schedule.geometry(*sizes))
+        assert isinstance(made[name], schedule.Planes) == name.startswith("planes")
+    tiled = made["planes in tiles"]
+    assert 2 < tiled.tiles_a_channel < tiled.lag < tiled.tiles
+    assert tiled.n * tiled.hw % tiled.block != 0
+    for name in ("rows, phased", "small planes, phased", "rows, in groups"):
+        shape = made[name]
+        assert shape.slabs > shape.group
+        assert not shape.even
+        assert 0 < shape.head < shape.group * shape.gathers
+        assert shape.rows_each > shape.tile
+        assert shape.rows % shape.rows_each != 0
+    assert made["rows, phased"].rows % made["rows, phased"].tile != 0
+    assert made["rows, in groups"].slabs % made["rows, in groups"].group != 0
+    for name in ("rows", "small planes"):
+        shape = made["rows, solo" if name == "rows" else name]
+        assert shape.solo
+        assert shape.rows > 2 * shape.tile
+        assert shape.rows % shape.tile != 0
+        assert made[f"{name}, many items"].gathers > schedule.FAN_IN
+
+
+@pytest.mark.parametrize("setup", MANY_ITEMS)
+def test_groups_of_slabs_and_merges_in_two_levels(setup, prepared):
+    dtype = torch.float64 if setup == "rows, many items" else torch.float32
+    assert_accurate(prepared(setup, dtype=dtype, offset=1e3, residual="contiguous"))
+
+
+@EVERY_SETUP
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: str(Case((), **options)))
+def test_every_setup_is_as_close_to_float64_as_torch(setup, options, prepared):
+    assert_accurate(prepared(setup, **options))
+
+
+@EVERY_SETUP
+def test_offsets_of_64_bits(setup, prepared, monkeypatch):
+    monkeypatch.setattr(schedule, "_INT32", 0)
+    assert_accurate(prepared(setup, activation="relu", residual="contiguous"))
+
+
+NEEDS = [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual")]
+
+
+@EVERY_SETUP
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: str(Case((), **options)))
+def test_the_result_is_had_again_from_what_the_backward_needs(setup, options, prepared):
+    case = prepared(setup, **options)
+    check_recomputed(dataclasses.replace(case, residual=case.residual and case.layout))
+
+
+def test_a_residual_that_had_to_be_copied_is_not_kept():
+    tensors = make(Case((6, 3, 2, 2), residual="channels_last", activation="relu"))
+    for residual, is_kept in ((tensors.residual, False), (tensors.x * 2, True)):
+        y = functional._fused_batch_norm(
+            tensors.x.requires_grad_(), None, None, None, None, True, 0.1, 1e-5, mode="golden",
+            residual=residual, activation="relu", num_batches_tracked=None, backend="triton",
+            keeps_residual=True,
+        )  # fmt: skip
+        assert y.grad_fn._forward_cls.is_recomputable(y.grad_fn) == is_kept
+        assert (y.grad_fn.saved_tensors[3] is not None) == is_kept
+
+
+@SOME_SETUPS
+@pytest.mark.parametrize("needs", NEEDS, ids="+".join)
+def test_some_of_the_gradients(setup, needs, prepared):
+    fused = {"activation": "relu", "residual": "contiguous"}
+    out = assert_accurate(prepared(setup, needs=needs, **fused))
+    assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
+
+
+@SOME_SETUPS
+@pytest.mark.parametrize("needs", NEEDS[:3], ids="+".join)
+def test_some_of_the_gradients_in_eval(setup, needs, prepared):
+    fused = {"activation": "gelu", "residual": "contiguous"}
+    assert_accurate(prepared(setup, needs=needs, training=False, **fused))
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 6, 3), (2, 3, 11, 13)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
+@pytest.mark.parametrize("other", ["contiguous", "channels_last", "expanded"])
+def test_input_gradient_and_residual_may_each_lie_otherwise(shape, layout, other):
+    assert_accurate(Case(shape, layout=layout, dy=other, residual="strided", activation="silu"))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("residual", ["contiguous", "channels_last", "expanded"])
+def test_relu_of_a_residual_that_lies_otherwise(layout, residual):
+    assert_accurate(Case((4, 5, 6, 3), layout=layout, residual=residual, activation="relu"))
+
+
+@pytest.mark.parametrize("shape", [(6, 5, 7), (4, 5, 6, 3), (3, 5, 2, 4, 3)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_the_output_and_the_gradients_lie_as_the_input(shape, layout):
+    tensors = make(Case(shape, layout=layout, residual=layout))
+    x, residual = tensors.x.requires_grad_(), tensors.residual.requires_grad_()
+    y = functional.batch_norm(
+        x, None, None, training=True, residual=residual, activation="relu", backend="triton"
+    )
+    dx, dresidual = torch.autograd.grad(y, (x, residual), torch.ones(shape))
+    assert y.stride() == dx.stride() == dresidual.stride() == x.stride()
+
+
+# Sizes of which the last byte of signs is a partial one, in every layout.
+@pytest.mark.parametrize(
+    "shape", [(2, 1), (3, 7), (9, 13), (1, 3, 3, 1), (5, 3, 1, 3), (1, 3, 9, 13)], ids=str
+)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_the_signs_of_relu_are_kept_for_every_value(shape, layout):
+    case = Case(shape, layout=layout, residual=layout, activation="relu", needs=("residual",))
+    tensors = make(case)
+    out = run(case, tensors, "triton")
+    assert torch.equal(out["dresidual"], torch.where(out["y"] > 0, tensors.dy, 0))
+
+
+@SOME_SETUPS
+def test_at_the_kink_of_relu_no_gradient_goes_through(setup, prepared):
+    tensors = make(prepared(setup, affine="bias", residual="contiguous"))
+    x, residual = torch.ones_like(tensors.x), torch.zeros_like(tensors.x).requires_grad_()
+    bias = torch.zeros_like(tensors.bias).requires_grad_()
+    for leaves in ([residual, bias], [bias]):
+        y = functional.batch_norm(
+            x, None, None, None, bias, True, activation="relu", backend="triton",
+            residual=residual if len(leaves) == 2 else None,
+        )  # fmt: skip
+        for tensor in (y, *torch.autograd.grad(y, leaves, tensors.dy)):
+            assert not tensor.any()
+
+
+@pytest.mark.parametrize("setup", ["planes", "rows, phased", "small planes"])
+def test_infinity_and_nan_stay_in_their_channel(setup, prepared):
+    case = prepared(setup, activation="relu", residual="contiguous")
+    tensors = make(case)
+    clean = run(case, tensors, "triton")
+    tensors.x[-1, 1] = torch.inf
+    tensors.x[0, 2] = torch.nan
+    broken, theirs = (run(case, tensors, backend) for backend in ("triton", "torch"))
+    assert broken["y"][:, 1:3].isnan().all()
+    for name, value in broken.items():
+        if name in ("dresidual", "dbias", "num_batches_tracked"):
+            continue  # which side of relu nan is on is looked at below
+        first = value if value.dim() == 1 else value.movedim(1, 0)
+        whole = clean[name] if value.dim() == 1 else clean[name].movedim(1, 0)
+        assert torch.equal(first[0], whole[0]), name
+        assert torch.equal(first[3:], whole[3:]), name
+    assert torch.equal(broken["dresidual"].isnan(), theirs["dresidual"].isnan())
+    torch.testing.assert_close(broken["dresidual"][:, 1:3], theirs["dresidual"][:, 1:3])
+
+
+@EVERY_SETUP
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_channel_stats(setup, dtype, prepared):
+    x = make(prepared(setup, dtype=dtype, offset=30.0)).x
+    mean, var = gpu.channel_stats(x)
+    assert mean.dtype == var.dtype == reference.accumulator_dtype(dtype)
+    exact, dims = x.double(), (0, *range(2, x.dim()))
+    tolerance = 1e-6 if mean.dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(mean.double(), exact.mean(dims), rtol=tolerance, atol=0)
+    exact = exact.var(dims, correction=0)
+    torch.testing.assert_close(var.double(), exact, rtol=10 * tolerance, atol=0)
+
+
+def test_without_gradients_the_results_are_the_same():
+    case = Case((4, 3, 11, 13), residual="contiguous", activation="relu")
+    with torch.no_grad():
+        bare = run(dataclasses.replace(case, needs=()), make(case), "triton")
+    assert not bare["y"].requires_grad
+    full = run(case, make(case), "triton")
+    assert_same_bits(bare, {name: full[name] for name in bare})
+
+
+@pytest.mark.parametrize(
+    ("shape", "activation", "training"),
+    [
+        ((5, 2), None, True),
+        ((5, 2), "relu", True),
+        ((5, 2), "relu", False),
+        ((3, 2, 2, 1), "gelu", True),
+        ((2, 1, 11, 10), "silu", True),
+    ],
+    ids=str,
+)
+def test_derivatives_once_and_twice(shape, activation, training):
+    case = Case(
+        shape, torch.float64, training=training, residual="contiguous", activation=activation,
+        offset=0.5, running=not training,
+    )  # fmt: skip
+    tensors = make(case)
+    leaves = [getattr(tensors, name).requires_grad_() for name in INPUTS]
+
+    def norm(x, weight, bias, residual):
+        return functional.batch_norm(
+            x, tensors.running_mean, tensors.running_var, weight, bias, training,
+            residual=residual, activation=activation, backend="triton",
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(norm, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(norm, leaves, fast_mode=True)
+
+
+def test_gradients_that_will_be_differentiated_are_those_that_will_not():
+    for activation, training in itertools.product([None, "relu", "silu", "relu6"], [True, False]):
+        tensors = make(Case((6, 3, 2, 2), torch.float64, residual="contiguous"))
+        leaves = [getattr(tensors, name).requires_grad_() for name in INPUTS]
+        y = functional.batch_norm(
+            leaves[0], tensors.running_mean, tensors.running_var, *leaves[1:3], training,
+            residual=leaves[3], activation=activation, backend="triton",
+        )  # fmt: skip
+        for wanted in (leaves, leaves[1:2], leaves[3:]):
+            once = torch.autograd.grad(y, wanted, tensors.dy, retain_graph=True)
+            twice = torch.autograd.grad(y, wanted, tensors.dy, create_graph=True)
+            for a, b in zip(once, twice, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_changed_inputs_are_noticed_before_the_backward():
+    tensors = make(Case((6, 3)))
+    weight = tensors.weight.requires_grad_()
+    y = functional.batch_norm(tensors.x, None, None, weight, training=True, backend="triton")
+    tensors.x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+X = torch.randn(4, 3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"residual": X.double()}, "input is torch.float32 and the residual torch.float64"),
+        ({"weight": torch.ones(3, device="meta")}, "not every tensor is on cpu"),
+        ({"weight": torch.ones(6)[::2]}, "strided"),
+        (
+            {
+                "running_mean": torch.zeros(3),
+                "running_var": torch.ones(3),
+                "num_batches_tracked": torch.tensor(0.0),
+            },
+            "num_batches_tracked is torch.float32",
+        ),
+    ],
+)
+def test_what_the_kernels_cannot_take_is_refused_with_the_reason(options, why):
+    given = {"running_mean": None, "running_var": None, **options}
+    with pytest.raises(NotImplementedError, match=f"backend='triton', but.*{why}"):
+        functional.batch_norm(X, training=True, backend="triton", **given)
+
+
+def test_transforms_are_refused_by_name():
+    def norm(x):
+        return functional.batch_norm(x, None, None, training=True, backend="triton")
+
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.vmap(norm)(torch.randn(2, 4, 3))
+    with (
+        pytest.raises(NotImplementedError, match="forward-mode"),
+        torch.autograd.forward_ad.dual_level(),
+    ):
+        norm(torch.autograd.forward_ad.make_dual(X, X))
+    with pytest.raises(NotImplementedError, match="empty"):
+        norm(X[:0])
+    with pytest.raises(NotImplementedError, match="meta"):
+        norm(X.to("meta"))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_would_miss_a_kernel_and_is_refused():
+    def norm(x):
+        return functional.batch_norm(x, torch.zeros(3), torch.ones(3), backend="triton")
+
+    with pytest.raises(NotImplementedError, match=r"backend='triton', but torch\.jit\.trace"):
+        torch.jit.trace(norm, (X,))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_records_operators_records_the_kernels_as_one(training):
+    def norm(x):
+        return functional.batch_norm(
+            x, torch.zeros(3), torch.ones(3), training=training, activation="relu",
+            backend="triton",
+        )  # fmt: skip
+
+    graph = make_fx(norm)(X)
+    assert torch.ops.normplug.batch_norm_forward.default in [
+        node.target for node in graph.graph.nodes
+    ]
+    assert torch.equal(graph(X + X**2), norm(X + X**2))
+
+
+@pytest.mark.parametrize(
+    ("activation", "residual", "bits"),
+    [("relu", None, 0), (None, "contiguous", 0), ("relu", "contiguous", 1)],
+)
+@pytest.mark.parametrize("shape", [(64, 16), (8, 8, 4, 8), (4, 3, 16, 16)], ids=str)
+def test_the_backward_keeps_the_input_and_a_bit_an_element_for_relu_of_a_residual(
+    shape, activation, residual, bits
+):
+    tensors, kept = make(Case(shape, residual=residual)), {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x, weight = tensors.x.requires_grad_(), tensors.weight.requires_grad_()
+    if residual is not None:
+        tensors.residual.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = functional.batch_norm(
+            x, None, None, weight, tensors.bias, True, activation=activation,
+            residual=tensors.residual, backend="triton",
+        )  # fmt: skip
+    a_channel = 4 * (2 + 2) * shape[1]  # weight, bias, mean, rstd
+    assert sum(kept.values()) == x.nbytes + a_channel + bits * x.numel() // 8
+    y.sum().backward()
+
+
+# Parts of a kernel that whole calls reach with large tensors only.
+
+
+@triton.jit
+def _decode(out_ptr, SLABS, NS, NA, GROUP, HEAD, GRID, SIZE: tl.constexpr):
+    t = tl.arange(0, SIZE)
+    slab, item, late = columns._schedule(t, SLABS, NS, NA, GROUP, HEAD)
+    there = t < GRID
+    tl.store(out_ptr + 3 * t, slab, mask=there)
+    tl.store(out_ptr + 3 * t + 1, item, mask=there)
+    tl.store(out_ptr + 3 * t + 2, late.to(tl.int32), mask=there)
+
+
+SIZES = list(itertools.product((1, 3, 8), (1, 7, 40), (1, 9), (1, 2, 8), (0, 1, 5)))
+
+
+@pytest.mark.parametrize(("slabs", "gathers", "writes", "group", "head"), SIZES)
+def test_programs_gather_and_write_each_item_once_and_never_wait_for_a_later_one(
+    slabs, gathers, writes, group, head
+):
+    head = min(head, group * gathers)
+    shape = schedule.Columns(
+        rows=gathers * writes, c=slabs, hw=1, unit=1, channels=1, bc=8, bt=1, u=gathers, warps=1,
+        stages=1, gather_rows=writes, group=group, head=head,
+    )  # fmt: skip
+    assert (shape.slabs, shape.gathers, shape.writes) == (slabs, gathers, writes)
+    out = torch.empty(shape.grid, 3, dtype=torch.int32)
+    sizes = (slabs, gathers, writes, group, head, shape.grid)
+    _decode[(1,)](out, *sizes, SIZE=schedule.power_of_2(shape.grid))
+    programs = [tuple(row) for row in out.tolist() if row[0] < slabs]
+    every = {(s, i, 0) for s in range(slabs) for i in range(gathers)}
+    every |= {(s, i, 1) for s in range(slabs) for i in range(writes)}
+    assert set(programs) == every
+    assert len(programs) == len(every)
+    gathered = [0] * slabs
+    for slab, _, late in programs:
+        assert not late or gathered[slab] == gathers
+        gathered[slab] += not late
+
+
+@triton.jit
+def _merge(out_ptr, parts_ptr, items, rows_each, rows, BCH: tl.constexpr, F: tl.constexpr):
+    mean, m2 = columns._merge_moments(parts_ptr, items, rows_each, rows, BCH, F, tl.float64)
+    a, b = columns._merge_sums(parts_ptr, items, BCH, F, tl.float64)
+    places = tl.arange(0, BCH)
+    tl.store(out_ptr + places, mean)
+    tl.store(out_ptr + BCH + places, m2)
+    tl.store(out_ptr + 2 * BCH + places, a)
+    tl.store(out_ptr + 3 * BCH + places, b)
+
+
+def test_more_items_than_are_merged_at_a_time():
+    x = torch.randn(33, 8, dtype=torch.double) * 2 + 1e3
+    parts = x.split(5)  # the last one is smaller
+    moments = [torch.stack([p.mean(0), (p - p.mean(0)).square().sum(0)]) for p in parts]
+    out = torch.empty(4, 8, dtype=torch.double)
+    _merge[(1,)](out, torch.stack(moments), len(parts), 5, len(x), BCH=8, F=2)
+    expected = [x.mean(0), (x - x.mean(0)).square().sum(0), *torch.stack(moments).sum(0)]
+    torch.testing.assert_close(out, torch.stack(expected))
+
+
+def test_more_tiles_than_are_merged_at_a_time(prepared, monkeypatch):
+    launch = kernels.Launch
+
+    def by_twos(kernel, grid, numbers, constants, *options):
+        assert constants["KP"] > 2
+        return launch(kernel, grid, numbers, {**constants, "KP": 2}, *options)
+
+    monkeypatch.setattr(kernels, "Launch", by_twos)
+    for dtype in (torch.float32, torch.float64):
+        assert_accurate(prepared("planes in tiles", dtype=dtype, offset=1e3))
+
+
+# The operators that compilers see.
+
+
+@pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
+def test_the_operators_keep_torchs_rules(case):
+    check_operators(case, "cpu")
+
+
+@pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
+def test_the_operators_compute_what_the_kernels_do(case, monkeypatch):
+    eager = run(case, make(case), "triton")
+    monkeypatch.setattr(choice, "batch_norm", lambda *_, **__: library.batch_norm)
+    operator = run(case, make(case), "triton")
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(operator.pop(name), eager.pop(name))
+    assert_same_bits(operator, eager)
+
+
+@pytest.mark.parametrize(
+    ("shape", "activation"),
+    [((6, 5), None), ((2, 3, 11, 13), "relu")],
+    ids=str,
+)
+def test_compiled_in_one_graph_with_other_batch_sizes(shape, activation):
+    check_compiled(shape, activation, "cpu", "aot_eager")
+
+
+@given(
+    shape=st.lists(st.integers(1, 12), min_size=2, max_size=5)
+    .map(tuple)
+    .filter(lambda s: torch.Size(s).numel() <= 3000 and torch.Size(s).numel() > s[1]),
+    dtype=st.sampled_from(DTYPES),
+    layouts=st.tuples(*[st.sampled_from(["contiguous", "channels_last", "strided"])] * 3),
+    with_residual=st.booleans(),
+    affine=st.sampled_from(["", "weight", "bias", "weight+bias"]),
+    activation=st.sampled_from([None, "relu", "silu", "gelu", "relu6", "hardswish"]),
+    mode=st.one_of(st.just("golden"), st.floats(0.01, 10)),
+    training=st.booleans(),
+    momentum=st.one_of(st.sampled_from([None, 0.0, 1.0]), st.floats(0.001, 1)),
+    offset=st.sampled_from([0.0, 3.0, 1e3]),
+    full_parameters=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+# Nothing is shrunk: at the interpreter's speed that takes minutes, and the calls are small.
+@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+def test_any_call(
+    shape, dtype, layouts, with_residual, affine, activation, mode, training, momentum, offset,
+    full_parameters, seed,
+):  # fmt: skip
+    layout, dy, residual = layouts
+    assert_accurate(
+        Case(
+            shape,
+            dtype,
+            layout,
+            params=torch.promote_types(dtype, torch.float32) if full_parameters else None,
+            affine=affine,
+            residual=residual if with_residual else None,
+            activation=activation,
+            training=training,
+            momentum=momentum,
+            mode=mode,
+            offset=offset,
+            dy=dy,
+            seed=seed,
+        )
+    )
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_fused_activation_is_not_kept_and_a_residual_costs_a_bit(memory_format):
+    check_saved_bytes(memory_format)

@@ -1,0 +1,274 @@
+"""The kernels of BatchNorm with max pooling, in Triton's interpreter: see `test_interpreter`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import interpreted
+from accuracy import assert_same_bits
+from normplug import functional, fuse, swap
+from normplug._ops.aten import Pool
+from pool_cases import PoolCase, Stem, assert_accurate, check_compiled, check_operators, make, run
+
+pytest.importorskip("triton")
+
+from normplug._kernels import schedule  # noqa: E402
+from normplug._kernels.launch import Launch  # noqa: E402
+from normplug._ops import choice  # noqa: E402
+from normplug._ops.batch_norm import pooled as pool_gpu  # noqa: E402
+
+pytestmark = interpreted.MARKS
+
+HALF = {"dtype": torch.bfloat16, "params": torch.float32}
+SHAPE = (2, 5, 7, 9)
+CASES = [
+    PoolCase(SHAPE),
+    PoolCase(SHAPE, torch.float64, offset=1e3),
+    PoolCase(SHAPE, offset=1e3, mode="standard", momentum=None),
+    PoolCase((2, 72, 8, 8), **HALF),
+    PoolCase((1, 70, 5, 37), torch.bfloat16, affine="weight"),
+    PoolCase(SHAPE, torch.float16, affine="bias", training=False),
+    PoolCase((2, 16, 8, 6), affine="", kernel=(2, 2), padding=(0, 0), running=False),
+    PoolCase((2, 3, 11, 8), kernel=(2, 3), stride=(3, 1), padding=(1, 0), ceil_mode=True),
+    PoolCase((2, 3, 8, 10), torch.float64, stride=(1, 1), training=False),
+    PoolCase((2, 3, 10, 9), torch.float64, kernel=(2, 2), stride=(3, 3), padding=(0, 1)),
+    PoolCase((2, 3, 8, 8), stride=(2, 2), padding=(0, 0), ceil_mode=True, mode=4),
+    PoolCase((1, 2, 6, 7), kernel=(15, 17), stride=(2, 3), padding=(7, 8)),
+    PoolCase((3, 8, 4, 4), kernel=(4, 4), stride=(4, 4), padding=(0, 0)),
+    PoolCase((2, 8, 13, 12), **HALF, kernel=(6, 6), stride=(6, 5), padding=(3, 2), ceil_mode=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_window_is_as_close_to_float64_as_torch(case):
+    out = assert_accurate(case)
+    assert out["y"].is_contiguous(memory_format=torch.channels_last)
+    assert out["dx"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_cases_are_the_corners_that_they_are_named_for():
+    shapes = []
+    for case in CASES:
+        n, c, _, width = case.shape
+        columns = case.pool.size(*case.shape[2:])[1]
+        shapes.append(schedule.pixels(n, columns, c, case.dtype.itemsize))
+        shapes.append(schedule.pixels(n, -(-width // case.stride[1]), c, case.dtype.itemsize))
+    assert {shape.slabs > 1 for shape in shapes} == {shape.even for shape in shapes}
+    assert {shape.width > shape.bp for shape in shapes} == {True, False}
+    assert any(shape.width > shape.bp and shape.width % shape.bp for shape in shapes)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("needs", [("x",), ("weight",), ("bias",), ("x", "bias")], ids="+".join)
+def test_some_of_the_gradients(needs, training):
+    out = assert_accurate(PoolCase(SHAPE, needs=needs, training=training))
+    assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
+
+
+def test_the_gradient_may_lie_otherwise():
+    case = PoolCase(SHAPE)
+    tensors = make(case)
+    expected = run(case, tensors, "triton")
+    for dy in (tensors.dy.contiguous(), torch.stack([tensors.dy] * 2, -1)[..., 0]):
+        assert_same_bits(run(case, dataclasses.replace(tensors, dy=dy), "triton"), expected)
+
+
+def test_of_equal_values_the_first_gets_the_gradient_and_below_zero_none_does():
+    x = torch.zeros(1, 2, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
+    for bias, expected in ((1.0, 1.0), (0.0, 0.0), (-1.0, 0.0)):
+        given = (torch.zeros(2), torch.ones(2), torch.ones(2), torch.full((2,), bias))
+        y = functional._batch_norm_max_pool(
+            x, *given, False, 0.1, 1e-5, mode="standard", num_batches_tracked=None,
+            pool=Pool((2, 2), (2, 2), (0, 0), False), backend="triton",
+        )  # fmt: skip
+        assert torch.equal(y, torch.full_like(y, max(bias, 0.0)))
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert not dx[..., 1::2, :].any()
+        assert not dx[..., 1::2].any()
+        torch.testing.assert_close(dx[..., ::2, ::2], torch.full((1, 2, 2, 2), expected))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nan_and_infinity_go_where_torch_has_them(training):
+    case = PoolCase((2, 5, 7, 9), training=training)
+    tensors = make(case)
+    clean = run(case, tensors, "triton")
+    tensors.x[0, 1, 3, 3] = torch.nan
+    tensors.x[1, 2, 2, 5] = torch.inf
+    tensors.x[1, 3, 2, 5] = -torch.inf
+    broken, theirs = (run(case, tensors, backend) for backend in ("triton", "torch"))
+    assert broken["y"].isnan().any()
+    torch.testing.assert_close(broken["y"], theirs["y"], equal_nan=True)
+    if not training:
+        torch.testing.assert_close(broken["dx"], theirs["dx"], equal_nan=True)
+    for channel in (0, 4):
+        assert torch.equal(broken["dx"][:, channel], clean["dx"][:, channel])
+
+
+def test_without_gradients_the_results_are_the_same_and_nothing_is_kept():
+    case = PoolCase(SHAPE, needs=())
+    with torch.no_grad():
+        bare = run(case, make(case), "triton")
+    full = run(PoolCase(SHAPE), make(case), "triton")
+    assert_same_bits(bare, {name: full[name] for name in bare})
+    plan = next(iter(pool_gpu._plans._kept.values()))
+    x = torch.randn(plan.key.shape).contiguous(memory_format=torch.channels_last)
+    assert plan.forward(x, x, x, (x, x, None), keep=False)[2:] == (None, None)
+
+
+def test_the_backward_keeps_the_input_and_of_each_window_a_value_and_a_byte():
+    x = torch.randn(4, 16, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = functional._batch_norm_max_pool(
+            x, None, None, weight, bias, True, 0.1, 1e-5, mode="golden", num_batches_tracked=None,
+            pool=Pool((2, 2), (2, 2), (0, 0), False), backend="triton",
+        )  # fmt: skip
+    assert sum(kept.values()) == x.nbytes + y.nbytes + y.numel() + 4 * 4 * 16
+
+
+def test_calls_of_one_shape_share_a_plan_and_its_launches(monkeypatch):
+    made = []
+    start = Launch.__init__
+    monkeypatch.setattr(
+        Launch,
+        "__init__",
+        lambda self, *args, **kw: (made.append(args[0]), start(self, *args, **kw))[0],
+    )
+    case = PoolCase((3, 4, 5, 6))
+    run(case, make(case), "triton")
+    assert len(made) == 5  # statistics, forward with and without a backward, backward, sums
+    run(case, make(dataclasses.replace(case, seed=1)), "triton")
+    assert len(made) == 5
+    run(
+        dataclasses.replace(case, stride=(1, 1)),
+        make(dataclasses.replace(case, stride=(1, 1))),
+        "triton",
+    )
+    assert len(made) == 10
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_derivatives_once_and_twice(training):
+    torch.manual_seed(0)
+    x = torch.randperm(2 * 2 * 4 * 3).view(2, 2, 4, 3).double() / 10
+    leaves = [
+        x.contiguous(memory_format=torch.channels_last).requires_grad_(),
+        torch.tensor([1.3, -0.7], dtype=torch.double, requires_grad=True),
+        torch.tensor([0.4, 0.3], dtype=torch.double, requires_grad=True),
+    ]
+    running = (torch.full((2,), 2.0).double(), torch.ones(2).double())
+
+    def norm(x, weight, bias):
+        return functional._batch_norm_max_pool(
+            x, *(t.clone() for t in running), weight, bias, training, 0.1, 1e-5, mode="golden",
+            num_batches_tracked=None, pool=Pool((3, 2), (2, 1), (1, 0), False), backend="triton",
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(norm, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(norm, leaves, fast_mode=True)
+    y = norm(*leaves)
+    dy = torch.randn_like(y)
+    once = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    twice = torch.autograd.grad(y, leaves, dy, create_graph=True)
+    for a, b in zip(once, twice, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"layout": "contiguous"}, "not channels_last"),
+        ({"kernel": (16, 16), "padding": (8, 8)}, "window"),
+        ({"kernel": (3, 3), "padding": (2, 0)}, "window"),
+        ({"kernel": (8, 9), "padding": (0, 0)}, "the output is empty"),
+    ],
+)
+def test_what_the_kernels_cannot_pool_goes_by_torch(change, why):
+    case = PoolCase(SHAPE, **change)
+    x = torch.randn(SHAPE)
+    if case.layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    vectors = (None, None, torch.ones(5), torch.zeros(5))
+    assert why in pool_gpu.refusal(x, None, vectors, case.pool)
+
+    def both():
+        given = {"mode": "golden", "num_batches_tracked": None, "backend": "triton"}
+        y = functional._batch_norm_max_pool(x, *vectors, True, 0.1, 1e-5, pool=case.pool, **given)
+        norm = functional.batch_norm(x, *vectors, True, activation="relu", backend="triton")
+        return y, F.max_pool2d(norm, case.kernel, case.stride, case.padding)
+
+    if why == "not channels_last" or case.kernel[0] == 16:
+        assert torch.equal(*both())
+    else:
+        with pytest.raises(RuntimeError):
+            both()
+
+
+def test_transforms_go_by_torch():
+    x = torch.randn(3, *SHAPE).movedim(2, -1).contiguous().movedim(-1, 2)
+    pool = Pool((3, 3), (2, 2), (1, 1), False)
+
+    def norm(x, backend="auto"):
+        return functional._batch_norm_max_pool(
+            x, None, None, None, None, True, 0.1, 1e-5, mode="golden", num_batches_tracked=None,
+            pool=pool, backend=backend,
+        )  # fmt: skip
+
+    mapped = torch.vmap(norm)(x)
+    for one, expected in zip(x, mapped, strict=True):
+        torch.testing.assert_close(norm(one, "triton"), expected)
+
+
+def test_a_fused_stem_is_by_the_kernels_and_computes_what_the_unfused_one_does():
+    torch.manual_seed(0)
+    stem = swap(Stem().double(), backend="triton").to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 9, 10).double().contiguous(memory_format=torch.channels_last)
+    expected = stem(x)
+    gradients = torch.autograd.grad(expected.square().sum(), list(stem.parameters()))
+    fused = fuse(stem)(x)
+    assert type(fused.grad_fn).__name__ == "_BatchNormPoolBackward"
+    torch.testing.assert_close(fused, expected)
+    ours = torch.autograd.grad(fused.square().sum(), list(stem.parameters()))
+    for one, other in zip(ours, gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    assert stem.bn.num_batches_tracked == 2
+
+
+# The operators that compilers see.
+
+
+OPERATOR_CASES = [
+    PoolCase((2, 3, 4, 5)),
+    PoolCase((2, 16, 4, 4), **HALF, kernel=(2, 2), padding=(0, 0), affine="weight"),
+    PoolCase((2, 3, 4, 4), torch.float64, training=False, ceil_mode=True, needs=("x",)),
+]
+
+
+@pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
+def test_the_operators_keep_torchs_rules(case):
+    check_operators(case, "cpu")
+
+
+@pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
+def test_the_operators_compute_what_the_kernels_do(case, monkeypatch):
+    eager = run(case, make(case), "triton")
+    monkeypatch.setattr(choice, "_compiling", lambda: True)
+    operator = run(case, make(case), "triton")
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(operator.pop(name), eager.pop(name))
+    assert_same_bits(operator, eager)
+
+
+def test_compiled_in_one_graph_with_other_batch_sizes():
+    check_compiled("cpu", "aot_eager")

@@ -1,0 +1,322 @@
+"""Fused models that compute norms' results anew: the same bits as those that keep them.
+
+As the kernels' tests, these run where Triton interprets: see `test_interpreter`.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import interpreted
+from fuse_cases import Block
+from normplug import fuse, unfuse
+from normplug._ops import recompute
+from normplug._ops.batch_norm import eager as batch_norm_gpu
+from normplug._ops.layer_norm import eager as layer_norm_gpu
+from recompute_cases import (
+    Attend,
+    Feed,
+    Mixer,
+    Residual,
+    assert_same,
+    convolutions,
+    kept,
+    outcome,
+    twins,
+)
+
+pytestmark = [
+    *interpreted.MARKS,
+    pytest.mark.skipif(not recompute.AVAILABLE, reason="needs torch 2.8"),
+]
+
+X = torch.randn(2, 4, 6, 5)
+PLANES = torch.randn(2, 4, 11, 10)
+ROWS = torch.randn(4, 3, 8) * 2 + 3
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
+
+
+@pytest.fixture
+def anew(monkeypatch):
+    """The results that were computed anew."""
+    made = []
+    for plan in (batch_norm_gpu._Plan, layer_norm_gpu._Plan):
+
+        def again(self, *args, plain=plan.again):
+            made.append(plain(self, *args))
+            return made[-1]
+
+        monkeypatch.setattr(plan, "again", again)
+    return made
+
+
+def chain():
+    return convolutions(nn.ReLU(inplace=True), nn.SiLU(), nn.GELU())
+
+
+def blocks():
+    return nn.Sequential(Block(4), Block(4, down=nn.Conv2d(4, 4, 1)))
+
+
+def stem_and_blocks():
+    """A norm without addition; a block that reads it; three more; one with a shortcut's norm."""
+    stem = convolutions(nn.ReLU())[:-1]
+    down = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
+    return nn.Sequential(*stem, *(Residual() for _ in range(4)), Residual(down=down))
+
+
+# Where a block adds what is computed anew, its own result is not: that would be a chain.
+IN_TURNS = {"3.conv1", "5.conv1", "7.conv1", "7.down.0"} | {f"{i}.conv2" for i in range(3, 8)}
+SILU = {"0.conv2", "1.conv2"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("memory_format", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("make", "dropped"),
+    [
+        (chain, {"3", "6", "9"}),
+        (blocks, {"0.conv2", "1.conv2"}),
+        (stem_and_blocks, IN_TURNS),
+        # Its own backward reads what is added before a SiLU.
+        (lambda: nn.Sequential(Residual(nn.SiLU()), Residual(nn.SiLU())), SILU),
+    ],
+    ids=["chain", "blocks", "stem and blocks", "silu"],
+)
+def test_a_batch_norms_result_is_let_go_and_every_bit_stays(make, dropped, memory_format, dtype):
+    ours, plain = twins(make().to(dtype=dtype, memory_format=memory_format))
+    x = PLANES.to(dtype).contiguous(memory_format=memory_format)
+    for _ in range(2):
+        assert_same(outcome(ours, x), outcome(plain, x))
+    everything = {name for name, m in plain.named_modules() if isinstance(m, nn.Conv2d)}
+    assert kept(plain, x) == everything
+    assert kept(ours, x) == everything - dropped
+
+
+def test_a_layer_norms_result_is_let_go_and_every_bit_stays():
+    ours, plain = twins(Feed())
+    assert_same(outcome(ours, ROWS), outcome(plain, ROWS))
+    assert kept(plain, ROWS) - kept(ours, ROWS) == {"mlp.0"}
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [Attend, Mixer])
+def test_a_permuted_copy_of_the_result_is_not_kept_either(make, low, anew):
+    ours, plain = twins(make())
+    assert_same(outcome(ours, ROWS, low), outcome(plain, ROWS, low))
+    assert len(anew) == 1
+
+
+@pytest.mark.parametrize("output", ["float32", "low"])
+def test_what_autocast_makes_of_the_result_is_not_kept_either(output, anew):
+    ours, plain = twins(Feed(), autocast_output=output)
+    low = torch.bfloat16
+    assert_same(outcome(ours, ROWS, low), outcome(plain, ROWS, low))
+    assert len(anew) == 1
+    assert anew[0].dtype == (torch.float32 if output == "float32" else low)
+
+
+def test_only_training_with_gradients_computes_anew(anew):
+    ours, plain = twins(chain())
+    with torch.no_grad():
+        assert torch.equal(ours(X), plain(X))
+    assert_same(outcome(ours.eval(), X), outcome(plain.eval(), X))
+    assert not anew
+
+
+class Doubled(nn.Module):
+    """Changes what it is given, and then reads it."""
+
+    def __init__(self, early):
+        super().__init__()
+        self.conv, self.early = nn.Conv2d(4, 4, 1), early
+
+    def forward(self, x):
+        if self.early:
+            x.mul_(2)
+        y = self.conv(x)
+        return y + x.mul_(2)
+
+
+def test_what_the_module_changes_in_place_is_kept_as_it_read_it(anew):
+    first = convolutions(nn.ReLU())
+    ours, plain = twins(nn.Sequential(*first[:-1], Doubled(early=True)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outcome(plain, X)
+    with pytest.raises(RuntimeError, match="normplug: .*modified by an inplace operation"):
+        outcome(ours, X)
+    assert not anew
+    changes = nn.Sequential(nn.Hardtanh(-0.5, 0.5, inplace=True), nn.Conv2d(4, 4, 1))
+    ours, plain = twins(nn.Sequential(*first[:-1], changes))
+    assert_same(outcome(ours, X), outcome(plain, X))
+
+
+class Views(nn.Module):
+    """Reads parts, views and casts of what it is given; one of them it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1).double()
+
+    def forward(self, x):
+        part, last = x.chunk(2, 1)
+        low, changed = x.double(), x.double()
+        changed.mul_(2)
+        wide = x.to(torch.double, memory_format=torch.channels_last).exp()
+        parts = self.one(part) * self.one(last) + x.flatten(1).square().mean()
+        return parts + self.other(low) * self.other(changed) * wide
+
+
+@pytest.mark.parametrize("memory_format", LAYOUTS, ids=str)
+def test_views_and_casts_of_the_result_are_had_again(memory_format, anew):
+    model = nn.Sequential(*convolutions(nn.GELU())[:-1], Views())
+    ours, plain = twins(model.to(memory_format=memory_format))
+    x = X.contiguous(memory_format=memory_format)
+    assert_same(outcome(ours, x), outcome(plain, x))
+    assert len(anew) >= 3  # both parts and the cast
+
+
+def test_a_weight_that_changes_before_the_backward_is_noticed():
+    for model in twins(chain()):
+        y = model(X)
+        with torch.no_grad():
+            model[3].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "kind", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+def test_hooks_on_the_module_that_reads_run(kind, anew):
+    ours, plain = twins(chain())
+    seen, other = [], []
+    for model, list_ in ((ours, seen), (plain, other)):
+        hook = lambda m, x, *_, list_=list_: list_.append(x[0].detach().clone())  # noqa: E731
+        getattr(model[3], kind)(hook)
+    assert_same(outcome(ours, X), outcome(plain, X))
+    assert len(seen) == 1
+    assert torch.equal(seen[0], other[0])
+    assert len(anew) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [(chain, X), (stem_and_blocks, X), (Feed, ROWS)],
+    ids=["batch", "blocks", "layer"],
+)
+def test_two_backwards_and_second_derivatives(make, x):
+    ours, plain = twins(make().double())
+    results = []
+    for model in (ours, plain):
+        x = x.detach().double().requires_grad_()
+        y = model(x).square().sum()
+        leaves = [x, *model.parameters()]
+        once = torch.autograd.grad(y, leaves, retain_graph=True)
+        again = torch.autograd.grad(y, leaves, create_graph=True)
+        twice = torch.autograd.grad(sum(g.square().sum() for g in again), leaves)
+        results.append([*once, *again, *twice])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inside, reentrant):
+        super().__init__()
+        self.inside, self.reentrant = inside, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inside, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_around_the_model_goes_on(reentrant, anew):
+    ours, plain = twins(chain())
+    assert_same(
+        outcome(Checkpointed(ours, reentrant), X), outcome(Checkpointed(plain, reentrant), X)
+    )
+    assert len(anew) == (3 if reentrant else 0)  # else the checkpoint's own hooks are in force
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_of_the_module_that_reads_goes_on(reentrant, anew):
+    inside = Checkpointed(nn.Conv2d(4, 4, 1), reentrant)
+    ours, plain = twins(nn.Sequential(*convolutions(nn.ReLU())[:-1], inside))
+    assert_same(outcome(ours, X), outcome(plain, X))
+    assert len(anew) == 1
+
+
+def test_hooks_of_others_get_what_is_saved(anew):
+    ours, plain = twins(chain())
+    saved = {}
+    for model in (ours, plain):
+        saved[model] = []
+        with saved_tensors_hooks(lambda t, m=model: saved[m].append(t.detach()) or t, lambda t: t):
+            model(X).sum().backward()
+    assert not anew
+    for a, b in zip(saved[ours], saved[plain], strict=True):
+        assert torch.equal(a, b)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        ours(X).sum().backward()
+    assert not anew
+
+
+def test_fused_modules_inside_the_module_that_reads(anew):
+    inner = convolutions(nn.ReLU(), nn.GELU())
+    outer = convolutions(nn.SiLU())
+    outer[3] = inner
+    holder = nn.Sequential(*outer[:3], inner)
+    ours, plain = twins(holder)
+    inner.register_forward_hook(lambda *_: None)  # so that it is called, and not followed
+    assert_same(outcome(ours, X), outcome(plain, X))
+    assert len(anew) == 3
+    assert kept(plain, X) - kept(ours, X) == {"3.0", "3.3", "3.6"}
+
+
+def test_after_the_norms_backward_nothing_can_be_computed_anew():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x):
+            return self.one(x), self.other(x)
+
+    ours, _ = twins(nn.Sequential(*convolutions(nn.ReLU())[:-1], Two()))
+    one, other = ours(X.clone().requires_grad_())
+    one.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(other.sum(), ours[3].other.weight)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_keep_the_setting(how, anew):
+    for model, count in zip(twins(nn.Sequential(chain(), Block(4))), (4, 0), strict=True):
+        copied = how(model)
+        anew.clear()
+        assert_same(outcome(copied, X), outcome(model, X))
+        assert len(anew) == 2 * count
+
+
+def test_the_last_call_decides_and_unfuse_undoes(anew):
+    ours, plain = twins(chain())
+    for change, count in ((fuse, 0), (lambda m: fuse(m, recompute=True), 3), (unfuse, 0)):
+        anew.clear()
+        change(ours)
+        if change is unfuse:
+            unfuse(plain)
+        assert_same(outcome(ours, X), outcome(plain, X))
+        assert len(anew) == count
+
+
+def test_a_compiled_module_may_read(anew):
+    ours, plain = twins(convolutions(nn.ReLU()))
+    for model in (ours, plain):
+        model[3].compile(backend="aot_eager")
+    assert_same(outcome(ours, X), outcome(plain, X))
+    torch.compiler.reset()

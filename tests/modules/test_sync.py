@@ -1,0 +1,373 @@
+"""SyncBatchNorm over processes, next to one BatchNorm in one process on the joined batch."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import normplug
+import sync_cases
+import sync_lightning
+from accuracy import assert_no_worse
+from normplug import SyncBatchNorm, plan, set_mode, swap, target_variance, unswap
+from normplug.lightning import SwapNorms, SyncNorms
+from normplug.reference import accumulator_dtype, channel_dims, per_channel
+from sync_cases import CHANNELS, Case
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def ran(world, directory, on_gpu=False):
+    """What each process of `world` got."""
+    torch.multiprocessing.spawn(sync_cases.process, (world, on_gpu, str(directory)), nprocs=world)
+    # Weights only would refuse nothing but the tests' own containers.
+    files = [directory / f"{rank}.pt" for rank in range(world)]
+    return [torch.load(file, weights_only=False, map_location="cpu") for file in files]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return ran(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    return ran(3, tmp_path_factory.mktemp("three"))
+
+
+@pytest.fixture(scope="module")
+def two_gpus(tmp_path_factory):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    return ran(2, tmp_path_factory.mktemp("two_gpus"), on_gpu=True)
+
+
+def in_one_process(case, dtype=None):
+    """The same from torch, on the joined batch: with sqrt(tv) in the weight."""
+    x, dy, weight, bias = (t.to(dtype or t.dtype) for t in case.joined())
+    layer = nn.modules.batchnorm._BatchNorm(
+        CHANNELS,
+        momentum=case.momentum,
+        affine=case.affine,
+        track_running_stats=case.track_running_stats,
+        dtype=weight.dtype,
+    )
+    layer._check_input_dim = lambda _: None
+    scale = math.sqrt(target_variance(case.mode))
+    if not case.affine:
+        layer.weight, layer.bias = nn.Parameter(torch.ones_like(weight)), None
+    else:
+        layer.weight, layer.bias = nn.Parameter(weight.clone()), nn.Parameter(bias)
+    with torch.no_grad():
+        layer.weight.mul_(scale)
+    out = sync_cases.outcome(layer, x, dy)
+    if case.affine:
+        return out | {"dweight": out["dweight"] * scale}
+    return out
+
+
+def assert_joined(case, results):
+    parts = [result["numbers"][sync_cases.CASES[len(results)].index(case)] for result in results]
+    for part in parts[1:]:  # the same bits everywhere
+        for name, value in part["state"].items():
+            assert torch.equal(value, parts[0]["state"][name]), name
+    if sum(case.batches) == 0:
+        assert torch.equal(parts[0]["state"]["running_var"], torch.ones(CHANNELS))
+        assert parts[0]["state"]["num_batches_tracked"] == 0
+        assert all(not part["dweight"].any() for part in parts)
+        return
+    truth, theirs = in_one_process(case, torch.float64), in_one_process(case)
+    x, dy, weight, _ = (t.double() for t in case.joined())
+    amplified = float(1 + x.mean().abs() / x.std())  # what mean >> std does to a rounded mean
+    slope = per_channel(weight / x.std(channel_dims(x)), x)
+    terms = {"dx": slope * dy} if case.affine else {}  # of two values, all of dx cancels
+    ours = {name: torch.cat([part[name] for part in parts]) for name in ("y", "dx")}
+    if case.affine:
+        for name in ("dweight", "dbias"):
+            ours[name] = sum(part[name].double() for part in parts).to(theirs[name].dtype)
+    # The truth has an error of its own, and the processes' means are rounded before their
+    # differences are taken.
+    rounded = torch.finfo(accumulator_dtype(case.dtype)).eps
+    far = max(64 * torch.finfo(torch.float64).eps, rounded) * amplified
+    for name, value in ours.items():
+        spare = far
+        if name in ("dweight", "dbias"):
+            spare += torch.finfo(value.dtype).eps  # each process rounds its share
+        assert_no_worse(name, value, theirs[name], truth[name], terms.get(name), spare)
+    if case.track_running_stats:
+        for name in STATISTICS:
+            values = (out["state"][name] for out in (parts[0], theirs, truth))
+            assert_no_worse(name, *values, spare=far)
+
+
+@pytest.mark.parametrize("case", sync_cases.TWO, ids=str)
+def test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch(case, two):
+    assert_joined(case, two)
+
+
+@pytest.mark.parametrize("case", sync_cases.THREE, ids=str)
+def test_three_processes_with_uneven_and_empty_batches(case, three):
+    assert_joined(case, three)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", sync_cases.TWO, ids=str)
+def test_two_gpus_are_as_close_to_float64_on_the_joined_batch_as_torch(case, two_gpus):
+    assert_joined(case, two_gpus)
+
+
+def assert_two_messages(results):
+    for result in results:
+        training, fixed_input, evaluation = result["messages"]
+        assert training == [("gather", 2 * CHANNELS + 1), ("reduce", 2 * CHANNELS)]
+        assert fixed_input == training[:1]
+        assert evaluation == []
+
+
+def test_one_message_forward_one_backward_and_none_in_eval(two):
+    assert_two_messages(two)
+
+
+def test_one_value_in_the_joined_batch_is_refused_on_every_process(two):
+    for result in two:
+        text, state = result["too_few"]
+        assert "the joined batch of 2 processes has 1. Use .eval()" in text
+        assert torch.equal(state["running_var"], torch.ones(CHANNELS))
+
+
+def assert_second_derivatives(results):
+    case = Case((5, 3), dtype=torch.float64)
+    x, dy, weight, bias = (t.requires_grad_() for t in case.joined())
+    y = F.batch_norm(x, None, None, weight * math.sqrt(target_variance("golden")), bias, True)
+    (dx,) = torch.autograd.grad(y.square(), x, dy.detach(), create_graph=True)
+    dx.square().sum().backward()
+    got = [result["second_derivatives"] for result in results]
+    torch.testing.assert_close(torch.cat([part["x"] for part in got]), x.grad)
+    torch.testing.assert_close(sum(part["weight"] for part in got), weight.grad)
+    torch.testing.assert_close(sum(part["bias"] for part in got), bias.grad)
+
+
+def test_second_derivatives_are_those_of_the_joined_batch(two):
+    assert_second_derivatives(two)
+
+
+def assert_compiled(results):
+    for result in results:
+        ours, eager = result["compiled"]
+        for name in ("y", "dx", "dweight", "dbias"):
+            torch.testing.assert_close(ours[name], eager[name], rtol=1e-4, atol=1e-5, msg=name)
+        for name in STATISTICS:
+            torch.testing.assert_close(ours["state"][name], eager["state"][name], msg=name)
+
+
+def test_a_compiled_layer_is_one_graph_and_computes_the_same(two):
+    assert_compiled(two)
+
+
+def assert_measured(results):
+    case = Case((5, 3))
+    y, probe = results[0]["measured"]
+    x, _, weight, bias = case.joined()
+    normed = F.batch_norm(x, None, None, training=True) * math.sqrt(target_variance("golden"))
+    own = [t[: case.batches[0]] for t in (x, normed)]
+    expected = [t.var((0, 2, 3), correction=0).mean() for t in (*own, y)]
+    expected.append(weight.square().mean().sqrt())
+    torch.testing.assert_close(probe, torch.stack(expected))
+    assert results[1]["measured"][1] is None
+
+
+def test_one_process_can_measure_alone(two):
+    assert_measured(two)
+
+
+def assert_data_parallel(results):
+    truth = sync_cases.train(swap(sync_cases.make_net()), sync_cases.IMAGES, sync_cases.LABELS)
+    for result in results:
+        for name, value in truth.state_dict().items():
+            torch.testing.assert_close(
+                result["data_parallel"][name], value, rtol=1e-3, atol=1e-4, msg=name
+            )
+
+
+def test_data_parallel_training_is_one_process_on_all_data(two):
+    assert_data_parallel(two)
+
+
+@pytest.mark.parametrize("run", ["stock", "swapped", "late"])
+def test_lightnings_processes_train_as_one_and_give_the_layers_back(run, two, tmp_path):
+    mode = [] if run == "stock" else [SwapNorms("golden")]
+    module = sync_lightning.Module()
+    plain = sync_lightning.fit(module, 16, tmp_path, *mode, plugins=[SyncNorms()])
+    truth = module.net.state_dict()
+    for result in two:
+        seen, after, state = result["with_lightning"][run]
+        assert seen == ["normplug.modules.sync_batch_norm.SyncBatchNorm"] * 2
+        assert after == plain[1] == plain[0]  # one process joins nothing
+        for name, value in truth.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_lightnings_own_synchronisation_of_swapped_layers_is_refused(two):
+    for result in two:
+        text = result["with_lightning"]["refused"]
+        assert "would rebuild every BatchNorm" in text
+        assert "plugins=[normplug.lightning.SyncNorms()]" in text
+
+
+def test_sync_norms_keeps_a_mode_that_is_set_while_it_holds():
+    model, plugin = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), SyncNorms()
+    plugin.apply(model)
+    set_mode(model[0], 0.5)
+    plugin.revert(model)
+    assert [type(m) for m in model] == [normplug.BatchNorm1d, nn.BatchNorm1d]
+    assert vars(model[1]).keys() == vars(nn.BatchNorm1d(4)).keys()
+    plugin.apply(model)
+    unswap(model)
+    plugin.revert(model)
+    assert [type(m) for m in model] == [nn.BatchNorm1d, nn.BatchNorm1d]
+
+
+@pytest.mark.gpu
+def test_two_gpus_send_measure_compile_and_train_as_two_processes_do(two_gpus):
+    assert_two_messages(two_gpus)
+    assert_second_derivatives(two_gpus)
+    assert_compiled(two_gpus)
+    assert_measured(two_gpus)
+    assert_data_parallel(two_gpus)
+
+
+@pytest.mark.gpu
+def test_the_host_of_two_gpus_never_waits(two_gpus):
+    assert [result["without_waiting"] for result in two_gpus] == [None, None]
+
+
+def test_a_norm_with_an_activation_joins_the_batches_too(two):
+    results = [result["with_activation"] for result in two]
+    if None in results:
+        pytest.skip("needs timm")
+    for got, expected in results:
+        assert torch.equal(got, expected)
+        assert (got == 0).any()
+
+
+def test_a_process_group_joins_its_own_processes_only(three):
+    x, means = zip(*(result["groups"] for result in three), strict=True)
+    together = torch.cat([x[0], x[2]]).mean(0)
+    torch.testing.assert_close(means[0], together)
+    assert torch.equal(means[0], means[2])
+    torch.testing.assert_close(means[1], x[1].mean(0))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_in_one_process_it_is_batch_norm_bit_for_bit(training):
+    x = torch.randn(4, 3, 5, 2)
+    ours, twin = SyncBatchNorm(3).train(training), normplug.BatchNorm2d(3).train(training)
+    assert torch.equal(ours(x), twin(x))
+    for name, value in twin.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value)
+    with pytest.raises(ValueError, match="more than one value per channel"):
+        SyncBatchNorm(3)(torch.randn(1, 3))
+    with pytest.raises(ValueError, match="at least 2D"):
+        SyncBatchNorm(3)(torch.randn(3))
+
+
+def make_model():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        normplug.BatchNorm3d(8, mode=0.5),
+        nn.LayerNorm(4),
+        nn.LazyBatchNorm1d(),
+    )
+    model.other = nn.SyncBatchNorm(8, process_group="a group")
+    return model
+
+
+def test_swap_synchronises_batch_norms_and_unswap_gives_back_what_they_were():
+    model = make_model()
+    before = [(type(m), sorted(vars(m))) for m in model.modules()]
+    layers = list(model.modules())
+    parameters = {name: id(p) for name, p in model.named_parameters()}
+    text = str(plan(model, sync=True))
+    assert text.count("normplug.SyncBatchNorm") == 3
+    assert text.count("normplug.LazySyncBatchNorm") == 1
+    assert [(type(m), sorted(vars(m))) for m in model.modules()] == before
+    swap(model, sync=True)
+    synced = [type(m).__name__ for m in model.modules()][2:]
+    assert synced == ["SyncBatchNorm", "SyncBatchNorm", "LayerNorm", "LazySyncBatchNorm"] + [
+        "SyncBatchNorm"
+    ]
+    assert isinstance(model[1], nn.SyncBatchNorm)
+    assert model[1].process_group is None
+    assert model.other.process_group == "a group"
+    assert "mode=golden" in repr(model[1])
+    for mode in (0.5, "golden"):
+        swap(model, mode)  # without sync, they stay synchronised
+        assert [type(m).__name__ for m in model.modules()][2:] == synced
+    assert [row.becomes for row in plan(model)] == synced
+    unswap(model, fold=False)
+    assert list(model.modules()) == layers
+    assert {name: id(p) for name, p in model.named_parameters()} == parameters
+    now = [(type(m), sorted(vars(m))) for m in model.modules()]
+    assert now[:3] == before[:3]
+    assert type(model[2]) is nn.BatchNorm3d
+    assert now[4:] == before[4:]
+
+
+def test_what_was_swapped_before_can_be_synchronised_and_filters_hold():
+    model = swap(nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), 0.5)
+    swap(model, 0.5, sync=True, include="0")
+    assert type(model[0]) is SyncBatchNorm
+    assert type(model[1]) is normplug.BatchNorm1d
+    set_mode(model, "golden")
+    x = torch.randn(6, 4)
+    expected = copy.deepcopy(model).eval()(x)
+    torch.testing.assert_close(unswap(model).eval()(x), expected)
+    assert [type(m) for m in model] == [nn.BatchNorm1d, nn.BatchNorm1d]
+
+
+def test_a_synchronised_layer_takes_the_input_it_took_and_survives_copies():
+    layer = swap(nn.BatchNorm2d(3), sync=True)
+    for one in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert one(torch.randn(2, 3, 4, 4)).shape == (2, 3, 4, 4)
+        with pytest.raises(ValueError, match="expected 4D input"):
+            one(torch.randn(2, 3))
+        unswap(one)
+        assert type(one) is nn.BatchNorm2d
+
+
+def test_a_lazy_layer_is_synchronised_before_and_after_its_first_forward():
+    model = swap(nn.Sequential(nn.LazyBatchNorm1d()), 0.5, sync=True)
+    y = model(torch.randn(64, 3))
+    assert type(model[0]) is SyncBatchNorm
+    torch.testing.assert_close(y.var(0, correction=0), torch.full((3,), 0.5), rtol=1e-3, atol=0)
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
+        model(torch.randn(4, 3, 2, 2))
+    unswap(model)
+    assert type(model[0]) is nn.BatchNorm1d
+
+
+def test_a_failing_swap_leaves_batch_norms_unsynchronised(monkeypatch):
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    before = [(type(m), sorted(vars(m))) for m in model]
+    synchronise = normplug._convert.synchronise
+
+    def fail_at_the_second(module):
+        if module is model[1]:
+            raise MemoryError
+        return synchronise(module)
+
+    monkeypatch.setattr(normplug._convert, "synchronise", fail_at_the_second)
+    with pytest.raises(MemoryError):
+        swap(model, sync=True)
+    assert [(type(m), sorted(vars(m))) for m in model] == before
+
+
+def test_a_stock_checkpoint_loads_and_a_saved_one_is_stock():
+    stock, ours = nn.SyncBatchNorm(4), SyncBatchNorm(4, mode="standard")
+    ours.load_state_dict(stock.state_dict())
+    stock.load_state_dict(ours.state_dict())

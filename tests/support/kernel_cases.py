@@ -1,0 +1,377 @@
+"""Calls of BatchNorm for the tests of its kernels: inputs, what is exact, and how exact to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+import normplug
+from accuracy import assert_no_worse
+from normplug import functional, reference, target_variance
+
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALVES, torch.float32, torch.float64)
+INPUTS = ("x", "weight", "bias", "residual")
+# Where an activation's slope jumps.
+BENDS = {"relu": (0,), "relu6": (0, 6), "hardswish": (-3, 3)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; what is not said is as a layer in training has it.
+
+    layout, residual, dy: "contiguous", "channels_last", "strided" or "expanded"; a residual of None
+    is none, a dy of None lies as x does. params: dtype of weight, bias and running statistics; None
+    is that of x. needs: the inputs that gradients are taken of.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    params: torch.dtype | None = None
+    affine: str = "weight+bias"
+    residual: str | None = None
+    activation: str | None = None
+    training: bool = True
+    running: bool = True
+    momentum: float | None = 0.1
+    eps: float = 1e-5
+    mode: str | float = "golden"
+    offset: float = 3.0
+    dy: str | None = None
+    needs: tuple[str, ...] = INPUTS
+    seed: int = 0
+
+    def __str__(self) -> str:
+        said = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in said).replace("torch.", "")
+
+
+@dataclass
+class Tensors:
+    """What a call is given, and the gradient of its output; None where there is none."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    dy: Tensor
+
+    def double(self) -> Tensors:
+        return Tensors(*(None if t is None else t.double() for t in vars(self).values()))
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    if layout == "channels_last":
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    if layout == "strided":
+        return torch.stack([x, x + 1], dim=-1)[..., 0]
+    if layout == "expanded":
+        return x.flatten()[0].expand(x.shape)
+    return x.contiguous()
+
+
+def make(case: Case, device: str = "cpu") -> Tensors:
+    """The same numbers on every device."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(shape: tuple[int, ...], dtype: torch.dtype, scale: float, shift: float) -> Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.double) * scale + shift
+        return values.to(device, dtype)
+
+    c, params = (case.shape[1],), case.params or case.dtype
+    spread = normal(c, torch.double, 0.3, 0).exp()
+    tensors = Tensors(
+        x=laid_out(normal(case.shape, case.dtype, 2.0, case.offset), case.layout),
+        weight=(spread * 1.1).to(params) if "weight" in case.affine else None,
+        bias=normal(c, params, 0.5, 0.0) if "bias" in case.affine else None,
+        residual=None,
+        # A running mean far from the input's would overflow torch's own float16 backward.
+        running_mean=normal(c, params, 1.0, case.offset) if case.running else None,
+        running_var=(spread * 3).to(params) if case.running else None,
+        dy=normal(case.shape, case.dtype, 1.0, 0.1),
+    )
+    if case.residual is not None:
+        tensors.residual = laid_out(normal(case.shape, case.dtype, 1.0, 0.0), case.residual)
+    if case.activation in BENDS and case.dy != "expanded":
+        # A rounding may decide on which side of a bend a value is: no gradient goes through there.
+        exact = _Exact(case, tensors)
+        rounding = torch.finfo(reference.accumulator_dtype(case.dtype)).eps
+        for bend in BENDS[case.activation]:
+            clear = (exact.z - bend).abs() > 64 * rounding * exact.terms_of_z()
+            tensors.dy = torch.where(clear, tensors.dy, 0)
+    tensors.dy = laid_out(tensors.dy, case.dy or case.layout)
+    return tensors
+
+
+def run(case: Case, tensors: Tensors, backend: str) -> dict[str, Tensor]:
+    """Forward and backward: all that comes out, by name."""
+    count = torch.tensor(3, device=tensors.x.device)
+    mean, var = (None if t is None else t.clone() for t in _running(tensors))
+    inputs = {name: getattr(tensors, name) for name in INPUTS}
+    for name, tensor in inputs.items():
+        if tensor is not None:
+            inputs[name] = tensor.detach().requires_grad_(name in case.needs)
+    y = functional.batch_norm(
+        inputs["x"],
+        mean,
+        var,
+        inputs["weight"],
+        inputs["bias"],
+        case.training,
+        case.momentum,
+        case.eps,
+        mode=case.mode,
+        residual=inputs["residual"],
+        activation=case.activation,
+        num_batches_tracked=count if case.running else None,
+        backend=backend,
+    )
+    out: dict[str, Tensor] = {"y": y.detach()}
+    asked = {f"d{name}": t for name, t in inputs.items() if t is not None and t.requires_grad}
+    if asked:
+        gradients = torch.autograd.grad(y, list(asked.values()), tensors.dy)
+        out.update(zip(asked, gradients, strict=True))
+    if mean is not None and var is not None:
+        out.update(running_mean=mean, running_var=var, num_batches_tracked=count)
+    return out
+
+
+def assert_accurate(case: Case, device: str = "cpu", backend: str = "triton") -> dict[str, Tensor]:
+    """The kernels' results, which are as close to float64 as those of torch's own."""
+    tensors = make(case, device)
+    ours = run(case, tensors, backend)
+    assert_as_accurate_as_torch(case, tensors, ours)
+    return ours
+
+
+def assert_as_accurate_as_torch(case: Case, tensors: Tensors, ours: dict[str, Tensor]) -> None:
+    theirs = run(case, tensors, "torch")
+    assert ours.keys() == theirs.keys()
+    exact = _Exact(case, tensors)
+    truth, terms = exact.results(), exact.terms()
+    for name, value in ours.items():
+        if name == "num_batches_tracked":
+            assert torch.equal(value, theirs[name])
+            continue
+        # Triton's interpreter cuts off what a GPU rounds.
+        truncated = value.is_cpu and value.dtype == torch.bfloat16
+        spare = 0.5 * torch.finfo(value.dtype).eps if truncated else 0.0
+        assert_no_worse(name, value, theirs[name], truth[name], terms[name], spare)
+
+
+def check_recomputed(case: Case, device: str = "cpu") -> None:
+    """The result is had again, to the bit, from what is kept for the backward; nothing moves."""
+    tensors = make(case, device)
+    count = torch.tensor(3, device=device)
+    y: Any = functional._fused_batch_norm(
+        tensors.x.requires_grad_(), *_running(tensors), tensors.weight, tensors.bias,
+        case.training, case.momentum, case.eps, mode=case.mode, residual=tensors.residual,
+        activation=case.activation, num_batches_tracked=count if case.running else None,
+        backend="triton", keeps_residual=True,
+    )  # fmt: skip
+    moved = [None if t is None else t.clone() for t in (*_running(tensors), count)]
+    again = y.grad_fn._forward_cls.recompute(y.grad_fn)
+    assert torch.equal(again, y)
+    assert (again.stride(), again.dtype) == (y.stride(), y.dtype)
+    for before, now in zip(moved, (*_running(tensors), count), strict=True):
+        assert before is now or torch.equal(before, now)
+
+
+def force(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    """Have every call cut into work as `change` makes of the schedule that it would have had."""
+    from normplug._kernels import schedule
+    from normplug._ops import choice
+    from normplug._ops import eligible as gpu
+    from normplug._ops.batch_norm import eager as batch_norm_gpu
+
+    geometry = schedule.geometry
+    monkeypatch.setattr(schedule, "geometry", lambda *sizes: change(geometry(*sizes)))
+    monkeypatch.setattr(batch_norm_gpu, "_plans", gpu.Plans(batch_norm_gpu._Plan))
+    monkeypatch.setattr(choice, "_known", {})
+
+
+OPERATOR_CASES = [
+    Case((6, 5), activation="relu", residual="contiguous"),
+    Case((4, 5, 6, 3), torch.bfloat16, "channels_last", torch.float32, activation="gelu"),
+    Case((4, 5, 6, 3), layout="strided", affine="weight", residual="contiguous"),
+    Case((2, 3, 11, 13), affine="", activation="relu", residual="channels_last", mode="standard"),
+    Case(
+        (2, 3, 11, 13),
+        torch.float64,
+        training=False,
+        activation="silu",
+        residual="contiguous",
+        needs=("weight", "residual"),
+    ),
+]
+
+
+def check_operators(case: Case, device: str) -> None:
+    """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
+    operators = torch.ops.normplug
+    tensors = make(case, device)
+    inputs = []
+    for name in INPUTS:
+        tensor = getattr(tensors, name)
+        inputs.append(tensor if tensor is None else tensor.requires_grad_(name in case.needs))
+    constants = (case.training, case.eps, target_variance(case.mode), case.activation)
+    running = (None, None) if case.training else _running(tensors)
+    torch.library.opcheck(operators.batch_norm.default, (*inputs, *running, *constants))
+    x, weight, bias, residual = (None if t is None else t.detach() for t in inputs)
+    arguments = (x, weight, bias, residual, *running, *constants)
+    torch.library.opcheck(operators.batch_norm_forward.default, arguments)
+    _, stats, bits = operators.batch_norm_forward(*arguments)
+    kept = residual if case.activation not in (None, "relu") else None
+    needs = [t is not None and t.requires_grad for t in inputs]
+    needs[3] = needs[3] and case.activation is not None  # it would be dy itself
+    arguments = (tensors.dy, x, weight, bias, kept, stats, bits, residual is not None)
+    backward = operators.batch_norm_backward.default
+    torch.library.opcheck(backward, (*arguments, *constants, *needs))
+
+
+def check_compiled(
+    shape: tuple[int, ...], activation: str | None, device: str, backend: str
+) -> None:
+    """One graph serves every batch size, gradients and statistics included."""
+    layers = [_FusedNorm(shape[1], len(shape), activation).to(device) for _ in range(2)]
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(layers[0], fullgraph=True, backend=graphs)
+    for batch in (shape[0], 2 * shape[0] + 1, 3 * shape[0]):
+        outputs = []
+        for layer in (compiled, layers[1]):
+            generator = torch.Generator().manual_seed(batch)
+            x = torch.randn((batch, *shape[1:]), generator=generator).to(device).requires_grad_()
+            y = layer(x)
+            (dx,) = torch.autograd.grad(y.square().sum(), x)
+            outputs.append((y, dx))
+        for ours, eager in zip(*outputs, strict=True):
+            torch.testing.assert_close(ours, eager)
+    assert graphs.frame_count <= 2
+    for ours, eager in zip(layers[0].buffers(), layers[1].buffers(), strict=True):
+        torch.testing.assert_close(ours, eager)
+    assert layers[0].num_batches_tracked == 3
+
+
+class _FusedNorm(torch.nn.Module):
+    """The end of a residual block, by the kernels."""
+
+    def __init__(self, channels: int, dims: int, activation: str | None) -> None:
+        super().__init__()
+        cls = {2: normplug.BatchNorm1d, 3: normplug.BatchNorm1d, 4: normplug.BatchNorm2d}[dims]
+        self.norm = cls(channels, backend="triton")
+        self.activation = activation
+
+    @property
+    def num_batches_tracked(self) -> Tensor:
+        return self.norm.num_batches_tracked
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        if self.activation is None:
+            return norm(x)
+        return functional.batch_norm(
+            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, True,
+            residual=x * 0.5, activation=self.activation,
+            num_batches_tracked=norm.num_batches_tracked, backend="triton",
+        )  # fmt: skip
+
+
+class _Exact:
+    """A call in float64, by the formulas of `normplug.reference`."""
+
+    def __init__(self, case: Case, tensors: Tensors) -> None:
+        self.case, t = case, tensors.double()
+        self.tensors = t
+        self.tv = target_variance(case.mode)
+        given: dict[str, Any] = {}
+        if not case.training:
+            given = {"mean": t.running_mean, "var": t.running_var}
+        options = {"eps": case.eps, "target_variance": self.tv}
+        plain, self.mean, self.var = reference.batch_norm(t.x, t.weight, t.bias, **options, **given)
+        self.z = plain if t.residual is None else plain + t.residual
+        self.dz = reference.activation_backward(t.dy, self.z, case.activation)
+        self.gradients = reference.batch_norm_backward(
+            self.dz, t.x, t.weight, self.mean, self.var, training=case.training, **options
+        )
+        self.dims = (0, *range(2, t.x.dim()))
+        self.n = t.x.numel() // t.x.shape[1]
+
+    def results(self) -> dict[str, Tensor]:
+        out = {
+            "y": reference.activation(self.z, self.case.activation),
+            "dresidual": self.dz,
+            **self.gradients._asdict(),
+        }
+        for name, value in self._batch().items():
+            old = getattr(self.tensors, name)
+            out[name] = reference.running_average(old, value, self._momentum(), 4)
+        return out
+
+    def terms(self) -> dict[str, Tensor]:
+        """Per result, the absolute values that it is the sum of, before anything cancels."""
+        t, dims = self.tensors, self.dims
+        rstd = self._wide(torch.rsqrt(self.var + self.case.eps))
+        scale, centre = self._scale(), t.x.abs() + self._wide(self.mean.abs())
+        dz = t.dy.abs()
+        if self.case.activation in ("silu", "gelu", "hardswish"):
+            dz = dz * (1 + self.terms_of_z())  # their slopes have slopes of at most 1
+        xhat = (t.x - self._wide(self.mean)).abs() * rstd
+        dz_xhat = dz * xhat + self.dz.abs() * centre * rstd
+        dx = dz
+        if self.case.training:
+            slope = (self.dz * xhat).abs().mean(dims, keepdim=True)
+            dx = dz + dz.mean(dims, keepdim=True) + centre * rstd * slope
+            dx = dx + xhat * dz_xhat.mean(dims, keepdim=True)
+        out = {
+            "y": self.terms_of_z(),
+            "dx": scale * dx,
+            "dweight": dz_xhat.sum(dims) * self.tv**0.5,
+            "dbias": dz.sum(dims),
+            "dresidual": dz,
+        }
+        for name, value in self._batch().items():
+            out[name] = getattr(self.tensors, name).abs() + value.abs()
+        if "running_var" in out:
+            # Parts of a channel have means of their own, each rounded.
+            spread = (t.x - self._wide(self.mean)).abs() * centre
+            out["running_var"] += spread.mean(dims) / self.n**0.5
+        return out
+
+    def terms_of_z(self) -> Tensor:
+        t = self.tensors
+        size = (t.x.abs() + self._wide(self.mean.abs())) * self._scale()
+        if t.bias is not None:
+            size = size + self._wide(t.bias.abs())
+        return size if t.residual is None else size + t.residual.abs()
+
+    def _scale(self) -> Tensor:
+        scale = torch.rsqrt(self.var + self.case.eps) * self.tv**0.5
+        weight = self.tensors.weight
+        return self._wide(scale if weight is None else scale * weight.abs())
+
+    def _wide(self, values: Tensor) -> Tensor:
+        return values.reshape(1, -1, *[1] * (self.tensors.x.dim() - 2))
+
+    def _batch(self) -> dict[str, Tensor]:
+        """What the running statistics move towards."""
+        if self.tensors.running_mean is None:
+            return {}
+        unbiased = self.var * (self.n / max(self.n - 1, 1))
+        return {"running_mean": self.mean, "running_var": unbiased}
+
+    def _momentum(self) -> float | None:
+        return self.case.momentum if self.case.training else 0.0
+
+
+def _running(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
+    return tensors.running_mean, tensors.running_var

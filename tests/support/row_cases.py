@@ -1,0 +1,531 @@
+"""Calls of LayerNorm for the tests of its kernels: inputs, what is exact, and how exact to be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+import normplug
+from accuracy import assert_no_worse, assert_same_bits
+from normplug import functional, reference, target_variance
+
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALVES, torch.float32, torch.float64)
+INPUTS = ("x", "residual", "weight", "bias", "input_bias")
+PERMUTED = ("permuted", "rotated", "permuted apart", "repeated inside")  # two strides
+LAYOUTS = (
+    "contiguous", "apart", "odd", "every second", "transposed", "repeated", "expanded", *PERMUTED,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; what is not said is as a layer without running statistics has it.
+
+    dims: of `shape`, how many make a row. params: dtype of the vectors; None is that of x. layout,
+    residual, dy, dtotal: one of LAYOUTS; a residual of None is none, a gradient lies as x does if
+    None. running: dtype of the running statistics, if any. used: the outputs that gradients come
+    from. needs: the inputs that gradients are taken of.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    dims: int = 1
+    layout: str = "contiguous"
+    params: torch.dtype | None = None
+    vectors: str = "weight+bias"
+    residual: str | None = None
+    residual_dtype: torch.dtype | None = None
+    running: torch.dtype | None = None
+    tracked: bool = True
+    momentum: float | None = 0.1
+    eps: float = 1e-5
+    mode: str | float = "golden"
+    offset: float = 3.0
+    dy: str | None = None
+    dtotal: str | None = None
+    used: tuple[str, ...] = ("y", "total")
+    needs: tuple[str, ...] = INPUTS
+    seed: int = 0
+
+    def __str__(self) -> str:
+        said = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in said).replace("torch.", "")
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        return self.shape[len(self.shape) - self.dims :]
+
+    @property
+    def total(self) -> torch.dtype:
+        """The dtype of what is normalised."""
+        if self.residual is None:
+            return self.dtype
+        return torch.promote_types(self.dtype, self.residual_dtype or self.dtype)
+
+
+@dataclass
+class Tensors:
+    """What a call is given, and the gradients of its outputs; None where there is none."""
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    input_bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    dy: Tensor
+    dtotal: Tensor | None
+
+    def double(self) -> Tensors:
+        return Tensors(*(None if t is None else t.double() for t in vars(self).values()))
+
+
+def laid_out(x: Tensor, dims: int, layout: str) -> Tensor:
+    """x in a layout; of those that repeat or expand, a part of x for all of it."""
+    outer = x.dim() - dims
+    row = tuple(x.shape[outer:])
+    if layout in ("apart", "odd"):  # rows are dense, with something between them
+        rows = x.flatten(outer)
+        between = rows if layout == "apart" else rows[..., :1]
+        return torch.cat([rows, between], -1)[..., : rows.shape[-1]].unflatten(-1, row)
+    if layout == "every second":
+        return torch.stack([x, x + 1], dim=-1)[..., 0]
+    if layout == "transposed":
+        order = tuple(reversed(range(x.dim())))
+        return x.permute(order).contiguous().permute(order)
+    if layout in PERMUTED and outer > 0:
+        # As `batch_first` leaves a batch, whose axis lies inside all others; or the last outside.
+        there, back = (outer - 1, 0) if layout == "rotated" else (0, outer - 1)
+        if layout == "repeated inside":
+            return x.narrow(outer - 1, 0, 1).expand(x.shape)
+        between = "apart" if layout == "permuted apart" else "contiguous"
+        return laid_out(x.movedim(there, back), dims, between).movedim(back, there)
+    if layout == "repeated":
+        return x[(0,) * outer].expand(x.shape)
+    if layout == "expanded":
+        return x.flatten()[0].expand(x.shape)
+    return x.contiguous()
+
+
+def make(case: Case, device: str = "cpu") -> Tensors:
+    """The same numbers on every device of a kind."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+
+    def normal(shape: tuple[int, ...], dtype: torch.dtype, scale: float, shift: float) -> Tensor:
+        options = {"generator": generator, "device": device, "dtype": torch.double}
+        return (torch.randn(shape, **options) * scale + shift).to(dtype)
+
+    params, vectors = case.params or case.dtype, case.vectors.split("+")
+    spread = normal(case.row, torch.double, 0.3, 0.0).exp()
+    x = normal(case.shape, case.dtype, 2.0, case.offset)
+    beside = normal(case.shape, case.residual_dtype or case.dtype, 1.0, 0.0)
+    dy = normal(case.shape, case.total, 1.0, 0.1)
+    dtotal = normal(case.shape, case.total, 1.0, 0.1)
+    running = case.running
+    return Tensors(
+        x=laid_out(x, case.dims, case.layout),
+        residual=None if case.residual is None else laid_out(beside, case.dims, case.residual),
+        weight=(spread * 1.1).to(params) if "weight" in vectors else None,
+        bias=normal(case.row, params, 0.5, 0.0) if "bias" in vectors else None,
+        input_bias=normal(case.row, params, 1.0, 0.5) if "input_bias" in vectors else None,
+        running_mean=None if running is None else normal((), running, 1.0, case.offset),
+        running_var=None if running is None else normal((), running, 0.1, 3.0),
+        dy=laid_out(dy, case.dims, case.dy or case.layout),
+        dtotal=None
+        if case.residual is None
+        else laid_out(dtotal, case.dims, case.dtotal or case.layout),
+    )
+
+
+def call(case: Case, inputs: dict[str, Any], backend: str, **running: Any) -> dict[str, Tensor]:
+    """The outputs, by name."""
+    options = {"mode": case.mode, "backend": backend}
+    given = (case.row, inputs["weight"], inputs["bias"], case.eps)
+    if inputs["residual"] is None:
+        y = functional.layer_norm(
+            inputs["x"], *given, input_bias=inputs["input_bias"], **running, **options
+        )
+        return {"y": y}
+    y, total = functional.add_layer_norm(
+        inputs["x"], inputs["residual"], *given, **running, **options
+    )
+    return {"y": y, "total": total}
+
+
+def run(case: Case, tensors: Tensors, backend: str) -> dict[str, Tensor]:
+    """Forward and backward: all that comes out, by name."""
+    inputs = {name: getattr(tensors, name) for name in INPUTS}
+    for name, tensor in inputs.items():
+        if tensor is not None:
+            inputs[name] = tensor.detach().requires_grad_(name in case.needs)
+    moved: dict[str, Tensor] = {}
+    running: dict[str, Any] = {}
+    if case.running is not None:
+        moved = {n: getattr(tensors, n).clone() for n in ("running_mean", "running_var")}
+        if case.tracked:
+            moved["num_batches_tracked"] = torch.tensor(3, device=tensors.x.device)
+        running = {**moved, "momentum": case.momentum}
+    outputs = call(case, inputs, backend, **running)
+    out = {name: output.detach() for name, output in outputs.items()}
+    asked = {f"d{name}": t for name, t in inputs.items() if t is not None and t.requires_grad}
+    if asked:
+        used = [name for name in outputs if name in case.used and outputs[name].requires_grad]
+        gradients = torch.autograd.grad(
+            [outputs[name] for name in used],
+            list(asked.values()),
+            [getattr(tensors, f"d{name}") for name in used],
+        )
+        out.update(zip(asked, gradients, strict=True))
+    return {**out, **moved}
+
+
+def assert_accurate(case: Case, device: str = "cpu", backend: str = "triton") -> dict[str, Tensor]:
+    """The kernels' results, which are as close to float64 as those of torch's own."""
+    tensors = make(case, device)
+    ours = run(case, tensors, backend)
+    assert_as_accurate_as_torch(case, tensors, ours)
+    return ours
+
+
+def assert_as_accurate_as_torch(case: Case, tensors: Tensors, ours: dict[str, Tensor]) -> None:
+    theirs = run(case, tensors, "torch")
+    assert ours.keys() == theirs.keys()
+    if "total" in ours:
+        theirs = _of_the_same_total(case, tensors, ours, theirs)
+    exact = _Exact(case, tensors, ours.get("total"))
+    truth, terms = exact.results(), exact.terms()
+    for name, value in ours.items():
+        if name == "num_batches_tracked":
+            assert torch.equal(value, theirs[name])
+            continue
+        assert value.isfinite().all(), name
+        # Triton's interpreter cuts off what a GPU rounds.
+        spare = 0.5 * torch.finfo(value.dtype).eps if _is_truncated(value) else 0.0
+        if name.startswith("running") and case.running == torch.float64 != case.dtype:
+            spare = float(1e-6 * terms[name] / truth[name].abs())  # they move by float32
+        assert_no_worse(name, value, theirs[name], truth[name], terms[name], spare)
+
+
+def _of_the_same_total(
+    case: Case, tensors: Tensors, ours: dict[str, Tensor], theirs: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Torch's results, of a total that agrees to the bit."""
+    total = ours["total"]
+    if _is_truncated(total):
+        off = (total.double() - theirs["total"].double()).abs()
+        assert (off <= torch.finfo(total.dtype).eps * theirs["total"].abs()).all()
+        same = Tensors(**{**vars(tensors), "x": total, "residual": torch.zeros_like(total)})
+        theirs = run(case, same, "torch")
+    assert torch.equal(total, theirs["total"])
+    return theirs
+
+
+def _is_truncated(value: Tensor) -> bool:
+    return value.is_cpu and value.dtype == torch.bfloat16
+
+
+def check_recomputed(case: Case, device: str = "cpu") -> None:
+    """The result is had again, to the bit, from what is kept for the backward; nothing moves."""
+    tensors = make(case, device)
+    inputs = {name: getattr(tensors, name) for name in INPUTS}
+    inputs["x"] = tensors.x.requires_grad_()
+    running = {}
+    if case.running is not None:
+        count = torch.tensor(3, device=device)
+        running = {n: getattr(tensors, n) for n in ("running_mean", "running_var")}
+        running["num_batches_tracked"] = count
+    y: Any = call(case, inputs, "triton", **running)["y"]
+    moved = {name: t.clone() for name, t in running.items()}
+    again = y.grad_fn._forward_cls.recompute(y.grad_fn)
+    assert torch.equal(again, y)
+    assert (again.stride(), again.dtype) == (y.stride(), y.dtype)
+    assert_same_bits(moved, running)
+
+
+def force(
+    monkeypatch: pytest.MonkeyPatch,
+    forward: Callable[[Any], Any] = lambda shape: shape,
+    backward: Callable[[Any], Any] = lambda shape: shape,
+) -> None:
+    """Have every call cut into work as these make of the schedules that it would have had."""
+    from normplug._kernels import schedule
+    from normplug._ops import choice
+    from normplug._ops import eligible as gpu
+    from normplug._ops.layer_norm import eager as layer_norm_gpu
+
+    for name, change in (("layer_norm_forward", forward), ("layer_norm_backward", backward)):
+        chosen = getattr(schedule, name)
+        monkeypatch.setattr(
+            schedule, name, lambda *sizes, chosen=chosen, change=change: change(chosen(*sizes))
+        )
+    monkeypatch.setattr(layer_norm_gpu, "_plans", gpu.Plans(layer_norm_gpu._Plan))
+    monkeypatch.setattr(choice, "_known", {})
+
+
+def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """What the launches from now on are given, in order: addresses."""
+    from normplug._kernels.layer_norm import launches as kernels
+
+    given: list[tuple[int, ...]] = []
+
+    class Watched(kernels.Launch):
+        def __call__(self, stream: int, *tensors: Tensor) -> None:
+            given.append(tuple(t.data_ptr() for t in tensors))
+            super().__call__(stream, *tensors)
+
+    monkeypatch.setattr(kernels, "Launch", Watched)
+    force(monkeypatch)
+    return given
+
+
+OPERATOR_CASES = [
+    Case((6, 5)),
+    Case((3, 4, 6), torch.bfloat16, dims=2, params=torch.float32, vectors="weight+input_bias"),
+    Case((6, 10), layout="apart", vectors="bias", mode="standard", needs=("x", "bias")),
+    Case((6, 10), layout="transposed", vectors="", dy="expanded"),
+    Case((6, 10), torch.float64, vectors="weight+bias+input_bias", needs=("weight", "input_bias")),
+    Case((6, 5), residual="contiguous"),
+    Case((3, 4, 6), torch.bfloat16, residual="apart", residual_dtype=torch.float32),
+    Case((6, 5), residual="transposed", vectors="weight", needs=("residual",)),
+    Case((2, 3, 8), layout="permuted"),
+    Case((2, 3, 8), layout="permuted apart", dy="rotated"),
+    Case((2, 3, 2, 8), layout="rotated", residual="permuted", dy="permuted"),
+    Case((2, 3, 2, 8), vectors="weight+bias+input_bias", dy="permuted"),
+    Case((2, 3, 2, 2, 4), residual="contiguous", dims=2),
+    Case((6, 5), running=torch.float32),
+    Case((2, 3, 8), residual="contiguous", running=torch.float64, momentum=None),
+]
+
+
+def check_operators(case: Case, device: str) -> None:
+    """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
+    operators = torch.ops.normplug
+    tensors = make(case, device)
+    inputs = {name: getattr(tensors, name) for name in INPUTS}
+    for name, tensor in inputs.items():
+        if tensor is not None:
+            tensor.requires_grad_(name in case.needs)
+    count = None if case.running is None else torch.tensor(3, device=device)
+    running = (tensors.running_mean, tensors.running_var, count)
+    numbers = (case.dims, case.momentum, case.eps, target_variance(case.mode))
+    constants = (*running, *numbers, case.total)
+    vectors = (inputs["weight"], inputs["bias"])
+    if tensors.residual is None:
+        differentiable, forward = operators.layer_norm, operators.layer_norm_forward
+        arguments = (inputs["x"], *vectors, inputs["input_bias"], *constants)
+    else:
+        differentiable, forward = operators.add_layer_norm, operators.add_layer_norm_forward
+        arguments = (inputs["x"], inputs["residual"], *vectors, *constants)
+    torch.library.opcheck(differentiable.default, arguments)
+    arguments = tuple(t.detach() if isinstance(t, Tensor) else t for t in arguments)
+    torch.library.opcheck(forward.default, arguments)
+    _, *totals, stats = forward(*arguments)
+    h = totals[0] if totals else tensors.x.detach()
+    weight, bias, input_bias = (
+        None if t is None else t.detach() for t in list(inputs.values())[2:]
+    )
+    needs = {name: t is not None and t.requires_grad for name, t in inputs.items()}
+    needs["x"] = needs["x"] or needs.pop("residual")
+    needs.pop("residual", None)
+    arguments = (tensors.dy, tensors.dtotal, h, weight, bias, input_bias, stats)
+    backward = operators.layer_norm_backward.default
+    numbers = (case.dims, target_variance(case.mode))
+    torch.library.opcheck(backward, (*arguments, *numbers, *needs.values()))
+
+
+def check_compiled(residual: bool, layout: str, device: str, backend: str) -> None:
+    """One graph serves every number of rows, gradients and statistics included."""
+    layers = [_Block(residual).to(device) for _ in range(2)]
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(layers[0], fullgraph=True, backend=graphs)
+    for rows in (6, 13, 18):
+        outputs = []
+        for layer in (compiled, layers[1]):
+            generator = torch.Generator().manual_seed(rows)
+            x = torch.randn((rows, 3, 2, 24), generator=generator).to(device)
+            x = laid_out(x, 1, layout).requires_grad_()
+            y = layer(x)
+            gradients = torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))
+            outputs.append((y, *gradients))
+        for ours, eager in zip(*outputs, strict=True):
+            torch.testing.assert_close(ours, eager)
+    assert graphs.frame_count <= 2
+    for ours, eager in zip(layers[0].buffers(), layers[1].buffers(), strict=True):
+        torch.testing.assert_close(ours, eager)
+    if not residual:
+        assert layers[0].norm.num_batches_tracked == 3
+
+
+class _Block(torch.nn.Module):
+    """A norm by the kernels, alone or between two blocks of a transformer."""
+
+    def __init__(self, residual: bool) -> None:
+        super().__init__()
+        self.norm = normplug.LayerNorm(24, backend="triton")
+        self.residual = residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        if not self.residual:
+            return norm(x)
+        y, total = functional.add_layer_norm(
+            x, x * 0.5, (24,), norm.weight, norm.bias, backend="triton"
+        )
+        return y + total
+
+
+def check_around_attention(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Norms before and after an attention take its permuted tensors, and are right."""
+    torch.manual_seed(0)
+    block = _Attention().to(device)
+    exact = copy.deepcopy(block).double()
+    for norm in (exact.before, exact.after):
+        norm.backend = "torch"
+    seen = []
+
+    def see(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.append(inputs[0])
+        output.register_hook(seen.append)
+
+    for norm in (block.before, block.after):
+        norm.register_forward_hook(see)
+    launches = watch_launches(monkeypatch)
+    x = torch.randn(4, 5, 24, device=device)
+    assert_block_as_exact(block, exact, x)
+    assert len(launches) == 6  # three forward, three backward
+    _, attended, _, dy = seen
+    for tensor, launch in ((attended, 1), (attended, 2), (dy, 5)):
+        assert not tensor.is_contiguous()
+        assert tensor.data_ptr() == launches[launch][0]
+
+
+def check_compiled_around_attention(device: str, backend: str) -> None:
+    """The same in one graph."""
+    torch.manual_seed(0)
+    block = _Attention().to(device)
+    exact = copy.deepcopy(block).double()
+    for norm in (exact.before, exact.after):
+        norm.backend = "torch"
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    assert_block_as_exact(compiled, exact, torch.randn(4, 5, 24, device=device))
+
+
+def assert_block_as_exact(block: Any, exact: torch.nn.Module, x: Tensor) -> None:
+    results = []
+    for module, given in ((block, x), (exact, x.double())):
+        leaves = (given.requires_grad_(), *module.parameters())
+        outputs = module(given)
+        loss = sum((y.sigmoid() * (1 + i)).square().sum() for i, y in enumerate(outputs))
+        results.append((*outputs, *torch.autograd.grad(loss, leaves)))
+    for ours, truth in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-3, atol=1e-3)
+
+
+class _Attention(torch.nn.Module):
+    """An attention between norms, of what goes in, what comes out, and both together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (normplug.LayerNorm(24, backend="triton") for _ in range(2))
+        self.attention = torch.nn.MultiheadAttention(24, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.before(x)
+        attended, _ = self.attention(h, h, h, need_weights=False)
+        both = functional.add_layer_norm(attended, x, (24,), backend=self.after.backend)
+        return (self.after(attended), *both)
+
+
+class _Exact:
+    """A call in float64, by the formulas of `normplug.reference`; of a total that is known."""
+
+    def __init__(self, case: Case, tensors: Tensors, total: Tensor | None) -> None:
+        self.case, self.tensors = case, tensors.double()
+        t = self.tensors
+        self.tv = target_variance(case.mode)
+        self.h = t.x if total is None else total.double()
+        if t.input_bias is not None:
+            self.h = self.h + t.input_bias
+        self.dims = tuple(range(-case.dims, 0))
+        self.rows = tuple(range(len(case.shape) - case.dims))
+        self.var, self.mean = torch.var_mean(self.h, self.dims, correction=0, keepdim=True)
+        self.rstd = torch.rsqrt(self.var + case.eps)
+
+    def results(self) -> dict[str, Tensor]:
+        t, case = self.tensors, self.case
+        options = {"eps": case.eps, "target_variance": self.tv}
+        made = reference.layer_norm(self.h, case.row, t.weight, t.bias, **options)
+        dy = t.dy if "y" in case.used else torch.zeros_like(t.dy)
+        gradients = reference.layer_norm_backward(dy, self.h, case.row, t.weight, **options)
+        through = gradients.dx
+        if t.dtotal is not None and "total" in case.used:
+            through = through + t.dtotal
+        out = {
+            "y": made.y,
+            "total": self.h,
+            "dx": through,
+            "dresidual": through,
+            "dinput_bias": self._over_rows(through),
+            "dweight": gradients.dweight,
+            "dbias": gradients.dbias,
+        }
+        for name, value in self._batch().items():
+            old = getattr(t, name)
+            out[name] = reference.running_average(old, value, case.momentum, 4)
+        return out
+
+    def terms(self) -> dict[str, Tensor]:
+        """Per result, the absolute values that it is the sum of, before anything cancels."""
+        t, dims, rstd = self.tensors, self.dims, self.rstd
+        centre = (self.h.abs() + self.mean.abs()) * rstd
+        if t.input_bias is not None:
+            centre = centre + (t.x.abs() + t.input_bias.abs()) * rstd
+        xhat = (self.h - self.mean).abs() * rstd
+        root = self.tv**0.5
+        weight = 1.0 if t.weight is None else t.weight.abs()
+        dy = t.dy.abs()
+        g = dy * weight * root
+        off = (g * xhat).mean(dims, keepdim=True) * centre
+        through = g + g.mean(dims, keepdim=True) + off
+        through = rstd * (through + xhat * (g * (xhat + centre)).mean(dims, keepdim=True))
+        if t.dtotal is not None:
+            through = through + t.dtotal.abs()
+        y = centre * weight * root
+        out = {
+            "y": y if t.bias is None else y + t.bias.abs(),
+            "total": self.h.abs(),
+            "dx": through,
+            "dresidual": through,
+            "dinput_bias": self._over_rows(through),
+            "dweight": self._over_rows(dy * (xhat + centre)) * root,
+            "dbias": self._over_rows(dy),
+        }
+        for name, value in self._batch().items():
+            out[name] = getattr(t, name).abs() + value.abs()
+        if "running_var" in out:
+            # Parts of a row have means of their own, each rounded.
+            width = self.h[(0,) * len(self.rows)].numel()
+            spread = (xhat * centre / rstd.square()).mean()
+            out["running_var"] = out["running_var"] + spread / width**0.5
+            out["running_mean"] = out["running_mean"] + self.h.abs().mean()
+        return out
+
+    def _over_rows(self, values: Tensor) -> Tensor:
+        return values.sum(self.rows) if self.rows else values
+
+    def _batch(self) -> dict[str, Tensor]:
+        """What the running statistics move towards."""
+        if self.tensors.running_mean is None:
+            return {}
+        return {"running_mean": self.mean.mean(), "running_var": self.var.mean()}

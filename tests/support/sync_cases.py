@@ -1,0 +1,332 @@
+"""What the processes of the tests of SyncBatchNorm run, and save for pytest to see."""
+
+import os
+import tempfile
+import warnings
+from dataclasses import dataclass, fields
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from batch_norm_cases import laid_out
+from normplug import SyncBatchNorm, swap
+from normplug.modules import joined as _sync
+
+CHANNELS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a layer; `batches` are what each process has, of `space`."""
+
+    batches: tuple[int, ...]
+    space: tuple[int, ...] = (4, 3)
+    dtype: torch.dtype = torch.float32
+    params: torch.dtype | None = None
+    layout: str = "contiguous"
+    offset: float = 3.0
+    mode: str | float = "golden"
+    momentum: float | None = 0.1
+    affine: bool = True
+    track_running_stats: bool = True
+
+    def __str__(self):
+        """What is not the default."""
+        given = [getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default]
+        return "-".join(str(value).removeprefix("torch.") for value in given)
+
+    def joined(self):
+        """x and dy of all processes together, and the layer's weight and bias."""
+        torch.manual_seed(0)
+        shape = (sum(self.batches), CHANNELS, *self.space)
+        # Each row of the batch is shifted, so that the processes' means differ.
+        shift = torch.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1))
+        x = (torch.randn(shape) * 2 + self.offset + shift).to(self.dtype)
+        dy = (torch.randn(shape) + 0.5).to(self.dtype)
+        weight, bias = torch.rand(CHANNELS) + 0.5, torch.randn(CHANNELS)
+        return x, dy, weight.to(self.params or self.dtype), bias.to(self.params or self.dtype)
+
+    def of_rank(self, rank, device="cpu"):
+        x, dy, weight, bias = self.joined()
+        end = list(accumulate(self.batches))[rank]
+        own = slice(end - self.batches[rank], end)
+        x, dy = (laid_out(t[own], self.layout).to(device) for t in (x, dy))
+        return x, dy, weight.to(device), bias.to(device)
+
+
+FLAGS = [
+    Case((5, 3), mode="standard"),
+    Case((4, 4), momentum=None),
+    Case((5, 3), affine=False),
+    Case((5, 3), track_running_stats=False, mode=0.5),
+    Case((3, 2), params=torch.float32, dtype=torch.bfloat16),
+    Case((5, 0), (), offset=1e3),
+    Case((1, 1), (), mode="standard"),
+]
+TWO = [
+    *(
+        Case((5, 3), space, dtype, layout=layout, offset=offset)
+        for space, layout in [
+            ((), "contiguous"),
+            ((7,), "strided"),
+            ((4, 3), "contiguous"),
+            ((4, 3), "channels_last"),
+            ((2, 3, 2), "channels_last"),
+        ]
+        for dtype, offset in [
+            (torch.float32, 3.0),
+            (torch.float32, 1e3),
+            (torch.float64, 1e3),
+            (torch.float16, 3.0),
+            (torch.bfloat16, 3.0),
+        ]
+    ),
+    *FLAGS,
+]
+THREE = [
+    Case((5, 1, 3)),
+    Case((5, 0, 3), dtype=torch.float16),
+    Case((0, 6, 0), offset=1e3, layout="channels_last"),
+    Case((0, 1, 2), (), offset=1e3, momentum=None),
+    Case((0, 0, 0)),
+]
+CASES = {2: TWO, 3: THREE}
+
+
+def layer_of(case, weight, bias):
+    layer = SyncBatchNorm(
+        CHANNELS,
+        mode=case.mode,
+        momentum=case.momentum,
+        affine=case.affine,
+        track_running_stats=case.track_running_stats,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+    if case.affine:
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+            layer.bias.copy_(bias)
+    return layer
+
+
+def outcome(layer, x, dy):
+    """All that a layer gives for two equal batches, of which the second's result is kept."""
+    x = x.detach().requires_grad_()
+    layer(x)
+    y = layer(x)
+    y.backward(dy)
+    out = {"y": y.detach(), "dx": x.grad, "state": layer.state_dict()}
+    if layer.affine:
+        out |= {"dweight": layer.weight.grad, "dbias": layer.bias.grad}
+    return out
+
+
+def numbers(rank, world, device):
+    """Every case's outcome."""
+    results = []
+    for case in CASES[world]:
+        x, dy, weight, bias = case.of_rank(rank, device)
+        results.append(outcome(layer_of(case, weight, bias), x, dy))
+    return results
+
+
+class Messages:
+    """Counts what is sent while it is open."""
+
+    def __enter__(self):
+        self.sent, self._stock = [], (_sync._all_gather, dist.all_reduce)
+        gather, reduce = self._stock
+
+        def counted_gather(out, own, group):
+            self.sent.append(("gather", own.numel()))
+            gather(out, own, group)
+
+        def counted_reduce(values, group):
+            self.sent.append(("reduce", values.numel()))
+            reduce(values, group=group)
+
+        _sync._all_gather, dist.all_reduce = counted_gather, counted_reduce
+        return self.sent
+
+    def __exit__(self, *_):
+        _sync._all_gather, dist.all_reduce = self._stock
+
+
+def messages(rank, world, device):
+    """What is sent in training, in eval, and without a gradient for the input."""
+    layer = SyncBatchNorm(CHANNELS, device=device)
+    x = torch.randn(4, CHANNELS, device=device)
+    with Messages() as training:
+        layer(x.requires_grad_()).sum().backward()
+    with Messages() as fixed_input:
+        layer(x.detach()).sum().backward()
+    with Messages() as evaluation:
+        layer.eval()(x).sum().backward()
+        SyncBatchNorm(CHANNELS, track_running_stats=False, device=device).eval()(x)
+    return training, fixed_input, evaluation
+
+
+def too_few(rank, world, device):
+    """What one value a channel in the joined batch raises."""
+    try:
+        layer = SyncBatchNorm(CHANNELS)
+        layer(torch.randn(1 if rank == world - 1 else 0, CHANNELS))
+    except ValueError as error:
+        return str(error), layer.state_dict()
+
+
+def second_derivatives(rank, world, device):
+    """The gradients of a penalty on the input's gradient."""
+    case = Case((5, 3), dtype=torch.float64)
+    x, dy, weight, bias = case.of_rank(rank, device)
+    x.requires_grad_()
+    layer = layer_of(case, weight, bias)
+    (dx,) = torch.autograd.grad(layer(x).square(), x, dy, create_graph=True)
+    dx.square().sum().backward()
+    return {"x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+
+
+def compiled(rank, world, device):
+    """A compiled layer's outcome, and the layer's own."""
+    case = Case((5, 3))
+    x, dy, weight, bias = case.of_rank(rank, device)
+    layer, twin = layer_of(case, weight, bias), layer_of(case, weight, bias)
+    layer.compile(fullgraph=True)
+    return outcome(layer, x, dy), outcome(twin, x, dy)
+
+
+def groups(rank, world, device):
+    """Statistics of processes 0 and 2 together, and of process 1 alone."""
+    pair, single = dist.new_group([0, 2]), dist.new_group([1])
+    layer = SyncBatchNorm(CHANNELS, process_group=single if rank == 1 else pair, momentum=1.0)
+    torch.manual_seed(rank)
+    x = torch.randn(4, CHANNELS) + rank
+    swap(layer, 0.5)
+    layer(x)
+    return x, layer.running_mean
+
+
+def with_activation(rank, world, device):
+    """timm's BatchNorm with an activation, and what it should be, where timm is installed."""
+    try:
+        from timm.layers import BatchNormAct2d
+    except ImportError:
+        return None
+    x, *_ = Case((5, 3)).of_rank(rank, device)
+    layer = swap(BatchNormAct2d(CHANNELS), 0.5, sync=True)
+    return layer(x).detach(), SyncBatchNorm(CHANNELS, mode=0.5)(x).detach().relu()
+
+
+def measured(rank, world, device):
+    """What one process alone measures while all train."""
+    case = Case((5, 3))
+    x, _, weight, bias = case.of_rank(rank, device)
+    layer = layer_of(case, weight, bias)
+    if rank == 0:
+        layer._probe = torch.zeros(4, device=device)
+    y = layer(x)
+    return y.detach(), layer._probe
+
+
+def make_net():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(1), nn.Linear(128, 16),
+        nn.BatchNorm1d(16), nn.Linear(16, 4),
+    )  # fmt: skip
+    nn.init.normal_(net[1].weight, 1, 0.5)
+    return net
+
+
+IMAGES = torch.randn(16, 3, 6, 6, generator=torch.Generator().manual_seed(1)) * 3 + 5
+LABELS = torch.arange(16) % 4
+
+
+def train(net, images, labels, steps=5):
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    for _ in range(steps):
+        F.cross_entropy(net(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
+def data_parallel(rank, world, device):
+    """A model trained by DistributedDataParallel, each process on its share."""
+    net = make_net().to(device)
+    wrap = nn.parallel.DistributedDataParallel
+    if device == "cpu":  # where it refuses to wrap a SyncBatchNorm
+        ddp = wrap(net)
+        swap(ddp, sync=True)
+    else:
+        ddp = wrap(swap(net, sync=True), device_ids=[rank])
+    train(ddp, IMAGES[rank::world].to(device), LABELS[rank::world].to(device))
+    return net.state_dict()
+
+
+def without_waiting(rank, world, device):
+    """What made the host wait for the GPU in a step of training; None where nothing did."""
+    layer = SyncBatchNorm(CHANNELS, momentum=None, device=device)
+    x = torch.randn(8, CHANNELS, 6, 6, device=device, requires_grad=True)
+    layer(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def with_lightning(rank, world, device):
+    """Models trained by Lightning's strategy ddp."""
+    import sync_lightning
+
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with tempfile.TemporaryDirectory() as directory:
+        return sync_lightning.distributed(directory)
+
+
+CHECKS = {
+    2: [
+        numbers, messages, too_few, second_derivatives, compiled, measured, data_parallel,
+        with_activation, with_lightning,
+    ],
+    3: [numbers, groups],
+}  # fmt: skip
+ON_GPU = [
+    numbers, messages, second_derivatives, compiled, measured, data_parallel, without_waiting,
+]  # fmt: skip
+
+
+def process(rank, world, on_gpu, directory):
+    """Run every check; save the results as `<rank>.pt`."""
+    torch.set_num_threads(1)
+    device = f"cuda:{rank}" if on_gpu else "cpu"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+        torch.backends.cudnn.allow_tf32 = False
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=world,
+        device_id=torch.device(device) if on_gpu else None,
+    )
+    results = {}
+    for check in ON_GPU if on_gpu else CHECKS[world]:
+        with warnings.catch_warnings():
+            if not on_gpu and check not in (compiled, with_lightning):
+                warnings.simplefilter("error")
+            results[check.__name__] = check(rank, world, device)
+    torch.save(results, f"{directory}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()

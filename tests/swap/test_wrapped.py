@@ -1,0 +1,123 @@
+"""swap, set_mode, check and unswap on models inside the wrappers that training puts them in."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import normplug
+from matrix import NORMS, process_group
+from normplug import check, plan, set_mode, swap, unswap
+
+X = torch.randn(8, 3, 6, 6)
+
+
+def make():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LayerNorm(128))
+    for norm in (net[1], net[3]):
+        nn.init.normal_(norm.weight, 1, 0.3)
+    return net
+
+
+def folded(net, tv):
+    with torch.no_grad():
+        for norm in net.modules():
+            if isinstance(norm, NORMS):
+                norm.weight.mul_(tv**0.5)
+    return net
+
+
+def fsdp1(net, **options):
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    return FSDP(net, device_id=torch.device("cpu"), **options)
+
+
+def fsdp2(net, *parts):
+    from torch.distributed.fsdp import fully_shard
+
+    for part in (*parts, net):
+        fully_shard(part)
+    return net
+
+
+def in_place(net):
+    net.compile(backend="aot_eager")
+    return net
+
+
+def compiled_layer(net):
+    net[1].compile(backend="aot_eager")
+    return net
+
+
+WRAPPERS = {
+    "DDP": nn.parallel.DistributedDataParallel,
+    "DataParallel": nn.DataParallel,
+    "torch.compile": lambda net: torch.compile(net, backend="aot_eager"),
+    "module.compile": in_place,
+    "layer.compile": compiled_layer,
+    "FSDP1 flat": fsdp1,
+    "FSDP1 use_orig_params": lambda net: fsdp1(net, use_orig_params=True),
+    "FSDP2": fsdp2,
+    "FSDP2 on each norm": lambda net: fsdp2(net, net[1], net[3]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("first", ["swap", "wrap"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapped_model_is_swapped_set_checked_and_unswapped(name, first):
+    if name.startswith("FSDP2") and torch.__version__ < "2.14":
+        pytest.skip("fully_shard of torch 2.6 does not run on the CPU")
+    torch.compiler.reset()
+    with process_group():
+        if first == "swap":
+            net = WRAPPERS[name](swap(make(), 0.3))
+        else:
+            net = WRAPPERS[name](make())
+            assert [row.becomes for row in plan(net)] == ["BatchNorm2d", "LayerNorm"]
+            net.eval()(X)  # what compiles has compiled the stock layers by now
+            swap(net, 0.3)
+        expected = folded(make(), 0.5)
+        set_mode(net, 0.5)
+        assert check(net).summary() == "2 norm layers in order: 2 in mode 0.5"
+        for training in (True, False):
+            torch.testing.assert_close(net.train(training)(X), expected.train(training)(X))
+        flat = name == "FSDP1 flat"
+        if flat:
+            with pytest.raises(ValueError, match=r"act within FSDP\.summon_full_params"):
+                unswap(net)
+        with type(net).summon_full_params(net) if flat else contextlib.nullcontext():
+            unswap(net)
+        torch.testing.assert_close(net(X), expected(X))
+        assert all(not type(m).__module__.startswith("normplug.modules") for m in net.modules())
+
+
+def test_a_layer_lost_inside_a_wrapper_is_found():
+    with process_group():
+        net = swap(nn.parallel.DistributedDataParallel(make()))
+        assert check(net.module).summary() == check(net).summary()
+        net.module[1] = nn.BatchNorm2d(8)
+        for model in (net, net.module, copy.deepcopy(net.module)):
+            with pytest.raises(RuntimeError, match="1: swapped in mode golden, a BatchNorm2d now"):
+                check(model)
+
+
+def test_accelerates_hooks_are_named_where_they_are_in_the_way():
+    hooks = pytest.importorskip("accelerate.hooks")
+    net = swap(make()).eval()
+    expected = net(X)
+    hooks.attach_align_device_hook(net, execution_device="cpu")
+    torch.testing.assert_close(net(X), expected)
+    normplug.check(net)
+    with pytest.raises(ValueError, match=r"remove_hook_from_module\(model, recurse=True\)"):
+        unswap(net)
+    hooks.remove_hook_from_module(net, recurse=True)
+    torch.testing.assert_close(unswap(net)(X), expected)
+    hooks.attach_align_device_hook(net, execution_device="cpu")
+    notes = {row.note for row in plan(net)}
+    assert notes == {"its forward was replaced on the instance, by a patch or accelerate's hooks"}

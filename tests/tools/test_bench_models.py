@@ -1,0 +1,539 @@
+"""Whole training steps: arms that start alike and differ as named, and what is reported."""
+
+import copy
+import gc
+import json
+import subprocess
+import sys
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import normplug
+from normplug.bench import groups, models
+from normplug.bench.__main__ import main
+from normplug.bench.groups import GROUPS, group, profiled, summed
+from normplug.bench.models import (
+    ARMS,
+    GRAPHED,
+    MODELS,
+    ROUNDS,
+    TURN,
+    WARM_UPS,
+    Captured,
+    Case,
+    Model,
+    select,
+)
+from normplug.bench.results import Results
+from normplug.bench.table import render
+
+ROOT = Path(__file__).parents[2]
+TINY = Case("tiny", 4)
+UNFUSED = ["eager", "swap", "no-norm"]  # and uncompiled
+CONTENT = {
+    "device": "a GPU",
+    "versions": {"torch": "2.15"},
+    "date": "2026-11-22T01:02:03+00:00",
+    "settings": models.SETTINGS,
+}
+
+
+class SubLayerNorm(nn.LayerNorm):
+    pass
+
+
+class TinyNet(nn.Sequential):
+    def __init__(self, *, classes, image_size):
+        shared = SubLayerNorm(image_size)
+        super().__init__(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.LayerNorm(image_size),
+            shared,
+            nn.Identity(),
+            shared,
+            nn.Flatten(),
+            nn.Linear(4 * image_size**2, classes),
+        )
+
+
+class Still:
+    """A stopwatch that calls, and shows the same every time; it keeps what it was asked for."""
+
+    def __init__(self):
+        self.turns = []
+        self.held = count(1000, 100)  # each arm holds 100 bytes when the next is made
+
+    def turn_ms(self, step, count):
+        step()
+        self.turns.append(step)
+        return [10.0, 40.0, 20.0, 20.0, 30.0][:count]
+
+    def host_ms(self, step):
+        return 7.0
+
+    def peak_bytes(self, step):
+        return 5000
+
+    def held_bytes(self):
+        return next(self.held)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    model = Model(TinyNet, (4, 2), image_size=6, classes=5, channels_last=True)
+    monkeypatch.setitem(MODELS, "tiny", model)
+    return model
+
+
+def measured(arms, tmp_path, stopwatch=None, profiles=None):
+    results = Results(tmp_path / "rows.json", models.PACKAGES, settings=models.SETTINGS)
+    models.measure(TINY, arms, stopwatch or Still(), "cpu", results, profiles)
+    assert json.loads((tmp_path / "rows.json").read_text()) == results.content
+    return results.content
+
+
+@pytest.mark.parametrize("name", ["resnet50", "vit_b_16", "convnext_tiny"])
+def test_a_network_has_the_weights_of_torchvisions(name):
+    get_model = pytest.importorskip("torchvision.models").get_model
+    model = MODELS[name]
+    with torch.device("meta"):
+        ours = model.build(classes=model.classes, image_size=model.image_size).state_dict()
+        theirs = get_model(name).state_dict()
+    assert {key: t.shape for key, t in ours.items()} == {k: t.shape for k, t in theirs.items()}
+
+
+def test_the_network_for_cifar_has_a_stem_for_small_images():
+    pytest.importorskip("torchvision")
+    model = MODELS["resnet18-cifar"]
+    with torch.device("meta"):
+        net = model.build(classes=model.classes, image_size=model.image_size)
+        assert net(torch.empty(2, 3, 32, 32)).shape == (2, 10)
+    assert (net.conv1.kernel_size, net.conv1.stride) == ((3, 3), (1, 1))
+    assert not any(isinstance(module, nn.MaxPool2d) for module in net.modules())
+
+
+def test_select_takes_each_models_own_batches_unless_told():
+    assert select(["tiny", "vit_b_16"], None) == [
+        Case("vit_b_16", 128),
+        Case("tiny", 4),
+        Case("tiny", 2),
+    ]
+    assert select(["tiny"], 3) == [Case("tiny", 3)]
+    named = [case.model for case in select(None, None)]
+    assert list(dict.fromkeys(named)) == list(MODELS)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The layers of each model that is given to `normplug.fuse`, which does nothing."""
+    seen = []
+
+    def fuse(net, recompute=False):
+        seen.append([type(module) for module in net])
+        return net
+
+    monkeypatch.setattr(normplug, "fuse", fuse, raising=False)
+    return seen
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_arm_is_what_it_is_named_for(arm, tiny, fused):
+    torch.manual_seed(1)
+    stock = TinyNet(classes=5, image_size=6)
+    before = copy.deepcopy(stock.state_dict())
+    net = models.build(stock, arm, tiny, "cpu")
+    compiled = isinstance(net, torch._dynamo.eval_frame.OptimizedModule)
+    assert compiled == arm.endswith("compile")
+    inner = net._orig_mod if compiled else net
+
+    becomes = {"eager": nn, "compile": nn}.get(arm.partition("+")[0], normplug)
+    if arm == "no-norm":
+        assert len(normplug.plan(inner)) == 0
+        assert sum(isinstance(module, nn.Identity) for module in inner) == 5
+    else:
+        assert [type(inner[1]), type(inner[3])] == [becomes.BatchNorm2d, becomes.LayerNorm]
+        assert inner[4] is inner[6]
+        assert type(inner[4]) is SubLayerNorm
+        assert becomes is nn or inner[1].mode.name == models.MODE == "golden"
+    assert len(fused) == ("fuse" in arm)
+    assert all(classes[1] is normplug.BatchNorm2d for classes in fused)
+
+    assert inner.training
+    assert inner[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert all(torch.equal(before[key], t) for key, t in inner.named_parameters())
+    assert type(stock[1]) is nn.BatchNorm2d  # the next arm starts from it
+    assert all(torch.equal(before[key], t) for key, t in stock.state_dict().items())
+
+
+def test_the_fused_arm_trains_as_the_swapped_one(tmp_path):
+    rows = measured(["swap", "swap+fuse"], tmp_path)["rows"]
+    assert [row["arm"] for row in rows] == ["swap", "swap+fuse"]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=0.02)
+
+
+def test_a_step_trains_under_autocast_and_leaves_the_weights(tiny):
+    torch.manual_seed(0)
+    net = models.build(TinyNet(classes=5, image_size=6), "swap", tiny, "cpu")
+    images, labels = models.make_batch(TINY, "cpu")
+    assert images.shape == (4, 3, 6, 6)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert set(labels.tolist()) <= set(range(5))
+
+    dtypes, gradients = [], []
+    net[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.any()))
+    before = [parameter.clone() for parameter in net.parameters()]
+    step = models.make_step(net, images, labels)
+    losses = [step(), step()]
+    assert dtypes == [torch.bfloat16] * 2
+    assert len(gradients) == 2 * len(before)
+    assert all(gradients)
+    assert losses[0] == losses[1]
+    assert not losses[0].requires_grad
+    for start, parameter in zip(before, net.parameters(), strict=True):
+        assert parameter.grad is None
+        assert torch.equal(start, parameter)
+
+
+def test_a_row_says_what_was_measured(tmp_path, capsys):
+    content = measured(UNFUSED, tmp_path)
+    assert content["settings"]["mode"] == "golden"
+    assert content["versions"].keys() >= {"torch", "normplug"}
+    assert [row["arm"] for row in content["rows"]] == UNFUSED
+    for row in content["rows"]:
+        assert row == {
+            "model": "tiny",
+            "batch": 4,
+            "arm": row["arm"],
+            "ms": 20.0,
+            "ms_p20": 18.0,
+            "ms_p80": 32.0,
+            "steps": ROUNDS * TURN,
+            "images_per_s": pytest.approx(4 / 0.02),
+            "peak_gib": row["peak_gib"],
+            "host_ms": 7.0,
+            "loss": row["loss"],
+        }
+        assert 0 < row["loss"] < 5
+    # The batch weighs 100 bytes and counts; it and what came before hold 1100, each arm 100.
+    assert [row["peak_gib"] * 2**30 for row in content["rows"]] == [
+        5000 - (1200 - 100),
+        5000 - (1300 - 100),
+        5000 - (1400 - 100),
+    ]
+    assert capsys.readouterr().out.startswith("tiny, batch 4 | eager 20.00 ms 200 images/s ")
+
+
+def test_arms_take_turns_in_an_order_that_changes_and_is_the_same_each_time(tmp_path):
+    def order():
+        stopwatch = Still()
+        measured(UNFUSED, tmp_path, stopwatch)
+        names = {id(step): place for place, step in enumerate(dict.fromkeys(stopwatch.turns))}
+        places = [names[id(step)] for step in stopwatch.turns]
+        return [tuple(places[i : i + 3]) for i in range(0, len(places), 3)]
+
+    rounds = order()
+    assert len(rounds) == ROUNDS
+    assert all(sorted(each) == [0, 1, 2] for each in rounds)
+    assert len(set(rounds)) > 1
+    assert order() == rounds
+
+
+def fail(net):
+    raise torch.OutOfMemoryError("too large")
+
+
+def infinite(net):
+    with torch.no_grad():
+        net[-1].weight.fill_(torch.inf)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [(fail, "too large"), (infinite, "the loss is nan, which would make")]
+)
+def test_an_arm_that_fails_is_left_out_aloud(change, reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(ARMS, "swap", (change,))
+    content = measured(UNFUSED, tmp_path)
+    assert [row["arm"] for row in content["rows"]] == ["eager", "no-norm"]
+    error = capsys.readouterr().err
+    assert error.startswith("tiny, batch 4: swap is left out: ")
+    assert reason in error
+
+
+def test_an_arm_that_fails_late_is_left_out_aloud(tmp_path, monkeypatch, capsys):
+    calls = count()
+
+    def fail_late(module, inputs):
+        if next(calls) > WARM_UPS + ROUNDS // 2:
+            raise torch.OutOfMemoryError("no room")
+
+    def with_hook(net):
+        net.register_forward_pre_hook(fail_late)
+        return net
+
+    monkeypatch.setitem(ARMS, "swap", (with_hook,))
+    rows = measured(UNFUSED, tmp_path)["rows"]
+    assert [(row["arm"], row["steps"]) for row in rows] == [
+        ("eager", ROUNDS * TURN),
+        ("no-norm", ROUNDS * TURN),
+    ]
+    assert capsys.readouterr().err.count("swap is left out: OutOfMemoryError('no room')") == 1
+
+
+def test_a_case_without_an_arm_that_works_has_no_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(ARMS, "swap", (fail,))
+    assert measured(["swap"], tmp_path)["rows"] == []
+    assert capsys.readouterr().out == "tiny, batch 4: no arm\n"
+
+
+def test_a_case_that_fails_does_not_end_the_run(monkeypatch, capsys):
+    def measure(case, *others):
+        if case.batch == 4:
+            raise torch.OutOfMemoryError("too many images")
+        print(f"{case} is measured")
+
+    monkeypatch.setattr(models, "measure", measure)
+    monkeypatch.setattr(models, "StepStopwatch", Still)
+    models.run(select(["tiny"], None), list(ARMS), None, None)
+    shown = capsys.readouterr()
+    assert "tiny, batch 4 is left out: OutOfMemoryError('too many images')" in shown.err
+    assert "tiny, batch 2 is measured" in shown.out
+
+
+def test_a_compiled_arm_trains_as_the_eager_one(tmp_path, monkeypatch):
+    monkeypatch.setitem(ARMS, "compile", (partial(torch.compile, backend="aot_eager"),))
+    rows = measured(["eager", "compile"], tmp_path)["rows"]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        ("batch_norm_columns_forward", "norm"),
+        ("layer_norm_wide_backward", "norm"),
+        ("void at::native::batch_norm_transform_input_channels_last_kernel<c10::BFloat16>", "norm"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>", "norm"),
+        ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernel<float>", "norm"),
+        ("void cudnn::bn_fw_tr_1C11_kernel_NHWC<__nv_bfloat16, float>", "norm"),
+        ("triton_red_fused__native_batch_norm_legit_functional_add_relu_4", "norm"),
+        ("triton_per_fused__to_copy_add_native_layer_norm_7", "norm"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "conv/gemm"),
+        ("sm90_xmma_dgrad_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "conv/gemm"),
+        ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop>", "conv/gemm"),
+        ("void wgrad2d_grouped_direct_kernel<__nv_bfloat16, float>", "conv/gemm"),
+        ("void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits>", "conv/gemm"),
+        ("triton_tem_fused_mm_0", "conv/gemm"),
+        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", "elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4, normal_and_transform>", "elementwise"),
+        ("triton_poi_fused__to_copy_add_convolution_relu_3", "elementwise"),
+        ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copy"),
+        ("void cudnn::engines_precompiled::nchwToNhwcKernel<float>", "copy"),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+        ("Memset (Device)", "copy"),
+        ("triton_poi_fused__to_copy_convolution_12", "copy"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<copy>", "optimizer"),
+        ("void at::native::(anonymous namespace)::max_pool_forward_nhwc<float>", "other"),
+        ("triton_red_fused_sum_5", "other"),
+    ],
+)
+def test_a_kernel_is_in_the_group_that_its_name_speaks_for(kernel, expected):
+    assert group(kernel) == expected
+    assert {expected, *groups.LIBRARIES, *groups.INDUCTOR} <= set(GROUPS)
+
+
+def test_a_profile_counts_the_gpus_work_once_and_nothing_else():
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "layer_norm_rows_forward", "dur": 3000.0},
+        {"ph": "X", "cat": "kernel", "name": "layer_norm_rows_forward", "dur": 1000.0},
+        {"ph": "X", "cat": "kernel", "name": "some_gemm", "dur": 6000.0},
+        {"ph": "X", "cat": "gpu_memset", "name": "Memset (Device)", "dur": 200.0},
+        {"ph": "X", "cat": "gpu_user_annotation", "name": "Optimizer.step#SGD.step", "dur": 9e9},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::layer_norm", "dur": 9e9},
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = summed(events, 2)
+    assert found["groups_ms"] == dict.fromkeys(GROUPS, 0.0) | {
+        "norm": 2.0,
+        "conv/gemm": 3.0,
+        "copy": pytest.approx(0.1),
+    }
+    assert found["kernels"][:2] == [
+        {"name": "some_gemm", "group": "conv/gemm", "ms": 3.0, "calls": 0.5},
+        {"name": "layer_norm_rows_forward", "group": "norm", "ms": 2.0, "calls": 1.0},
+    ]
+
+
+def test_profiling_calls_the_step_so_often_and_reads_the_trace():
+    done = []
+    found = profiled(lambda: done.append(torch.ones(3) + 1))
+    assert len(done) == groups.STEPS
+    assert list(found["groups_ms"]) == list(GROUPS)
+
+
+def test_there_is_a_profile_of_each_arm(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "profiled", lambda step: {"groups_ms": {"norm": float(step())}})
+    path = tmp_path / "profile.json"
+    measured(UNFUSED, tmp_path, profiles=Results(path, settings=models.SETTINGS))
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["model"], row["batch"], row["arm"]) for row in rows] == [
+        ("tiny", 4, arm) for arm in UNFUSED
+    ]
+    assert all(row["groups_ms"]["norm"] > 0 for row in rows)
+
+
+def a_row(model, batch, arm, ms):
+    figures = {"images_per_s": 1e3 * batch / ms, "peak_gib": ms / 10, "host_ms": ms / 4}
+    return {"model": model, "batch": batch, "arm": arm, "ms": ms, **figures}
+
+
+def test_the_table_has_a_line_for_each_case_and_a_cell_for_each_arm():
+    rows = [
+        a_row("net", 8, "eager", 20.0),
+        a_row("net", 8, "swap", 16.0),
+        a_row("net", 4, "swap", 10.0),
+    ]
+    lines = render({**CONTENT, "rows": rows}).splitlines()
+    assert lines[0] == (
+        "a GPU, torch 2.15, 2026-11-22. Training under bfloat16 autocast, SGD, momentum 0.9, "
+        "foreach; swapped in mode golden."
+    )
+    tables = [line for line in lines if line.startswith("| net")]
+    assert tables == [
+        "| net | 8 | 20.00 ms, 400/s (1.00x) | 16.00 ms, 500/s (1.25x) |",
+        "| net | 4 | - | 10.00 ms, 400/s |",
+        "| net | 8 | 2.00 | 1.60 |",
+        "| net | 4 | - | 1.00 |",
+        "| net | 8 | 5.00 | 4.00 |",
+        "| net | 4 | - | 2.50 |",
+    ]
+    assert lines.count("| model | batch | eager | swap |") == 3
+
+
+def test_the_table_of_a_profile_has_a_line_for_each_arm_and_a_cell_for_each_group(tmp_path, capsys):
+    row = {"model": "net", "batch": 8, "arm": "swap", "kernels": []}
+    row["groups_ms"] = {name: float(place) for place, name in enumerate(GROUPS)}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({**CONTENT, "rows": [row]}))
+    main(["table", str(path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert f"| model | batch | arm | {' | '.join(GROUPS)} |" in lines
+    assert lines[-1] == "| net | 8 | swap | 0.00 | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 |"
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Let the command line run where there is no GPU; what it would measure, and the rows."""
+    asked, rows = [], [a_row("tiny", 4, "eager", 20.0)]
+
+    def run(*arguments):
+        asked.append(arguments)
+        results = Results(None, settings=models.SETTINGS)
+        results.content["rows"] = rows
+        return results
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(models, "run", run)
+    return asked, rows
+
+
+def test_the_command_line_chooses(runs, tmp_path):
+    asked, _ = runs
+    main(["models"])
+    chosen = ["--model", "tiny", "--arm", "no-norm", "--arm", "eager", "--batch", "3"]
+    files = {name: tmp_path / name for name in ("json", "markdown", "profile")}
+    main(
+        [
+            "models",
+            *chosen,
+            *(word for name, path in files.items() for word in (f"--{name}", str(path))),
+        ]
+    )
+    assert asked == [
+        (select(None, None), list(ARMS), None, None),
+        ([Case("tiny", 3)], ["eager", "no-norm"], files["json"], files["profile"]),
+    ]
+    assert "| tiny | 4 | 20.00 ms" in files["markdown"].read_text()
+
+
+def test_the_command_line_fails_where_nothing_could_be_measured(runs):
+    runs[1].clear()
+    with pytest.raises(SystemExit, match="every arm was left out"):
+        main(["models"])
+
+
+def test_without_torchvision_it_says_what_to_install(runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(SystemExit, match=r'models needs torchvision: pip install "normplug\[bench'):
+        main(["models"])
+    assert runs[0] == []
+
+
+def command(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "normplug.bench", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+def test_without_a_gpu_it_says_so():
+    done = command("models", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 1
+    message = "normplug.bench needs a CUDA device; torch.cuda.is_available() is False."
+    assert done.stderr.splitlines()[-1] == message
+
+
+@pytest.mark.gpu
+# A graph is captured on a stream of its own, and gradients then accumulate on another.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_a_captured_step_holds_on_to_the_weights_that_it_reads(tiny):
+    batch = models.make_batch(TINY, "cuda")
+    net = TinyNet(classes=tiny.classes, image_size=tiny.image_size).cuda()
+    step = models.make_step(net, *batch)
+    expected = step().item()
+    captured = Captured(step)
+    del net, step
+    gc.collect()
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        assert captured().item() == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.gpu
+def test_a_small_model_from_end_to_end(tmp_path):
+    pytest.importorskip("torchvision")
+    files = {name: tmp_path / f"{name}.json" for name in ("json", "profile")}
+    options = [word for name, path in files.items() for word in (f"--{name}", path)]
+    arms = [*UNFUSED, "compile", *GRAPHED]
+    chosen = [word for arm in arms for word in ("--arm", arm)]
+    done = command("models", "--model", "resnet18-cifar", "--batch", 64, *chosen, *options)
+    assert done.returncode == 0, done.stderr
+    assert "left out" not in done.stderr
+    rows = {row["arm"]: row for row in json.loads(files["json"].read_text())["rows"]}
+    assert set(rows) == set(arms)
+    for row in rows.values():
+        assert 0 < row["ms_p20"] <= row["ms"] <= row["ms_p80"] < 1000
+        assert 0 < row["host_ms"] < 1000
+        assert 0 < row["peak_gib"] < 10
+        assert row["steps"] == ROUNDS * TURN
+    assert rows["no-norm"]["peak_gib"] < rows["eager"]["peak_gib"]
+    for arm in ("compile", *GRAPHED):
+        assert rows[arm]["loss"] == pytest.approx(rows["eager"]["loss"], abs=0.05)
+    for row in json.loads(files["profile"].read_text())["rows"]:
+        busy = row["groups_ms"]
+        assert busy["conv/gemm"] > 0
+        assert busy["optimizer"] > 0
+        assert (busy["norm"] > 0) == (row["arm"] != "no-norm")
+        assert sum(busy.values()) < 2 * rows[row["arm"]]["ms"]

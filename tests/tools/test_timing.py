@@ -1,0 +1,53 @@
+"""What a run costs, on systems that do not tell."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from normplug.experiment.run import Run
+from normplug.experiment.timing import peak_memory_bytes, reset_peak_memory
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """No /proc, no `resource`, no psutil."""
+
+    def no_file(path, *arguments, **options):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", no_file)
+    monkeypatch.setattr(Path, "write_text", no_file)
+    for module in ("resource", "psutil"):
+        monkeypatch.setitem(sys.modules, module, None)
+
+
+def test_the_experiment_is_imported_where_there_is_no_resource():
+    code = "import sys; sys.modules['resource'] = None; import normplug.experiment.run"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_peak_memory_is_that_of_the_process():
+    assert peak_memory_bytes(gpu=False) > 2**20
+
+
+def test_peak_memory_on_windows_is_psutils_or_unknown(windows, monkeypatch):
+    reset_peak_memory(gpu=False)
+    assert peak_memory_bytes(gpu=False) is None
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=123))
+    monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(Process=lambda: process))
+    assert peak_memory_bytes(gpu=False) == 123
+
+
+@pytest.mark.parametrize(("peak", "shown"), [(None, "unknown"), (3 * 2**20, "3 MiB")])
+def test_the_report_of_a_run_states_its_peak(tmp_path, capsys, peak, shown):
+    names = ("model", "data", "arm", "seed", "hardware", "epochs", "norms_swapped", "norms_fused")
+    result = dict.fromkeys(names, 1) | {"test_accuracy": 0.5, "images_per_s": None}
+    run = SimpleNamespace(result={**result, "peak_memory_bytes": peak}, directory=tmp_path)
+    Run._report(run, SimpleNamespace(callbacks=[]))
+    assert f"peak memory    {shown}\n" in capsys.readouterr().out

@@ -1,0 +1,59 @@
+"""Swap the norms of other libraries' architectures, and compare each with its stock self.
+
+The exit status is 1 where a comparison fails, or a library that was asked for is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as `python tests/zoo`
+
+from normplug.bench.results import write_at_once  # noqa: E402
+from zoo.run import LIBRARIES, run  # noqa: E402
+from zoo.table import render, summary  # noqa: E402
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python tests/zoo", description=__doc__)
+    top.add_argument(
+        "--library", choices=LIBRARIES, action="append", help="may be repeated; default: all"
+    )
+    top.add_argument("--only", metavar="GLOB", default="*", help="of an architecture's name")
+    top.add_argument("--all", action="store_true", help="those that are too large for CI, too")
+    top.add_argument("--device", default="cpu", help="in float64 where it is not the CPU")
+    top.add_argument("--json", metavar="FILE", type=Path, help="every row, as it is made")
+    top.add_argument("--markdown", metavar="FILE", type=Path, help="the table, at the end")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    arguments = parser().parse_args(argv)
+    libraries = arguments.library or list(LIBRARIES)
+    content = run(
+        libraries,
+        only=arguments.only,
+        large=arguments.all,
+        device=torch.device(arguments.device),
+        path=arguments.json,
+    )
+    if not content["rows"]:
+        if set(content["passed_over"]) != set(libraries):
+            print(f"zoo: no architecture matches {arguments.only!r}", file=sys.stderr)
+        return 1
+    if arguments.markdown:
+        write_at_once(arguments.markdown, render(content))
+    print(summary(content))
+    lacking = bool(arguments.library and content["passed_over"])
+    return int(lacking or any(row["result"] == "failed" for row in content["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

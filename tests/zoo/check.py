@@ -1,0 +1,269 @@
+"""One model, swapped every way and compared with the stock model that it must equal."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from normplug import plan, swap, target_variance, unswap
+from zoo.architecture import Inputs
+
+SEED = 0
+GOLDEN = math.sqrt(target_variance("golden"))
+# A tensor of nothing but rounding errors (the gradient of a bias that the next norm cancels) is
+# measured against the largest tensor of its kind.
+NOISE = 1e-3
+
+# "output in training/0" -> its value
+Observed: TypeAlias = dict[str, Tensor]
+
+
+@dataclass
+class Report:
+    """What was seen of one model.
+
+    Attributes:
+        taken: class of norm -> how many a swap takes.
+        left: class of norm and why -> how many it leaves.
+        error: the largest relative difference between the golden model and the stock model with
+            folded weights, and between unswapped and swapped.
+        failures: what is not as it must be, one sentence each.
+    """
+
+    taken: dict[str, int] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    error: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+def check(model: nn.Module, inputs: Inputs) -> Report:
+    """Compare standard, golden, unswapped and unfolded models with the stock one.
+
+    In evaluation and training: outputs, gradients of all parameters, running statistics after the
+    training step, and after `unswap` classes, attributes and `state_dict` keys. Each forward starts
+    from the same seed, so that dropout draws the same.
+
+    Args:
+        model: made random in what it starts constant (weights and biases of norms, layer scales,
+            running statistics), so that no factor is hidden by a 0; else left as it is.
+        inputs: what to call it with.
+    """
+    planned = plan(model)
+    report = Report(
+        taken=dict(Counter(row.kind for row in planned if row.becomes)),
+        left=dict(Counter(f"{row.kind} ({row.note})" for row in planned if not row.becomes)),
+    )
+    if not report.taken:
+        return report
+    randomise(model)
+    taken = [row.path for row in planned if row.becomes]
+    # On a GPU torch's own sums, in convolutions and norms, are in another order than ours.
+    on_gpu = next(model.parameters()).is_cuda
+    tolerance = (1024 if on_gpu else 64) * torch.finfo(_dtype(model)).eps
+
+    stock = observe(copy.deepcopy(model), inputs)
+    standard = observe(_swapped(model, "standard"), inputs)
+    _hold("standard is not the stock model", compare(standard, stock), tolerance, report)
+    del standard
+
+    folded = observe(fold(copy.deepcopy(model), taken), inputs)
+    if max(compare(folded, stock).values()) < 1e3 * tolerance:
+        report.failures.append("golden is the same function as standard: nothing is compared")
+    del stock
+    for key in _weights(model, taken) & folded.keys():
+        folded[key] = folded[key] * GOLDEN  # the chain rule
+    golden = _swapped(model, "golden")
+    observed = observe(golden, inputs)
+    report.error = _hold(
+        "golden is not the folded stock model", compare(observed, folded), tolerance, report
+    )
+    del folded, observed
+
+    # Training moves the running statistics: both evaluations lie between the two trainings.
+    before = train(golden, inputs) | evaluate(golden, inputs)
+    unswap(golden)
+    after = evaluate(golden, inputs) | train(golden, inputs)
+    error = _hold("unswapped is not the swapped model", compare(after, before), tolerance, report)
+    report.error = max(report.error, error)
+    report.failures += differences(golden, model, affine=True)
+    del golden
+    unfolded = unswap(_swapped(model, "golden"), fold=False)
+    report.failures += differences(unfolded, model, affine=False)
+    return report
+
+
+def _swapped(model: nn.Module, mode: str) -> nn.Module:
+    return swap(copy.deepcopy(model), mode)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def randomise(model: nn.Module) -> None:
+    """Move what starts constant: norms' affines and statistics, layer scales, biases, heads."""
+    generator = torch.Generator().manual_seed(SEED)
+
+    def noise(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=generator).to(tensor)
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.numel() and _is_constant(parameter):
+                parameter.add_(noise(parameter), alpha=0.2 if parameter.dim() < 2 else 0.02)
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_mean"):
+                buffer += 0.1 * noise(buffer)
+            elif name.endswith("running_var"):
+                buffer *= (0.2 * noise(buffer)).exp()
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    return bool((tensor == tensor.flatten()[0]).all())
+
+
+def fold(model: nn.Module, paths: list[str]) -> nn.Module:
+    """Multiply the weight of the norms at `paths` by sqrt(tv): what golden must equal."""
+    done: set[int] = set()
+    for path in paths:
+        module = model.get_submodule(path)
+        if module.weight is None:
+            module.weight = _constant_weight(module)
+        elif id(module.weight) not in done:
+            done.add(id(module.weight))
+            with torch.no_grad():
+                module.weight.mul_(GOLDEN)  # type: ignore[operator]
+    return model
+
+
+def _constant_weight(module: nn.Module) -> nn.Parameter:
+    like = getattr(module, "running_mean", None)
+    shape = getattr(module, "normalized_shape", None) or (module.num_features,)
+    weight = torch.full(shape, GOLDEN) if like is None else torch.full_like(like, GOLDEN)  # type: ignore[arg-type]
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _weights(model: nn.Module, paths: list[str]) -> set[str]:
+    """The keys of the gradients of the norms' weights, each weight by its first name."""
+    norms = {id(model.get_submodule(path).weight) for path in paths}
+    return {f"gradient/{name}" for name, p in model.named_parameters() if id(p) in norms}
+
+
+def observe(model: nn.Module, inputs: Inputs) -> Observed:
+    """Outputs in evaluation and training, gradients, and running statistics after the step."""
+    seen = evaluate(model, inputs)
+    outputs = train(model, inputs)
+    _loss(outputs).backward()
+    seen |= {key: value.detach() for key, value in outputs.items()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            seen[f"gradient/{name}"] = parameter.grad
+    for name, buffer in model.named_buffers():
+        seen[f"statistic/{name}"] = buffer.detach().clone()
+    return seen
+
+
+def evaluate(model: nn.Module, inputs: Inputs) -> Observed:
+    """Outputs in evaluation, under no_grad."""
+    with torch.no_grad():
+        return _flat("output in evaluation", _call(model.eval(), inputs))
+
+
+def train(model: nn.Module, inputs: Inputs) -> Observed:
+    """Outputs in training."""
+    return _flat("output in training", _call(model.train(), inputs))
+
+
+def _call(model: nn.Module, inputs: Inputs) -> Any:
+    torch.manual_seed(SEED)
+    return model(**pytree.tree_map(_copied, dict(inputs)))
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _flat(name: str, result: Any) -> Observed:
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    return {f"{name}/{i}": leaf for i, leaf in enumerate(leaves)}
+
+
+def _loss(outputs: Observed) -> Tensor:
+    """A sum in which every element has a weight of its own, as norms cancel a plain one."""
+    total = torch.zeros(())
+    for y in outputs.values():
+        if y.is_floating_point() and y.requires_grad:
+            weight = torch.arange(y.numel(), device=y.device).to(y.dtype).cos()
+            total = total.to(y) + (y.flatten() * weight).mean()
+    return total
+
+
+def compare(ours: Observed, theirs: Observed) -> dict[str, float]:
+    """The relative difference of each of `theirs`; inf where a value is missing or not finite."""
+    largest: dict[str, float] = {}
+    for key, value in theirs.items():
+        kind = key.partition("/")[0]
+        largest[kind] = max(largest.get(kind, 0.0), _largest(value))
+    errors = {}
+    for key, value in theirs.items():
+        scale = max(_largest(value), NOISE * largest[key.partition("/")[0]])
+        errors[key] = _difference(ours.get(key), value, scale)
+    return errors
+
+
+def _difference(ours: Tensor | None, theirs: Tensor, scale: float) -> float:
+    if ours is None or ours.shape != theirs.shape:
+        return math.inf
+    if torch.equal(ours, theirs):
+        return 0.0
+    error = _largest(ours.to(torch.float64) - theirs)
+    return error / scale if math.isfinite(error) and scale else math.inf
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().to(torch.float64).abs().max()) if tensor.numel() else 0.0
+
+
+def _hold(what: str, errors: dict[str, float], tolerance: float, report: Report) -> float:
+    """Note the worst of the errors where it is too large; return it."""
+    worst = max(errors, key=lambda key: errors[key])
+    if errors[worst] > tolerance:
+        count = sum(error > tolerance for error in errors.values())
+        report.failures.append(
+            f"{what}: {count} of {len(errors)} values differ, {worst} by {errors[worst]:.1e}"
+        )
+    return errors[worst]
+
+
+def differences(ours: nn.Module, stock: nn.Module, *, affine: bool) -> list[str]:
+    """What an unswapped model has other than the stock one: classes, attributes, keys, values.
+
+    Args:
+        ours: the unswapped model.
+        stock: as it was.
+        affine: whether the norms' weights and running statistics may differ.
+    """
+    found = []
+    was = dict(stock.named_modules())
+    for path, module in ours.named_modules():
+        if type(module) is not type(was[path]):
+            names = f"{type(module).__name__} after unswap, was {type(was[path]).__name__}"
+            found.append(f"{path} is {names}")
+        elif vars(module).keys() != vars(was[path]).keys():
+            found.append(f"{path} has other attributes after unswap")
+    a, b = ours.state_dict(), stock.state_dict()
+    extra = a.keys() ^ b.keys()
+    if affine:
+        extra = {key for key in extra if not key.endswith("weight")}
+    if extra:
+        found.append(f"state_dict has other keys after unswap: {', '.join(sorted(extra)[:3])}")
+    if not affine and not all(torch.equal(a[key], b[key]) for key in a.keys() & b.keys()):
+        found.append("unswap(fold=False) does not give the weights back bit for bit")
+    return found

@@ -1,0 +1,139 @@
+"""Architecture after architecture, one that fails as little as possible in the way of the next."""
+
+from __future__ import annotations
+
+import fnmatch
+import gc
+import importlib
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from normplug._extras import MissingPackage, needs
+from normplug._report.provenance import hardware, versions
+from normplug.bench.results import write_at_once
+from zoo.architecture import Architecture, Inputs
+from zoo.check import SEED, check
+
+LIBRARIES = ("torchvision", "timm", "transformers")
+# Parameters: five copies of a model and two of its gradients are alive at once, in 16 GiB.
+LARGE = 150_000_000
+
+
+def run(
+    libraries: Sequence[str],
+    *,
+    only: str = "*",
+    large: bool = False,
+    device: torch.device,
+    path: Path | None = None,
+) -> dict[str, Any]:
+    """Check what the libraries have.
+
+    Args:
+        libraries: some of `LIBRARIES`; one that is not installed is passed over, and says so.
+        only: a glob on the architecture's name.
+        large: take those with more than `LARGE` parameters, too.
+        device: where; on the CPU, both sides run the same kernels, and float32 is exact enough.
+        path: a JSON file for the result, rewritten after each row.
+
+    Returns:
+        The contents of that file. `passed_over` has a sentence for each library that is missing.
+    """
+    found = versions(*LIBRARIES)
+    content: dict[str, Any] = {
+        "device": hardware(device.type == "cuda", 1),
+        "versions": {k: found[k] for k in ("python", "torch", *LIBRARIES) if k in found},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "passed_over": {},
+        "rows": [],
+    }
+    for architecture in _architectures(libraries, content["passed_over"]):
+        if not fnmatch.fnmatchcase(architecture.name, only):
+            continue
+        row = check_one(architecture, large=large, device=device)
+        content["rows"].append(row)
+        print(_line(row), flush=True)
+        if path is not None:
+            write_at_once(path, json.dumps(content, indent=1) + "\n")
+        gc.collect()
+    return content
+
+
+def _architectures(libraries: Sequence[str], passed_over: dict[str, str]) -> Iterator[Architecture]:
+    for library in libraries:
+        try:
+            with needs(f"zoo --library {library}", "zoo"):
+                module = importlib.import_module(f"zoo.{library}_models")
+        except MissingPackage as error:
+            passed_over[library] = str(error)
+            print(error, file=sys.stderr, flush=True)
+            continue
+        yield from module.architectures()
+
+
+def check_one(architecture: Architecture, *, large: bool, device: torch.device) -> dict[str, Any]:
+    """A row: the architecture, its norms, and "ok", "failed", "none taken" or "skipped"."""
+    start = time.monotonic()
+    row: dict[str, Any] = {"library": architecture.library, "name": architecture.name}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own
+        try:
+            row |= _check(architecture, large=large, device=device)
+        except Exception as error:  # whatever a library's model raises: the next one is waiting
+            row |= {"result": "failed", "reason": f"{type(error).__name__}: {error}"[:300]}
+    return row | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def _check(architecture: Architecture, *, large: bool, device: torch.device) -> dict[str, Any]:
+    torch.manual_seed(SEED)
+    if not large and (size := _size(architecture)) > LARGE:
+        millions = f"{size / 1e6:.0f} million parameters"
+        return {"result": "skipped", "reason": f"too large for CI: {millions}; --all takes it"}
+    model = architecture.build()
+    inputs = architecture.inputs(model)
+    if device.type != "cpu":
+        model, inputs = model.to(device, torch.float64), _moved(inputs, device)
+    report = check(model, inputs)
+    row: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "taken": report.taken,
+        "left": report.left,
+    }
+    if report.failures:
+        return row | {"result": "failed", "reason": "; ".join(report.failures)}
+    if not report.taken:
+        return row | {"result": "none taken", "reason": ""}
+    return row | {"result": "ok", "reason": "", "error": report.error}
+
+
+def _size(architecture: Architecture) -> int:
+    """The number of parameters; 0 where the model cannot be built without memory for them."""
+    try:
+        with torch.device("meta"):
+            return sum(p.numel() for p in architecture.build().parameters())
+    except Exception:  # of a constructor that reads the values of its tensors
+        return 0
+
+
+def _moved(inputs: Inputs, device: torch.device) -> Inputs:
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device, torch.float64 if leaf.is_floating_point() else leaf.dtype)
+
+    return pytree.tree_map(move, dict(inputs))
+
+
+def _line(row: dict[str, Any]) -> str:
+    result = f"{row['result']}: {row['reason']}" if row["reason"] else row["result"]
+    return f"{row['library']} {row['name']}: {result} ({row['seconds']} s)"

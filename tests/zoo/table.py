@@ -1,0 +1,89 @@
+"""The result of a run as Markdown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def render(content: Mapping[str, Any]) -> str:
+    """The whole document.
+
+    Args:
+        content: of the JSON file that `python tests/zoo` writes.
+    """
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    rows = content["rows"]
+    libraries = list(dict.fromkeys(row["library"] for row in rows))
+    parts = [
+        "# Swapped architectures of other libraries\n",
+        f"`python tests/zoo`, {content['device']}, {versions}, {content['date'][:10]}.\n",
+        "Each is built with random weights and a small input; norms' weights, biases and running "
+        "statistics are made random. `standard` is compared with the stock model, `golden` with "
+        "the stock model whose norms have weight * sqrt(tv): outputs in evaluation and training "
+        "(the same seed before each forward, so that dropout draws the same), gradients of all "
+        "parameters, running statistics after the step. `unswap` must give back classes, "
+        "attributes and outputs, `unswap(fold=False)` every bit. Error: the largest relative "
+        "difference of any golden or unswapped value; 0 is bit for bit.\n",
+        _summary_table(rows, libraries),
+        "## What is left, and why\n",
+        _left(rows),
+    ]
+    for library in libraries:
+        parts += [f"## {library}\n", _table(row for row in rows if row["library"] == library)]
+    return "\n".join(parts)
+
+
+def summary(content: Mapping[str, Any]) -> str:
+    """One line a library: how many of which result."""
+    results: dict[str, Counter[str]] = {}
+    for row in content["rows"]:
+        results.setdefault(row["library"], Counter())[row["result"]] += 1
+    return "\n".join(
+        f"{library}: {', '.join(f'{n} {result}' for result, n in counted.items())}"
+        for library, counted in results.items()
+    )
+
+
+def _summary_table(rows: Iterable[Row], libraries: Iterable[str]) -> str:
+    lines = [
+        "| library | architectures | ok | no norms taken | failed | skipped | norms taken | left |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for library in libraries:
+        own = [row for row in rows if row["library"] == library]
+        results = Counter(row["result"] for row in own)
+        counts = [results[result] for result in ("ok", "none taken", "failed", "skipped")]
+        norms = [sum(sum(row.get(key, {}).values()) for row in own) for key in ("taken", "left")]
+        lines.append(f"| {' | '.join(map(str, [library, len(own), *counts, *norms]))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(rows: Iterable[Row]) -> str:
+    lines = [
+        "| architecture | norms taken | norms left | result | error |",
+        "| --- | --- | --- | --- | ---: |",
+    ]
+    for row in rows:
+        error = f"{row['error']:.0e}" if row.get("error") else "0" if "error" in row else ""
+        result = f"{row['result']}: {row['reason']}" if row["reason"] else row["result"]
+        cells = [row["name"], _kinds(row, "taken"), _kinds(row, "left"), result, error]
+        lines.append(f"| {' | '.join(cell.replace('|', ' ') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kinds(row: Row, key: str) -> str:
+    return ", ".join(f"{n} {kind.partition(' (')[0]}" for kind, n in row.get(key, {}).items())
+
+
+def _left(rows: Iterable[Row]) -> str:
+    kinds: dict[str, set[str]] = {}
+    for row in rows:
+        for kind in row.get("left", {}):
+            name, _, note = kind.partition(" (")
+            kinds.setdefault(note.removesuffix(")"), set()).add(name)
+    lines = [f"- {note}: {', '.join(sorted(names))}" for note, names in kinds.items()]
+    return "\n".join(lines or ["- nothing"]) + "\n"
