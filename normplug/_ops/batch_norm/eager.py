@@ -125,14 +125,14 @@ class _Plan:
         self._forward(
             stream,
             x,
-            y,
             x if residual is None else residual,
-            x if bits is None else bits,
             stats if weight is None else weight,
             stats if bias is None else bias,
             stats if running_mean is None else running_mean,
             stats if running_var is None else running_var,
             work.counters if tracked is None else tracked,
+            y,
+            x if bits is None else bits,
             stats,
             work.partial,
             work.counters,
@@ -167,7 +167,7 @@ class _Plan:
         vectors = (stats if weight is None else weight, stats if bias is None else bias)
         # What a call does not have, the kernel does not touch: any tensor stands in.
         self._again(
-            stream, x, y, beside, x, *vectors, stats, stats, work.counters, stats, work.partial,
+            stream, x, beside, *vectors, stats, stats, work.counters, y, x, stats, work.partial,
             work.counters,
         )  # fmt: skip
         return y
@@ -364,8 +364,8 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
         stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
         work = Workspace(x.device, stats.dtype, *kernels.scratch(geometry))
         # What a call does not have, the kernel does not touch.
-        blank = (x, x, x, x, stats, stats, stats, stats, work.counters)
-        launch(stream, *blank, stats, work.partial, work.counters)
+        blank = (stats, stats, stats, stats, work.counters)
+        launch(stream, x, x, *blank, x, x, stats, work.partial, work.counters)
     return stats[:c], stats[c:]
 
 

@@ -157,19 +157,19 @@ class _Plan:
                 tracked.add_(1)
             count = work.counters if tracked is None else tracked
             self._statistics(
-                stream, x, x, x, x, stats, stats, mean, var, count, stats, work.partial,
+                stream, x, x, stats, stats, mean, var, count, x, x, stats, work.partial,
                 work.counters,
             )  # fmt: skip
         self._forward[keep](
             stream,
             x,
-            y,
-            x if peaks is None else peaks,
-            x if places is None else places,
             stats if weight is None else weight,
             stats if bias is None else bias,
             mean,
             var,
+            y,
+            x if peaks is None else peaks,
+            x if places is None else places,
             stats,
         )
         return y, stats, peaks, places

@@ -106,14 +106,14 @@ class _Plan:
             stream,
             x,
             x if residual is None else residual,
-            y,
-            y if total is None else total,
             stats if weight is None else weight,
             stats if bias is None else bias,
             stats if input_bias is None else input_bias,
             stats if running_mean is None else running_mean,
             stats if running_var is None else running_var,
             work.counters if tracked is None else tracked,
+            y,
+            y if total is None else total,
             stats,
             work.partial,
             work.counters,
@@ -131,7 +131,7 @@ class _Plan:
         vectors = (stats if weight is None else weight, stats if bias is None else bias)
         # What a call does not have, the kernel does not touch: any tensor stands in.
         self._again(
-            stream, total, total, y, y, *vectors, stats, stats, stats, work.counters, stats,
+            stream, total, total, *vectors, stats, stats, stats, work.counters, y, y, stats,
             work.partial, work.counters,
         )  # fmt: skip
         return y
