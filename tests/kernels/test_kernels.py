@@ -519,9 +519,9 @@ def test_more_items_than_are_merged_at_a_time():
 def test_more_tiles_than_are_merged_at_a_time(prepared, monkeypatch):
     launch = kernels.Launch
 
-    def by_twos(kernel, grid, numbers, constants, *options):
+    def by_twos(kernel, grid, *, constants, **options):
         assert constants["KP"] > 2
-        return launch(kernel, grid, numbers, {**constants, "KP": 2}, *options)
+        return launch(kernel, grid, constants={**constants, "KP": 2}, **options)
 
     monkeypatch.setattr(kernels, "Launch", by_twos)
     for dtype in (torch.float32, torch.float64):

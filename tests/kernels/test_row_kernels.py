@@ -684,12 +684,12 @@ def test_programs_that_would_wait_for_each_other_are_not_asked_for_here(monkeypa
 def test_more_parts_than_are_added_at_a_time(prepared, monkeypatch):
     launch, seen, most = kernels.Launch, set(), {"KP", "KF", "GB", "FAN_IN"}
 
-    def by_twos(kernel, grid, numbers, constants, *options, **more):
+    def by_twos(kernel, grid, *, constants, **options):
         seen.update(most & constants.keys())
         fewer = {**constants, **{n: min(constants[n], 2) for n in most & constants.keys()}}
         if "FAN_IN" not in constants and "R" in constants:
             fewer["KP"] = constants["KP"]  # of programs that share a row, here one
-        return launch(kernel, grid, numbers, fewer, *options, **more)
+        return launch(kernel, grid, constants=fewer, **options)
 
     monkeypatch.setattr(kernels, "Launch", by_twos)
     for setup in ("rows, uneven", "rows, folded", "wide", "wide, all late"):
