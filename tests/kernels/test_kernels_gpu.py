@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import normplug
+import routes
 from graphs import check_replays
 from kernel_cases import Case, check_recomputed
 from normplug import functional
@@ -69,8 +70,6 @@ def test_float64_is_torchs_to_its_last_digits(shape, innermost, offset):
     ids=str,
 )
 def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape, innermost):
-    from normplug._kernels.launch import Workspace
-
     x, weight, bias = make(shape, innermost=innermost)
     dy, residual = torch.randn_like(x), torch.randn_like(x)
     first = None
@@ -93,9 +92,7 @@ def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape, inner
         first = results
     plain = F.batch_norm(x.float(), None, None, weight * GOLDEN, bias, True)
     assert error(first[0], F.relu(plain + residual.float())) < 4e-3
-    torch.cuda.synchronize()
-    assert Workspace._kept
-    assert not any(kept.counters.any() for kept in Workspace._kept.values())
+    routes.assert_counters_are_zero()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

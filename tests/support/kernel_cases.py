@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
 
 import normplug
+import routes
 from accuracy import assert_no_worse
 from normplug import functional, reference, target_variance
 
@@ -179,24 +178,11 @@ def check_recomputed(case: Case, device: str = "cpu") -> None:
         backend="triton", keeps_residual=True,
     )  # fmt: skip
     moved = [None if t is None else t.clone() for t in (*_running(tensors), count)]
-    again = y.grad_fn._forward_cls.recompute(y.grad_fn)
+    again = routes.recomputed(y)
     assert torch.equal(again, y)
     assert (again.stride(), again.dtype) == (y.stride(), y.dtype)
     for before, now in zip(moved, (*_running(tensors), count), strict=True):
         assert before is now or torch.equal(before, now)
-
-
-def force(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
-    """Have every call cut into work as `change` makes of the schedule that it would have had."""
-    from normplug._kernels import schedule
-    from normplug._ops import choice
-    from normplug._ops import eligible as gpu
-    from normplug._ops.batch_norm import eager as batch_norm_gpu
-
-    geometry = schedule.geometry
-    monkeypatch.setattr(schedule, "geometry", lambda *sizes: change(geometry(*sizes)))
-    monkeypatch.setattr(batch_norm_gpu, "_plans", gpu.Plans(batch_norm_gpu._Plan))
-    monkeypatch.setattr(choice, "_known", {})
 
 
 OPERATOR_CASES = [
