@@ -84,8 +84,8 @@ class _BatchNormMaxPool(_BatchNorm):
         return x.contiguous(memory_format=torch.channels_last)
 
 
-_plain = _BatchNorm("batch_norm", _NUMBERS, ("stats", "bits"), has_total=False, moves=False)
-_pooled = _BatchNormMaxPool(
+PLAIN = _BatchNorm("batch_norm", _NUMBERS, ("stats", "bits"), has_total=False, moves=False)
+POOLED = _BatchNormMaxPool(
     "batch_norm_max_pool", _NUMBERS, ("stats", "peaks", "places"), has_total=False, moves=False
 )
 
@@ -111,5 +111,5 @@ class _Compiled(Route):
         return y
 
 
-_plain_operator, _pooled_operator = _plain.differentiable, _pooled.differentiable
+_plain_operator, _pooled_operator = PLAIN.differentiable, POOLED.differentiable
 COMPILED = _Compiled()

@@ -51,8 +51,9 @@ class _LayerNorm(NormOperators):
         return x if is_dense else x.new_empty(x.shape)
 
 
-_plain = _LayerNorm("layer_norm", _NUMBERS, ("stats",), has_total=False, moves=True).differentiable
-_add = _LayerNorm("add_layer_norm", _NUMBERS, ("stats",), has_total=True, moves=True).differentiable
+PLAIN = _LayerNorm("layer_norm", _NUMBERS, ("stats",), has_total=False, moves=True)
+ADD = _LayerNorm("add_layer_norm", _NUMBERS, ("stats",), has_total=True, moves=True)
+_plain, _add = PLAIN.differentiable, ADD.differentiable
 
 
 class _Compiled(Route):
