@@ -40,7 +40,7 @@ _FRESH = {
 }  # fmt: skip
 _MAX_POOLS = {F.max_pool2d, torch.max_pool2d}
 _FORWARDS = (
-    modules.batch_norm._BatchNormForward.forward,
+    modules.batch_norm._BatchNorm.forward,
     modules.sync_batch_norm._SyncBatchNormForward.forward,
     modules.LayerNorm.forward,
 )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, fx, nn
 
-from normplug import _checks, functional
+from normplug import functional, reference
 from normplug._ops.aten import Pool
-from normplug.modes import ModeLike, target_variance
 from normplug.modules.base import TargetVarianceNorm
 
 
-class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
+class _BatchNorm(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics."""
         if isinstance(input, fx.Proxy):
@@ -80,6 +77,31 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             keeps_residual=keeps_residual,
         )
 
+    def _affine_shape(self) -> tuple[int, ...]:
+        return (self.num_features,)
+
+    def _example_shape(self) -> tuple[int, ...]:
+        takes = vars(self).get("_unsynced_class", type(self))
+        if issubclass(takes, nn.BatchNorm3d):
+            return (8, self.num_features, 2, 2, 2)
+        return (
+            (8, self.num_features, 2, 2)
+            if issubclass(takes, nn.BatchNorm2d)
+            else (8, self.num_features)
+        )
+
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        mean, var = (None, None) if training else (self.running_mean, self.running_var)
+        return reference.batch_norm(
+            x,
+            self.weight,
+            self.bias,
+            eps=self._eps,
+            target_variance=self.target_variance,
+            mean=mean,
+            var=var,
+        ).y
+
     def _variance(self, x: Tensor) -> Tensor:
         return functional.channel_stats(x)[1].mean()
 
@@ -96,18 +118,6 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             mode=self.target_variance,
             backend=self.backend,
         )
-
-
-class _BatchNorm(_BatchNormForward):
-    def __init__(
-        self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
-    ) -> None:
-        who = type(self).__name__
-        _checks.layer(who, super().__init__, args, kwargs)
-        super().__init__(*args, **kwargs)
-        self.target_variance = target_variance(mode)
-        _checks.backend(who, backend)
-        self.backend = backend
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
@@ -148,19 +158,19 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """
 
 
-class LazyBatchNorm1d(_BatchNormForward, nn.LazyBatchNorm1d):
-    """What a swap makes of `torch.nn.LazyBatchNorm1d`, until its first forward."""
+class LazyBatchNorm1d(_BatchNorm, nn.LazyBatchNorm1d):
+    """`torch.nn.LazyBatchNorm1d` after a swap, until its first forward."""
 
     cls_to_become = BatchNorm1d
 
 
-class LazyBatchNorm2d(_BatchNormForward, nn.LazyBatchNorm2d):
-    """What a swap makes of `torch.nn.LazyBatchNorm2d`, until its first forward."""
+class LazyBatchNorm2d(_BatchNorm, nn.LazyBatchNorm2d):
+    """`torch.nn.LazyBatchNorm2d` after a swap, until its first forward."""
 
     cls_to_become = BatchNorm2d
 
 
-class LazyBatchNorm3d(_BatchNormForward, nn.LazyBatchNorm3d):
-    """What a swap makes of `torch.nn.LazyBatchNorm3d`, until its first forward."""
+class LazyBatchNorm3d(_BatchNorm, nn.LazyBatchNorm3d):
+    """`torch.nn.LazyBatchNorm3d` after a swap, until its first forward."""
 
     cls_to_become = BatchNorm3d

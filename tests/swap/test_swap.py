@@ -550,7 +550,7 @@ def test_a_users_subclass_stays_and_unswap_says_so():
         pass
 
     model = nn.Sequential(Mine(4), LayerNorm(4))
-    with pytest.warns(UserWarning, match="have no torch class to go back to and stay: 0"):
+    with pytest.warns(UserWarning, match="have no stock class to go back to and stay: 0"):
         unswap(model)
     assert type(model[0]) is Mine
     assert type(model[1]) is nn.LayerNorm
