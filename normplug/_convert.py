@@ -10,7 +10,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -39,7 +39,7 @@ _SYNCHRONISED: dict[type[nn.Module], type[nn.Module]] = {
     modules.LazyBatchNorm2d: modules.LazySyncBatchNorm,
     modules.LazyBatchNorm3d: modules.LazySyncBatchNorm,
 }
-# Where a library defines norms, and the module whose class of the same name takes their place.
+# Where a library defines norms, and the module of `normplug.adapters` that knows them.
 _ADAPTERS = {
     "timm.layers.": "timm_layers",
     "timm.models.metaformer": "timm_metaformer",
@@ -48,19 +48,16 @@ _ADAPTERS = {
 }
 
 
-def register(
-    ours: type[TargetVarianceNorm],
-    stock: type[nn.Module],
-    synchronised: type[TargetVarianceNorm] | None = None,
-) -> None:
-    """Make `ours` what a swap turns layers of exactly the class `stock` into.
+class Adapted(NamedTuple):
+    """What a swap makes of a library's class: what an adapter's `adapt(cls)` returns, or None.
 
-    synchronised: of a BatchNorm, what `swap(sync=True)` turns them into.
+    Attributes:
+        norm: the normplug class that takes its place.
+        synchronised: of a BatchNorm, what `swap(sync=True)` makes of it.
     """
-    REPLACEMENTS[stock] = ours
-    _STOCK[ours] = stock
-    if synchronised is not None:
-        _SYNCHRONISED[ours] = synchronised
+
+    norm: type[TargetVarianceNorm]
+    synchronised: type[TargetVarianceNorm] | None = None
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -81,20 +78,32 @@ def _private_base(module: nn.Module) -> int | None:
 def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
     """The normplug class of exactly this torch class, or one of another library; or None."""
     cls = plain_class(module)
-    if cls not in REPLACEMENTS and issubclass(cls, tuple(REPLACEMENTS)):
-        _adapt(cls)
+    _learn(cls)
     return REPLACEMENTS.get(cls)
 
 
-def _adapt(cls: type[nn.Module]) -> None:
-    """Let the adapter of the class's library, if there is one, register what it knows."""
+def _learn(cls: type[nn.Module]) -> None:
+    """Ask the adapters about a class of another library, and about those that it derives from."""
+    if cls in REPLACEMENTS or not issubclass(cls, tuple(REPLACEMENTS)):
+        return
+    for base in cls.__mro__:
+        if base not in REPLACEMENTS and (adapted := _adapt(base)) is not None:
+            REPLACEMENTS[base] = adapted.norm
+            _STOCK[adapted.norm] = base
+            if adapted.synchronised is not None:
+                _SYNCHRONISED[adapted.norm] = adapted.synchronised
+
+
+def _adapt(cls: type[nn.Module]) -> Adapted | None:
+    """What the adapter of the class's library, if there is one, makes of it."""
     for library, adapter in _ADAPTERS.items():
         if cls.__module__.startswith(library):
             try:
-                getattr(importlib.import_module(f"normplug.adapters.{adapter}"), cls.__name__, None)
+                return importlib.import_module(f"normplug.adapters.{adapter}").adapt(cls)
             except (ImportError, AttributeError) as error:  # a version that lacks what is adapted
                 text = f"normplug: {cls.__module__}.{cls.__name__} is left as it is, since {error}."
                 warnings.warn(f"{text} Another version of the library may do.", stacklevel=2)
+    return None
 
 
 def synchronised(cls: type[nn.Module]) -> type[nn.Module]:
@@ -105,6 +114,7 @@ def synchronised(cls: type[nn.Module]) -> type[nn.Module]:
 def is_revertible(module: nn.Module) -> bool:
     """Whether `revert` knows the way back: not for a user's own subclass of a normplug class."""
     cls = plain_class(module)
+    _learn(cls)  # it may come from a pickle
     return cls in _STOCK or cls in _SYNCHRONISED.values()
 
 
