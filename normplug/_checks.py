@@ -77,7 +77,7 @@ def flags(who: str, **values: Any) -> None:
 
 
 def filters(role: str, given: Any) -> list[Any]:
-    """Refuse what picks no layers; return a list of filters."""
+    """Refuse what cannot pick layers; return a list of filters."""
     if given is None:
         return []
     several = isinstance(given, (Sequence, Set, Iterator)) and not isinstance(given, str)
@@ -85,7 +85,7 @@ def filters(role: str, given: Any) -> list[Any]:
     for one in listed:
         if not (isinstance(one, (str, type)) or callable(one)) or isinstance(one, nn.Module):
             raise TypeError(
-                f"normplug: {role} takes a glob, a 're:' pattern, a class, a callable (path, "
+                f"normplug: {role} must be a glob, a 're:' pattern, a class, a callable (path, "
                 f"module), or a list of these; got {_shown(one)}."
             )
     return listed
@@ -100,7 +100,7 @@ def swap_options(who: str, **options: Any) -> None:
             backend(who, value)
         elif name not in ("include", "exclude"):
             flags(who, **{name: value})
-        elif not isinstance(value, Iterator):  # which can be read once
+        elif not isinstance(value, Iterator):  # it can only be read once
             filters(name, value)
 
 

@@ -10,7 +10,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -32,13 +32,25 @@ REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()
 }
-# Where a library defines norms, and the adapter whose class of the same name replaces each.
+# Where a library defines norms, and the module of `normplug.adapters` that knows them.
 _ADAPTERS = {
     "timm.layers.": "timm_layers",
     "timm.models.metaformer": "timm_metaformer",
     "torchvision.models.convnext": "torchvision_convnext",
     "transformers.models.": "transformers_models",
 }
+
+
+class Adapted(NamedTuple):
+    """What a swap makes of a library's class: what an adapter's `adapt(cls)` returns, or None.
+
+    Attributes:
+        norm: the normplug class that replaces it.
+        synchronised: what `swap(sync=True)` makes of it, if that is another class.
+    """
+
+    norm: type[TargetVarianceNorm]
+    synchronised: type[TargetVarianceNorm] | None = None
 
 
 def register(
@@ -48,7 +60,7 @@ def register(
 ) -> None:
     """Have a swap turn layers of exactly the class `stock` into `ours`.
 
-    synchronised: what `swap(sync=True)` turns them into, if that is another class.
+    synchronised: as in `Adapted`.
     """
     REPLACEMENTS[stock] = ours
     _STOCK[ours] = stock
@@ -74,30 +86,42 @@ def _private_base(module: nn.Module) -> int | None:
 def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
     """The normplug class for exactly the module's class, of torch or another library; or None."""
     cls = plain_class(module)
-    if cls not in REPLACEMENTS and issubclass(cls, tuple(REPLACEMENTS)):
-        _adapt(cls)
+    _learn(cls)
     return REPLACEMENTS.get(cls)
 
 
-def _adapt(cls: type[nn.Module]) -> None:
-    """Have the adapter of the class's library, if there is one, register what it knows."""
+def _learn(cls: type[nn.Module]) -> None:
+    """Ask the adapters about a class of another library, and about those that it derives from."""
+    if cls in REPLACEMENTS or not issubclass(cls, tuple(REPLACEMENTS)):
+        return
+    for base in cls.__mro__:
+        if base not in REPLACEMENTS and (adapted := _adapt(base)) is not None:
+            register(adapted.norm, base, adapted.synchronised)
+
+
+def _adapt(cls: type[nn.Module]) -> Adapted | None:
+    """What the adapter of the class's library, if there is one, makes of it."""
     for library, adapter in _ADAPTERS.items():
         if cls.__module__.startswith(library):
             try:
-                getattr(importlib.import_module(f"normplug.adapters.{adapter}"), cls.__name__, None)
+                return importlib.import_module(f"normplug.adapters.{adapter}").adapt(cls)
             except (ImportError, AttributeError) as error:  # a version that lacks what is adapted
                 text = f"normplug: {cls.__module__}.{cls.__name__} is left as it is, since {error}."
                 warnings.warn(f"{text} Another version of the library may work.", stacklevel=2)
+    return None
 
 
 def synchronised(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that `synchronise` makes of a class: itself, if it has no synchronised one."""
+    _learn(cls)  # it may come from a pickle
     return vars(cls).get("_synchronised") or cls
 
 
 def is_revertible(module: nn.Module) -> bool:
     """Whether `revert` knows the way back: not for a user's own subclass of a normplug class."""
-    return plain_class(module) in _STOCK or "_unsynced_class" in vars(module)
+    cls = plain_class(module)
+    _learn(cls)  # it may come from a pickle
+    return cls in _STOCK or "_unsynced_class" in vars(module)
 
 
 def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]]:

@@ -22,7 +22,7 @@ class _SyncBatchNormForward(_BatchNorm):
     process_group: Any
     # The layer's class before it was synchronised: it still takes the input of that class.
     _unsynced_class: type[Any] = nn.SyncBatchNorm
-    _expected = _BatchNorm._expected  # in one process; across several, no one calls it
+    _expected = _BatchNorm._expected  # asked for where no other process joins
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, with the other processes, and move the statistics."""

@@ -189,6 +189,21 @@ def test_checking_leaves_no_trace(net, training):
     y.sum().backward()
 
 
+def test_a_layer_keeps_its_flag_and_buffers_while_a_copy_of_it_is_compared():
+    seen = []
+
+    class Seeing(LayerNorm):
+        _expected = LayerNorm._expected
+
+        def forward(self, x):
+            seen.append((self is layer, layer.training, int(layer.num_batches_tracked)))
+            return super().forward(x)
+
+    layer = Seeing(4)
+    check(layer)
+    assert seen == [(False, True, 0)] * 3
+
+
 def test_checking_with_inputs_leaves_the_model_alone_too(net):
     net.append(nn.Dropout(0.5))
     before, state = copy.deepcopy(net.state_dict()), torch.random.get_rng_state()
