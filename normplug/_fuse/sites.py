@@ -15,17 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from normplug import modules
+from normplug import _activations, modules
 from normplug._fuse.hooks import has_hooks
 from normplug._fuse.trace import add_in_place
 from normplug._ops import choice, recompute
-from normplug._ops.aten import ACTIVATIONS, MODULES, Pool, activation_of
+from normplug._ops.aten import Pool
 from normplug.modules import LayerNorm, TargetVarianceNorm
 
-_FUNCTIONS: dict[Any, str] = {function: name for name, function in ACTIVATIONS.items()} | {
-    torch.relu: "relu", torch.relu_: "relu", "relu": "relu", "relu_": "relu",
-}  # fmt: skip
-_SHOWN = {name: cls.__name__ for cls, name in MODULES.items()}
 _ADDITIONS: dict[Any, Callable[[Any, Any], Any]] = {
     operator.add: operator.add, torch.add: operator.add, "add": operator.add,
     add_in_place: add_in_place, "add_": add_in_place,
@@ -137,7 +133,7 @@ def _batch_norm_site(node: fx.Node, root: nn.Module, order: dict[fx.Node, int]) 
             break
         name = _activation_name(user, root)
         if name is not None:
-            label = "add, " * (add is not None) + _SHOWN[name]
+            label = "add, " * (add is not None) + _activations.ACTIVATIONS[name].label
             pool = _pooling(user, root) if label == "ReLU" else None
             label += ", max pool" * (pool is not None)
             return Site(node, add, user, pool, tuple(between), False, label)
@@ -272,11 +268,11 @@ def _module(node: Any, root: nn.Module) -> nn.Module | None:
 def _activation_name(node: fx.Node, root: nn.Module) -> str | None:
     module = _module(node, root)
     if module is not None:
-        return activation_of(module) if len(node.args) == 1 and not node.kwargs else None
+        return _activations.of_module(module) if len(node.args) == 1 and not node.kwargs else None
     if node.op not in ("call_function", "call_method") or len(node.args) != 1:
         return None
     settings = {k: v for k, v in node.kwargs.items() if (k, v) != ("approximate", "none")}
-    return _FUNCTIONS.get(node.target) if settings.keys() <= {"inplace"} else None
+    return _activations.of_function(node.target) if settings.keys() <= {"inplace"} else None
 
 
 def _pooling(node: fx.Node, root: nn.Module) -> fx.Node | None:
@@ -350,7 +346,7 @@ def _arguments(graph: fx.Graph, site: Site, norm: fx.Node) -> Iterator[Any]:
     elif site.activation.op == "call_module":
         yield graph.create_node("get_attr", str(site.activation.target))
     else:
-        yield _FUNCTIONS[site.activation.target]
+        yield _activations.of_function(site.activation.target)
     yield tuple(graph.create_node("get_attr", str(n.target)) for n in site.between)
     if site.pool is not None:
         if site.pool.op == "call_module":
@@ -417,7 +413,7 @@ def _adds(node: fx.Node, residual: fx.Node, root: nn.Module) -> bool:
         return False
     activation: Any = node.args[2]
     if isinstance(activation, fx.Node):
-        activation = activation_of(root.get_submodule(str(activation.target)))
+        activation = _activations.of_module(root.get_submodule(str(activation.target)))
     return activation in (None, "relu")
 
 
@@ -452,7 +448,7 @@ def batch_norm(
     activation: a module, the name of one, or None. in_place: the addition is. flipped: the residual
     is its left side. kept: a module keeps the residual, unless it is recomputed.
     """
-    name = activation_of(activation) if isinstance(activation, nn.Module) else activation
+    name = _activations.of_module(activation) if isinstance(activation, nn.Module) else activation
     if (
         (name is not None or activation is None)
         and _are_plain(norm, x, activation, between)
@@ -469,7 +465,9 @@ def batch_norm(
         y = add(residual, y) if flipped else add(y, residual)
     if activation is None:
         return y
-    return activation(y) if isinstance(activation, nn.Module) else ACTIVATIONS[activation](y)
+    if isinstance(activation, nn.Module):
+        return activation(y)
+    return _activations.ACTIVATIONS[activation].function(y)
 
 
 def lone_batch_norm(norm: TargetVarianceNorm, x: Tensor) -> Tensor:
@@ -490,7 +488,7 @@ def batch_norm_max_pool(
 
     pool: a module, or the settings of `F.max_pool2d`.
     """
-    name = activation_of(activation) if isinstance(activation, nn.Module) else activation
+    name = _activations.of_module(activation) if isinstance(activation, nn.Module) else activation
     window = _window(pool)
     if name == "relu" and window is not None and _are_plain(norm, x, activation, between):
         return norm.fused(x, activation="relu", pool=window)  # type: ignore[operator]
