@@ -64,8 +64,8 @@ def activation(who: str, name: str | None) -> None:
     """Refuse an activation that is not fused."""
     if not isinstance(name, (str, type(None))) or name not in ACTIVATIONS:
         raise ValueError(
-            f"normplug.{who}: activation must be None or one of {_quoted(ACTIVATIONS[1:])}; "
-            f"got {name!r}."
+            f"normplug.{who}: activation must be None or one of "
+            f"{_quoted(list(_activations.ACTIVATIONS))}; got {name!r}."
         )
 
 
