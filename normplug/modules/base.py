@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.modules import eps_reader
+from normplug.modules.fusion_sites import FusionSites
 
 
 class TargetVarianceNorm(nn.Module):
@@ -23,6 +24,8 @@ class TargetVarianceNorm(nn.Module):
     # A (4,) float32 tensor while a `VarianceLogger` listens; the class attribute means no layer
     # carries anything for it otherwise.
     _probe: Tensor | None = None
+    # What `normplug.fuse` may run in one call with the layer; None: nothing.
+    _fusion_sites: FusionSites | None = None
 
     @property
     def eps(self) -> float:

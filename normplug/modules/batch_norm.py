@@ -10,6 +10,7 @@ from normplug import _checks, functional
 from normplug._ops.aten import Pool
 from normplug.modes import ModeLike, target_variance
 from normplug.modules.base import TargetVarianceNorm
+from normplug.modules.fusion_sites import FusionSites
 
 
 class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
@@ -29,7 +30,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         activation: str | None = None,
         pool: Pool | None = None,
         *,
-        lone: bool = False,
+        single: bool = False,
         keeps_residual: bool = False,
     ) -> Tensor:
         """What `forward` computes, plus `residual`, through `activation`, in one call.
@@ -39,8 +40,9 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             residual: as in `normplug.functional.batch_norm`.
             activation: as in `normplug.functional.batch_norm`.
             pool: max pooling after relu, without a residual.
-            lone: whether a compiler would have nothing to fuse it with.
-            keeps_residual: for the backward, so that the kernels' result can be recomputed.
+            single: whether a compiler has nothing to fuse it with.
+            keeps_residual: whether to save the residual, so that the backward can recompute the
+                output.
         """
         self._check_input_dim(input)
         weight, bias = self._affine()
@@ -76,9 +78,11 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             activation=activation,
             num_batches_tracked=tracked,
             backend=self.backend,
-            lone=lone,
+            lone=single,
             keeps_residual=keeps_residual,
         )
+
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
 
     def _variance(self, x: Tensor) -> Tensor:
         return functional.channel_stats(x)[1].mean()

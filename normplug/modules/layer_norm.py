@@ -12,6 +12,7 @@ from normplug import _checks, functional
 from normplug._ops import nested
 from normplug.modes import ModeLike, target_variance
 from normplug.modules.base import TargetVarianceNorm
+from normplug.modules.fusion_sites import FusionSites
 from normplug.reference import accumulator_dtype
 
 # LayerNorm's running statistics, and what each is before the first batch.
@@ -103,8 +104,8 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
             self._record(*(nested.rows(t, self.normalized_shape) for t in (input, y)))
         return y
 
-    def fused(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` makes of input + residual, and that sum, in one call.
+    def fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` returns for input + residual, and that sum, in one call.
 
         Args:
             input: as in `forward`.
@@ -120,7 +121,7 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         )
 
     def fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
-        """What `forward` makes of input + input_bias, in one call.
+        """What `forward` returns for input + input_bias, in one call.
 
         Args:
             input: as in `forward`.
@@ -134,6 +135,10 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
             autocast_output=self.autocast_output,
             **self._options(input),
         )
+
+    _fusion_sites = FusionSites(
+        {"forward": forward, "_normalise": _normalise}, before=("addition", "convolution_bias")
+    )
 
     def _options(self, input: Tensor) -> dict[str, Any]:
         """What the functions are told beside their tensors, and the statistics that they move."""

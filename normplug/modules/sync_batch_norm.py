@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 
 from normplug.modules import joined
 from normplug.modules.batch_norm import _BatchNorm, _BatchNormForward
+from normplug.modules.fusion_sites import FusionSites
 
 
 class _SyncBatchNormForward(_BatchNormForward):
@@ -41,6 +42,9 @@ class _SyncBatchNormForward(_BatchNormForward):
         if self._probe is not None:
             self._record(input, y, mean, var)
         return y
+
+    # Its fused methods are those of the class before; `computes_only` says when they apply.
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
 
     def group_to_join(self) -> Any:
         """The process group of the next forward; None where it takes this process's batch only."""
