@@ -17,7 +17,7 @@ from normplug import _activations
 from normplug._fuse.hooks import has_hooks
 from normplug._ops import choice, recompute
 from normplug._ops.aten import Pool
-from normplug.modules import TargetVarianceNorm
+from normplug.modules.fusion_sites import FusionSites
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -176,7 +176,7 @@ def _is_plain_convolution(module: Any) -> bool:
 
 
 def _are_plain(
-    norm: nn.Module,
+    norm: Any,
     x: Tensor,
     activation: nn.Module | str | None,
     between: tuple[nn.Module, ...],
@@ -185,16 +185,14 @@ def _are_plain(
     return (
         _is_plain(norm)
         and not (isinstance(activation, nn.Module) and has_hooks(activation))
-        and all(type(m) is nn.Identity and not has_hooks(m) for m in between)
+        and (not between or all(type(m) is nn.Identity and not has_hooks(m) for m in between))
         and isinstance(x, Tensor)
     )
 
 
-def _is_plain(norm: nn.Module) -> bool:
+def _is_plain(norm: Any) -> bool:
     """Whether a call of a norm does no more than its fused methods."""
-    if not isinstance(norm, TargetVarianceNorm):
-        return False
-    sites = norm._fusion_sites
+    sites: FusionSites | None = getattr(type(norm), "_fusion_sites", None)
     return (
         sites is not None
         and sites.apply_to(type(norm))

@@ -80,17 +80,18 @@ class Fusion:
     path: str = ""
     found: tuple[tuple[Any, ...], ...] = ()
 
-    def holds(self, root: nn.Module, args: tuple[Any, ...]) -> bool:
-        """Whether the forward stands for the module's own, in a call with these arguments."""
-        if len(args) != len(self.sequences) or has_global_hooks():
+    def holds(self, root: nn.Module, args: tuple[Any, ...] | None) -> bool:
+        """Whether the forward stands for the module's own.
+
+        Args:
+            root: the module.
+            args: those of the call; None asks only whether the modules are as they were.
+        """
+        if args is not None and (len(args) != len(self.sequences) or has_global_hooks()):
             return False
-        for x, sequence in zip(args, self.sequences, strict=True):
+        for x, sequence in zip(args or (), self.sequences, strict=False):
             if not (_are_tensors(x) if sequence else isinstance(x, Tensor)):
                 return False
-        return self.is_current(root)
-
-    def is_current(self, root: nn.Module) -> bool:
-        """Whether nothing has changed that the forward depends on, but for its inputs."""
         for cls, name, method in self.methods:
             if getattr(cls, name, None) is not method:
                 return False

@@ -111,7 +111,7 @@ def _change(owner: nn.Module | None) -> str:
     name, fusion = plain_class(owner).__name__, vars(owner).get(FUSION)
     if fusion is None:
         return f"{name} is no longer fused"
-    if not fusion.is_current(owner):
+    if not fusion.holds(owner, None):
         return f"{name} has changed since normplug.fuse, and runs as it is written"
     return ""
 
