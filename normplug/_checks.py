@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ACTIVATIONS = (None, "relu", "silu", "gelu", "relu6", "hardswish")
+from normplug import _activations
+
+ACTIVATIONS = (None, *_activations.ACTIVATIONS)
 AUTOCAST_OUTPUTS = ("low", "float32")
 BACKENDS = ("auto", "triton", "torch")
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # once: a call costs microseconds

@@ -7,13 +7,13 @@ weight * sqrt(tv) * xhat + bias is the stock norm with weight * sqrt(tv) in plac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from normplug._activations import ACTIVATIONS
 from normplug._ops import nested
 from normplug.reference import accumulator_dtype
 
@@ -23,35 +23,6 @@ _AUTOCAST_DEVICES = frozenset(
     for device in ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
     if torch.amp.is_autocast_available(device)
 )
-# What can be fused, by the name it has in `functional`: as a function and as a module.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "relu6": F.relu6,
-    "hardswish": F.hardswish,
-}
-MODULES: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    nn.GELU: "gelu",
-    nn.ReLU6: "relu6",
-    nn.Hardswish: "hardswish",
-}
-# The attributes that decide what such a module computes, and the values that go with its name.
-_SETTINGS: dict[type[nn.Module], tuple[tuple[str, Any], ...]] = {
-    nn.GELU: (("approximate", "none"),),
-    nn.ReLU6: (("min_val", 0.0), ("max_val", 6.0)),
-}
-
-
-def activation_of(module: nn.Module) -> str | None:
-    """The name of the activation that a module computes as it is set now, or None."""
-    cls = type(module)
-    for name, value in _SETTINGS.get(cls, ()):
-        if getattr(module, name) != value:
-            return None
-    return MODULES.get(cls)
 
 
 def batch_norm(
@@ -88,7 +59,7 @@ def batch_norm(
         same = residual.shape == y.shape and residual.dtype == y.dtype
         in_place = same and not torch._C._are_functorch_transforms_active()
         y = y.add_(residual) if in_place else y + residual
-    return y if activation is None else ACTIVATIONS[activation](y)
+    return y if activation is None else ACTIVATIONS[activation].function(y)
 
 
 class Pool(NamedTuple):

@@ -9,10 +9,9 @@ from __future__ import annotations
 from timm.layers import activations, norm, norm_act
 from torch import Tensor, fx, nn
 
-from normplug import modules
+from normplug import _activations, modules
 from normplug._convert import Adapted
 from normplug._fuse.hooks import has_hooks
-from normplug._ops.aten import activation_of
 from normplug._torch import has_global_hooks
 from normplug.adapters.channels_first import ChannelsFirstLayerNorm
 
@@ -52,7 +51,7 @@ def _fused_activation(drop: nn.Module, act: nn.Module) -> str | None:
     if type(drop) is not nn.Identity or has_global_hooks() or has_hooks(drop) or has_hooks(act):
         return None
     # timm's GELU is torch's exact GELU; its `inplace` does nothing.
-    return "gelu" if type(act) is activations.GELU else activation_of(act)
+    return "gelu" if type(act) is activations.GELU else _activations.of_module(act)
 
 
 class LayerNorm(modules.LayerNorm, norm.LayerNorm):

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from normplug import _checks
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.modules import eps_reader
+from normplug.modules.fusion_sites import FusionSites
 
 
 class Options(NamedTuple):
@@ -57,6 +58,7 @@ class TargetVarianceNorm(nn.Module):
     `_without_affine(x)` its output without weight and bias                   VarianceLogger
     `computes_only()`    whether a forward does no more than compute          fuse, check
     `stop_watching()`    removes statistics that no result depends on         Opacus
+    `_fusion_sites`      what its `fused*` methods run in one call with it    fuse
     ==================== ==================================================== =====================
 
     `_affine_shape`, `_expected`, `_variance` and `_without_affine` have no default.
@@ -71,6 +73,7 @@ class TargetVarianceNorm(nn.Module):
     _probe: Tensor | None = None
 
     _settings: ClassVar[tuple[str, ...]] = ("target_variance", "backend")
+    _fusion_sites: ClassVar[FusionSites | None] = None
     _synchronised: ClassVar[type[TargetVarianceNorm] | None] = None
     _forward_parts: ClassVar[tuple[str, ...]] = ("forward",)
 

@@ -7,6 +7,7 @@ from torch import Tensor, fx, nn
 from normplug import functional, reference
 from normplug._ops.aten import Pool
 from normplug.modules.base import TargetVarianceNorm
+from normplug.modules.fusion_sites import FusionSites
 
 
 class _BatchNorm(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
@@ -26,7 +27,7 @@ class _BatchNorm(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         activation: str | None = None,
         pool: Pool | None = None,
         *,
-        lone: bool = False,
+        single: bool = False,
         keeps_residual: bool = False,
     ) -> Tensor:
         """What `forward` computes, plus `residual`, through `activation`, in one call.
@@ -36,8 +37,9 @@ class _BatchNorm(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             residual: as in `normplug.functional.batch_norm`.
             activation: as in `normplug.functional.batch_norm`.
             pool: max pooling after relu, without a residual.
-            lone: whether a compiler would have nothing to fuse it with.
-            keeps_residual: for the backward, so that the kernels' result can be recomputed.
+            single: whether a compiler has nothing to fuse it with.
+            keeps_residual: whether to save the residual, so that the backward can recompute the
+                output.
         """
         self._check_input_dim(input)
         weight, bias = self._affine()
@@ -73,22 +75,21 @@ class _BatchNorm(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             activation=activation,
             num_batches_tracked=tracked,
             backend=self.backend,
-            lone=lone,
+            lone=single,
             keeps_residual=keeps_residual,
         )
+
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_features,)
 
     def _example_shape(self) -> tuple[int, ...]:
         takes = vars(self).get("_unsynced_class", type(self))
-        if issubclass(takes, nn.BatchNorm3d):
-            return (8, self.num_features, 2, 2, 2)
-        return (
-            (8, self.num_features, 2, 2)
-            if issubclass(takes, nn.BatchNorm2d)
-            else (8, self.num_features)
-        )
+        for cls, space in ((nn.BatchNorm2d, (2, 2)), (nn.BatchNorm3d, (2, 2, 2))):
+            if issubclass(takes, cls):
+                return (8, self.num_features, *space)
+        return (8, self.num_features)
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         mean, var = (None, None) if training else (self.running_mean, self.running_var)

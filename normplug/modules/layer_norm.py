@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from normplug import _checks, functional, reference
 from normplug._ops import nested
 from normplug.modes import ModeLike
+from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.watched import WatchedRows
 
 
@@ -91,8 +92,8 @@ class LayerNorm(WatchedRows, nn.LayerNorm):
             self._record(*(nested.rows(t, self.normalized_shape) for t in (input, y)))
         return y
 
-    def fused(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` makes of input + residual, and that sum, in one call.
+    def fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` returns for input + residual, and that sum, in one call.
 
         Args:
             input: as in `forward`.
@@ -108,7 +109,7 @@ class LayerNorm(WatchedRows, nn.LayerNorm):
         )
 
     def fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
-        """What `forward` makes of input + input_bias, in one call.
+        """What `forward` returns for input + input_bias, in one call.
 
         Args:
             input: as in `forward`.
@@ -122,6 +123,10 @@ class LayerNorm(WatchedRows, nn.LayerNorm):
             autocast_output=self.autocast_output,
             **self._options(input),
         )
+
+    _fusion_sites = FusionSites(
+        {"forward": forward, "_normalise": _normalise}, before=("addition", "convolution_bias")
+    )
 
     def _options(self, input: Tensor) -> dict[str, Any]:
         """The functions' arguments beside input and affine: numbers, and statistics to move."""

@@ -16,6 +16,7 @@ from normplug.modules.batch_norm import (
     LazyBatchNorm3d,
     _BatchNorm,
 )
+from normplug.modules.fusion_sites import FusionSites
 
 
 class _SyncBatchNormForward(_BatchNorm):
@@ -50,6 +51,9 @@ class _SyncBatchNormForward(_BatchNorm):
         if self._probe is not None:
             self._record(input, y, mean, var)
         return y
+
+    # Its fused methods are those of the class before; `computes_only` says when they apply.
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
 
     def group_to_join(self) -> Any:
         """The process group that the next forward joins; None if it joins none."""
