@@ -6,11 +6,12 @@ from torch import Tensor, fx, nn
 
 from normplug import functional, reference
 from normplug._ops.aten import Pool
+from normplug._torch import BatchNormBase
 from normplug.modules.base import TargetVarianceNorm
 from normplug.modules.fusion_sites import FusionSites
 
 
-class _BatchNorm(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
+class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics."""
         if isinstance(input, fx.Proxy):

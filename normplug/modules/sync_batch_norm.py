@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from normplug._torch import BatchNormBase, LazyNormBase
 from normplug.modules import joined
 from normplug.modules.batch_norm import (
     BatchNorm1d,
@@ -106,9 +107,7 @@ class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
     """
 
 
-class LazySyncBatchNorm(
-    _SyncBatchNormForward, nn.modules.batchnorm._LazyNormBase, nn.modules.batchnorm._BatchNorm
-):
+class LazySyncBatchNorm(_SyncBatchNormForward, LazyNormBase, BatchNormBase):
     """`torch.nn.LazyBatchNorm*d` after `swap(sync=True)`, until its first forward."""
 
     cls_to_become = SyncBatchNorm

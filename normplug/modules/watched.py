@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normplug._torch import transforms_active
 from normplug.modules.base import Options, TargetVarianceNorm
 
 # Each statistic, and its value before the first batch.
@@ -84,7 +85,7 @@ class WatchedRows(TargetVarianceNorm):
         statistics = self._statistics() if self.training else (None, None, None)
         mean = statistics[0]
         # torch.func transforms refuse writes to captured tensors; the stock layer has none.
-        if mean is None or torch._C._are_functorch_transforms_active():
+        if mean is None or transforms_active():
             return None, None, None
         try:
             device = input.device
