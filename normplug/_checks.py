@@ -1,4 +1,7 @@
-"""What a user can get wrong in a call, each with a sentence that says the rule and the way out."""
+"""What a user can get wrong in a call.
+
+Each sentence has one form: who, what must be (the rule), what was got, and the way out.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ACTIVATIONS = (None, "relu", "silu", "gelu", "relu6", "hardswish")
+from normplug import _activations
+
+ACTIVATIONS = (None, *_activations.ACTIVATIONS)
 AUTOCAST_OUTPUTS = ("low", "float32")
 BACKENDS = ("auto", "triton", "torch")
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # once: a call costs microseconds
 
 
+def _must(who: str, name: str, rule: str, got: str, way_out: str = "") -> str:
+    """The sentence of almost every error; `who` is a function or a class of normplug."""
+    return f"normplug.{who}: {name} must be {rule}; got {got}.{way_out and f' {way_out}'}"
+
+
 def module(who: str, model: Any) -> None:
-    """Refuse what is no module, and what is compiled TorchScript and has no layers left."""
+    """Refuse what is no module, and compiled TorchScript, which has no layers left."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"normplug.{who}: model must be an nn.Module; got {type(model).__name__}.")
+        raise TypeError(_must(who, "model", "an nn.Module", type(model).__name__))
     if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(
-            f"normplug.{who}: model must be an nn.Module in Python; got {type(model).__name__}, "
-            "compiled TorchScript, whose layers cannot change. Use the module it was made from."
-        )
+        got = f"{type(model).__name__}, compiled TorchScript, whose layers cannot change"
+        way_out = "Use the module it was made from."
+        raise TypeError(_must(who, "model", "an nn.Module in Python", got, way_out))
 
 
 def backend(who: str, name: str) -> str:
-    """Refuse a backend that is unknown; return what it stands for (`NORMPLUG_BACKEND`, if set)."""
-    source, known = "backend", isinstance(name, str)
-    if known and name == "auto":
-        source, name = "NORMPLUG_BACKEND", DEFAULT_BACKEND
-    if not known or name not in BACKENDS:
-        raise ValueError(
-            f"normplug.{who}: {source} must be one of {_quoted(BACKENDS)}; got {name!r}."
-        )
-    return name
+    """Refuse an unknown backend; return the backend, or what `NORMPLUG_BACKEND` sets for "auto"."""
+    if isinstance(name, str) and name == "auto":
+        return _one_of(who, "NORMPLUG_BACKEND", DEFAULT_BACKEND, BACKENDS)
+    return _one_of(who, "backend", name, BACKENDS)
+
+
+def autocast_output(who: str, name: str) -> None:
+    """Refuse what is not one of the two rules for the output's dtype under autocast."""
+    _one_of(who, "autocast_output", name, AUTOCAST_OUTPUTS)
+
+
+def activation(who: str, name: str | None) -> None:
+    """Refuse an activation that is not fused."""
+    if name is not None:
+        _one_of(who, "activation", name, ACTIVATIONS[1:], "None or one of")
+
+
+def _one_of(who: str, name: str, value: str, known: Sequence[Any], rule: str = "one of") -> str:
+    if not isinstance(value, str) or value not in known:
+        listed = ", ".join(map(repr, known))
+        raise ValueError(_must(who, name, f"{rule} {listed}", repr(value)))
+    return value
 
 
 def no_kernel(who: str, why: str) -> NotImplementedError:
@@ -49,33 +71,15 @@ def no_kernel(who: str, why: str) -> NotImplementedError:
     )
 
 
-def autocast_output(who: str, name: str) -> None:
-    """Refuse what is not one of the two rules for the output's dtype under autocast."""
-    if not isinstance(name, str) or name not in AUTOCAST_OUTPUTS:
-        raise ValueError(
-            f"normplug.{who}: autocast_output must be one of {_quoted(AUTOCAST_OUTPUTS)}; "
-            f"got {name!r}."
-        )
-
-
-def activation(who: str, name: str | None) -> None:
-    """Refuse an activation that is not fused."""
-    if not isinstance(name, (str, type(None))) or name not in ACTIVATIONS:
-        raise ValueError(
-            f"normplug.{who}: activation must be None or one of {_quoted(ACTIVATIONS[1:])}; "
-            f"got {name!r}."
-        )
-
-
 def flags(who: str, **values: Any) -> None:
-    """Refuse anything but True and False, since "no" and 0.0 are read in two ways."""
+    """Refuse anything but True and False, since "no" and 0.0 can be read in two ways."""
     for name, value in values.items():
         if not isinstance(value, bool):
-            raise TypeError(f"normplug.{who}: {name} must be True or False; got {_shown(value)}.")
+            raise TypeError(_must(who, name, "True or False", _shown(value)))
 
 
 def filters(role: str, given: Any) -> list[Any]:
-    """Refuse what picks no layers; return a list of filters."""
+    """Refuse what cannot pick layers; return a list of filters."""
     if given is None:
         return []
     several = isinstance(given, (Sequence, Set, Iterator)) and not isinstance(given, str)
@@ -83,7 +87,7 @@ def filters(role: str, given: Any) -> list[Any]:
     for one in listed:
         if not (isinstance(one, (str, type)) or callable(one)) or isinstance(one, nn.Module):
             raise TypeError(
-                f"normplug: {role} takes a glob, a 're:' pattern, a class, a callable (path, "
+                f"normplug: {role} must be a glob, a 're:' pattern, a class, a callable (path, "
                 f"module), or a list of these; got {_shown(one)}."
             )
     return listed
@@ -98,7 +102,7 @@ def swap_options(who: str, **options: Any) -> None:
             backend(who, value)
         elif name not in ("include", "exclude"):
             flags(who, **{name: value})
-        elif not isinstance(value, Iterator):  # which can be read once
+        elif not isinstance(value, Iterator):  # it can only be read once
             filters(name, value)
 
 
@@ -114,13 +118,13 @@ def known(who: str, options: Iterable[str], names: Sequence[str]) -> None:
 def path(who: str, name: str, value: Any) -> None:
     """Refuse what is neither None nor a path."""
     if not isinstance(value, (str, os.PathLike, type(None))):
-        raise TypeError(f"normplug.{who}: {name} must be a path or None; got {_shown(value)}.")
+        raise TypeError(_must(who, name, "a path or None", _shown(value)))
 
 
 def number(who: str, name: str, value: Any) -> None:
     """Refuse what is no real number, and True and False."""
     if not isinstance(value, (float, int, numbers.Real)) or isinstance(value, bool):
-        raise TypeError(f"normplug.{who}: {name} must be a number; got {_shown(value)}.")
+        raise TypeError(_must(who, name, "a number", _shown(value)))
 
 
 def eps(who: str, value: Any, zero: bool = False) -> None:
@@ -128,16 +132,16 @@ def eps(who: str, value: Any, zero: bool = False) -> None:
     number(who, "eps", value)
     if not (0 < value < math.inf or (zero and value == 0)):
         rule = "0 or a finite number above" if zero else "a finite number above 0"
-        raise ValueError(f"normplug.{who}: eps must be {rule}; got {value}. Torch's is 1e-5.")
+        raise ValueError(_must(who, "eps", rule, str(value), "Torch's is 1e-5."))
 
 
 def count(who: str, name: str, value: Any) -> None:
     """Refuse what is no whole number of at least 1."""
     whole = (int, torch.SymInt, numbers.Integral)
     if not isinstance(value, whole) or isinstance(value, bool):
-        raise TypeError(f"normplug.{who}: {name} must be an integer; got {_shown(value)}.")
+        raise TypeError(_must(who, name, "an integer", _shown(value)))
     if value < 1:
-        raise ValueError(f"normplug.{who}: {name} must be at least 1; got {value}.")
+        raise ValueError(_must(who, name, "at least 1", str(value)))
 
 
 def shape(who: str, sizes: Sequence[Any]) -> None:
@@ -152,7 +156,11 @@ def layer(who: str, init: Callable[..., None], args: Any, kwargs: Any) -> None:
     if "num_features" in given:
         count(who, "num_features", given["num_features"])
     if "normalized_shape" in given:
-        layer_shape(who, given["normalized_shape"])
+        sizes = given["normalized_shape"]
+        if isinstance(sizes, Iterable) and not isinstance(sizes, Tensor):
+            shape(who, list(sizes))
+        else:
+            count(who, "normalized_shape", sizes)
     if "eps" in given:
         eps(who, given["eps"], zero="normalized_shape" in given)
     if "momentum" in given:
@@ -161,20 +169,10 @@ def layer(who: str, init: Callable[..., None], args: Any, kwargs: Any) -> None:
     flags(who, **{name: given[name] for name in switches if name in given})
 
 
-def layer_shape(who: str, given: Any) -> None:
-    """Refuse a normalized_shape that is neither a whole number nor a sequence of some."""
-    if isinstance(given, Iterable) and not isinstance(given, Tensor):
-        shape(who, list(given))
-    else:
-        count(who, "normalized_shape", given)
-
-
 def no_shape(who: str, given: Any) -> TypeError:
     """The error of a normalized_shape that is no sequence."""
-    return TypeError(
-        f"normplug.{who}: normalized_shape must be a sequence of integers, e.g. "
-        f"input.shape[-1:]; got {_shown(given)}."
-    )
+    rule = "a sequence of integers, e.g. input.shape[-1:]"
+    return TypeError(_must(who, "normalized_shape", rule, _shown(given)))
 
 
 def tensors(who: str, x: Any, **others: Any) -> None:
@@ -198,49 +196,45 @@ def devices(who: str, x: Tensor, **others: Tensor | None) -> None:
     """Refuse tensors on several devices; after the kernels, which have a reason of their own."""
     for name, t in others.items():
         if t is not None and t.device != x.device:
-            raise ValueError(
-                f"normplug.{who}: {name} must be on the input's device {x.device}; "
-                f"got {t.device}. Move one of them with .to(device)."
+            rule, way_out = (
+                f"on the input's device {x.device}",
+                "Move one of them with .to(device).",
             )
+            raise ValueError(_must(who, name, rule, str(t.device), way_out))
 
 
 def _tensor(who: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(
-            f"normplug.{who}: {name} must be a torch.Tensor; got {type(value).__name__}. "
-            "torch.as_tensor makes one of an array or a list."
-        )
+        way_out = "torch.as_tensor makes one of an array or a list."
+        raise TypeError(_must(who, name, "a torch.Tensor", type(value).__name__, way_out))
 
 
 def _floating(who: str, name: str, value: Tensor) -> None:
     if not value.is_floating_point():
-        raise TypeError(
-            f"normplug.{who}: {name} must be float16, bfloat16, float32 or float64; "
-            f"got {value.dtype}. Convert it first, e.g. {name}.float()."
-        )
+        rule = "float16, bfloat16, float32 or float64"
+        way_out = f"Convert it first, e.g. {name}.float()."
+        raise TypeError(_must(who, name, rule, str(value.dtype), way_out))
 
 
 def floating(who: str, x: Any) -> None:
-    """Refuse what cannot be normalised: no tensor, integers, booleans, complex numbers."""
+    """Refuse an input that cannot be normalised: no tensor, integers, booleans, complex numbers."""
     _tensor(who, "input", x)
     _floating(who, "input", x)
 
 
 def momentum(who: str, value: float | None, counter: Tensor | None, moves: bool = True) -> None:
-    """Refuse a momentum that is no number, and a cumulative average that has no counter.
+    """Refuse a momentum that is no number, and a cumulative average without a counter.
 
     Args:
         who: the function.
         value: the momentum.
         counter: num_batches_tracked, or None.
-        moves: whether running statistics are there to be moved.
+        moves: whether there are running statistics to move.
     """
     if value is not None:
         number(who, "momentum", value)
         if not math.isfinite(value):
-            raise ValueError(
-                f"normplug.{who}: momentum must be None or a finite number; got {value}."
-            )
+            raise ValueError(_must(who, "momentum", "None or a finite number", str(value)))
     elif moves and counter is None:
         raise ValueError(
             f"normplug.{who}: momentum=None averages over all batches and needs "
@@ -251,25 +245,20 @@ def momentum(who: str, value: float | None, counter: Tensor | None, moves: bool 
 def channels(who: str, x: Tensor, **vectors: Tensor | None) -> None:
     """Refuse an input without a channel dimension, and vectors that are not one value a channel."""
     if x.is_nested:
-        raise ValueError(
-            f"normplug.{who}: input must be a dense tensor (N, C) or (N, C, *space); got a nested "
-            "tensor. Pad it first, e.g. input.to_padded_tensor(0.0), or use LayerNorm."
-        )
+        rule, got = "a dense tensor (N, C) or (N, C, *space)", "a nested tensor"
+        way_out = "Pad it first, e.g. input.to_padded_tensor(0.0), or use LayerNorm."
+        raise ValueError(_must(who, "input", rule, got, way_out))
     if x.dim() < 2:
-        raise ValueError(
-            f"normplug.{who}: input must be (N, C) or (N, C, *space); "
-            f"got {x.dim()} dimension(s), shape {tuple(x.shape)}."
-        )
+        got = f"{x.dim()} dimension(s), shape {tuple(x.shape)}"
+        raise ValueError(_must(who, "input", "(N, C) or (N, C, *space)", got))
     for name, vector in vectors.items():
         if vector is not None and (vector.dim() != 1 or vector.shape[0] != x.shape[1]):
-            raise ValueError(
-                f"normplug.{who}: {name} must be (C,) = ({x.shape[1]},) for input of shape "
-                f"{tuple(x.shape)}; got {tuple(vector.shape)}."
-            )
+            rule = f"(C,) = ({x.shape[1]},) for input of shape {tuple(x.shape)}"
+            raise ValueError(_must(who, name, rule, str(tuple(vector.shape))))
 
 
 def more_than_one_value(who: str, x: Tensor) -> None:
-    """Refuse to train on one value a channel, whose variance is 0 whatever it is."""
+    """Refuse to train on one value a channel, whose variance is always 0."""
     if x.numel() == x.shape[1] != 0:
         raise ValueError(
             f"normplug.{who}: training needs more than one value per channel; input of shape "
@@ -305,16 +294,12 @@ def trailing(who: str, x: Tensor, shape: Sequence[int], **vectors: Tensor | None
     """Refuse an input that does not end in `shape`, and vectors that are not exactly `shape`."""
     shape = tuple(shape)
     if not shape or x.shape[-len(shape) :] != shape:
-        raise ValueError(
-            f"normplug.{who}: input must be (*rows, *normalized_shape) with normalized_shape="
-            f"{shape}; got input of shape {tuple(x.shape)}."
-        )
+        rule = f"(*rows, *normalized_shape) with normalized_shape={shape}"
+        raise ValueError(_must(who, "input", rule, f"input of shape {tuple(x.shape)}"))
     for name, vector in vectors.items():
         if vector is not None and vector.shape != shape:
-            raise ValueError(
-                f"normplug.{who}: {name} must have shape normalized_shape = {shape}; "
-                f"got {tuple(vector.shape)}."
-            )
+            rule = f"of shape normalized_shape = {shape}"
+            raise ValueError(_must(who, name, rule, str(tuple(vector.shape))))
 
 
 def components(who: str, parts: Sequence[Tensor], shape: Sequence[int]) -> None:
@@ -335,17 +320,11 @@ def _sizes(x: Tensor) -> tuple[Any, ...]:
 
 
 def scalars(who: str, **values: Tensor | None) -> None:
-    """Refuse running statistics of another size than one value."""
+    """Refuse running statistics that are more than one value."""
     for name, value in values.items():
         if value is not None and value.numel() != 1:
-            raise ValueError(
-                f"normplug.{who}: {name} must be a scalar tensor; got shape {tuple(value.shape)}."
-            )
+            raise ValueError(_must(who, name, "a scalar tensor", f"shape {tuple(value.shape)}"))
 
 
 def _shown(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in names)

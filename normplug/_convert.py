@@ -10,14 +10,15 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from normplug import modules
-from normplug.modules import LAYER_NORM_STATISTICS, LayerNorm, TargetVarianceNorm
+from normplug.modules.base import Options, TargetVarianceNorm
 
+# The one table of norms. `register` adds rows.
 REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
     nn.BatchNorm1d: modules.BatchNorm1d,
     nn.BatchNorm2d: modules.BatchNorm2d,
@@ -31,15 +32,7 @@ REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()
 }
-_SYNCHRONISED: dict[type[nn.Module], type[nn.Module]] = {
-    modules.BatchNorm1d: modules.SyncBatchNorm,
-    modules.BatchNorm2d: modules.SyncBatchNorm,
-    modules.BatchNorm3d: modules.SyncBatchNorm,
-    modules.LazyBatchNorm1d: modules.LazySyncBatchNorm,
-    modules.LazyBatchNorm2d: modules.LazySyncBatchNorm,
-    modules.LazyBatchNorm3d: modules.LazySyncBatchNorm,
-}
-# Where a library defines norms, and the module whose class of the same name takes their place.
+# Where a library defines norms, and the module of `normplug.adapters` that knows them.
 _ADAPTERS = {
     "timm.layers.": "timm_layers",
     "timm.models.metaformer": "timm_metaformer",
@@ -48,29 +41,41 @@ _ADAPTERS = {
 }
 
 
+class Adapted(NamedTuple):
+    """What a swap makes of a library's class: what an adapter's `adapt(cls)` returns, or None.
+
+    Attributes:
+        norm: the normplug class that replaces it.
+        synchronised: what `swap(sync=True)` makes of it, if that is another class.
+    """
+
+    norm: type[TargetVarianceNorm]
+    synchronised: type[TargetVarianceNorm] | None = None
+
+
 def register(
     ours: type[TargetVarianceNorm],
     stock: type[nn.Module],
     synchronised: type[TargetVarianceNorm] | None = None,
 ) -> None:
-    """Make `ours` what a swap turns layers of exactly the class `stock` into.
+    """Have a swap turn layers of exactly the class `stock` into `ours`.
 
-    synchronised: of a BatchNorm, what `swap(sync=True)` turns them into.
+    synchronised: as in `Adapted`.
     """
     REPLACEMENTS[stock] = ours
     _STOCK[ours] = stock
     if synchronised is not None:
-        _SYNCHRONISED[ours] = synchronised
+        ours._synchronised = synchronised
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class, behind a private subclass that torch has put before it."""
+    """The module's class, without the private subclass that torch may have put before it."""
     private = _private_base(module)
     return type(module) if private is None else type(module).__bases__[private]
 
 
 def _private_base(module: nn.Module) -> int | None:
-    """Which base of a private subclass, by a parametrization or by `fully_shard`, is the class."""
+    """Index of the class among the bases of a parametrization's or `fully_shard`'s subclass."""
     if parametrize.is_parametrized(module):
         return 0
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -79,33 +84,44 @@ def _private_base(module: nn.Module) -> int | None:
 
 
 def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
-    """The normplug class of exactly this torch class, or one of another library; or None."""
+    """The normplug class for exactly the module's class, of torch or another library; or None."""
     cls = plain_class(module)
-    if cls not in REPLACEMENTS and issubclass(cls, tuple(REPLACEMENTS)):
-        _adapt(cls)
+    _learn(cls)
     return REPLACEMENTS.get(cls)
 
 
-def _adapt(cls: type[nn.Module]) -> None:
-    """Let the adapter of the class's library, if there is one, register what it knows."""
+def _learn(cls: type[nn.Module]) -> None:
+    """Ask the adapters about a class of another library, and about those that it derives from."""
+    if cls in REPLACEMENTS or not issubclass(cls, tuple(REPLACEMENTS)):
+        return
+    for base in cls.__mro__:
+        if base not in REPLACEMENTS and (adapted := _adapt(base)) is not None:
+            register(adapted.norm, base, adapted.synchronised)
+
+
+def _adapt(cls: type[nn.Module]) -> Adapted | None:
+    """What the adapter of the class's library, if there is one, makes of it."""
     for library, adapter in _ADAPTERS.items():
         if cls.__module__.startswith(library):
             try:
-                getattr(importlib.import_module(f"normplug.adapters.{adapter}"), cls.__name__, None)
+                return importlib.import_module(f"normplug.adapters.{adapter}").adapt(cls)
             except (ImportError, AttributeError) as error:  # a version that lacks what is adapted
                 text = f"normplug: {cls.__module__}.{cls.__name__} is left as it is, since {error}."
-                warnings.warn(f"{text} Another version of the library may do.", stacklevel=2)
+                warnings.warn(f"{text} Another version of the library may work.", stacklevel=2)
+    return None
 
 
 def synchronised(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that `synchronise` makes of a normplug class: for other than BatchNorms, itself."""
-    return _SYNCHRONISED.get(cls, cls)
+    """The class that `synchronise` makes of a class: itself, if it has no synchronised one."""
+    _learn(cls)  # it may come from a pickle
+    return vars(cls).get("_synchronised") or cls
 
 
 def is_revertible(module: nn.Module) -> bool:
     """Whether `revert` knows the way back: not for a user's own subclass of a normplug class."""
     cls = plain_class(module)
-    return cls in _STOCK or cls in _SYNCHRONISED.values()
+    _learn(cls)  # it may come from a pickle
+    return cls in _STOCK or "_unsynced_class" in vars(module)
 
 
 def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]]:
@@ -116,9 +132,10 @@ def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether an attribute of the instance has taken the place of the class's `forward`.
+    """Whether an attribute of the instance has replaced the class's `forward`.
 
-    A bound method of the class is none: accelerate leaves one behind when it removes its hooks.
+    The class's own method, bound to the instance, has not: accelerate leaves one behind when it
+    removes its hooks.
     """
     return "forward" in vars(module) and not _is_bound_forward(module)
 
@@ -128,41 +145,39 @@ def _is_bound_forward(module: nn.Module) -> bool:
     return getattr(forward, "__func__", None) is type(module).forward
 
 
-def convert(
-    module: nn.Module,
-    target_variance: float,
-    *,
-    backend: str = "auto",
-    autocast_output: str = "float32",
-    track_running_stats: bool = False,
-    device: Any = None,
-) -> None:
-    """Make a stock norm layer a normplug layer, in place, or set up one that is.
+def affine_shape(module: nn.Module) -> tuple[int, ...]:
+    """The shape of a norm layer's weight, whether it is stock or normplug's."""
+    cls = type(module) if isinstance(module, TargetVarianceNorm) else replacement(module)
+    assert cls is not None
+    return cls._affine_shape(module)  # type: ignore[arg-type]
+
+
+def convert(module: nn.Module, target_variance: float, **options: Any) -> None:
+    """Make a stock norm layer a normplug layer, in place; set the options on one that already is.
 
     Args:
         module: one for which `replacement` has a class, or a normplug layer.
         target_variance: a float above 0.
-        backend: as in `normplug.functional`.
-        autocast_output: for LayerNorm, as in `normplug.functional.layer_norm`.
-        track_running_stats: for a stock LayerNorm, give it running statistics.
-        device: where those live if the layer has no weight to go by.
+        **options: the other `normplug.modules.base.Options`.
     """
-    module.target_variance = target_variance  # type: ignore[assignment]
-    module.backend = backend  # type: ignore[assignment]
-    if isinstance(module, nn.LayerNorm):
-        module.autocast_output = autocast_output  # type: ignore[assignment]
-    if isinstance(module, TargetVarianceNorm):
-        if (unsynced := vars(module).get("_unsynced_class")) in REPLACEMENTS:
-            module._unsynced_class = REPLACEMENTS[unsynced]  # type: ignore[assignment]
-        return
-    ours = replacement(module)
-    assert ours is not None
-    module._eps = module.eps
-    assign_class(module, ours)
-    if isinstance(module, LayerNorm):
-        module.track_running_stats = track_running_stats
-        module.momentum = 0.1
-        module.register_statistics(device if module.weight is None else module.weight.device)
+    asked = Options(target_variance, **options)
+    if not isinstance(module, TargetVarianceNorm):
+        ours = replacement(module)
+        assert ours is not None
+        module._eps = module.eps
+        assign_class(module, ours)
+        assert isinstance(module, TargetVarianceNorm)
+        module._adopt(asked)
+    elif (unsynced := vars(module).get("_unsynced_class")) in REPLACEMENTS:
+        module._unsynced_class = REPLACEMENTS[unsynced]  # type: ignore[assignment]
+    for name in module._settings:
+        setattr(module, name, getattr(asked, name))
+
+
+def settings(module: nn.Module) -> dict[str, Any]:
+    """What a swap has set on a normplug layer; nothing for a stock layer."""
+    names = module._settings if isinstance(module, TargetVarianceNorm) else ()
+    return {name: vars(module)[name] for name in names}
 
 
 def revert(module: TargetVarianceNorm) -> None:
@@ -170,28 +185,27 @@ def revert(module: TargetVarianceNorm) -> None:
     desynchronise(module)
     if not isinstance(module, TargetVarianceNorm):
         return
-    if isinstance(module, LayerNorm):
-        for name in (*LAYER_NORM_STATISTICS, "track_running_stats", "momentum", "autocast_output"):
-            delattr(module, name)
-    del module.target_variance, module.backend, module._eps
+    module._leave()
+    for name in (*module._settings, "_eps"):
+        delattr(module, name)
     assign_class(module, _STOCK[plain_class(module)])
 
 
 def synchronise(module: nn.Module) -> bool:
-    """Make a BatchNorm, stock (then in mode standard) or normplug's, a SyncBatchNorm, in place.
+    """Give a layer its class over several processes, in place; a stock one takes mode standard.
 
     Returns:
-        Whether it was one; anything else is left alone.
+        Whether it has one; any other module is left alone.
     """
     before = plain_class(module)
     ours = before if isinstance(module, TargetVarianceNorm) else replacement(module)
-    if ours not in _SYNCHRONISED:
+    if ours is None or synchronised(ours) is ours:
         return False
     if before is not ours:
         convert(module, 1.0, backend="torch")
     module._unsynced_class = before  # type: ignore[assignment]
     module.process_group = None  # type: ignore[assignment]
-    assign_class(module, _SYNCHRONISED[ours])
+    assign_class(module, synchronised(ours))
     return True
 
 
@@ -201,7 +215,7 @@ def desynchronise(module: nn.Module) -> None:
         return
     before = vars(module).pop("_unsynced_class")
     del module.process_group
-    if plain_class(module) is modules.SyncBatchNorm:  # a lazy one may have been materialised
+    if not hasattr(plain_class(module), "cls_to_become"):  # materialised, if it was lazy
         before = getattr(before, "cls_to_become", before)
     ours = REPLACEMENTS.get(before, before)
     assign_class(module, ours)
@@ -211,7 +225,7 @@ def desynchronise(module: nn.Module) -> None:
 
 
 def assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give a module another class, behind a private subclass that torch has put before it."""
+    """Give a module another class, and keep a private subclass that torch has put before it."""
     if _is_bound_forward(module):
         del module.forward
     index = _private_base(module)

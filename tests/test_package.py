@@ -26,6 +26,7 @@ TRAIN = (
 UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 # A room may import those before it and itself.
 FLOORS = [
+    {"_activations"},
     {"modes", "reference", "_checks", "_extras", "_report", "_table"},
     {"_kernels"},
     {"_ops"},

@@ -1,1 +1,5 @@
-"""Norms with the activation, the add or the pooling beside them as one kernel; over `modules`."""
+"""Norms and what stands around them as one kernel; `_swap` and `adapters` may import it."""
+
+from normplug._fuse import legacy
+
+legacy.register()

@@ -27,8 +27,6 @@ LANE_AXIS = tl.constexpr(0 if _VERSION < (3, 7) else 1)
 _READER = tl.constexpr(1 << 32)
 _ARRIVALS = tl.constexpr((1 << 32) - 1)
 
-ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "relu6": 4, "hardswish": 5}
-
 
 @triton.jit
 def tile_of_zeros(LANES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr, ACC):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import torch
-from torch.autograd import forward_ad
-
 from normplug._ops.spec import Tensors
+from normplug._torch import interposed
 
 _MOST = 8192
 _kept: dict[tuple[Hashable, ...], Any] = {}
@@ -36,7 +34,7 @@ def key_of(t: Tensors, spec: Hashable, route: Hashable) -> tuple[Any, ...]:
 
 def find(key: tuple[Any, ...]) -> Any:
     """What was kept for a call like this one; None where nothing was, or where it must not run."""
-    if is_watched():
+    if interposed():
         return None
     try:
         return _kept.get(key)
@@ -46,7 +44,7 @@ def find(key: tuple[Any, ...]) -> Any:
 
 def keep(key: tuple[Any, ...], value: Any) -> None:
     """Keep what carries out calls like this one, without their checks."""
-    if is_watched():
+    if interposed():
         return
     if len(_kept) >= _MOST:
         _kept.clear()
@@ -61,13 +59,3 @@ def made_once(key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -
             _kept.clear()
         value = _kept[key] = make(*arguments)
     return value
-
-
-def is_watched() -> bool:
-    """Whether something interposes itself between torch's operations, and would miss a kernel."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-    )

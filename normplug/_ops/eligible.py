@@ -6,10 +6,16 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from normplug import _checks
 from normplug._ops.spec import Tensors
+from normplug._torch import (
+    dispatch_modes,
+    in_forward_ad,
+    is_exporting,
+    is_tracing,
+    transforms_active,
+)
 
 _HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is wanted
 # Bytes of input, by itemsize, below which torch's own norm takes less time at target variance 1.
@@ -26,7 +32,7 @@ def is_asked_for(backend: str, x: Tensor) -> bool:
 
 def is_compiling() -> bool:
     """Whether a compiler looks on, so that kernels have to be operators."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or dispatch_modes() > 0
 
 
 def size_of(x: Tensor) -> int:
@@ -50,14 +56,13 @@ def refusal_now() -> str | None:
     """Why no kernel can be called now, whatever the tensors; None where one may."""
     if not _HAS_TRITON:
         return "triton is not installed"
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         return "a torch.func transform is active"
-    if torch._C._get_tracing_state() is not None:
+    if is_tracing():
         return "torch.jit.trace records torch's operations only"
-    if forward_ad._current_level >= 0:
+    if in_forward_ad():
         return "forward-mode differentiation is active"
-    # torch.compiler.is_exporting() holds while anything compiles. torch 2.6 has no such flag.
-    if getattr(torch.compiler, "_is_exporting_flag", False):
+    if is_exporting():
         return "torch.export is tracing, for machines that may have no GPU"
     return None
 

@@ -19,6 +19,7 @@ from normplug._kernels.launch import Workspace
 from normplug._ops import cache, eligible
 from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import Route, Tensors
+from normplug._torch import applier, current_device_index, current_raw_stream, unwrap_if_dead
 from normplug.reference import accumulator_dtype
 
 # The gradients of x, residual, weight, bias and input_bias.
@@ -80,7 +81,7 @@ class Plan(ABC):
         if not torch.is_grad_enabled():
             return self.forward(t, ())[0]
         # What a transform of torch.func has left behind, as the plain tensor that it is.
-        alive = torch._C._functorch.unwrap_if_dead(x)
+        alive = unwrap_if_dead(x)
         if alive is not x:
             return self.run(t._replace(x=alive))
         return _apply(x, residual, weight, bias, input_bias, (self, t))
@@ -102,7 +103,7 @@ class Plan(ABC):
     def _workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
         """The current stream, and on it `scratch` counters and partial results."""
         on_cuda = self._device.type == "cuda"
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index) if on_cuda else 0
+        stream = current_raw_stream(self._device.index) if on_cuda else 0
         if stream != 0 or not on_cuda:
             return stream, Workspace(self._device, self.acc, *scratch)
         work = self._workspaces.get(scratch)
@@ -152,14 +153,12 @@ class _Norm(Recomputable):
         return _on_device_of(saved[0], node.plan.recomputed, saved)
 
 
-# The `apply` of C++, without that of Python: its search for tensors that torch.func has wrapped
-# takes the host as long as a launch. No transform is active where kernels are called.
-_apply: Callable[..., Any] = super(torch.autograd.Function, _Norm).apply
+_apply = applier(_Norm)
 
 
 def on_other_device(x: Tensor) -> bool:
     """Whether x is on another GPU than the current one, where a launch would go."""
-    return x.is_cuda and torch._C._cuda_getDevice() != x.device.index
+    return x.is_cuda and current_device_index() != x.device.index
 
 
 def _on_device_of(x: Tensor, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,1 +1,4 @@
-"""A model of torch.nn layers to one of normplug's and back; over `modules` and `_fuse`."""
+"""A model of stock norms to one of normplug's and back.
+
+Built on `modules`, `_convert` and `_fuse`; `normplug` and `lightning` import it.
+"""

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
 
-from normplug import _checks, _convert, modules, reference
+from normplug import _checks, _convert
 from normplug._swap import record as _record
+from normplug._swap.inventory import Inventory
 from normplug._swap.swap import unswap
 from normplug._table import counts, shown, table
+from normplug._torch import tree_leaves
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 
-# (what it is called, training, with grad): fused and cached paths come and go with these.
+# (name, training, with grad): fused and cached paths depend on these.
 _SETTINGS = (("train", True, True), ("eval", False, True), ("eval under no_grad", False, False))
-_SPACE = {nn.BatchNorm2d: (2, 2), nn.BatchNorm3d: (2, 2, 2)}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class CheckedLayer:
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` looked at, and found to be in order; `print` it for a table."""
+    """The layers that `check` found to be in order; `print` it for a table."""
 
     layers: tuple[CheckedLayer, ...]
 
@@ -69,27 +69,26 @@ class Report:
 
 
 def check(model: nn.Module, *inputs: Any) -> Report:
-    """See that what was swapped still is, and computes what it should.
+    """Verify that swapped layers are still there and compute what they should.
 
-    Looks for layers that another tool has rebuilt or removed since `swap`, and for layers in
-    another mode than was set; and compares each layer's `forward` with the formula in
-    `normplug.reference`, on a small batch in its dtype and on its device, in training, in
-    evaluation, and in evaluation under no_grad. The model stays untouched: buffers, flags,
-    gradients and random numbers, and no hook runs.
+    Finds layers that another tool has rebuilt or removed since `swap`, and layers in another mode
+    than was set. Compares each layer's `forward` with the formula in `normplug.reference`, on a
+    small batch of its dtype on its device, in training, in evaluation, and in evaluation under
+    no_grad. The model stays untouched: buffers, flags, gradients and random numbers. No hook runs.
 
     Args:
         model: any module that was swapped, or has normplug layers.
-        *inputs: a batch for the whole model, whose output is then compared with that of the
-            unswapped model, in the same three settings: what shows that something else than a
-            layer's forward reads its weight. This runs two copies of the model, with their hooks.
+        *inputs: a batch for the whole model. Its output is then compared with that of the
+            unswapped model in the same three settings, which shows whether anything but the layers
+            themselves reads their weights. Two copies of the model run for it, with their hooks.
 
     Returns:
-        A `Report`, printable and iterable over one `CheckedLayer` a layer, if all is well.
+        A `Report` if all is well: printable, and iterable over one `CheckedLayer` a layer.
 
     Raises:
-        RuntimeError: where not, with a line for each thing found.
+        RuntimeError: something is wrong; the message has a line for each problem.
         ValueError: a model without normplug layers that was not swapped.
-        TypeError: where `model` is no module, or TorchScript.
+        TypeError: `model` is no module, or TorchScript.
 
     Example:
         >>> import normplug
@@ -97,8 +96,9 @@ def check(model: nn.Module, *inputs: Any) -> Report:
         1 norm layers in order: 1 in mode golden
     """
     _checks.module("check", model)
-    layers = list(_convert.normplug_layers(model))
-    if not layers and not _record.exists(model):
+    inventory = Inventory(model)
+    layers = inventory.layers()
+    if not layers and not _record.take(inventory):
         raise ValueError(
             f"normplug.check: {type(model).__name__} has no normplug layers, and no record of a "
             "swap: it was never swapped, was unswapped, or was rebuilt as a whole by another tool. "
@@ -106,10 +106,11 @@ def check(model: nn.Module, *inputs: Any) -> Report:
         )
     findings, rows = _record.findings(model), []
     for path, layer in layers:
-        untested = _untestable(layer)
-        if untested is None:
-            findings += [f"{shown(path)}: {problem}" for problem in _problems(layer)]
-        tested = untested or ", ".join(name for name, *_ in _settings(layer))
+        tested = _untestable(layer)
+        if tested is None:
+            names, problems = _compared(layer)
+            findings += [f"{shown(path)}: {problem}" for problem in problems]
+            tested = ", ".join(names)
         rows.append(CheckedLayer(path, _convert.plain_class(layer).__name__, layer.mode, tested))
     if inputs and not findings:
         findings += _problems_of_the_whole(model, inputs)
@@ -118,21 +119,14 @@ def check(model: nn.Module, *inputs: Any) -> Report:
 
 
 def refuse(who: str, model: nn.Module, findings: list[str]) -> None:
-    """Raise what was found, if anything."""
+    """Raise what was found, if there is anything."""
     if findings:
         lines = "\n".join(f"  - {finding}" for finding in findings)
         problems = "1 problem" if len(findings) == 1 else f"{len(findings)} problems"
         raise RuntimeError(f"normplug.{who}: {problems} found in {type(model).__name__}:\n{lines}")
 
 
-def _settings(layer: nn.Module) -> list[tuple[str, bool, bool]]:
-    # Synchronised statistics are a collective operation, which is not for one process to start.
-    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    synchronised = hasattr(layer, "process_group") and not alone
-    return [setting for setting in _SETTINGS if not (setting[1] and synchronised)]
-
-
-def _untestable(layer: nn.Module) -> str | None:
+def _untestable(layer: TargetVarianceNorm) -> str | None:
     """Why a layer's output cannot be computed here; None where it can."""
     tensors = [*layer._parameters.values(), *layer._buffers.values()]
     present = [t for t in tensors if t is not None]
@@ -141,27 +135,25 @@ def _untestable(layer: nn.Module) -> str | None:
     if any(t.is_meta for t in present):
         return "not compared: on the meta device"
     weight: Tensor | None = layer.weight  # type: ignore[assignment]
-    if weight is not None and (type(weight).__name__ == "DTensor" or weight.shape != _shape(layer)):
+    shape = layer._affine_shape()
+    if weight is not None and (type(weight).__name__ == "DTensor" or weight.shape != shape):
         return "not compared: sharded"
-    cls: Any = type(layer)
-    parts = (cls.forward, getattr(cls, "_normalise", cls.forward))
-    if any(not part.__module__.startswith(modules.__name__) for part in parts):
+    if not layer._forward_is_expected():
         return "not compared: a subclass with a forward of its own"
     return None
 
 
-def _shape(layer: nn.Module) -> tuple[int, ...]:
-    return getattr(layer, "normalized_shape", None) or (layer.num_features,)  # type: ignore[return-value]
-
-
-def _problems(layer: TargetVarianceNorm) -> list[str]:
-    """Where a layer's forward is not the formula."""
-    found = []
+def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
+    """The settings in which a layer was compared, and where its forward is not the formula."""
+    names, found = [], []
     patched = " (its forward was replaced on the instance)" if _convert.is_patched(layer) else ""
-    for name, training, grad in _settings(layer):
+    for name, training, grad in _SETTINGS:
         try:
-            with _untouched(layer, training, grad):
-                off, allowed = _difference(layer, training)
+            with _stand_in(layer, training, grad) as twin:
+                if not twin.computes_only():  # it waits for other processes
+                    continue
+                names.append(name)
+                off, allowed = _difference(twin, training)
         except Exception as error:
             text = str(error).splitlines()[0] if str(error) else ""
             found.append(f"in {name}, its forward fails{patched}: {type(error).__name__}: {text}")
@@ -171,55 +163,72 @@ def _problems(layer: TargetVarianceNorm) -> list[str]:
                 f"in {name}, its output is off the formula of mode {layer.mode} by {off:.3g}, "
                 f"where rounding explains {allowed:.1g}{patched}."
             )
-    return found
+    return names, found
 
 
 @contextmanager
-def _untouched(layer: nn.Module, training: bool, grad: bool) -> Iterator[None]:
-    """In a block, one setting, with buffers that are copies; afterwards everything as before."""
-    probe = vars(layer).pop("_probe", None)
-    parts, was_training = list(layer.modules()), layer.training
-    before = [m._buffers for m in parts]
-    # Of parameters that were made in inference mode autograd keeps nothing.
+def _stand_in(
+    layer: TargetVarianceNorm, training: bool, grad: bool
+) -> Iterator[TargetVarianceNorm]:
+    """A shallow copy of a layer in one setting, with buffers of its own; the layer stays as it is.
+
+    A forward that was replaced on the instance may refer to the instance. There the layer itself
+    takes the copy's attributes, and has its own again after the block.
+    """
+    patched = _convert.is_patched(layer)
+    twin, own = layer if patched else _bare(layer), dict(vars(layer))
+    # Autograd keeps nothing of parameters that were made in inference mode.
     inference = any(p.is_inference() for p in layer.parameters())
     try:
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad), parametrize.cached():
-            for m in parts:
-                m._buffers = {k: None if b is None else b.clone() for k, b in m._buffers.items()}
-            layer.training = training
-            with torch.autocast(_like(layer).device.type, enabled=False):
-                yield
+        with (
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(grad),
+            parametrize.cached(),
+            torch.autocast(_like(layer).device.type, enabled=False),
+        ):
+            vars(twin).update(_copied(layer), training=training, _probe=None)
+            yield twin
     finally:
-        layer.training = was_training
-        for m, buffers in zip(parts, before, strict=True):
-            m._buffers = buffers
-        if probe is not None:
-            layer._probe = probe
+        if patched:
+            vars(layer).clear()
+            vars(layer).update(own)
+
+
+def _bare(module: nn.Module) -> Any:
+    """An object of the module's class without any attribute."""
+    return object.__new__(type(module))
+
+
+def _copied(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes, with copies of all buffers in it."""
+    state = dict(vars(module))
+    if not _convert.is_patched(module):
+        state.pop("forward", None)  # bound to the module
+    buffers, children = module._buffers, module._modules
+    state["_buffers"] = {k: None if b is None else b.clone() for k, b in buffers.items()}
+    state["_modules"] = {k: None if m is None else _copy(m) for k, m in children.items()}
+    return state
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    twin = _bare(module)
+    vars(twin).update(_copied(module))
+    return twin
 
 
 def _like(layer: nn.Module) -> Tensor:
     """A tensor of the dtype and device that the layer's input may have."""
-    tensors = (layer.weight, layer.bias, getattr(layer, "running_mean", None))
+    tensors = (getattr(layer, name, None) for name in ("weight", "bias", "running_mean"))
     return next((t for t in tensors if isinstance(t, Tensor)), torch.empty(0))
 
 
 def _difference(layer: TargetVarianceNorm, training: bool) -> tuple[float, float]:
     """The largest difference of the layer's output to the formula, and what rounding explains."""
-    like, shape = _like(layer), _shape(layer)
-    kind = getattr(layer, "_unsynced_class", type(layer))
-    space = next((s for cls, s in _SPACE.items() if issubclass(kind, cls)), ())
+    like = _like(layer)
     generator = torch.Generator().manual_seed(0)
-    x = 1 + 2 * torch.randn(8, *shape, *space, generator=generator)
+    x = 1 + 2 * torch.randn(*layer._example_shape(), generator=generator)
     x = x.to(like.device, like.dtype)
-    weight: Tensor | None = layer.weight  # type: ignore[assignment]
-    bias: Tensor | None = layer.bias  # type: ignore[assignment]
-    numbers: dict[str, Any] = {"eps": layer.eps, "target_variance": layer.target_variance}
-    if isinstance(layer, nn.LayerNorm):
-        expected = reference.layer_norm(x, layer.normalized_shape, weight, bias, **numbers).y
-    else:
-        running = (layer.running_mean, layer.running_var)
-        mean, var = (None, None) if training else running
-        expected = reference.batch_norm(x, weight, bias, mean=mean, var=var, **numbers).y  # type: ignore[arg-type]
+    expected = layer._expected(x, training)
     return _distance(layer.forward(x), expected, max(4 * torch.finfo(x.dtype).eps, 1e-5))
 
 
@@ -252,8 +261,8 @@ def _problems_of_the_whole(model: nn.Module, inputs: tuple[Any, ...]) -> list[st
         if not off <= allowed:
             found.append(
                 f"the whole model: in {name}, its output is off that of the unswapped model by "
-                f"{off:.3g}, where rounding explains {allowed:.1g}: something reads its norms' "
-                "weights, and does not call their forward."
+                f"{off:.3g}, where rounding explains {allowed:.1g}: something reads the norms' "
+                "weights without calling their forward."
             )
     return found
 

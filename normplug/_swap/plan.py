@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from normplug import _checks, _convert
+from normplug._swap.filters import Filters, matching
+from normplug._swap.inventory import Inventory
 from normplug._table import counts, shown, table
 from normplug.modules import TargetVarianceNorm
 
-Filter: TypeAlias = str | type | Callable[[str, nn.Module], bool]
-Filters: TypeAlias = Filter | Sequence[Filter] | None
-
-_NORM_CLASSES = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.LocalResponseNorm,
-    nn.CrossMapLRN2d,
-)
+# Every class that torch defines here is a norm, and so is every subclass.
+_TORCHS_NORMS = {
+    f"torch.nn.modules.{name}" for name in ("batchnorm", "instancenorm", "normalization")
+}
 
 
 @dataclass(frozen=True)
@@ -103,40 +95,44 @@ def plan(
         A `Plan`: printable, and iterable over one `PlanRow` a norm layer.
 
     Raises:
-        TypeError: where `model` is no module or TorchScript, or a filter none of the above.
-        ValueError: where an `include` pattern matches no norm layer: a typo, most likely.
+        TypeError: `model` is no module, or TorchScript; a filter is none of the above.
+        ValueError: an `include` pattern matches no norm layer, most likely because of a typo.
 
     Warns:
-        UserWarning: where an `exclude` pattern matches no norm layer.
+        UserWarning: an `exclude` pattern matches no norm layer.
     """
     _checks.module("plan", model)
     _checks.flags("plan", sync=sync)
-    names: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if _is_norm(module):
-            names.setdefault(module, []).append(path)
-    included = None if include is None else _matching("include", include, names)
-    excluded = _matching("exclude", exclude, names)
+    return make(Inventory(model), include, exclude, sync)
+
+
+def make(inventory: Inventory, include: Filters, exclude: Filters, sync: bool) -> Plan:
+    """`plan`, of an inventory; the caller's caller is the user."""
+    norms = {module: names for module, names in inventory.names.items() if _is_norm(module)}
+    included = set(norms) if include is None else matching("include", include, norms)
+    excluded = matching("exclude", exclude, norms)
     rows = []
-    for module, (path, *aliases) in names.items():
+    for module, (path, *aliases) in norms.items():
         becomes, note = _destination(module, sync)
         if module in excluded:
             becomes, note = None, "excluded"
-        elif included is not None and module not in included:
+        elif module not in included:
             becomes, note = None, "not included"
         rows.append(PlanRow(path, module, becomes, note, tuple(aliases)))
     return Plan(tuple(rows))
 
 
 def _is_norm(module: nn.Module) -> bool:
-    if isinstance(module, _NORM_CLASSES):
+    if isinstance(module, (TargetVarianceNorm, *_convert.REPLACEMENTS)):
         return True
-    # Norms of other libraries by name; a leading underscore marks torch's own weight and spectral
+    if any(cls.__module__ in _TORCHS_NORMS for cls in type(module).__mro__):
+        return True
+    # Norms of other libraries, by name. A leading underscore marks torch's own weight and spectral
     # normalisation, which are parametrizations and no layers.
     name = _name(module)
     if "norm" not in name.lower() or name.startswith("_"):
         return False
-    # A leaf, or a norm with an activation in it, as opposed to a block that holds norms.
+    # A leaf, or a norm that contains an activation, but no block that contains norms.
     children = list(module.children())
     weighted = "weight" in {**module._parameters, **module._buffers}
     return not children or (weighted and not any(map(_has_tensors, children)))
@@ -175,42 +171,3 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
     if "Frozen" in cls.__name__:
         return None, "frozen: it scales by constants, and measures no variance to set"
     return None, "no normplug counterpart"
-
-
-def _matching(role: str, filters: Filters, names: dict[nn.Module, list[str]]) -> set[nn.Module]:
-    """The norm layers that any of the filters takes, by any of their names."""
-    if filters is None:
-        return set()
-    found: set[nn.Module] = set()
-    for one in _checks.filters(role, filters):
-        matches = _predicate(role, one)
-        taken = {m for m, paths in names.items() if any(matches(path, m) for path in paths)}
-        if not taken and names and isinstance(one, str):
-            _complain(role, one, names)
-        found |= taken
-    return found
-
-
-def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:
-    if isinstance(one, type):
-        return lambda path, module: isinstance(module, one)
-    if isinstance(one, str):
-        if not one.startswith("re:"):
-            return lambda path, module: fnmatch.fnmatchcase(path, one)
-        try:
-            pattern = re.compile(one[3:])
-        except re.error as error:
-            raise ValueError(
-                f"normplug: {role}={one!r} is no regular expression: {error}."
-            ) from None
-        return lambda path, module: pattern.fullmatch(path) is not None
-    return one
-
-
-def _complain(role: str, pattern: str, names: dict[nn.Module, list[str]]) -> None:
-    paths = [shown(path) for aliases in names.values() for path in aliases]
-    listed = ", ".join(paths[:8]) + (f", ... ({len(paths)} in all)" if len(paths) > 8 else "")
-    text = f"normplug: {role}={pattern!r} matches no norm layer; the model has: {listed}."
-    if role == "include":
-        raise ValueError(text)
-    warnings.warn(text, stacklevel=5)

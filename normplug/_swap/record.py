@@ -1,9 +1,9 @@
 """What a swap leaves on a model: which layers it took, so that one that is lost later is found.
 
-The layers themselves are kept, under their paths and with their target variance, in a plain
-attribute of the swapped module. So the record follows deepcopy and pickle, a wrapper or a move
-within a model does not disturb it, and a layer that another tool has rebuilt is told from one that
-`unswap` has reverted in place, which is the same object still.
+The swapped module keeps the layers themselves in a plain attribute, each under its path and with
+its target variance. So the record follows deepcopy and pickle, and a wrapper around the model or a
+move within it changes nothing. A layer that another tool has rebuilt is another object, while one
+that `unswap` has reverted in place is still the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from normplug import _convert
+from normplug._swap.inventory import Inventory
 from normplug._table import shown
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
@@ -27,69 +27,68 @@ class _Entry(NamedTuple):
     now: nn.Module | None  # what is found under the path
 
 
-def renew(who: str, model: nn.Module) -> None:
+def renew(who: str, inventory: Inventory) -> None:
     """Record all normplug layers of a model as they are, in place of any record in it.
 
     Warns:
         UserWarning: where layers of the former record have been taken out since.
     """
-    lost = _lost(model)
+    lost = _lost(inventory)
     if lost:
+        paths = ", ".join(shown(entry.path) for entry in lost[:4])
+        more = f", ... ({len(lost)} in all)" if len(lost) > 4 else ""
         warnings.warn(
-            f"normplug.{who}: {len(lost)} norm layers of an earlier swap have been rebuilt or "
-            f"removed since, and are forgotten now: {_listed(lost)}.",
+            f"normplug.{who}: another tool has rebuilt or removed norm layers of an earlier swap: "
+            f"{paths}{more}. normplug.check does not look for them any more.",
             stacklevel=3,
         )
-    for module in model.modules():
-        vars(module).pop(_ATTRIBUTE, None)
-    owner = unwrapped(model)
-    layers = {path: (m, m.target_variance) for path, m in _convert.normplug_layers(owner)}
-    if layers:
-        vars(owner)[_ATTRIBUTE] = layers
+    owner = unwrapped(inventory.model)
+    prefix = inventory.names[owner][0]
+    layers = {
+        path[len(prefix) :].removeprefix("."): (m, m.target_variance)
+        for path, m in inventory.layers()
+    }
+    put(inventory, [(owner, layers)] if layers else [])
 
 
-def take(model: nn.Module) -> list[tuple[nn.Module, object]]:
+def take(inventory: Inventory) -> list[tuple[nn.Module, object]]:
     """Each record in a model, for `put`."""
-    return [(m, vars(m)[_ATTRIBUTE]) for m in model.modules() if _ATTRIBUTE in vars(m)]
+    return [(m, vars(m)[_ATTRIBUTE]) for m in inventory.names if _ATTRIBUTE in vars(m)]
 
 
-def put(model: nn.Module, records: list[tuple[nn.Module, object]]) -> None:
-    """Put records back that `take` returned, and remove every other."""
-    for module in model.modules():
+def put(inventory: Inventory, records: list[tuple[nn.Module, object]]) -> None:
+    """Set a model's records to these, and remove every other."""
+    for module in inventory.names:
         vars(module).pop(_ATTRIBUTE, None)
     for module, record in records:
         vars(module)[_ATTRIBUTE] = record
 
 
-def exists(model: nn.Module) -> bool:
-    """Whether anything in a model has been swapped and not unswapped."""
-    return any(_ATTRIBUTE in vars(m) for m in model.modules())
-
-
 def findings(model: nn.Module) -> list[str]:
-    """A sentence for each thing that takes swapped layers out of effect."""
-    found = []
-    for entry in _lost(model):
+    """A sentence for each recorded layer that is lost or in another mode."""
+    inventory, found = Inventory(model), []
+    for entry in _lost(inventory):
         now = "not in the model any more"
         if entry.now is not None:
             now = f"a {type(entry.now).__name__} now"
         found.append(
             f"{shown(entry.path)}: swapped in mode {NormMode(entry.target_variance)}, {now}: "
-            "another tool rebuilt or removed it, and with it the target variance. Use that tool "
-            "before normplug.swap, or normplug.unswap first; where it is meant, swap again."
+            "another tool rebuilt or removed the layer, and its target variance with it. Use that "
+            "tool before normplug.swap, or call normplug.unswap first. If this is intended, swap "
+            "again."
         )
-    for layer, entry in _entries(model).items():
+    for layer, entry in _entries(inventory).items():
         if isinstance(layer, TargetVarianceNorm) and layer.target_variance != entry.target_variance:
             found.append(
                 f"{shown(entry.path)}: in mode {layer.mode}, but swapped in mode "
-                f"{NormMode(entry.target_variance)}. normplug.set_mode(model, mode), or "
-                "normplug.swap(model, mode, include=...) for some layers, sets one on record."
+                f"{NormMode(entry.target_variance)}. Set the mode by normplug.set_mode(model, "
+                "mode), or by normplug.swap(model, mode, include=...) for some layers."
             )
     return found
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside DDP, DataParallel, FSDP and torch.compile's wrapper."""
+    """The module inside the wrappers of DDP, DataParallel, FSDP and torch.compile."""
     while True:
         inner = model._modules.get("_orig_mod", model._modules.get("_fsdp_wrapped_module"))
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -99,24 +98,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _entries(model: nn.Module) -> dict[nn.Module, _Entry]:
-    """Each recorded layer; of two records that name it the inner one, which is the later."""
+def _entries(inventory: Inventory) -> dict[nn.Module, _Entry]:
+    """Each recorded layer; if two records name it, the inner one counts, which is the later."""
     entries = {}
-    for prefix, owner in model.named_modules():
+    for prefix, owner in inventory.each():
         for path, (layer, tv) in vars(owner).get(_ATTRIBUTE, {}).items():
-            now: nn.Module | None = owner
-            for name in filter(None, path.split(".")):
-                now = None if now is None else now._modules.get(name)
             full = ".".join(filter(None, (prefix, path)))
-            entries[layer] = _Entry(full, tv, now)
+            entries[layer] = _Entry(full, tv, inventory.modules.get(full))
     return entries
 
 
-def _lost(model: nn.Module) -> list[_Entry]:
-    present = set(model.modules())
-    return [entry for layer, entry in _entries(model).items() if layer not in present]
-
-
-def _listed(entries: list[_Entry]) -> str:
-    paths = [shown(entry.path) for entry in entries[:4]]
-    return ", ".join(paths) + (", ..." if len(entries) > 4 else "")
+def _lost(inventory: Inventory) -> list[_Entry]:
+    entries = _entries(inventory).items()
+    return [entry for layer, entry in entries if layer not in inventory.names]

@@ -1,4 +1,5 @@
-"""Norm layers of other libraries that a swap can take: what they add to torch's, kept.
+"""Norm layers of other libraries that a swap can take; each keeps what it adds to torch's.
 
-Each module here imports its library, and is imported only when a layer of that library is met.
+Each module imports its library, and is imported by `normplug._convert` when a class of that library
+is met, or by pickle. Its `adapt(cls)` gives the normplug class of exactly that class, or None.
 """

@@ -1,4 +1,4 @@
-"""LayerNorm over the channels of an image, as several libraries have it."""
+"""LayerNorm over the channels of an image, as in several libraries."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class ChannelsFirstLayerNorm(LayerNorm):
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
-        # A view there and back: channels_last input is normalised as it lies.
+        # Both permutes are views: channels_last input is not copied.
         x = input.permute(0, 2, 3, 1)
         return super()._normalise(x, weight, bias, autocast_output).permute(0, 3, 1, 2)

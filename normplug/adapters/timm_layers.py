@@ -1,7 +1,7 @@
 """The norms of `timm.layers`.
 
-A layer made while timm's fast norm was on takes its dtype under autocast from the swap's
-`autocast_output`, as every other does.
+The output's dtype under autocast is that of `swap(autocast_output=...)`, as for every other layer,
+whether or not timm's fast norm is on.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 from timm.layers import activations, norm, norm_act
 from torch import Tensor, fx, nn
 
-from normplug import _convert, modules
-from normplug._fuse.hooks import has_global_hooks, has_hooks
-from normplug._ops.aten import activation_of
+from normplug import _activations, modules
+from normplug._convert import Adapted
+from normplug._fuse.hooks import has_hooks
+from normplug._torch import has_global_hooks
 from normplug.adapters.channels_first import ChannelsFirstLayerNorm
 
 
 class BatchNormAct2d(modules.batch_norm._BatchNorm, norm_act.BatchNormAct2d):
     """`timm.layers.BatchNormAct2d` that normalises to a target variance.
 
-    BatchNorm and activation are one kernel, where dropout is off and neither module has hooks.
+    BatchNorm and activation run as one kernel if there is no dropout and neither module has hooks.
     """
 
     drop: nn.Module
@@ -46,11 +47,11 @@ class SyncBatchNormAct2d(modules.sync_batch_norm._SyncBatchNormForward, BatchNor
 
 
 def _fused_activation(drop: nn.Module, act: nn.Module) -> str | None:
-    """The functional's name for what `drop` and `act` do; None where they have to be called."""
+    """The activation that `drop` and `act` amount to, by name; None if they have to be called."""
     if type(drop) is not nn.Identity or has_global_hooks() or has_hooks(drop) or has_hooks(act):
         return None
-    # timm's GELU is torch's exact one, with an `inplace` that does nothing.
-    return "gelu" if type(act) is activations.GELU else activation_of(act)
+    # timm's GELU is torch's exact GELU; its `inplace` does nothing.
+    return "gelu" if type(act) is activations.GELU else _activations.of_module(act)
 
 
 class LayerNorm(modules.LayerNorm, norm.LayerNorm):
@@ -109,12 +110,19 @@ class LayerNormAct2dFp32(
     """`timm.layers.LayerNormAct2dFp32` that normalises to a target variance."""
 
 
-_convert.register(BatchNormAct2d, norm_act.BatchNormAct2d, SyncBatchNormAct2d)
-_convert.register(LayerNorm, norm.LayerNorm)
-_convert.register(LayerNorm2d, norm.LayerNorm2d)
-_convert.register(LayerNormFp32, norm.LayerNormFp32)
-_convert.register(LayerNorm2dFp32, norm.LayerNorm2dFp32)
-_convert.register(LayerNormAct, norm_act.LayerNormAct)
-_convert.register(LayerNormAct2d, norm_act.LayerNormAct2d)
-_convert.register(LayerNormActFp32, norm_act.LayerNormActFp32)
-_convert.register(LayerNormAct2dFp32, norm_act.LayerNormAct2dFp32)
+_ADAPTED = {
+    norm_act.BatchNormAct2d: Adapted(BatchNormAct2d, SyncBatchNormAct2d),
+    norm.LayerNorm: Adapted(LayerNorm),
+    norm.LayerNorm2d: Adapted(LayerNorm2d),
+    norm.LayerNormFp32: Adapted(LayerNormFp32),
+    norm.LayerNorm2dFp32: Adapted(LayerNorm2dFp32),
+    norm_act.LayerNormAct: Adapted(LayerNormAct),
+    norm_act.LayerNormAct2d: Adapted(LayerNormAct2d),
+    norm_act.LayerNormActFp32: Adapted(LayerNormActFp32),
+    norm_act.LayerNormAct2dFp32: Adapted(LayerNormAct2dFp32),
+}
+
+
+def adapt(cls: type[nn.Module]) -> Adapted | None:
+    """The normplug class of a norm of `timm.layers`."""
+    return _ADAPTED.get(cls)

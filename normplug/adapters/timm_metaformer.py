@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from timm.models import metaformer
+from torch import nn
 
-from normplug import _convert, modules
+from normplug import modules
+from normplug._convert import Adapted
 from normplug.adapters.timm_layers import LayerNorm2d
 
 
@@ -16,5 +18,12 @@ class LayerNorm2dNoBias(LayerNorm2d, metaformer.LayerNorm2dNoBias):
     """`timm.models.metaformer.LayerNorm2dNoBias` that normalises to a target variance."""
 
 
-_convert.register(LayerNormNoBias, metaformer.LayerNormNoBias)
-_convert.register(LayerNorm2dNoBias, metaformer.LayerNorm2dNoBias)
+_ADAPTED = {
+    metaformer.LayerNormNoBias: Adapted(LayerNormNoBias),
+    metaformer.LayerNorm2dNoBias: Adapted(LayerNorm2dNoBias),
+}
+
+
+def adapt(cls: type[nn.Module]) -> Adapted | None:
+    """The normplug class of a norm of `timm.models.metaformer`."""
+    return _ADAPTED.get(cls)

@@ -1,8 +1,8 @@
 """The LayerNorms of `transformers` that take channels first or last, one class a model.
 
-Their `forward` permutes and leaves the rest to the class after them, so that the adapted class only
-puts normplug's there. It is made when it is first asked for, by a swap or by `pickle`: its model's
-module is imported by then, and the others need not be.
+Their `forward` permutes, and leaves the norm to `super()`. So an adapted class derives from theirs
+and has normplug's LayerNorm as the next class. It is made when a layer of its model is met: that
+model's module is imported by then, and those of the others need not be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from normplug import _convert
+from normplug._convert import Adapted
 from normplug.modules import LayerNorm
 
 _MODELS = {
@@ -37,10 +37,47 @@ _MODELS = {
     "SegGptLayerNorm": "seggpt",
     "UnlimitedOcrSamLayerNorm": "unlimited_ocr",
 }
+# What `forward` must do in each data format: (operation, target, what it is given beside x).
+_NORM = ("call_module", "layer", ())
+_KNOWN = {
+    "channels_last": [_NORM],
+    "channels_first": [
+        ("call_method", "permute", (0, 2, 3, 1)),
+        _NORM,
+        ("call_method", "permute", (0, 3, 1, 2)),
+    ],
+}
+
+
+def adapt(cls: type[nn.Module]) -> Adapted | None:
+    """The normplug class of a LayerNorm of `transformers`; None if its forward is not known."""
+    name = cls.__name__
+    if cls.__module__ != _module_of(name) or not issubclass(cls, nn.LayerNorm):
+        return None
+    ours = globals().get(name)
+    if ours is None or cls not in ours.__bases__:
+        doc = f"`{cls.__module__}.{name}` that normalises to a target variance."
+        ours = type(name, (_OneNode, cls, LayerNorm), {"__module__": __name__, "__doc__": doc})
+        if not _is_known(ours, cls):
+            return None
+        globals()[name] = ours
+    return Adapted(ours)
+
+
+def __getattr__(name: str) -> Any:
+    """Make a class that was not met yet. Pickle asks for it by its name in this module."""
+    if name in _MODELS and adapt(getattr(importlib.import_module(_module_of(name)), name)):
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _module_of(name: str) -> str:
+    model = _MODELS.get(name)
+    return f"transformers.models.{model}.modeling_{model}"
 
 
 class _OneNode:
-    """To torch.fx the whole layer is one node, what it does before and after the norm included."""
+    """To torch.fx the whole layer is one node, its permutations included."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], fx.Proxy):
@@ -48,25 +85,28 @@ class _OneNode:
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODELS:
-        model = _MODELS[name]
-        module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-        theirs = getattr(module, name)
-        if _leaves_the_norm_to_torch(theirs):
-            doc = f"`{module.__name__}.{name}` that normalises to a target variance."
-            ours = type(
-                name, (_OneNode, theirs, LayerNorm), {"__module__": __name__, "__doc__": doc}
-            )
-            globals()[name] = ours
-            _convert.register(ours, theirs)
-            return ours
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+class _Opened(nn.Module):
+    """Calls the library's own forward of a layer, in which normplug's norm is a node."""
+
+    def __init__(self, layer: nn.Module, theirs: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.theirs = layer, theirs
+
+    def forward(self, x: Any) -> Any:
+        return self.theirs.forward(self.layer, x)
 
 
-def _leaves_the_norm_to_torch(theirs: type[nn.Module]) -> bool:
-    """Whether this version's forward calls `super().forward`, and reads no parameter itself."""
-    if not issubclass(theirs, nn.LayerNorm):
+def _is_known(ours: Any, theirs: type[nn.Module]) -> bool:
+    """Whether this version's forward does what `_KNOWN` says, and nothing else."""
+    try:
+        return all(
+            _operations(_Opened(ours(4, data_format=data_format, device="meta"), theirs)) == known
+            for data_format, known in _KNOWN.items()
+        )
+    except Exception:  # a forward that cannot be traced, or a constructor without these arguments
         return False
-    read = set(theirs.forward.__code__.co_names)
-    return {"super", "forward"} <= read <= {"super", "forward", "data_format", "permute"}
+
+
+def _operations(module: nn.Module) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    _, *nodes, _ = fx.Tracer().trace(module).nodes  # without input and output
+    return [(node.op, node.target, node.args[1:]) for node in nodes]

@@ -1,5 +1,10 @@
-"""For Lightning: swap a LightningModule's norms, synchronise them, watch the variance of each."""
+"""For Lightning: swap a LightningModule's norms, synchronise them, and log their variances."""
 
-from normplug.lightning.callbacks import SwapNorms, SyncNorms, VarianceLogger, norm_layers
+from normplug._extras import needs
+
+with needs("normplug.lightning", "train"):
+    from normplug.lightning.swap_norms import SwapNorms
+    from normplug.lightning.sync_norms import SyncNorms
+    from normplug.lightning.variance_logger import VarianceLogger, norm_layers
 
 __all__ = ["SwapNorms", "SyncNorms", "VarianceLogger", "norm_layers"]

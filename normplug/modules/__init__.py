@@ -1,9 +1,9 @@
 """Norm layers as modules: the torch classes with a target variance.
 
-They subclass `torch.nn`'s own, with the same parameter and buffer names, so that checkpoints load,
-optimizers group, and every tool that asks `isinstance(module, nn.BatchNorm2d)` still knows them.
-Beyond that they add plain attributes only: a stock layer becomes one, and stock again, by
-assignment of `__class__` (see `normplug._convert`).
+They subclass `torch.nn`'s own and keep the names of parameters and buffers. So checkpoints load,
+optimizers group, and `isinstance(module, nn.BatchNorm2d)` still holds. Beyond that they only add
+plain attributes and buffers, so that a stock layer becomes one, and stock again, by assignment of
+`__class__` (see `normplug._convert`). `base` lists what a norm declares.
 """
 
 from normplug.modules.base import TargetVarianceNorm
@@ -15,11 +15,10 @@ from normplug.modules.batch_norm import (
     LazyBatchNorm2d,
     LazyBatchNorm3d,
 )
-from normplug.modules.layer_norm import LAYER_NORM_STATISTICS, LayerNorm
+from normplug.modules.layer_norm import LayerNorm
 from normplug.modules.sync_batch_norm import LazySyncBatchNorm, SyncBatchNorm
 
 __all__ = [
-    "LAYER_NORM_STATISTICS",
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",

@@ -1,32 +1,133 @@
-"""What every normplug layer has and declares."""
+"""What every normplug layer has, and what a norm declares to become one."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
+from normplug import _checks
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.modules import eps_reader
+from normplug.modules.fusion_sites import FusionSites
+
+
+class Options(NamedTuple):
+    """What a swap asks of every layer; a layer takes what its class knows.
+
+    Attributes:
+        target_variance: a float above 0.
+        backend: as in `normplug.functional`.
+        autocast_output: as in `normplug.functional.layer_norm`.
+        track_running_stats: give a stock layer running statistics that are only watched.
+        device: where new tensors go if the layer has no weight to go by.
+    """
+
+    target_variance: float
+    backend: str = "auto"
+    autocast_output: str = "float32"
+    track_running_stats: bool = False
+    device: Any = None
 
 
 class TargetVarianceNorm(nn.Module):
-    """What every normplug layer has: a mode, a backend, and a record of both in checkpoints."""
+    """The base of every normplug layer: a mode, a backend, and a record of both in checkpoints.
+
+    A norm inherits from this class and then from the stock class that it replaces. Beside its
+    `forward` it declares what follows, and no other room knows it by name. `docs/add-a-norm.md`
+    walks through an example.
+
+    ==================== ==================================================== =====================
+    declaration          what it is                                           who asks
+    ==================== ==================================================== =====================
+    `_affine_shape()`    shape of weight and bias; must work on the stock     swap, unswap, check
+                         layer too
+    `_settings`          names of the `Options` that each swap sets on it     swap, unswap, swapped
+    `_adopt(options)`    gives it what its stock class lacks, once its class  swap
+                         has changed
+    `_leave()`           removes that again, before its class changes back    unswap
+    `_synchronised`      its class over several processes, or None; not       swap(sync=True),
+                         inherited                                            SyncNorms
+    `_expected(x, ...)`  the formula in plain torch; a class that overrides   check
+                         one of `_forward_parts` must override this as well
+    `_forward_parts`     names of the methods that its forward consists of    check
+    `_example_shape()`   shape of a small input                               check
+    `_variance(x)`       mean over channels or rows of the variance in each   VarianceLogger
+    `_without_affine(x)` its output without weight and bias                   VarianceLogger
+    `computes_only()`    whether a forward does no more than compute          fuse, check
+    `stop_watching()`    removes statistics that no result depends on         Opacus
+    `_fusion_sites`      what its `fused*` methods run in one call with it    fuse
+    ==================== ==================================================== =====================
+
+    `_affine_shape`, `_expected`, `_variance` and `_without_affine` have no default.
+    """
 
     target_variance: float
     backend: str
-    # What `eps` is, for normplug's own code. Dynamo of torch 2.6 and 2.11 reads `__dict__["eps"]`
-    # through the property, so it needs an attribute of its own.
+    # `eps` for normplug's own code, which pays for no guard. Dynamo of torch 2.6 and 2.11 reads
+    # `__dict__["eps"]` in place of the property, so this is an attribute of its own.
     _eps: float
-    # A (4,) float32 tensor while a `VarianceLogger` listens; the class attribute means no layer
-    # carries anything for it otherwise.
+    # A (4,) float32 tensor while a `VarianceLogger` listens; otherwise layers carry nothing for it.
     _probe: Tensor | None = None
+
+    _settings: ClassVar[tuple[str, ...]] = ("target_variance", "backend")
+    _fusion_sites: ClassVar[FusionSites | None] = None
+    _synchronised: ClassVar[type[TargetVarianceNorm] | None] = None
+    _forward_parts: ClassVar[tuple[str, ...]] = ("forward",)
+
+    def __init__(
+        self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
+    ) -> None:
+        who = type(self).__name__
+        _checks.layer(who, super().__init__, args, kwargs)
+        super().__init__(*args, **kwargs)
+        self.target_variance = target_variance(mode)
+        _checks.backend(who, backend)
+        self.backend = backend
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def _adopt(self, options: Options) -> None:
+        """Nothing: the stock layer has all that this one needs."""
+
+    def _leave(self) -> None:
+        """Nothing: `_adopt` added nothing."""
+
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def _forward_is_expected(cls) -> bool:
+        """Whether `_expected` describes the class's forward, and not that of a class before it."""
+        return all(_depth(cls, part) >= _depth(cls, "_expected") for part in cls._forward_parts)
+
+    def _example_shape(self) -> tuple[int, ...]:
+        return (8, *self._affine_shape())
+
+    def _variance(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
+        """The output without weight and bias.
+
+        statistics: mean and variance that x was normalised by, where the layer has taken them from
+            more than x.
+        """
+        raise NotImplementedError
+
+    def computes_only(self) -> bool:
+        """Whether a forward now does no more than compute: no measuring, no other process."""
+        return self._probe is None
+
+    def stop_watching(self) -> None:
+        """Remove running statistics that no result depends on; by default there are none."""
 
     @property
     def eps(self) -> float:
-        """As the torch class's; code that would drop the target variance is refused."""
+        """As in the stock class; code that would drop the target variance is refused."""
         return self._eps if self.target_variance == 1.0 else eps_reader.eps_to_reader(self)
 
     @eps.setter
@@ -35,7 +136,7 @@ class TargetVarianceNorm(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # A layer that was pickled before it had `_eps`.
+        # Older pickles have no `_eps`.
         vars(self).setdefault("_eps", vars(self).get("eps"))
 
     @property
@@ -51,11 +152,7 @@ class TargetVarianceNorm(nn.Module):
         """The torch class's line, and the mode."""
         return f"{super().extra_repr()}, mode={self.mode}"
 
-    def computes_only(self) -> bool:
-        """Whether a forward now is a computation: nothing measures it, no other process joins."""
-        return self._probe is None
-
-    # Asking for a tensor as an attribute takes the host ten times as long as asking its dict.
+    # Reading a tensor as an attribute takes the host ten times as long as reading it in its dict.
 
     def _affine(self) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias."""
@@ -72,21 +169,21 @@ class TargetVarianceNorm(nn.Module):
         return self.running_mean, self.running_var, self.num_batches_tracked  # type: ignore[return-value]
 
     def _as_leaf(self, input: fx.Proxy) -> Tensor:
-        """The call of the layer as one node of a graph, as torch.fx makes of torch's own layers."""
+        """One graph node for the call of the layer, as torch.fx makes for torch's own layers."""
         tracer: Any = input.tracer
         return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
 
     def __prepare_scriptable__(self) -> None:
         raise NotImplementedError(
             f"normplug: torch.jit.script cannot compile a {type(self).__name__} in mode "
-            f"{self.mode}. Script normplug.unswap(model), the same function in torch.nn layers, or "
-            "use torch.jit.trace or torch.export."
+            f"{self.mode}. Script normplug.unswap(model), which computes the same in stock layers, "
+            "or use torch.jit.trace or torch.export."
         )
 
     def _record(self, x: Tensor, y: Tensor, *statistics: Tensor) -> None:
-        """Fill `_probe`: variance of x, of the output before the affine, after it; weight RMS.
+        """Fill `_probe`: variance of x, of the output before and after the affine; weight RMS.
 
-        statistics: what x was normalised by, where the layer cannot tell from x.
+        statistics: as in `_without_affine`.
         """
         assert self._probe is not None
         with torch.no_grad():
@@ -98,12 +195,6 @@ class TargetVarianceNorm(nn.Module):
             values.append(ones if weight is None else weight.float().square().mean().sqrt())
             self._probe.copy_(torch.stack(values))
 
-    def _variance(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
-        raise NotImplementedError
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
@@ -113,16 +204,21 @@ class TargetVarianceNorm(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        # No metadata at all (a plain dict, safetensors) says nothing of the mode; metadata without
-        # a target variance is a stock layer's.
+        # No metadata (a plain dict, safetensors) says nothing about the mode. Metadata without a
+        # target variance is that of a stock layer.
         if local_metadata:
             saved = local_metadata.get("target_variance", 1.0)
             if saved != self.target_variance:
                 warnings.warn(
                     f"normplug: a checkpoint of mode {NormMode(saved)} is loaded into layers of "
-                    f"mode {self.mode}: the same weights now give another function. Use "
-                    f"normplug.set_mode(model, {NormMode(saved).argument}) for the saved one, or "
-                    "load first and then swap with preserve_output=True.",
+                    f"mode {self.mode}: the same weights now give other outputs. Use "
+                    f"normplug.set_mode(model, {NormMode(saved).argument}) to get the saved mode, "
+                    "or load first and then swap with preserve_output=True.",
                     stacklevel=2,
                 )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def _depth(cls: type, name: str) -> int:
+    """Place in the method resolution order of the first class that defines `name`."""
+    return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))

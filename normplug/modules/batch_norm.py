@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, fx, nn
 
-from normplug import _checks, functional
+from normplug import functional, reference
 from normplug._ops.spec import BatchNormSpec, Pool, Tensors
-from normplug.modes import ModeLike, target_variance
+from normplug._torch import BatchNormBase
 from normplug.modules.base import TargetVarianceNorm
+from normplug.modules.fusion_sites import FusionSites
 
 
-class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
+class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics."""
         if isinstance(input, fx.Proxy):
@@ -29,7 +28,7 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         activation: str | None = None,
         pool: Pool | None = None,
         *,
-        lone: bool = False,
+        single: bool = False,
         keeps_residual: bool = False,
     ) -> Tensor:
         """What `forward` computes, plus `residual`, through `activation`, in one call.
@@ -39,8 +38,9 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             residual: as in `normplug.functional.batch_norm`.
             activation: as in `normplug.functional.batch_norm`.
             pool: max pooling after relu, without a residual.
-            lone: whether a compiler would have nothing to fuse it with.
-            keeps_residual: for the backward, so that the kernels' result can be recomputed.
+            single: whether a compiler has nothing to fuse it with.
+            keeps_residual: whether to save the residual, so that the backward can recompute the
+                output.
         """
         self._check_input_dim(input)
         weight, bias = self._affine()
@@ -54,7 +54,31 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         spec = BatchNormSpec(
             training, momentum, self._eps, self.target_variance, activation, pool, keeps_residual
         )
-        return functional._batch_norm(t, spec, self.backend, single=lone)
+        return functional._batch_norm(t, spec, self.backend, single=single)
+
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        return (self.num_features,)
+
+    def _example_shape(self) -> tuple[int, ...]:
+        takes = vars(self).get("_unsynced_class", type(self))
+        for cls, space in ((nn.BatchNorm2d, (2, 2)), (nn.BatchNorm3d, (2, 2, 2))):
+            if issubclass(takes, cls):
+                return (8, self.num_features, *space)
+        return (8, self.num_features)
+
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        mean, var = (None, None) if training else (self.running_mean, self.running_var)
+        return reference.batch_norm(
+            x,
+            self.weight,
+            self.bias,
+            eps=self._eps,
+            target_variance=self.target_variance,
+            mean=mean,
+            var=var,
+        ).y
 
     def _variance(self, x: Tensor) -> Tensor:
         return functional.channel_stats(x)[1].mean()
@@ -72,18 +96,6 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
             mode=self.target_variance,
             backend=self.backend,
         )
-
-
-class _BatchNorm(_BatchNormForward):
-    def __init__(
-        self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
-    ) -> None:
-        who = type(self).__name__
-        _checks.layer(who, super().__init__, args, kwargs)
-        super().__init__(*args, **kwargs)
-        self.target_variance = target_variance(mode)
-        _checks.backend(who, backend)
-        self.backend = backend
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
@@ -124,19 +136,19 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """
 
 
-class LazyBatchNorm1d(_BatchNormForward, nn.LazyBatchNorm1d):
-    """What a swap makes of `torch.nn.LazyBatchNorm1d`, until its first forward."""
+class LazyBatchNorm1d(_BatchNorm, nn.LazyBatchNorm1d):
+    """`torch.nn.LazyBatchNorm1d` after a swap, until its first forward."""
 
     cls_to_become = BatchNorm1d
 
 
-class LazyBatchNorm2d(_BatchNormForward, nn.LazyBatchNorm2d):
-    """What a swap makes of `torch.nn.LazyBatchNorm2d`, until its first forward."""
+class LazyBatchNorm2d(_BatchNorm, nn.LazyBatchNorm2d):
+    """`torch.nn.LazyBatchNorm2d` after a swap, until its first forward."""
 
     cls_to_become = BatchNorm2d
 
 
-class LazyBatchNorm3d(_BatchNormForward, nn.LazyBatchNorm3d):
-    """What a swap makes of `torch.nn.LazyBatchNorm3d`, until its first forward."""
+class LazyBatchNorm3d(_BatchNorm, nn.LazyBatchNorm3d):
+    """`torch.nn.LazyBatchNorm3d` after a swap, until its first forward."""
 
     cls_to_become = BatchNorm3d

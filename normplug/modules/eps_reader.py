@@ -1,8 +1,13 @@
-"""What keeps code that knows of no target variance from dropping one without a word.
+"""A guard on `eps`: it refuses code that would drop a layer's target variance without a word.
 
-Such code asks a layer for nothing but attributes. But to fold, rebuild or recompute a norm it needs
-`eps`, and so it names what stands beside eps in the formula. So `eps` of a normplug layer is a
-property, which looks at the code that reads it.
+Tools that fold, rebuild or recompute a norm (`convert_sync_batchnorm`, `fuse_conv_bn_eval`, timm's
+`reparameterize_model`, a forward that passes a norm's tensors to `F.layer_norm`) know nothing of a
+target variance and would scale every output of the layer by 1/sqrt(tv). They call no method of the
+layer, so that nothing else can notice. But they all read `eps`, beside other names of the formula.
+So `eps` of a normplug layer is a property that looks at the code that reads it. normplug's own
+forwards read `_eps`, which costs nothing.
+
+`normplug.check` finds afterwards what the guard cannot see, such as a tool with an eps of its own.
 """
 
 from __future__ import annotations
@@ -10,32 +15,33 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Mapping
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-# One of these is named by code that reads `eps` in order to compute with it.
+# Code that computes with `eps` names one of these.
 _FORMULA = frozenset(
     {"weight", "running_var", "normalized_shape", "batch_norm", "layer_norm", "sqrt", "rsqrt"}
 )
-# Code that runs in a frame of its own inside a function.
+# Parts of a function that run in frames of their own.
 _INNER = frozenset({"<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 _FUSED_INFERENCE = "_transformer_encoder_layer_fwd"
 _NO_NUMBER = complex(math.nan)
 
 
 def eps_to_reader(layer: Any) -> Any:
-    """What `layer.eps` is to the code that reads it, where the target variance is not 1.
+    """The value of `layer.eps` for the code that reads it, where the target variance is not 1.
 
-    `nn.TransformerEncoderLayer` passes its norms' tensors to one fused operator in eval under
-    no_grad, if their eps are equal. nan never is, so it calls the norms instead. Dynamo has no
-    frames to look at. There eps is a complex nan: unequal too, and refused by every norm function.
+    Three answers. `eps` itself, for code that does not compute with it or that knows of the target
+    variance. nan for `nn.TransformerEncoderLayer`: in eval under no_grad it passes its norms'
+    tensors to one fused operator if their eps are equal; nan equals nothing, so that it calls the
+    norms. A complex nan under Dynamo, which has no frames to look at: it equals nothing either,
+    and every norm function refuses it.
 
     Raises:
-        RuntimeError: where that code folds, rebuilds or recomputes the norm.
+        RuntimeError: the code folds, rebuilds or recomputes the norm.
     """
     if torch.compiler.is_dynamo_compiling():
         return _NO_NUMBER
@@ -67,7 +73,7 @@ def eps_to_reader(layer: Any) -> Any:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Names and strings in a function's code, with its comprehensions and lambdas."""
+    """Names and strings in a function's code, its comprehensions and its lambdas."""
     found = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
     constants = list(code.co_consts)
     while constants:
@@ -82,35 +88,8 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _is_method(layer: nn.Module, code: CodeType) -> bool:
-    """Whether the code is a method of the layer's class, which computes what it is meant to."""
+    """Whether the code is a method of the layer's own class, which may compute as it likes."""
     functions = (vars(cls).get(code.co_name) for cls in type(layer).__mro__)
     return any(
         getattr(inspect.unwrap(f), "__code__", None) is code for f in functions if callable(f)
     )
-
-
-def tell_opacus(ours: Mapping[type[nn.Module], type[nn.Module]]) -> None:
-    """Have Opacus judge and mend normplug's layers as it does torch's, where it is in use.
-
-    It goes by exact type, so that a BatchNorm of another class counts as private. A LayerNorm's
-    running statistics are not private, and are what its `fix` removes.
-
-    Args:
-        ours: the normplug class of each torch class.
-    """
-    opacus = sys.modules.get("opacus.validators")
-    if opacus is None:
-        return
-    validators, fixers = opacus.ModuleValidator.VALIDATORS, opacus.ModuleValidator.FIXERS
-    for stock, cls in ours.items():
-        for known in (validators, fixers):
-            if stock in known:
-                known.setdefault(cls, known[stock])
-        if issubclass(cls, nn.LayerNorm):
-            fixers.setdefault(cls, _without_statistics)
-
-
-def _without_statistics(layer: Any, **options: Any) -> Any:
-    layer.track_running_stats = False
-    layer.register_statistics()
-    return layer

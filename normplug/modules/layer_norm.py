@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from normplug import _checks, functional
+from normplug import _checks, functional, reference
 from normplug._ops import nested
 from normplug._ops.spec import LayerNormSpec, Tensors
-from normplug.modes import ModeLike, target_variance
-from normplug.modules.base import TargetVarianceNorm
-from normplug.reference import accumulator_dtype
-
-# LayerNorm's running statistics, and what each is before the first batch.
-_START = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
-LAYER_NORM_STATISTICS = tuple(_START)
+from normplug.modes import ModeLike
+from normplug.modules.fusion_sites import FusionSites
+from normplug.modules.watched import WatchedRows
 
 
-class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
+class LayerNorm(WatchedRows, nn.LayerNorm):
     """`torch.nn.LayerNorm` that normalises to a target variance and watches its input.
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
     The running statistics are scalars: moving averages of the rows' mean and of their biased
-    variance. They are saved, and no result depends on them. They start again, with mean 0 and
-    variance 1, where a checkpoint without them is loaded, which a strict load forgives, and where
-    the layer leaves the meta device. Inside `torch.func` transforms they stand still.
+    variance. They are saved, and no result depends on them. A strict load accepts a checkpoint
+    without them. They then start again, with mean 0 and variance 1, as they do when the layer
+    leaves the meta device. Inside `torch.func` transforms they do not move.
 
     Args:
         *args: those of `torch.nn.LayerNorm`.
@@ -51,10 +45,11 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         LayerNorm((8,), eps=1e-05, elementwise_affine=True, ..., mode=0.5)
     """
 
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
-    _channels_first = False  # whether what it normalises is a view of images that are
+    autocast_output: str
+    _channels_first = False  # whether the input is a view of channels-first images
+
+    _settings = (*WatchedRows._settings, "autocast_output")
+    _forward_parts = ("forward", "_normalise")
 
     def __init__(
         self,
@@ -66,21 +61,15 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         autocast_output: str = "float32",
         **kwargs: Any,
     ) -> None:
-        who = "LayerNorm"
-        _checks.layer(who, super().__init__, args, kwargs)
+        who = type(self).__name__
         _checks.momentum(who, momentum, None, moves=False)
         _checks.flags(who, track_running_stats=track_running_stats)
-        super().__init__(*args, **kwargs)
-        self.target_variance = target_variance(mode)
-        _checks.backend(who, backend)
-        self.backend = backend
         _checks.autocast_output(who, autocast_output)
+        super().__init__(*args, mode=mode, backend=backend, **kwargs)
         self.autocast_output = autocast_output
         self.track_running_stats = track_running_stats
         self.momentum = momentum
-        self.register_statistics(
-            kwargs.get("device") if self.weight is None else self.weight.device
-        )
+        self.register_statistics(kwargs.get("device"))
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics."""
@@ -97,8 +86,8 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
             self._record(*(nested.rows(t, self.normalized_shape) for t in (input, y)))
         return y
 
-    def fused(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` makes of input + residual, and that sum, in one call.
+    def fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` returns for input + residual, and that sum, in one call.
 
         Args:
             input: as in `forward`.
@@ -109,7 +98,7 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         return self._run(t, self.autocast_output)
 
     def fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
-        """What `forward` makes of input + input_bias, in one call.
+        """What `forward` returns for input + input_bias, in one call.
 
         Args:
             input: as in `forward`.
@@ -118,6 +107,10 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         statistics = self._statistics_to_move(input)
         t = Tensors(input, None, *self._affine(), input_bias, *statistics)
         return self._run(t, self.autocast_output)
+
+    _fusion_sites = FusionSites(
+        {"forward": forward, "_normalise": _normalise}, before=("addition", "convolution_bias")
+    )
 
     def _run(self, t: Tensors, autocast_output: str) -> Any:
         autocast = functional.autocast_dtype(t.x)
@@ -134,100 +127,21 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
             name, t, spec, self.backend, channels_first=self._channels_first
         )
 
-    def _statistics_to_move(
-        self, input: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The running statistics, where `input` is; Nones where a forward leaves them alone."""
-        statistics = self._statistics() if self.training else (None, None, None)
-        mean = statistics[0]
-        # torch.func transforms refuse writes to captured tensors, and stock LayerNorm has none.
-        if mean is None or torch._C._are_functorch_transforms_active():
-            return None, None, None
-        try:
-            device = input.device
-        except AttributeError:  # no tensor, and about to be refused
-            return statistics
-        if mean.device != device:
-            # Without weight and bias nothing told the layer where its inputs live.
-            self._move_statistics(device)
-            return self._statistics()
-        return statistics
+    def _affine_shape(self) -> tuple[int, ...]:
+        return self.normalized_shape
 
-    def reset_parameters(self) -> None:
-        """As the torch class, and forget the running statistics."""
-        super().reset_parameters()
-        if "running_mean" in self._buffers:  # the torch constructor calls this before there are any
-            self.reset_running_stats()
-
-    def reset_running_stats(self) -> None:
-        """Forget what was watched: mean 0, variance 1, no batches."""
-        if self._lacks_values():
-            parameter = next(self.parameters(), None)
-            self._start_on("cpu" if parameter is None else parameter.device)
-            return
-        for name, start in _START.items():
-            if (buffer := getattr(self, name)) is not None:
-                buffer.fill_(start)
-
-    def extra_repr(self) -> str:
-        """The torch class's line, the statistics' settings, and the mode."""
-        line, mode = super().extra_repr().rsplit(", ", 1)
-        track, momentum = self.track_running_stats, self.momentum
-        return f"{line}, momentum={momentum}, track_running_stats={track}, {mode}"
-
-    def register_statistics(self, device: Any = None) -> None:
-        """Give the layer fresh running statistics, or None in their place where it tracks none."""
-        double = self.weight is not None and self.weight.dtype == torch.float64
-        dtype = torch.float64 if double else torch.float32
-        for name, start in _START.items():
-            value = None
-            if self.track_running_stats:
-                kind = torch.long if name == "num_batches_tracked" else dtype
-                with torch.inference_mode(False):  # they are written to in training
-                    value = torch.full((), start, device=device, dtype=kind)
-            self.register_buffer(name, value)
-
-    def _move_statistics(self, device: torch.device) -> None:
-        if self._lacks_values():
-            self._start_on(device)
-            return
-        with torch.inference_mode(False):
-            for name in LAYER_NORM_STATISTICS:
-                if (buffer := getattr(self, name)) is not None:
-                    setattr(self, name, buffer.to(device))
-
-    def _lacks_values(self) -> bool:
-        """Whether the statistics are on the meta device still, and no parameter is."""
-        mean = self._buffers.get("running_mean")
-        if mean is None or not mean.is_meta:
-            return False
-        parameter = next(self.parameters(), None)  # asking for `weight` may compute it
-        return parameter is None or not parameter.is_meta
-
-    def _start_on(self, device: torch.device | str) -> None:
-        """Put fresh running statistics on a device, in place of those that have no values."""
-        with torch.inference_mode(False):
-            for name, start in _START.items():
-                if (buffer := getattr(self, name)) is not None:
-                    fresh = torch.full((), start, dtype=buffer.dtype, device=device)
-                    setattr(self, name, fresh)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> LayerNorm:
-        # The meta device holds no values, and `to_empty` gives none: what leaves it starts fresh.
-        on_meta = self._is_on_meta()
-        if self._lacks_values():
-            self.reset_running_stats()
-        super()._apply(fn, recurse)
-        if on_meta and not self._is_on_meta():
-            self.reset_running_stats()
-        return self
-
-    def _is_on_meta(self) -> bool:
-        tensors = (next(self.parameters(), None), self._buffers.get("running_mean"))
-        return any(t is not None and t.is_meta for t in tensors)
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        return reference.layer_norm(
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            eps=self._eps,
+            target_variance=self.target_variance,
+        ).y
 
     def _variance(self, x: Tensor) -> Tensor:
-        x = x.to(accumulator_dtype(x.dtype))
+        x = x.to(reference.accumulator_dtype(x.dtype))
         dims = tuple(range(-len(self.normalized_shape), 0))
         return x.var(dims, correction=0).mean()
 
@@ -239,34 +153,3 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
             mode=self.target_variance,
             backend=self.backend,
         )
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        missing, unexpected = list[str](), list[str]()
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing, unexpected, error_msgs
-        )
-        # The statistics are only watched: a checkpoint may lack them, or have them for nobody.
-        watched = {prefix + name for name in LAYER_NORM_STATISTICS}
-        missing_keys += [key for key in missing if key not in watched]
-        unexpected_keys += [key for key in unexpected if key not in watched]
-        # With other parameters, what was watched is no longer that of this layer.
-        own = {prefix + name for name, value in self._parameters.items() if value is not None}
-        replaced = own and own.issubset(state_dict) and watched.isdisjoint(state_dict)
-        if replaced or self._lacks_values():
-            self.reset_running_stats()
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # A tool that sets each parameter by itself, as accelerate does, tells the layer nothing.
-        others = chain(self.parameters(), destination.values())
-        if self._lacks_values() and any(not getattr(t, "is_meta", True) for t in others):
-            self.reset_running_stats()
-        super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -7,14 +7,25 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from normplug._ops.spec import BatchNormSpec, Tensors
+from normplug._torch import BatchNormBase, LazyNormBase
 from normplug.modules import joined
-from normplug.modules.batch_norm import _BatchNorm, _BatchNormForward
+from normplug.modules.batch_norm import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    LazyBatchNorm1d,
+    LazyBatchNorm2d,
+    LazyBatchNorm3d,
+    _BatchNorm,
+)
+from normplug.modules.fusion_sites import FusionSites
 
 
-class _SyncBatchNormForward(_BatchNormForward):
+class _SyncBatchNormForward(_BatchNorm):
     process_group: Any
-    # What the layer was before it was synchronised, and what input it still takes.
+    # The layer's class before it was synchronised: it still takes the input of that class.
     _unsynced_class: type[Any] = nn.SyncBatchNorm
+    _expected = _BatchNorm._expected  # asked for where no other process joins
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, with the other processes, and move the statistics."""
@@ -25,7 +36,7 @@ class _SyncBatchNormForward(_BatchNormForward):
             return super().forward(input)
         self._check_input_dim(input)
         mean, var, tracked = self._statistics() if self.track_running_stats else (None,) * 3
-        # As in `_BatchNormForward`.
+        # As in `_BatchNorm`.
         momentum = 0.0 if self.momentum is None and tracked is None else self.momentum
         t = Tensors(input, None, *self._affine(), None, mean, var, tracked)
         spec = BatchNormSpec(True, momentum, self._eps, self.target_variance)
@@ -34,19 +45,22 @@ class _SyncBatchNormForward(_BatchNormForward):
             self._record(input, y, mean, var)
         return y
 
+    # Its fused methods are those of the class before; `computes_only` says when they apply.
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
+
     def group_to_join(self) -> Any:
-        """The process group of the next forward; None where it takes this process's batch only."""
+        """The process group that the next forward joins; None if it joins none."""
         return joined.group_to_join(self.process_group) if self.training else None
 
     def computes_only(self) -> bool:
-        """As every layer's; in training, in one process."""
+        """As for every layer; in training, only in one process."""
         return super().computes_only() and self.group_to_join() is None
 
     def _check_input_dim(self, input: Tensor) -> None:
         self._unsynced_class._check_input_dim(self, input)
 
 
-class SyncBatchNorm(_SyncBatchNormForward, _BatchNorm, nn.SyncBatchNorm):
+class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
     """`torch.nn.SyncBatchNorm` that normalises to a target variance, on CPU tensors as well.
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
@@ -85,9 +99,13 @@ class SyncBatchNorm(_SyncBatchNormForward, _BatchNorm, nn.SyncBatchNorm):
     """
 
 
-class LazySyncBatchNorm(
-    _SyncBatchNormForward, nn.modules.batchnorm._LazyNormBase, nn.modules.batchnorm._BatchNorm
-):
-    """What `swap(sync=True)` makes of `torch.nn.LazyBatchNorm*d`, until its first forward."""
+class LazySyncBatchNorm(_SyncBatchNormForward, LazyNormBase, BatchNormBase):
+    """`torch.nn.LazyBatchNorm*d` after `swap(sync=True)`, until its first forward."""
 
     cls_to_become = SyncBatchNorm
+
+
+for _cls in (BatchNorm1d, BatchNorm2d, BatchNorm3d):
+    _cls._synchronised = SyncBatchNorm
+for _lazy in (LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d):
+    _lazy._synchronised = LazySyncBatchNorm

@@ -26,8 +26,8 @@ from accuracy import assert_no_worse
 from fuse_cases import Block, Depthwise, Encoder, Half, Nested, PreNorm, check_saved_bytes
 from graphs import captured
 from normplug import functional, fuse, fusions, swap, unfuse, unswap
-from normplug._fuse import fused_class as _fusion
-from normplug._fuse import sites as _sites
+from normplug._fuse import fusion as _fusion
+from normplug._fuse import calls as _sites
 from normplug._fuse import trace as _trace
 from normplug._fuse.fuse import fused_modules
 from normplug._ops import choice, recompute
@@ -586,8 +586,8 @@ OTHER_CODE = {
     "forward": lambda patch: patch.setattr(Block, "forward", another_forward),
     "normplug": lambda patch: patch.setattr(normplug, "__version__", "0"),
     "torch": lambda patch: patch.setattr(torch, "__version__", "3.0"),
-    "a fused call": lambda patch: patch.setattr(_sites, "batch_norm", lambda *args: None),
-    "no fused call": lambda patch: patch.delattr(_sites, "batch_norm"),
+    "a fused call": lambda patch: patch.setattr(_sites, "norm_add_activation", lambda *args: None),
+    "no fused call": lambda patch: patch.delattr(_sites, "norm_add_activation"),
 }
 
 
@@ -599,7 +599,9 @@ def test_a_pickle_from_other_code_runs_as_that_is_written(change, monkeypatch, c
         OTHER_CODE[change](monkeypatch)
     else:
         pickled = written_by_an_earlier_version(model, monkeypatch)
-    with pytest.warns(UserWarning, match=r"a Block was fused under other code.*normplug\.fuse"):
+    with pytest.warns(
+        UserWarning, match=r"a Block was fused with other versions or other code.*normplug\.fuse"
+    ):
         loaded = pickle.loads(pickled)
     assert type(loaded) is Block
     assert not fused_modules(loaded)
@@ -628,7 +630,9 @@ def test_a_pickle_from_a_module_with_other_globals_runs_as_it_is_written():
     assert fused_modules(pickle.loads(pickled))
     pick("silu")
     try:
-        with pytest.warns(UserWarning, match="a Chosen was fused under other code"):
+        with pytest.warns(
+            UserWarning, match="a Chosen was fused with other versions or other code"
+        ):
             loaded = pickle.loads(pickled)
         assert torch.equal(loaded(X), F.silu(loaded.norm(X)))
     finally:
@@ -1367,7 +1371,7 @@ def test_a_norm_that_only_a_fused_addition_reads_is_called_as_such(monkeypatch):
     fused = normplug.BatchNorm2d.fused
 
     def noted(layer, *arguments, **options):
-        lone.extend([layer] * options.get("lone", False))
+        lone.extend([layer] * options.get("single", False))
         return fused(layer, *arguments, **options)
 
     model = fuse(swapped(ZOO["resnet18"][0]()))

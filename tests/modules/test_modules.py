@@ -138,6 +138,18 @@ def test_a_pickle_from_before_eps_was_a_property_is_loaded():
     assert torch.equal(loaded(x), layer(x))
 
 
+@pytest.mark.parametrize(
+    "name", ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "SyncBatchNorm"]
+)
+def test_a_pickle_that_names_the_class_in_modules_is_loaded(name):
+    layer = getattr(normplug, name)(4, mode=0.3)
+    file = type(layer).__module__.encode()
+    data = pickle.dumps(layer, protocol=0)
+    assert file in data
+    loaded = pickle.loads(data.replace(file, b"normplug.modules"))
+    assert (type(loaded), loaded.target_variance) == (type(layer), 0.3)
+
+
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
 def test_layer_norm_watches_its_input_in_training_only(momentum):
     layer = LayerNorm(32, momentum=momentum)
@@ -236,3 +248,21 @@ def test_functorch_transforms_of_a_tracking_layer_norm(transform):
 
         gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
         assert gradients["weight"].shape == (5, 4)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("track", [True, False])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_layer_norm_takes_nested_tensors(layout, track):
+    layer = LayerNorm(8, mode=0.3, track_running_stats=track)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    twin, parts = copy.deepcopy(layer), [torch.randn(3, 8), torch.randn(2, 8)]
+    y = layer(torch.nested.nested_tensor(parts, layout=layout))
+    expected = twin(torch.cat(parts))
+    torch.testing.assert_close(torch.cat(list(y.unbind())), expected)
+    for ours, theirs in zip(layer.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    layer.backend = "triton"
+    with pytest.raises(NotImplementedError, match="backend='triton', but"):
+        layer(torch.nested.nested_tensor(parts, layout=layout))

@@ -178,11 +178,15 @@ def test_a_copy_and_a_pickle_are_the_same_layer(make, library):
 
 
 @pytest.mark.parametrize(
-    ("make", "library"),
-    [timm_layer("BatchNormAct2d", 8), transformers_layer("ConvNextLayerNorm", "convnext")],
+    ("make", "library", "sync"),
+    [
+        (*timm_layer("BatchNormAct2d", 8).values, False),
+        (*timm_layer("BatchNormAct2d", 8).values, True),
+        (*transformers_layer("ConvNextLayerNorm", "convnext").values, False),
+    ],
 )
-def test_a_pickle_loads_where_nothing_was_swapped(make, library, tmp_path):
-    layer = swap(adapted(make, library))
+def test_a_pickle_loads_where_nothing_was_swapped(make, library, sync, tmp_path):
+    layer = swap(adapted(make, library), sync=sync)
     (tmp_path / "layer").write_bytes(pickle.dumps(layer))
     code = (
         "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[1], 'rb')); "
@@ -290,17 +294,37 @@ def test_unknown_subclasses_and_frozen_norms_are_left_and_plan_says_why():
     ]
 
 
-def test_a_transformers_layer_that_reads_its_weight_is_left(monkeypatch):
+class Other(nn.LayerNorm):
+    def __init__(self, *args, data_format="channels_last", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.data_format = data_format
+
+
+class ReadsItsWeight(Other):
+    def forward(self, x):
+        return super().forward(x) * (1 + self.weight)
+
+
+class Doubles(Other):
+    def forward(self, x):
+        if self.data_format == "channels_first":
+            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) * 2
+        return super().forward(x)
+
+
+class NeverPermutes(Other):
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("other", [ReadsItsWeight, Doubles, NeverPermutes])
+def test_a_version_whose_forward_does_something_else_is_left(monkeypatch, other):
     pytest.importorskip("transformers")
     from transformers.models.seggpt import modeling_seggpt
 
-    class SegGptLayerNorm(nn.LayerNorm):
-        def forward(self, x):
-            return super().forward(x) * (1 + self.weight)
-
-    SegGptLayerNorm.__module__ = modeling_seggpt.__name__
-    monkeypatch.setattr(modeling_seggpt, "SegGptLayerNorm", SegGptLayerNorm)
-    assert [row.becomes for row in plan(SegGptLayerNorm(8))] == [None]
+    theirs = type("SegGptLayerNorm", (other,), {"__module__": modeling_seggpt.__name__})
+    monkeypatch.setattr(modeling_seggpt, "SegGptLayerNorm", theirs)
+    assert [row.becomes for row in plan(theirs(8))] == [None]
 
 
 def test_a_layer_can_be_made_directly():

@@ -88,9 +88,7 @@ def test_rebuilding_is_refused_only_where_it_drops_something(net):
 
 def test_layers_that_were_lost_are_forgotten_with_a_warning(net):
     net[1] = nn.BatchNorm2d(8)
-    with pytest.warns(
-        UserWarning, match="normplug.set_mode: 1 norm layers of an earlier swap have"
-    ):
+    with pytest.warns(UserWarning, match="normplug.set_mode: another tool has rebuilt or .*: 1."):
         set_mode(net, 0.5)
     assert check(net).summary() == "2 norm layers in order: 2 in mode 0.5"
 
@@ -189,6 +187,21 @@ def test_checking_leaves_no_trace(net, training):
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(net[4].weight.grad, torch.ones(128))
     y.sum().backward()
+
+
+def test_a_layer_keeps_its_flag_and_buffers_while_a_copy_of_it_is_compared():
+    seen = []
+
+    class Seeing(LayerNorm):
+        _expected = LayerNorm._expected
+
+        def forward(self, x):
+            seen.append((self is layer, layer.training, int(layer.num_batches_tracked)))
+            return super().forward(x)
+
+    layer = Seeing(4)
+    check(layer)
+    assert seen == [(False, True, 0)] * 3
 
 
 def test_checking_with_inputs_leaves_the_model_alone_too(net):

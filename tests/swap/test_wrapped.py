@@ -89,7 +89,7 @@ def test_a_wrapped_model_is_swapped_set_checked_and_unswapped(name, first):
             torch.testing.assert_close(net.train(training)(X), expected.train(training)(X))
         flat = name == "FSDP1 flat"
         if flat:
-            with pytest.raises(ValueError, match=r"act within FSDP\.summon_full_params"):
+            with pytest.raises(ValueError, match=r"work inside FSDP\.summon_full_params"):
                 unswap(net)
         with type(net).summon_full_params(net) if flat else contextlib.nullcontext():
             unswap(net)

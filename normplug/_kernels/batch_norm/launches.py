@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from normplug._activations import KERNEL_CODES
 from normplug._kernels import schedule
 from normplug._kernels.batch_norm import columns, planes
 from normplug._kernels.launch import Launch, number
-from normplug._kernels.primitives import ACTIVATIONS
 from normplug._kernels.schedule import Geometry
 
 _FORWARD = (
@@ -66,7 +66,7 @@ def forward_launch(
         "BIAS": flags.bias,
         "RESIDUAL": flags.residual,
         "BITS": flags.bits,
-        "ACTIVATION": ACTIVATIONS[flags.activation],
+        "ACTIVATION": KERNEL_CODES[flags.activation],
         "RUNNING": flags.running and flags.training,
         "CUMULATIVE": flags.cumulative,
         "TRACKED": flags.tracked,
@@ -111,7 +111,7 @@ def backward_launch(
         "BIAS": flags.bias,
         "RESIDUAL": flags.residual and flags.activation not in (None, "relu"),
         "BITS": flags.bits,
-        "ACTIVATION": ACTIVATIONS[flags.activation],
+        "ACTIVATION": KERNEL_CODES[flags.activation],
         "DX": dx,
         "DRESIDUAL": dresidual,
         "DWEIGHT": dweight,

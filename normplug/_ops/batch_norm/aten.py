@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from normplug._activations import ACTIVATIONS
 from normplug._ops import statistics
-from normplug._ops.aten import ACTIVATIONS
 from normplug._ops.spec import BatchNormSpec, Route, Tensors
+from normplug._torch import transforms_active
 from normplug.reference import accumulator_dtype
 
 
@@ -34,10 +35,10 @@ def batch_norm(t: Tensors, spec: BatchNormSpec) -> Tensor:
     if t.residual is not None:
         # y is nobody else's, and not kept for the backward.
         same = t.residual.shape == y.shape and t.residual.dtype == y.dtype
-        in_place = same and not torch._C._are_functorch_transforms_active()
+        in_place = same and not transforms_active()
         y = y.add_(t.residual) if in_place else y + t.residual
     if spec.activation is not None:
-        y = ACTIVATIONS[spec.activation](y)
+        y = ACTIVATIONS[spec.activation].function(y)
     return y if spec.pool is None else spec.pool(y)
 
 

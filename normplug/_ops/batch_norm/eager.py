@@ -16,6 +16,7 @@ from normplug._layouts import dense, laid_out_like
 from normplug._ops.batch_norm import aten
 from normplug._ops.plans import Gradients, KernelRoute, Plan
 from normplug._ops.spec import BatchNormSpec, Tensors
+from normplug._torch import current_raw_stream
 from normplug.reference import accumulator_dtype
 
 
@@ -244,7 +245,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     c = x.shape[1]
     stats = x.new_empty(2 * c, dtype=accumulator_dtype(x.dtype))
     with torch.cuda.device_of(x):
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+        stream = current_raw_stream(x.device.index) if x.is_cuda else 0
         work = Workspace(x.device, stats.dtype, *launches.scratch(geometry))
         # What a call does not have, the kernel does not touch.
         running = (stats, stats, work.counters)

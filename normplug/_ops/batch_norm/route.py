@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops import cache, eligible
+from normplug._ops import eligible
 from normplug._ops.batch_norm.aten import ATEN
 from normplug._ops.batch_norm.compiled import COMPILED
 from normplug._ops.spec import BatchNormSpec, Route, Tensors
+from normplug._torch import interposed
 
 # Bytes of input from which a fused norm is an operator under torch.compile. Dispatching one takes
 # the host some 80 us more, both directions, than what Inductor makes of a norm.
@@ -54,7 +55,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """`functional.channel_stats` by kernel; None where none can run, or a gradient is asked for."""
     if not x.is_cuda or (x.requires_grad and torch.is_grad_enabled()):
         return None
-    if torch.compiler.is_compiling() or cache.is_watched() or eligible.refusal_now() is not None:
+    if torch.compiler.is_compiling() or interposed() or eligible.refusal_now() is not None:
         return None
     from normplug._ops.batch_norm import eager
 

@@ -1,0 +1,198 @@
+"""What can be fused in a model; the model stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx, nn
+
+from normplug import _convert
+from normplug._fuse import source, trace
+from normplug._fuse.fused_class import plain_class
+from normplug._fuse.fusion import Code, Fusion
+from normplug._fuse.guard import Guard
+from normplug._fuse.hooks import has_hooks
+from normplug._fuse.report import NOT_SWAPPED, Fused, Fusions, norm_layers
+from normplug._fuse.rewrite import recompute_results, rewrite
+from normplug._fuse.sites import Site, find
+from normplug._fuse.source import Reads, Untraceable
+from normplug.modules import TargetVarianceNorm
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A module's forward as a graph, with the sites in it."""
+
+    trace: trace.Trace
+    sites: list[Site]
+    reasons: dict[nn.Module, str]
+
+    def own_sites(self) -> Iterator[tuple[Site, set[nn.Module]]]:
+        """The sites that are no inner module's, each with the modules that made its nodes."""
+        for site in self.sites:
+            scopes = [self.trace.scopes[node] for node in site.nodes]
+            if not scopes[0] or len({scope[:1] for scope in scopes}) > 1:
+                yield site, {m for scope in scopes for m in scope}
+
+
+class Analysis:
+    """What can be fused in a model.
+
+    Each module's forward is traced, the innermost first, and with it those of the modules inside
+    that could be traced themselves. A site whose nodes are all one inner module's belongs to that
+    module. The others are the module's own, and only for them it is fused; its fused forward then
+    contains the forwards of no more inner modules than they need.
+
+    Attributes:
+        fusions: the modules to fuse, and their new forwards.
+        report: a row for each norm layer.
+    """
+
+    def __init__(self, model: nn.Module, recompute: bool = False) -> None:
+        self._recompute = recompute
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._reads: dict[nn.Module, Reads] = {}
+        self._inner: dict[nn.Module, set[nn.Module]] = {}
+        self._labels: dict[nn.Module, dict[bool, tuple[str, str]]] = {}
+        self._reasons: dict[nn.Module, str] = {}
+        self.fusions: dict[nn.Module, Fusion] = {}
+        callers = self._callers()
+        for module in reversed(self._paths):
+            if module in callers:
+                try:
+                    self._look(module)
+                except Untraceable as why:
+                    reason = f"{plain_class(module).__name__}: {why}"
+                    self._reasons |= dict.fromkeys(callers[module], reason)
+        self.report = Fusions(tuple(self._row(*layer) for layer in norm_layers(model)))
+        found = tuple(map(tuple, self.report))
+        for module, fusion in self.fusions.items():
+            self.fusions[module] = replace(fusion, path=self._paths[module], found=found)
+
+    def _row(self, path: str, norm: nn.Module, kind: str) -> Fused:
+        if not isinstance(norm, TargetVarianceNorm):
+            return Fused(path, kind, None, "", NOT_SWAPPED)
+        found = self._labels.get(norm)
+        if not found:
+            why = self._reasons.get(norm, "no forward that was traced calls it")
+            return Fused(path, kind, None, "", why)
+        label, owner = next(iter(found.values()))
+        if len(found) == 1:
+            label += " (in training)" if True in found else " (in evaluation)"
+        return Fused(path, kind, label, owner, "")
+
+    def _callers(self) -> dict[nn.Module, list[nn.Module]]:
+        """The modules around norms; with each, the norms that it calls itself, going by names."""
+        callers: dict[nn.Module, list[nn.Module]] = {}
+        modules = {path: module for module, path in self._paths.items()}
+        for norm, path in self._paths.items():
+            if not isinstance(norm, TargetVarianceNorm):
+                continue
+            around = []
+            while path:
+                path = path.rpartition(".")[0]
+                module = modules.get(path)
+                # A container, such as nn.ModuleList, has no forward.
+                if module is not None and type(module).forward is not nn.Module.forward:
+                    around.append(module)
+                    callers.setdefault(module, [])
+            if around:
+                callers[around[0]].append(norm)
+        return callers
+
+    def _look(self, module: nn.Module) -> None:
+        """Find the sites that are a module's own, and fuse them."""
+        if isinstance(module, (torch.jit.ScriptModule, fx.GraphModule)):
+            raise Untraceable("it is compiled, or a graph")
+        if _convert.is_patched(module):
+            raise Untraceable("its forward was replaced on the instance")
+        if _convert.plain_class(module) is not type(module):
+            raise Untraceable("it is parametrized, or sharded by FSDP")
+        self._reads[module] = source.read(module, plain_class(module))
+        try:
+            self._look_inside(module)
+        except Untraceable:
+            del self._reads[module]
+            raise
+
+    def _look_inside(self, module: nn.Module) -> None:
+        traceable = {
+            m
+            for m in module.modules()
+            if m is not module
+            and m in self._reads
+            and not has_hooks(m)
+            # A graph does not tell whether what it passes to them is a sequence.
+            and not self._reads[m].sequences
+        }
+        traced = self._traced(module, traceable)
+        labels, needed, found = [], set[nn.Module](), False
+        for training, each in traced.items():
+            self._reasons |= each.reasons
+            for site, origins in each.own_sites():
+                found = True
+                needed |= origins.union(*(self._inner[m] for m in origins if m in self._inner))
+                if site.label:
+                    norm = module.get_submodule(str(site.norm.target))
+                    labels.append((norm, training, (site.label, self._paths[module])))
+        if not found:
+            return
+        if any(set(each.trace.followed) != needed for each in traced.values()):
+            traced = self._traced(module, needed)
+        self._fuse(module, traced)
+        self._inner[module] = needed
+        for norm, training, label in labels:
+            # The outermost module comes last, and it is the one that runs.
+            self._labels.setdefault(norm, {})[training] = label
+
+    def _traced(self, module: nn.Module, inner: set[nn.Module]) -> dict[bool, _Traced]:
+        """By training flag; the same object for both if no forward reads the flag."""
+        traced: dict[bool, _Traced] = {}
+        for training in (False, True):
+            made = trace.trace(module, self._reads, inner, training)
+            traced[training] = _Traced(made, *find(made.graph, module))
+            if not any(self._reads[m].training for m in (module, *made.followed)):
+                return dict.fromkeys((False, True), traced[training])
+        return traced
+
+    def _fuse(self, module: nn.Module, traced: dict[bool, _Traced]) -> None:
+        title = f"<normplug.fuse of {type(module).__name__}>"
+        codes: dict[bool, Code] = {}
+        for training, each in traced.items():
+            graph = each.trace.graph
+            if not (training and traced[False] is each):  # else it is rewritten already
+                rewrite(graph, each.sites)
+            if training and self._recompute:
+                recompute_results(graph, module)
+            codes[training] = Code.of_graph(graph, title)
+        reached = dict.fromkeys(m for each in traced.values() for m in each.trace.reached)
+        followed = {m for each in traced.values() for m in each.trace.followed}
+        methods = {
+            (self._reads[m].cls, name): function
+            for m in (module, *followed)
+            for name, function in self._reads[m].methods.items()
+        }
+        reads = self._reads[module]
+        self.fusions[module] = Fusion(
+            tuple(name in reads.sequences for name in reads.inputs),
+            codes,
+            self._guard(module, False),
+            tuple((m, self._guard(m, m in followed)) for m in reached if m is not module),
+            tuple((cls, name, function) for (cls, name), function in methods.items()),
+        )
+
+    def _guard(self, module: nn.Module, called: bool) -> Guard:
+        cls, children = plain_class(module), module._modules
+        reads = self._reads.get(module) or Reads(cls, ())  # of a container nothing is read
+        return Guard(
+            cls,
+            tuple(children),
+            tuple(children.values()),
+            tuple(reads.methods),
+            tuple(reads.values.items()),
+            tuple(reads.tensors.items()),
+            called,
+            reads.training,
+        )

@@ -1,0 +1,213 @@
+"""The calls that a fused forward makes in place of several.
+
+Each call decides as it runs. It calls the modules one by one, as written, where one of them has
+hooks, where a layer is measured, and where a residual is not shaped as what it is added to.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normplug import _activations
+from normplug._fuse.hooks import has_hooks
+from normplug._ops import eligible, recompute
+from normplug._ops.spec import Pool
+from normplug.modules.fusion_sites import FusionSites
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def add_in_place(a: Any, b: Any) -> Any:
+    """`a += b`, as a function that a graph can call."""
+    a += b
+    return a
+
+
+def norm_add_activation(
+    norm: Any,
+    x: Tensor,
+    activation: nn.Module | str | None,
+    between: tuple[nn.Module, ...],
+    residual: Tensor | None = None,
+    in_place: bool = False,
+    flipped: bool = False,
+    *,
+    keeps_residual: bool = False,
+) -> Tensor:
+    """A norm, the addition of a residual and an activation.
+
+    Args:
+        norm: a layer whose class declares what may follow it.
+        x: its input.
+        activation: a module, the name of an activation, or None.
+        between: the `nn.Identity` modules after the norm.
+        residual: what is added, or None.
+        in_place: whether the addition is in place.
+        flipped: whether the residual is the addition's left side.
+        keeps_residual: whether a module keeps the residual, unless it is recomputed.
+    """
+    name = _name(activation)
+    if (
+        (name is not None or activation is None)
+        and _are_plain(norm, x, activation, between)
+        and (residual is None or _alike(x, residual))
+    ):
+        if residual is None:
+            return norm.fused(x, activation=name)
+        if (
+            not keeps_residual
+            or torch.compiler.is_compiling()
+            or recompute.will_recompute(residual)
+        ):
+            return norm.fused(x, residual, name)
+        return norm.fused(x, residual, name, keeps_residual=True)
+    y = norm(x)
+    for module in between:
+        y = module(y)
+    if residual is not None:
+        add = add_in_place if in_place else operator.add
+        y = add(residual, y) if flipped else add(y, residual)
+    if activation is None:
+        return y
+    if isinstance(activation, nn.Module):
+        return activation(y)
+    return _activations.ACTIVATIONS[activation].function(y)
+
+
+def single_norm(norm: Any, x: Tensor) -> Tensor:
+    """A norm whose result only a fused call reads: a compiler has nothing to fuse it with."""
+    if _is_plain(norm) and isinstance(x, Tensor):
+        return norm.fused(x, single=True)
+    return norm(x)
+
+
+def norm_max_pool(
+    norm: Any,
+    x: Tensor,
+    activation: nn.Module | str,
+    between: tuple[nn.Module, ...],
+    pool: nn.Module | tuple[Any, ...],
+) -> Tensor:
+    """A norm, relu and max pooling.
+
+    Args:
+        norm: as in `norm_add_activation`.
+        x: its input.
+        activation: as in `norm_add_activation`; relu, unless the module has changed.
+        between: as in `norm_add_activation`.
+        pool: a module, or the settings of `F.max_pool2d`.
+    """
+    window = _window(pool)
+    if _name(activation) == "relu" and window and _are_plain(norm, x, activation, between):
+        return norm.fused(x, activation="relu", pool=window)
+    y = norm_add_activation(norm, x, activation, between)
+    return pool(y) if isinstance(pool, nn.Module) else F.max_pool2d(y, *pool)
+
+
+def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of a + b, and a + b."""
+    if (
+        _is_plain(norm)
+        and isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and a.shape == b.shape
+        and a.is_floating_point()
+        and b.is_floating_point()
+    ):
+        return norm.fused_add(a, b)
+    total = a + b
+    return norm(total), total
+
+
+def convolution_norm(
+    norm: Any, convolution: Any, permute: Any, dims: tuple[int, ...], x: Tensor
+) -> Tensor:
+    """A convolution, the permutation that moves its channels last, and a norm that adds its bias.
+
+    Args:
+        norm: a layer whose class declares a convolution's bias before it.
+        convolution: the module.
+        permute: a module that permutes to `dims`; None where a function did.
+        dims: the permutation.
+        x: the convolution's input.
+    """
+    if (
+        isinstance(x, Tensor)
+        and eligible.has_kernels(
+            "fuse", norm.backend, x
+        )  # PyTorch's convolutions add it for nothing
+        and _is_plain(norm)
+        and _is_plain_convolution(convolution)
+        and norm.normalized_shape == convolution.bias.shape
+        and (permute is None or (tuple(permute.dims) == dims and not has_hooks(permute)))
+    ):
+        y = convolution._conv_forward(x, convolution.weight, None)
+        return norm.fused_bias(y.permute(dims), convolution.bias)
+    y = convolution(x)
+    return norm(y.permute(dims) if permute is None else permute(y))
+
+
+def _name(activation: nn.Module | str | None) -> str | None:
+    """The name of an activation; None where a module computes another function now."""
+    return _activations.of_module(activation) if isinstance(activation, nn.Module) else activation
+
+
+def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:
+    """The window of a max pooling; None where a module does more, or has a dilation."""
+    if isinstance(pool, nn.Module):
+        if type(pool) is not nn.MaxPool2d or pool.return_indices or has_hooks(pool):
+            return None
+        pool = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+    *sizes, ceil_mode = pool
+    kernel, stride, padding, dilation = (
+        (v, v) if isinstance(v, int) else tuple(v or ()) for v in sizes
+    )
+    stride = stride or kernel
+    pairs = all(len(v) == 2 for v in (kernel, stride, padding, dilation))
+    return Pool(kernel, stride, padding, ceil_mode) if pairs and dilation == (1, 1) else None
+
+
+def _is_plain_convolution(module: Any) -> bool:
+    """Whether a call of a convolution does no more than convolve and add a bias."""
+    return type(module) in CONVOLUTIONS and module.bias is not None and not has_hooks(module)
+
+
+def _are_plain(
+    norm: Any,
+    x: Tensor,
+    activation: nn.Module | str | None,
+    between: tuple[nn.Module, ...],
+) -> bool:
+    """Whether calls of these modules do no more than the norm's `fused`."""
+    return (
+        _is_plain(norm)
+        and not (isinstance(activation, nn.Module) and has_hooks(activation))
+        and (not between or all(type(m) is nn.Identity and not has_hooks(m) for m in between))
+        and isinstance(x, Tensor)
+    )
+
+
+def _is_plain(norm: Any) -> bool:
+    """Whether a call of a norm does no more than its fused methods."""
+    sites: FusionSites | None = getattr(type(norm), "_fusion_sites", None)
+    return (
+        sites is not None
+        and sites.apply_to(type(norm))
+        and not has_hooks(norm)
+        and norm.computes_only()
+    )
+
+
+def _alike(x: Tensor, residual: Any) -> bool:
+    """Whether a residual has the shape, dtype and device of what it is added to."""
+    return (
+        isinstance(residual, Tensor)
+        and residual.shape == x.shape
+        and residual.dtype == x.dtype
+        and residual.device == x.device
+    )

@@ -1,0 +1,163 @@
+"""A fused forward: its code, when it may run, and how it is copied and pickled."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+import normplug
+from normplug._fuse.fingerprint import fingerprint
+from normplug._fuse.guard import Guard
+from normplug._fuse.hooks import has_global_hooks
+
+# The attribute of a fused module that has its `Fusion`.
+FUSION = "_normplug_fusion"
+
+
+@dataclass(frozen=True)
+class Code:
+    """A generated forward.
+
+    Attributes:
+        forward: the function; takes the module, then its inputs.
+        source: its source.
+        title: what tracebacks and profilers show as its file.
+        names: what the source names besides what fx gives every graph.
+    """
+
+    forward: Callable[..., Any]
+    source: str
+    title: str
+    names: dict[str, Any]
+
+    @classmethod
+    def of(cls, source: str, title: str, names: dict[str, Any]) -> Code:
+        """Compile the source of a function `forward`."""
+        namespace = _names_of_fx() | names
+        exec(compile(source, title, "exec"), namespace)
+        return cls(namespace["forward"], source, title, names)
+
+    @classmethod
+    def of_graph(cls, graph: fx.Graph, title: str) -> Code:
+        """Compile a graph."""
+        code = graph.python_code("self")
+        own = {name: v for name, v in code.globals.items() if name not in _names_of_fx()}
+        return cls.of(code.src, title, own)
+
+
+@functools.cache
+def _names_of_fx() -> dict[str, Any]:
+    return fx.Graph().python_code("self").globals
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The forward of a module with its sites fused, what it depends on, and what was found.
+
+    Attributes:
+        sequences: for each input, whether it is a sequence of tensors.
+        codes: the forward for each value of the training flag.
+        guard: of the module itself.
+        inner: every other module that the forward reaches and does not just call, with its guard.
+        methods: class, name and function of each method that the forward consists of.
+        path: the module's name in the model that was given to `fuse`.
+        found: the rows of that model's `Fusions`, as plain tuples; all its modules share them.
+    """
+
+    sequences: tuple[bool, ...]
+    codes: dict[bool, Code]
+    guard: Guard
+    inner: tuple[tuple[nn.Module, Guard], ...]
+    methods: tuple[tuple[type[nn.Module], str, Any], ...]
+    path: str = ""
+    found: tuple[tuple[Any, ...], ...] = ()
+
+    def holds(self, root: nn.Module, args: tuple[Any, ...] | None) -> bool:
+        """Whether the forward stands for the module's own.
+
+        Args:
+            root: the module.
+            args: those of the call; None asks only whether the modules are as they were.
+        """
+        if args is not None and (len(args) != len(self.sequences) or has_global_hooks()):
+            return False
+        for x, sequence in zip(args or (), self.sequences, strict=False):
+            if not (_are_tensors(x) if sequence else isinstance(x, Tensor)):
+                return False
+        for cls, name, method in self.methods:
+            if getattr(cls, name, None) is not method:
+                return False
+        training = root.training
+        for module, guard in self.inner:
+            if not guard.holds_inside(module, training):
+                return False
+        return self.guard.holds(root)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
+        """The same code, for copies of the modules."""
+        guard, inner = copy.deepcopy((self.guard, self.inner), memo)
+        return replace(self, guard=guard, inner=inner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As plain values and a fingerprint, so that `load` can tell whether they still apply."""
+        codes = [
+            (training, code.source, code.title, {n: _address(v) for n, v in code.names.items()})
+            for training, code in self.codes.items()
+        ]
+        methods = [(cls, name) for cls, name, _ in self.methods]
+        inner = [(module, _fields(guard)) for module, guard in self.inner]
+        contents = (self.sequences, codes, _fields(self.guard), inner, methods)
+        return (load, (_versions(), self._fingerprint(), contents, self.path, self.found))
+
+    def _fingerprint(self) -> str:
+        called = [f for code in self.codes.values() for f in code.names.values()]
+        return fingerprint([*(method for *_, method in self.methods), *called])
+
+
+def _are_tensors(x: Any) -> bool:
+    return isinstance(x, (list, tuple)) and all(isinstance(t, Tensor) for t in x)
+
+
+def _fields(guard: Guard) -> tuple[Any, ...]:
+    return tuple(getattr(guard, field.name) for field in fields(guard))
+
+
+def _versions() -> str:
+    return f"normplug {normplug.__version__}, torch {torch.__version__}"
+
+
+def load(
+    versions: str, digest: str, contents: Any, path: str, found: tuple[tuple[Any, ...], ...]
+) -> Fusion | None:
+    """What `Fusion.__reduce__` wrote; None if the code that it was made from has changed."""
+    if versions != _versions():
+        return None
+    sequences, sources, guard, inner, named = contents
+    try:
+        codes = {
+            training: Code.of(source, title, {n: _found(*where) for n, where in names.items()})
+            for training, source, title, names in sources
+        }
+    except (ImportError, AttributeError):
+        return None
+    methods = tuple((cls, name, getattr(cls, name, None)) for cls, name in named)
+    guards = tuple((module, Guard(*values)) for module, values in inner)
+    fusion = Fusion(sequences, codes, Guard(*guard), guards, methods, path, found)
+    return fusion if digest == fusion._fingerprint() else None
+
+
+def _address(value: Any) -> tuple[str, str]:
+    """Where a class or a function is imported from."""
+    return value.__module__, value.__qualname__
+
+
+def _found(module: str, name: str) -> Any:
+    return attrgetter(name)(importlib.import_module(module))

@@ -1,0 +1,144 @@
+"""What `fusions` prints, and what is left of it later: nothing here traces."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from normplug import _convert
+from normplug._fuse.fused_class import plain_class
+from normplug._fuse.fusion import FUSION, Fusion
+from normplug._table import counts, shown, table
+from normplug.modules import TargetVarianceNorm
+
+NOT_SWAPPED = "not swapped"
+
+
+class Fused(NamedTuple):
+    """One norm layer, and what it runs together with.
+
+    Attributes:
+        path: its name in the model; "" is the model itself.
+        kind: its class's name.
+        label: what it is fused with; None if it is called by itself.
+        owner: the module whose forward makes that call.
+        note: why it is called by itself; "" otherwise.
+    """
+
+    path: str
+    kind: str
+    label: str | None
+    owner: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """Every norm layer of a model, in order; `print` it for a table."""
+
+    rows: tuple[Fused, ...]
+
+    def __iter__(self) -> Iterator[Fused]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        rows = [("path", "class", "fused with", "notes")]
+        for row in self.rows:
+            note = f"in {shown(row.owner)}" if row.label else row.note
+            rows.append((shown(row.path), row.kind, row.label or "-", note))
+        return f"{table(rows)}\n{self.summary()}"
+
+    def summary(self) -> str:
+        """One line: how many are fused with what, how many are not, and why."""
+        fused = Counter(f"with {row.label}" for row in self.rows if row.label)
+        left = Counter(row.note for row in self.rows if not row.label)
+        parts = [f"{fused.total()} of {len(self.rows)} norm layers fused: {counts(fused)}"]
+        if left:
+            parts.append("not fused: " + ", ".join(f"{n} ({why})" for why, n in left.items()))
+        return "; ".join(parts)
+
+
+def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(path, module, name of its class) of every norm layer, swapped or not."""
+    for path, module in model.named_modules():
+        if isinstance(module, TargetVarianceNorm) or _convert.replacement(module) is not None:
+            yield path, module, _convert.plain_class(module).__name__
+
+
+def kept(model: nn.Module) -> Fusions | None:
+    """What `fuse` found in a model, and what has changed since; None if nothing is fused."""
+    modules = dict(model.named_modules())
+    found: dict[str, Fused] = {}
+    for path, module in modules.items():
+        fusion: Fusion | None = vars(module).get(FUSION)
+        if fusion is not None:
+            # Modules come outside in, and of two calls of `fuse` the one further inside is later.
+            found |= _at(path, fusion)
+    if not found:
+        return None
+    rows = (
+        Fused(path, kind, *_now(module, found.get(path), modules))
+        for path, module, kind in norm_layers(model)
+    )
+    return Fusions(tuple(rows))
+
+
+def _now(
+    norm: nn.Module, row: Fused | None, modules: dict[str, nn.Module]
+) -> tuple[str | None, str, str]:
+    """The label, owner and note of a norm layer, given its row of then and all modules of now."""
+    if not isinstance(norm, TargetVarianceNorm):
+        return None, "", NOT_SWAPPED
+    if row is None or row.note == NOT_SWAPPED:
+        return None, "", "normplug.fuse has not seen it"
+    if row.label is None:
+        return None, "", row.note
+    changed = _change(modules.get(row.owner))
+    return (None, "", changed) if changed else (row.label, row.owner, "")
+
+
+def _change(owner: nn.Module | None) -> str:
+    """Why a module no longer makes its fused calls; "" if it does."""
+    if owner is None:
+        return "its caller is not in the model"
+    name, fusion = plain_class(owner).__name__, vars(owner).get(FUSION)
+    if fusion is None:
+        return f"{name} is no longer fused"
+    if not fusion.holds(owner, None):
+        return f"{name} has changed since normplug.fuse, and runs as it is written"
+    return ""
+
+
+def _at(path: str, fusion: Fusion) -> dict[str, Fused]:
+    """What was found with a module, by paths of the model in which the module is at `path`."""
+    then, now = _parts(fusion.path), _parts(path)
+    while then and now and then[-1] == now[-1]:
+        then, now = then[:-1], now[:-1]
+    # What the two models have in common is at `then` in the one, and at `now` in the other.
+    rows = {}
+    for row in map(Fused._make, fusion.found):
+        moved, owner = (_moved(p, then, now) for p in (row.path, row.owner))
+        if moved is not None and owner is not None:
+            rows[moved] = row._replace(owner=owner)
+        elif moved is not None:
+            rows[moved] = row._replace(
+                label=None, note=row.note or "its caller is not in the model"
+            )
+    return rows
+
+
+def _moved(path: str, then: list[str], now: list[str]) -> str | None:
+    """A path that starts with `then`, with `now` in its place; None for any other path."""
+    parts = _parts(path)
+    return ".".join(now + parts[len(then) :]) if parts[: len(then)] == then else None
+
+
+def _parts(path: str) -> list[str]:
+    return path.split(".") if path else []

@@ -1,0 +1,148 @@
+"""Putting one call in place of each site of a graph, and of what reads the call's result."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx, nn
+
+from normplug import _activations
+from normplug._fuse import calls, forward
+from normplug._fuse.sites import AddBefore, After, BiasBefore, Single, Site
+from normplug._ops import recompute
+
+
+def rewrite(graph: fx.Graph, sites: list[Site]) -> None:
+    """Put one call in place of each site."""
+    for site in sites:
+        if isinstance(site, After):
+            _replace_after(graph, site)
+        elif isinstance(site, Single):
+            with graph.inserting_before(site.norm):
+                arguments = (_attribute(graph, site.norm), site.norm.args[0])
+                call = graph.call_function(calls.single_norm, arguments)
+            _replace(graph, call, site.norm)
+        elif isinstance(site, AddBefore):
+            _replace_add_before(graph, site)
+        else:
+            _replace_bias_before(graph, site)
+
+
+def _attribute(graph: fx.Graph, call: fx.Node) -> fx.Node:
+    """The module that a node calls, as a value."""
+    return graph.create_node("get_attr", str(call.target))
+
+
+def _replace(graph: fx.Graph, call: fx.Node, *nodes: fx.Node) -> None:
+    """Let a call take the place of nodes, in order; its result is the last one's."""
+    nodes[-1].replace_all_uses_with(call)
+    for node in reversed(nodes):
+        graph.erase_node(node)
+
+
+def _replace_after(graph: fx.Graph, site: After) -> None:
+    with graph.inserting_before(site.add or site.norm):
+        function = calls.norm_add_activation if site.pool is None else calls.norm_max_pool
+        call = graph.call_function(function, tuple(_arguments_after(graph, site)))
+    _replace(graph, call, *site.nodes)
+
+
+def _arguments_after(graph: fx.Graph, site: After) -> Iterator[Any]:
+    """What `norm_add_activation` takes, or `norm_max_pool`."""
+    yield _attribute(graph, site.norm)
+    yield site.norm.args[0]
+    if site.activation is None:
+        yield None
+    elif site.activation.op == "call_module":
+        yield _attribute(graph, site.activation)
+    else:
+        yield _activations.of_function(site.activation.target)
+    yield tuple(_attribute(graph, n) for n in site.between)
+    if site.pool is not None:
+        if site.pool.op == "call_module":
+            yield _attribute(graph, site.pool)
+        else:
+            yield forward.pool_settings(site.pool)
+    elif site.add is not None:
+        of_norm = (site.norm, *site.between)[-1]
+        flipped = site.add.args[1] is of_norm
+        yield site.add.args[0 if flipped else 1]
+        yield forward.addition(site.add) is calls.add_in_place
+        yield flipped
+
+
+def _replace_add_before(graph: fx.Graph, site: AddBefore) -> None:
+    with graph.inserting_before(site.add):
+        arguments = (_attribute(graph, site.norm), *site.add.args)
+        both = graph.call_function(calls.add_norm, arguments)
+        y = graph.call_function(operator.getitem, (both, 0))
+        total = graph.call_function(operator.getitem, (both, 1))
+    _replace(graph, y, site.norm)
+    _replace(graph, total, site.add)
+
+
+def _replace_bias_before(graph: fx.Graph, site: BiasBefore) -> None:
+    with graph.inserting_before(site.convolution):
+        permute = None
+        if site.permute.op == "call_module":
+            permute = _attribute(graph, site.permute)
+        arguments = (
+            _attribute(graph, site.norm),
+            _attribute(graph, site.convolution),
+            permute,
+            site.dims,
+            site.convolution.args[0],
+        )
+        call = graph.call_function(calls.convolution_norm, arguments)
+    _replace(graph, call, *site.nodes)
+
+
+def recompute_results(graph: fx.Graph, root: nn.Module) -> None:
+    """Let the modules that read a site's result recompute it in their backward.
+
+    The site may be in this graph, or in an earlier module. Nothing else may read its result but
+    fused additions, whose backward does not need it.
+    """
+    for node in list(graph.nodes):
+        readers = [user for user in node.users if not _adds(user, node, root)]
+        if not readers or not _may_be_a_result(node):
+            continue
+        if not all(user.op == "call_module" and _takes(user, node) for user in readers):
+            continue
+        for user in list(node.users):
+            if user not in readers:
+                # Where the result is not recomputed these modules keep it, so the addition may.
+                user.kwargs = {"keeps_residual": True}
+        for reader in readers:
+            with graph.inserting_before(reader):
+                arguments = (node, _attribute(graph, reader), *reader.args)
+                call = graph.call_function(recompute.call, arguments, reader.kwargs)
+            _replace(graph, call, reader)
+
+
+def _adds(node: fx.Node, residual: fx.Node, root: nn.Module) -> bool:
+    """Whether a node is a norm that adds the residual, and whose backward does not read it."""
+    added = node.target is calls.norm_add_activation and len(node.args) > 4
+    if not added or node.args[1] is residual:
+        return False
+    activation: Any = node.args[2]
+    if isinstance(activation, fx.Node):
+        activation = _activations.of_module(root.get_submodule(str(activation.target)))
+    return activation in (None, "relu")
+
+
+def _may_be_a_result(node: fx.Node) -> bool:
+    """Whether a node gives what can be recomputed: each call decides that as it runs."""
+    if node.op == "placeholder" or node.target is calls.norm_add_activation:
+        return True
+    if node.target is not operator.getitem:
+        return False
+    both, place = node.args
+    return isinstance(both, fx.Node) and (both.target, place) == (calls.add_norm, 0)
+
+
+def _takes(node: fx.Node, argument: fx.Node) -> bool:
+    """Whether a call takes an argument as it is, and not in a list or the like."""
+    return argument in node.args or argument in node.kwargs.values()

@@ -1,0 +1,330 @@
+"""Whether a forward can be traced safely, as its source tells.
+
+torch.fx runs a forward on proxies and records the operations. Whatever Python decides meanwhile is
+frozen into the graph: the value of an attribute, a global, a random number, an `isinstance`. So the
+source is read first. A forward is traced only if it is known to depend on nothing but its inputs,
+the module's own attributes, and which children the modules have. All of these are noted, and
+compared at each call.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import textwrap
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import get_overridable_functions
+
+_STATEMENTS = (
+    ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.If, ast.For, ast.Pass,
+    ast.Assert, ast.Raise,
+)  # fmt: skip
+_EXPRESSIONS = (
+    ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.Tuple, ast.List, ast.BinOp, ast.UnaryOp,
+    ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice, ast.Starred, ast.JoinedStr,
+)  # fmt: skip
+_LOOPS = (enumerate, zip, reversed)
+# `bool`, `int`, `float` and `len` of a proxy raise an error.
+_BUILTINS = (range, tuple, list, bool, int, float, len, *_LOOPS)
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.Size)
+# If a class defines one of these, the source of its forward does not tell what the forward does.
+_OF_ALL_MODULES = ("__call__", "__getattr__", "__getattribute__", "__del__")
+
+
+class Untraceable(Exception):
+    """Why a forward is not traced, for the report."""
+
+
+@dataclass
+class Reads:
+    """What a module's forward depends on besides its inputs.
+
+    Attributes:
+        cls: the class whose forward it is.
+        inputs: the names of its required inputs.
+        sequences: those of them that are sequences of tensors.
+        values: the attributes that it reads, and their values.
+        tensors: the parameters and buffers that it reads, and whether each was there.
+        methods: the forward, and the methods of the class that it calls.
+        training: whether it reads the training flag.
+    """
+
+    cls: type[nn.Module]
+    inputs: tuple[str, ...]
+    sequences: set[str] = field(default_factory=set)
+    values: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, bool] = field(default_factory=dict)
+    methods: dict[str, Any] = field(default_factory=dict)
+    training: bool = False
+
+
+def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
+    """What a module's forward depends on.
+
+    Args:
+        module: the module.
+        cls: the class whose forward it is.
+
+    Raises:
+        Untraceable: if the forward does something that cannot be traced safely.
+    """
+    for name in _OF_ALL_MODULES:
+        if getattr(cls, name, None) is not getattr(nn.Module, name, None):
+            raise Untraceable(f"its class defines {name}")
+    forward = cls.forward
+    if forward is nn.Sequential.forward and cls.__iter__ is nn.Sequential.__iter__:  # type: ignore[attr-defined]
+        return Reads(cls, ("input",), methods={"forward": forward, "__iter__": cls.__iter__})  # type: ignore[attr-defined]
+    if not isinstance(forward, types.FunctionType):
+        raise Untraceable("its forward is not a plain function")
+    required = []
+    for parameter in list(inspect.signature(forward).parameters.values())[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise Untraceable("its forward takes *args or **kwargs")
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    reads = Reads(cls, tuple(required), methods={"forward": forward})
+    _Reader(module, cls, reads).function(forward)
+    return reads
+
+
+@functools.cache
+def _source(function: types.FunctionType) -> ast.FunctionDef:
+    if hasattr(function, "__wrapped__"):
+        raise Untraceable(f"its {function.__name__} is decorated")
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        raise Untraceable(f"the source of its {function.__name__} cannot be read") from None
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef) or definition.name != function.__name__:
+        raise Untraceable(f"its {function.__name__} is not a plain function")
+    if definition.decorator_list:
+        raise Untraceable(f"its {function.__name__} is decorated")
+    return definition
+
+
+@functools.cache
+def _recorded() -> frozenset[Any]:
+    """The functions that torch.fx records: those with `__torch_function__`."""
+    functions = [f for group in get_overridable_functions().values() for f in group]
+    return frozenset([*functions, torch._assert])
+
+
+class _Reader:
+    """Reads the source of a forward, and of the module's methods that it calls."""
+
+    def __init__(self, module: nn.Module, cls: type[nn.Module], reads: Reads) -> None:
+        self.module, self.cls, self.reads = module, cls, reads
+        self.seen: set[types.FunctionType] = set()
+
+    def function(self, function: types.FunctionType, forward: bool = True) -> None:
+        if function in self.seen:
+            return
+        self.seen.add(function)
+        definition = _source(function)
+        code = function.__code__
+        if set(code.co_freevars) - {"__class__"}:
+            raise Untraceable(f"its {function.__name__} uses variables of an enclosing function")
+        arguments = definition.args
+        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        if not names:
+            raise Untraceable(f"its {function.__name__} is a static method")
+        first = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
+        optional = set(names[first:]) if forward else set()
+        given = set(self.reads.inputs) if forward else set()
+        scope = _Scope(names[0], function.__globals__, set(code.co_varnames), given, optional)
+        for node in ast.walk(definition):
+            if isinstance(node, ast.For):
+                scope.loop |= {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                scope.optional.discard(node.id)
+                scope.given.discard(node.id)
+        self.statements(definition.body, scope)
+
+    def statements(self, body: list[ast.stmt], scope: _Scope) -> None:
+        for node in body:
+            if not isinstance(node, _STATEMENTS):
+                raise Untraceable(f"its forward has a {_kind(node)} statement")
+            if isinstance(node, ast.Raise):
+                continue  # a trace that reaches it ends there
+            if isinstance(node, ast.If) and self.is_off(node.test, scope):
+                self.statements(node.orelse, scope)
+                continue
+            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)):
+                self.targets(node)
+            if isinstance(node, ast.AugAssign) and not isinstance(node.op, ast.Add):
+                raise Untraceable("its forward changes a value in place")
+            for name in ("value", "test", "iter"):
+                if (expression := getattr(node, name, None)) is not None:
+                    self.expression(expression, scope, name == "iter")
+            for name in ("body", "orelse"):
+                self.statements(getattr(node, name, []), scope)
+
+    def is_off(self, test: ast.expr, scope: _Scope) -> bool:
+        """Whether a condition is False because its first term is an attribute that is False."""
+        while isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+            test = test.values[0]
+        if not isinstance(test, ast.Attribute) or not _is_name(test.value, scope.me):
+            return False
+        self.expression(test, scope, module=True)
+        return self.reads.values.get(test.attr) is False
+
+    def targets(self, node: Any) -> None:
+        for target in getattr(node, "targets", None) or [node.target]:
+            for part in ast.walk(target):
+                if isinstance(part, (ast.Attribute, ast.Subscript)):
+                    raise Untraceable("its forward assigns to an attribute or an item")
+
+    def expression(self, node: ast.expr, scope: _Scope, module: bool = False) -> None:
+        """Check an expression; module: whether it may be a module, to call or compare with None."""
+        if not isinstance(node, _EXPRESSIONS):
+            raise Untraceable(f"its forward has a {_kind(node)} expression")
+        if isinstance(node, ast.JoinedStr):
+            return  # a message
+        if isinstance(node, ast.Attribute) and self.attribute(node, scope, module):
+            return
+        if isinstance(node, ast.Name):
+            self.name(node, scope, module)
+        if isinstance(node, ast.Compare):
+            self.compare(node, scope)
+        function = _resolve(node.func, scope) if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Call) and function is isinstance:
+            self.is_tensor(node, scope)
+            return
+        looped = any(function is loop for loop in _LOOPS)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.keyword):
+                self.expression(child.value, scope)
+            elif isinstance(child, ast.expr):
+                called = isinstance(node, ast.Call) and child is node.func
+                compared = isinstance(node, ast.Compare) and child is node.left
+                picked = isinstance(node, ast.Subscript) and child is node.value and module
+                self.expression(child, scope, called or compared or picked or (looped and module))
+
+    def attribute(self, node: ast.Attribute, scope: _Scope, module: bool) -> bool:
+        """Note an attribute of the module that is read; return whether all of it is checked."""
+        base: Any = node.value
+        if _is_name(base, scope.me):
+            self.own(node.attr)
+            if isinstance(self.module._modules.get(node.attr), nn.Module) and not module:
+                raise Untraceable(f"its forward passes self.{node.attr} to another function")
+            return True
+        resolved = _resolve(node, scope)
+        if resolved is _UNKNOWN:
+            return False  # an attribute of a value that the forward has computed
+        if resolved is not torch.jit.is_scripting and not _allowed(resolved):
+            raise Untraceable(f"its forward uses {ast.unparse(node)}")
+        return True
+
+    def is_tensor(self, node: ast.Call, scope: _Scope) -> None:
+        """Note an input that is compared with `Tensor`: the trace goes on as for a sequence."""
+        what, cls = node.args
+        name = what.id if isinstance(what, ast.Name) else ""
+        if name not in scope.given or _resolve(cls, scope) is not torch.Tensor:
+            raise Untraceable("its forward uses isinstance")
+        self.reads.sequences.add(name)
+
+    def own(self, name: str) -> None:
+        module, reads = self.module, self.reads
+        found = inspect.getattr_static(self.cls, name, None)
+        hidden = name in vars(module) and not inspect.isdatadescriptor(found)
+        if name == "training":
+            reads.training = True
+        elif found is not None and not hidden:
+            if not isinstance(found, types.FunctionType) or hasattr(nn.Module, name):
+                raise Untraceable(f"its forward reads {name}, an attribute of its class")
+            reads.methods[name] = found
+            self.function(found, forward=False)
+        elif name in module._modules:
+            return  # the trace notes which children it reaches
+        elif name in module._parameters or name in module._buffers:
+            reads.tensors[name] = getattr(module, name) is not None
+        elif name in vars(module):
+            value = vars(module)[name]
+            parts = value if isinstance(value, tuple) else (value,)
+            if not (_allowed(value) or all(isinstance(p, _CONSTANTS) for p in parts)):
+                raise Untraceable(f"its forward reads {name}, a {type(value).__name__}")
+            reads.values[name] = value
+        else:
+            raise Untraceable(f"its forward reads {name}, which it does not have")
+
+    def name(self, node: ast.Name, scope: _Scope, module: bool) -> None:
+        if node.id == scope.me:
+            raise Untraceable("its forward passes self to another function")
+        if node.id in scope.loop and not module:
+            raise Untraceable(f"its forward does more with {node.id} than call it")
+        if node.id not in scope.local and not _allowed(_resolve(node, scope)):
+            raise Untraceable(f"its forward uses {node.id}")
+
+    def compare(self, node: ast.Compare, scope: _Scope) -> None:
+        if not any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
+            return
+        of_self = isinstance(node.left, ast.Attribute) and _is_name(node.left.value, scope.me)
+        optional = isinstance(node.left, ast.Name) and node.left.id in scope.optional
+        against = node.comparators
+        if not (of_self or optional) or not _is_none(against[0]) or len(against) > 1:
+            raise Untraceable("its forward compares a value with `is`")
+
+
+@dataclass
+class _Scope:
+    """What the names in a function mean.
+
+    Attributes:
+        me: the name of the module itself.
+        globals: the function's globals.
+        local: its variables.
+        given: required inputs that are not assigned to.
+        optional: other inputs that are not assigned to.
+        loop: variables of its loops.
+    """
+
+    me: str
+    globals: dict[str, Any]
+    local: set[str]
+    given: set[str]
+    optional: set[str]
+    loop: set[str] = field(default_factory=set)
+
+
+_UNKNOWN = object()
+
+
+def _resolve(node: ast.AST, scope: _Scope) -> Any:
+    """The value of a global, or of an attribute of one; `_UNKNOWN` for anything else."""
+    if isinstance(node, ast.Name):
+        if node.id in scope.local:
+            return _UNKNOWN
+        return scope.globals.get(node.id, getattr(builtins, node.id, None))
+    if isinstance(node, ast.Attribute):
+        base = _resolve(node.value, scope)
+        return base if base is _UNKNOWN else getattr(base, node.attr, None)
+    return _UNKNOWN
+
+
+def _allowed(value: Any) -> bool:
+    if not callable(value):
+        return isinstance(value, torch.dtype)
+    try:
+        return value in _BUILTINS or value in _recorded()
+    except TypeError:
+        return False
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _kind(node: ast.AST) -> str:
+    return type(node).__name__.lower()

@@ -1,0 +1,65 @@
+"""Which norm layers `include` and `exclude` take."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from torch import nn
+
+from normplug import _checks
+from normplug._table import shown
+
+Filter: TypeAlias = str | type | Callable[[str, nn.Module], bool]
+Filters: TypeAlias = Filter | Sequence[Filter] | None
+
+
+def matching(role: str, filters: Filters, norms: dict[nn.Module, list[str]]) -> set[nn.Module]:
+    """The norm layers that any of the filters takes, by any of their paths.
+
+    Args:
+        role: "include" or "exclude", for messages.
+        filters: what the user gave.
+        norms: every norm layer with all its paths.
+
+    Raises:
+        TypeError: a filter of another type.
+        ValueError: no regular expression, or an `include` pattern that matches nothing.
+
+    Warns:
+        UserWarning: an `exclude` pattern that matches nothing.
+    """
+    found: set[nn.Module] = set()
+    for one in _checks.filters(role, filters):
+        matches = _predicate(role, one)
+        taken = {m for m, paths in norms.items() if any(matches(path, m) for path in paths)}
+        if not taken and norms and isinstance(one, str):
+            _complain(role, one, norms)
+        found |= taken
+    return found
+
+
+def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:
+    if isinstance(one, type):
+        return lambda path, module: isinstance(module, one)
+    if not isinstance(one, str):
+        return one
+    if not one.startswith("re:"):
+        return lambda path, module: fnmatch.fnmatchcase(path, one)
+    try:
+        pattern = re.compile(one[3:])
+    except re.error as error:
+        raise ValueError(f"normplug: {role}={one!r} is no regular expression: {error}.") from None
+    return lambda path, module: pattern.fullmatch(path) is not None
+
+
+def _complain(role: str, pattern: str, norms: dict[nn.Module, list[str]]) -> None:
+    paths = [shown(path) for names in norms.values() for path in names]
+    listed = ", ".join(paths[:8]) + (f", ... ({len(paths)} in all)" if len(paths) > 8 else "")
+    text = f"normplug: {role}={pattern!r} matches no norm layer; the model has: {listed}."
+    if role == "include":
+        raise ValueError(text)
+    warnings.warn(text, stacklevel=5)  # the caller of `plan` or `swap`

@@ -1,0 +1,135 @@
+"""Multiply norms' weights, so that a model computes the same before and after a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from normplug import _convert
+from normplug._swap.inventory import Inventory
+from normplug._table import shown
+
+
+class Scaling(NamedTuple):
+    """A layer whose weight is to be multiplied; a missing weight is one of ones."""
+
+    path: str
+    module: nn.Module
+    factor: float
+
+
+def refuse_unscalable(who: str, inventory: Inventory, scalings: list[Scaling]) -> None:
+    """Refuse to multiply a weight that is computed, has no shape, or belongs to others too.
+
+    Raises:
+        ValueError: where that is so, with the layer's path and the way out.
+    """
+    factors = {id(s.module): s.factor for s in scalings}
+    owners: dict[int, list[tuple[str, float]]] = {}
+    for path, module in inventory.each():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owner = (shown(path), factors.get(id(module), 1.0))
+                owners.setdefault(id(parameter), []).append(owner)
+    for path, module, factor in scalings:
+        if factor == 1.0:
+            continue
+        where = f"normplug.{who}: the weight of {shown(path)}"
+        if parametrize.is_parametrized(module, "weight"):
+            raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
+        if is_lazy(module.weight):  # type: ignore[arg-type]
+            raise ValueError(f"{where} has no shape yet; run one forward first.")
+        if module.weight is not None and "weight" not in module._parameters:
+            raise ValueError(
+                f"{where} is no parameter but computed from one, by a hook (weight_norm, prune) or "
+                "FSDP. Remove the hook first, or work inside FSDP.summon_full_params."
+            )
+        shared = owners.get(id(module.weight), []) if module.weight is not None else []
+        others = [name for name, other in shared if other != factor]
+        if others:
+            raise ValueError(
+                f"{where} is shared with {', '.join(others)}, which would change. Untie them "
+                "first, or exclude both."
+            )
+
+
+def scale(inventory: Inventory, scalings: Iterable[Scaling]) -> None:
+    """Multiply each weight once; give a layer without a weight a frozen one, and take it back."""
+    done: set[int] = set()
+    with torch.inference_mode(False), torch.no_grad():
+        for path, module, factor in scalings:
+            weight: Tensor | None = module.weight  # type: ignore[assignment]
+            if factor == 1.0 or id(weight) in done:
+                continue
+            if weight is None:
+                module.weight = _frozen_weight(module, factor, neighbour(inventory, path))
+            elif _made_here(module) and _is_constant(weight, 1.0 / factor):
+                module.weight = None  # type: ignore[assignment]
+            else:
+                with writing_to(weight):
+                    weight.mul_(factor)
+                done.add(id(weight))
+
+
+@contextmanager
+def writing_to(weight: Tensor) -> Iterator[None]:
+    """Allow to write to a weight in place, made in inference mode or not."""
+    # `inference_mode` sets the grad mode too, so `no_grad` comes after it.
+    with torch.inference_mode(weight.is_inference()), torch.no_grad():
+        yield
+
+
+def neighbour(inventory: Inventory, path: str) -> Tensor:
+    """A tensor whose dtype and device new tensors of the layer under `path` take.
+
+    One of the layer's own; else the nearest parameter in the tree of modules, else the nearest
+    buffer, else torch's default. The module before a layer makes its input, so that it counts as
+    nearer than the module after it.
+    """
+    layer, parents = inventory.modules[path], inventory.parents(path)
+
+    def around(kind: str) -> Iterator[Tensor]:
+        inner = layer
+        for parent in reversed(parents):
+            children = list(parent.children())
+            place = children.index(inner)
+            for module in reversed(children[:place]):
+                yield from reversed(list(getattr(module, kind)()))
+            for module in children[place + 1 :]:
+                yield from getattr(module, kind)()
+            yield from getattr(parent, kind)(recurse=False)
+            inner = parent
+
+    near = chain(layer.parameters(), layer.buffers(), around("parameters"), around("buffers"))
+    return next(filter(_tells_the_dtype, near), torch.empty(0))
+
+
+def _tells_the_dtype(t: Tensor) -> bool:
+    """Whether a norm beside this tensor has input of its dtype: no index, scale or code."""
+    return t.is_floating_point() and t.dtype.itemsize > 1 and (is_lazy(t) or t.dim() > 0)
+
+
+def _made_here(module: nn.Module) -> bool:
+    """Whether the layer was built without a weight, so that its weight is a `_frozen_weight`."""
+    return not getattr(module, "affine", True) or not getattr(module, "elementwise_affine", True)
+
+
+def _is_constant(weight: Tensor, value: float) -> bool:
+    """Whether each element is `value`, but for the rounding of a few scalings."""
+    if weight.is_meta:
+        return False
+    rounding = 2 * torch.finfo(weight.dtype).eps
+    return torch.allclose(weight, torch.full_like(weight, value), rtol=rounding, atol=0.0)
+
+
+def _frozen_weight(module: nn.Module, value: float, like: Tensor) -> nn.Parameter:
+    shape = _convert.affine_shape(module)
+    weight = torch.full(shape, value, dtype=like.dtype, device=like.device)
+    return nn.Parameter(weight, requires_grad=False)

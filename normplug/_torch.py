@@ -1,0 +1,237 @@
+"""Every private name of torch that normplug uses; no other file of the package reaches for one.
+
+A name is private if its path from `torch` has a part that begins with one underscore, whether it
+is imported, written with dots or passed to `getattr`. Attributes of an object in hand, such as
+`module._parameters` or `tensor._version`, are not names of torch and may be used anywhere.
+
+`_private` looks each name up once, when this file is imported. A torch that lacks one gets the
+public way to the same result, which costs more host time or gives up a fast route; each function
+here that begins with an underscore is such a way. All names exist in torch 2.6 to 2.15, except
+where a comment says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+
+T = TypeVar("T")
+
+
+def _private(path: str, instead: T) -> T:
+    """What torch has at `path`, or `instead` if it has nothing there."""
+    found: Any = torch
+    try:
+        for name in path.split("."):
+            found = getattr(found, name)
+        return found
+    except AttributeError:
+        return instead
+
+
+# --- The bases of the norm classes, found through public classes ---
+
+
+def _shared_base(*classes: type) -> type:
+    """The most derived class that all of `classes` inherit from."""
+    return next(b for b in classes[0].__mro__ if all(issubclass(cls, b) for cls in classes))
+
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+    from torch.nn.modules.batchnorm import _LazyNormBase as LazyNormBase
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
+else:
+    BatchNormBase = _shared_base(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+    LazyNormBase = _shared_base(nn.LazyBatchNorm1d, nn.LazyInstanceNorm1d)
+    NormBase = _shared_base(nn.BatchNorm1d, nn.InstanceNorm1d)
+
+
+# --- The current GPU: the public functions check more and take longer, before every launch ---
+
+
+def _current_raw_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+# A CPU build of torch has neither.
+current_raw_stream = _private("_C._cuda_getCurrentRawStream", _current_raw_stream)
+current_device_index = _private("_C._cuda_getDevice", torch.cuda.current_device)
+
+
+# --- What stands between torch's operations, and would miss a kernel ---
+
+
+class _NeedsNoTransform(torch.autograd.Function):
+    """Cannot be applied under a transform of `torch.func`, for want of a `setup_context`."""
+
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        """Do nothing."""
+
+
+def _transforms_active() -> bool:
+    if torch.compiler.is_compiling():  # Dynamo cannot trace the question; True is always safe
+        return True
+    try:
+        _NeedsNoTransform.apply()
+    except RuntimeError:
+        return True
+    return False
+
+
+class _ForwardAD:
+    """Stands in for `torch.autograd.forward_ad`, of which only one level can be entered."""
+
+    @property
+    def _current_level(self) -> int:
+        try:
+            with forward_ad.dual_level():
+                return -1
+        except RuntimeError:
+            return 0
+
+
+def _dispatch_modes() -> int:
+    """Take one for active: the operators of `torch.library` work under every mode."""
+    return 1
+
+
+# Whether a transform of `torch.func` is active.
+transforms_active = _private("_C._are_functorch_transforms_active", _transforms_active)
+# How many `TorchDispatchMode`s are active.
+dispatch_modes = _private("_C._len_torch_dispatch_stack", _dispatch_modes)
+# Whether `torch.jit.trace` is recording. The public function asks twice.
+is_tracing = _private("_C._is_tracing", torch.jit.is_tracing)
+_forward_ad: Any = (
+    _ForwardAD() if _private("autograd.forward_ad._current_level", None) is None else forward_ad
+)
+
+
+def interposed() -> bool:
+    """Whether something interposes itself between torch's operations, and would miss a kernel."""
+    return (
+        transforms_active()
+        or _forward_ad._current_level >= 0
+        or dispatch_modes() > 0
+        or is_tracing()
+    )
+
+
+def in_forward_ad() -> bool:
+    """Whether forward-mode differentiation is active."""
+    return _forward_ad._current_level >= 0
+
+
+# Dynamo takes `torch.compiler.is_exporting()` for True whenever it compiles, so without the flag
+# compiled models stay with torch's own operations. torch 2.6 has neither.
+_HAS_EXPORT_FLAG = _private("compiler._is_exporting_flag", None) is not None
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` is tracing."""
+    return torch.compiler._is_exporting_flag if _HAS_EXPORT_FLAG else _is_exporting()
+
+
+# --- Autograd ---
+
+
+def _plain(t: Tensor) -> Tensor:
+    return t.view_as(t)  # no operation gives a wrapper where no transform is active
+
+
+# A tensor that a finished transform of `torch.func` has left behind, as the plain one that it is.
+unwrap_if_dead = _private("_C._functorch.unwrap_if_dead", _plain)
+
+
+def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """A Function's `apply`, without its search for what `torch.func` has wrapped.
+
+    That search takes the host as long as a launch. Call it only where no transform is active.
+    """
+    return getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+
+def _saved_tensors_hooks_are_allowed() -> bool:
+    def same(t: Any) -> Any:
+        return t
+
+    try:
+        with saved_tensors_hooks(same, same):
+            return True
+    except RuntimeError:
+        return False
+
+
+saved_tensors_hooks_are_allowed = _private(
+    "_C._autograd._saved_tensors_hooks_is_enabled", _saved_tensors_hooks_are_allowed
+)
+# The hooks on saved tensors that are in force; since torch 2.8. Without it, nothing is recomputed:
+# those of activation checkpointing would be overridden unseen.
+top_saved_tensors_hooks: Callable[[bool], Any] | None = _private(
+    "_C._autograd._top_saved_tensors_default_hooks", None
+)
+
+
+# --- Modules, functions and results ---
+
+# Hooks on every module. If they cannot be seen, assume one: then modules are called one by one.
+_ASSUMED = {0: None}
+_forward_hooks = _private("nn.modules.module._global_forward_hooks", _ASSUMED)
+_forward_pre_hooks = _private("nn.modules.module._global_forward_pre_hooks", _ASSUMED)
+_backward_hooks = _private("nn.modules.module._global_backward_hooks", _ASSUMED)
+_backward_pre_hooks = _private("nn.modules.module._global_backward_pre_hooks", _ASSUMED)
+
+
+def has_global_hooks() -> bool:
+    """Whether something happens when any module is called."""
+    return bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
+
+
+def _assert(condition: Any, message: str) -> None:
+    assert condition, message
+
+
+# torch.fx records it, though it is not among the functions that can be overridden.
+traceable_assert = _private("_assert", _assert)
+
+
+def _tree_leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if not isinstance(tree, (list, tuple)):
+        return [tree]
+    return [leaf for child in tree for leaf in _tree_leaves(child)]
+
+
+# The tensors in what a model returns. Without it, only in mappings, lists and tuples.
+tree_leaves: Callable[[Any], list[Any]] = _private("utils._pytree.tree_leaves", _tree_leaves)
+
+
+# --- Measuring, for normplug.bench ---
+
+
+def _gpu_sleep(cycles: int) -> None:
+    """Write 64 MiB again and again, in a clock of its own, which bench calibrates."""
+    filler = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    for _ in range(cycles // 50_000 + 1):
+        filler.zero_()
+
+
+def _unknown_backend(*arguments: Any) -> Any:
+    return SimpleNamespace(name="unknown")
+
+
+# Keeps the GPU busy while the host runs ahead of it.
+gpu_sleep = _private("cuda._sleep", _gpu_sleep)
+# Which kernel torch's own BatchNorm takes; a note beside the numbers.
+select_batch_norm_backend: Callable[..., Any] = _private(
+    "_C._select_batch_norm_backend", _unknown_backend
+)

@@ -1,0 +1,105 @@
+"""`SwapNorms`: swap a LightningModule's norms before its optimizer is built."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.utilities import rank_zero_info
+
+from normplug import _checks, _convert
+from normplug._swap import record
+from normplug._swap.check import refuse
+from normplug._swap.swap import swap
+from normplug._torch import BatchNormBase
+from normplug.lightning.variance_logger import norm_layers
+from normplug.modes import ModeLike, NormMode
+
+_OPTIONS = [p.name for p in inspect.signature(swap).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
+class SwapNorms(Callback):
+    """Swap the norms of a LightningModule before its optimizer is built.
+
+    The mode goes into checkpoints; resuming under another mode is refused. A tool that rebuilds
+    norms silently drops the target variance. So at the start of fit, validate and test, the layers
+    are compared with the record of the swap, as in `normplug.check`. `Trainer(sync_batchnorm=True)`
+    is such a tool and is refused at once; use `SyncNorms` in its place.
+
+    Args:
+        mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
+        **options: those of `normplug.swap`.
+
+    Raises:
+        ValueError: an unknown mode, autocast_output or backend; a checkpoint of another mode.
+        TypeError: an unknown option, or an option of the wrong type.
+        RuntimeError: swapped layers were rebuilt or are bypassed, or BatchNorms would be rebuilt.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[SwapNorms("golden", exclude="head.*")], logger=False)
+    """
+
+    def __init__(self, mode: ModeLike = "golden", **options: Any) -> None:
+        self.mode = NormMode(mode)
+        _checks.known("lightning.SwapNorms", options, _OPTIONS)
+        _checks.swap_options("lightning.SwapNorms", **options)
+        self.options = options
+        self._model: LightningModule | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Swap, unless `configure_model` has yet to make the layers."""
+        if self._model is not pl_module and any(True for _ in norm_layers(pl_module)):
+            self._swap(pl_module)
+        if stage == "fit":
+            self._refuse_torchs_sync(trainer, pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Swap what `configure_model` made; verify that swapped layers are still swapped."""
+        self._verify(pl_module)
+        self._refuse_torchs_sync(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Verify, as `on_fit_start`."""
+        self._verify(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Verify, as `on_fit_start`."""
+        self._verify(pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mode, for the checkpoint."""
+        return {"target_variance": self.mode.target_variance}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another mode."""
+        saved = NormMode(state_dict["target_variance"])
+        if saved != self.mode:
+            raise ValueError(
+                f"normplug.lightning.SwapNorms: the checkpoint was trained in mode {saved}; this "
+                f"run's mode is {self.mode}. Resume with SwapNorms({saved.argument})."
+            )
+
+    def _swap(self, pl_module: LightningModule) -> None:
+        swap(pl_module, self.mode, **self.options)
+        self._model = pl_module
+        swapped = sum(1 for _ in _convert.normplug_layers(pl_module))
+        rank_zero_info(f"normplug: {swapped} norm layers in mode {self.mode}")
+
+    def _refuse_torchs_sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Only strategies over several processes have a `_layer_sync`.
+        if not isinstance(getattr(trainer.strategy, "_layer_sync", None), TorchSyncBatchNorm):
+            return
+        layers = (layer for _, layer in _convert.normplug_layers(pl_module))
+        if any(isinstance(layer, BatchNormBase) for layer in layers):  # what torch would rebuild
+            raise RuntimeError(
+                "normplug.lightning.SwapNorms: Trainer(sync_batchnorm=True) would rebuild every "
+                f"BatchNorm as torch's SyncBatchNorm, without mode {self.mode}. Use "
+                "Trainer(plugins=[normplug.lightning.SyncNorms()]) in its place."
+            )
+
+    def _verify(self, pl_module: LightningModule) -> None:
+        if self._model is not pl_module:
+            self._swap(pl_module)
+        refuse("lightning.SwapNorms", pl_module, record.findings(pl_module))

@@ -1,0 +1,173 @@
+"""`VarianceLogger`: log the variance in and out of every norm layer while it trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from normplug import _checks, _convert
+from normplug.lightning.variance_table import (
+    MEASURED,
+    LayerVariance,
+    append,
+    as_metrics,
+    as_table,
+    draw_heat_map,
+    keep_before,
+)
+from normplug.modules import TargetVarianceNorm
+
+
+class VarianceLogger(Callback):
+    """Log the variance in and out of every norm layer while it trains.
+
+    For each norm it logs the variance of the input; of the output before weight and bias, which is
+    what the mode targets; of the output after them; and the root mean square of the weight.
+    Variances are taken within each channel (BatchNorm) or row (LayerNorm) and averaged over them.
+
+    The layer's forward measures, on logged steps only; nothing runs on other steps. The values stay
+    on the device and come over in one transfer a log. Under `torch.compile` logged steps have a
+    second graph. Stock norms are measured too: for a logged step they act as normplug layers of
+    mode standard, which compute the same. Torch's own SyncBatchNorm is not measured, as one process
+    cannot change what it sends; `swap(model, "standard")` makes it a layer that is.
+
+    Under a distributed strategy only rank 0 measures, on its own part of the batch; rows say so in
+    `rank` and `world_size`.
+
+    It writes `variance.csv` as it goes, `variance.png` (a heat map, layer by step) at the end of
+    the fit, and to the Trainer's loggers `variance/<layer>/{input,output,affine}` and
+    `variance/<layer>/weight_rms`.
+
+    Args:
+        every_n_steps: log on optimizer steps 0, n, 2n, ...
+        dirpath: where the files go; None is the Trainer's log directory, or its root directory if
+            it has no log directory.
+
+    Raises:
+        ValueError: `every_n_steps` below 1.
+        TypeError: `every_n_steps` is not an integer, or `dirpath` not a path.
+
+    Attributes:
+        last: the rows of the latest logged step, one a layer.
+        logged_step: the latest logged step, -1 before the first.
+        path: the CSV file; None before the first fit.
+    """
+
+    def __init__(self, every_n_steps: int = 50, dirpath: str | Path | None = None) -> None:
+        _checks.count("lightning.VarianceLogger", "every_n_steps", every_n_steps)
+        _checks.path("lightning.VarianceLogger", "dirpath", dirpath)
+        self.every_n_steps = every_n_steps
+        self.dirpath = dirpath
+        self.path: Path | None = None
+        self.last: list[LayerVariance] = []
+        self._probed: list[_Probed] = []
+        self.logged_step = -1
+        self._rows: list[LayerVariance] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Choose where the files go; a resumed run continues its file."""
+        directory = self.dirpath or trainer.log_dir or trainer.default_root_dir
+        self.path = Path(directory) / "variance.csv"
+        if trainer.is_global_zero and not trainer.ckpt_path:
+            self.path.unlink(missing_ok=True)
+        self.logged_step, self._rows = -1, []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Drop the rows of steps that a resumed run trains again."""
+        if trainer.ckpt_path and trainer.is_global_zero and self.path is not None:
+            self._rows = keep_before(trainer.global_step, self.path)
+            self.last = [row for row in self._rows if row.step == self._rows[-1].step]
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """On a logged step, let every norm measure."""
+        step = trainer.global_step
+        if step % self.every_n_steps or step == self.logged_step or not trainer.is_global_zero:
+            return
+        self.logged_step = step
+        for name, module in norm_layers(pl_module):
+            if isinstance(module, TargetVarianceNorm) or not hasattr(module, "process_group"):
+                self._probed.append(_Probed(name, module, pl_module.device))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After a logged step, fetch and write what was measured."""
+        if not self._probed:
+            return
+        values = torch.stack([probed.values for probed in self._probed]).tolist()
+        self.last = [
+            LayerVariance(
+                step=self.logged_step,
+                epoch=trainer.current_epoch,
+                layer=probed.name,
+                depth=depth,
+                kind=probed.kind,
+                target_variance=probed.target_variance,
+                **dict(zip(MEASURED, measured, strict=True)),
+                rank=trainer.global_rank,
+                world_size=trainer.world_size,
+            )
+            for depth, (probed, measured) in enumerate(zip(self._probed, values, strict=True))
+        ]
+        self._release()
+        self._rows += self.last
+        assert self.path is not None
+        append(self.last, self.path)
+        for logger in trainer.loggers:
+            logger.log_metrics(as_metrics(self.last), step=self.logged_step)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the heat map."""
+        if self._rows and self.path is not None:
+            draw_heat_map(self._rows, self.path.with_suffix(".png"), model=type(pl_module).__name__)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave no layer measuring."""
+        self._release()
+
+    def table(self) -> str:
+        """The latest logged step as a table, one line a layer; empty before the first."""
+        return as_table(self.last)
+
+    def _release(self) -> None:
+        for probed in self._probed:
+            probed.release()
+        self._probed = []
+
+
+def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of each normplug layer, and of each layer that a swap could make one."""
+    for path, module in model.named_modules():
+        if isinstance(module, TargetVarianceNorm) or _convert.replacement(module) is not None:
+            yield path, module
+
+
+class _Probed:
+    """A norm layer that measures until it is released."""
+
+    def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
+        self.name = name
+        self.kind = _convert.plain_class(module).__name__
+        self.is_stock = not isinstance(module, TargetVarianceNorm)
+        if self.is_stock:
+            _convert.convert(module, 1.0, backend="torch")
+        assert isinstance(module, TargetVarianceNorm)
+        self.module = module
+        self.target_variance = module.target_variance
+        self.values = torch.full((4,), math.nan, device=device)  # of a layer that does not run
+        module._probe = self.values
+
+    def release(self) -> None:
+        del self.module._probe
+        if self.is_stock:
+            _convert.revert(self.module)

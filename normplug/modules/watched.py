@@ -1,0 +1,172 @@
+"""Running statistics that are only watched: when they start, move, follow a device and go."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normplug._torch import transforms_active
+from normplug.modules.base import Options, TargetVarianceNorm
+
+# Each statistic, and its value before the first batch.
+_START = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
+
+
+class WatchedRows(TargetVarianceNorm):
+    """A norm of rows with scalar running statistics, on which no result depends.
+
+    So a checkpoint may lack them or have too many, and tensors without values (of the meta device)
+    start fresh as soon as the layer's device is known.
+    """
+
+    track_running_stats: bool
+    momentum: float | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def _adopt(self, options: Options) -> None:
+        self.track_running_stats = options.track_running_stats
+        self.momentum = 0.1
+        self.register_statistics(options.device)
+
+    def _leave(self) -> None:
+        for name in (*_START, "track_running_stats", "momentum"):
+            delattr(self, name)
+
+    def stop_watching(self) -> None:
+        """Track no running statistics from now on."""
+        self.track_running_stats = False
+        self.register_statistics()
+
+    def register_statistics(self, device: Any = None) -> None:
+        """Give the layer fresh running statistics, or None for each if it tracks none.
+
+        device: where they go if the layer has no weight to go by.
+        """
+        weight: Tensor | None = self.weight  # type: ignore[assignment]
+        double = weight is not None and weight.dtype == torch.float64
+        dtype = torch.float64 if double else torch.float32
+        for name in _START:
+            fresh = None
+            if self.track_running_stats:
+                fresh = _fresh(name, dtype, device if weight is None else weight.device)
+            self.register_buffer(name, fresh)
+
+    def reset_parameters(self) -> None:
+        """As in the stock class, and forget the running statistics."""
+        super().reset_parameters()  # type: ignore[misc]
+        if "running_mean" in self._buffers:  # the stock constructor calls this before there are any
+            self.reset_running_stats()
+
+    def reset_running_stats(self) -> None:
+        """Forget what was watched: mean 0, variance 1, no batches."""
+        if self._lacks_values():
+            parameter = next(self.parameters(), None)
+            self._start_on("cpu" if parameter is None else parameter.device)
+            return
+        for name, start in _START.items():
+            if (buffer := getattr(self, name)) is not None:
+                buffer.fill_(start)
+
+    def extra_repr(self) -> str:
+        """The stock class's line, the statistics' settings, and the mode."""
+        line, mode = super().extra_repr().rsplit(", ", 1)
+        track, momentum = self.track_running_stats, self.momentum
+        return f"{line}, momentum={momentum}, track_running_stats={track}, {mode}"
+
+    def _statistics_to_move(
+        self, input: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The running statistics, on the input's device; Nones if this forward moves none."""
+        statistics = self._statistics() if self.training else (None, None, None)
+        mean = statistics[0]
+        # torch.func transforms refuse writes to captured tensors; the stock layer has none.
+        if mean is None or transforms_active():
+            return None, None, None
+        try:
+            device = input.device
+        except AttributeError:  # not a tensor, and about to be refused
+            return statistics
+        if mean.device != device:
+            # A layer without weight and bias only learns from its input where it runs.
+            self._move_statistics(device)
+            return self._statistics()
+        return statistics
+
+    def _move_statistics(self, device: torch.device) -> None:
+        if self._lacks_values():
+            self._start_on(device)
+            return
+        with torch.inference_mode(False):
+            for name in _START:
+                if (buffer := getattr(self, name)) is not None:
+                    setattr(self, name, buffer.to(device))
+
+    def _start_on(self, device: torch.device | str) -> None:
+        """Replace statistics that have no values by fresh ones on a device."""
+        for name in _START:
+            if (buffer := getattr(self, name)) is not None:
+                setattr(self, name, _fresh(name, buffer.dtype, device))
+
+    def _lacks_values(self) -> bool:
+        """Whether the statistics are still on the meta device, but no parameter is."""
+        mean = self._buffers.get("running_mean")
+        if mean is None or not mean.is_meta:
+            return False
+        parameter = next(self.parameters(), None)  # reading `weight` might compute it
+        return parameter is None or not parameter.is_meta
+
+    def _is_on_meta(self) -> bool:
+        tensors = (next(self.parameters(), None), self._buffers.get("running_mean"))
+        return any(t is not None and t.is_meta for t in tensors)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> WatchedRows:
+        # Nothing has values on the meta device, and `to_empty` gives none.
+        on_meta = self._is_on_meta()
+        if self._lacks_values():
+            self.reset_running_stats()
+        super()._apply(fn, recurse)
+        if on_meta and not self._is_on_meta():
+            self.reset_running_stats()
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        missing, unexpected = list[str](), list[str]()
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing, unexpected, error_msgs
+        )
+        # A checkpoint may lack the statistics, or have them where the layer tracks none.
+        watched = {prefix + name for name in _START}
+        missing_keys += [key for key in missing if key not in watched]
+        unexpected_keys += [key for key in unexpected if key not in watched]
+        # What was watched under other parameters no longer describes this layer.
+        own = {prefix + name for name, value in self._parameters.items() if value is not None}
+        replaced = own and own.issubset(state_dict) and watched.isdisjoint(state_dict)
+        if replaced or self._lacks_values():
+            self.reset_running_stats()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # A tool that sets each parameter by itself, as accelerate does, does not tell the layer.
+        others = chain(self.parameters(), destination.values())
+        if self._lacks_values() and any(not getattr(t, "is_meta", True) for t in others):
+            self.reset_running_stats()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+def _fresh(name: str, dtype: torch.dtype, device: Any) -> Tensor:
+    kind = torch.long if name == "num_batches_tracked" else dtype
+    with torch.inference_mode(False):  # training writes to it
+        return torch.full((), _START[name], device=device, dtype=kind)

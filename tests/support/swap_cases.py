@@ -1,0 +1,97 @@
+"""A model with norms of each kind, and what a conversion may do to it."""
+
+import copy
+
+import torch
+from torch import nn
+
+from normplug import _convert, target_variance
+from normplug.modules import TargetVarianceNorm
+
+GOLDEN = target_variance("golden")
+X = torch.randn(16, 3, 6, 6)
+
+
+class Net(nn.Module):
+    """One norm of each kind, a shared one, and an alias."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.flat = nn.BatchNorm1d(8)
+        self.norm = nn.LayerNorm(8)
+        self.again = self.norm
+        self.head = nn.Sequential(nn.Linear(8, 8), self.norm, nn.Linear(8, 4))
+
+    def forward(self, x):
+        x = self.flat(self.pool(self.stem(x)).flatten(1))
+        return self.head(self.again(x))
+
+
+def make_net():
+    torch.manual_seed(0)
+    net = Net()
+    for parameter in net.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 1, 0.3)
+    return net
+
+
+class Stubborn(nn.LayerNorm):
+    """A stock norm whose conversion fails."""
+
+
+class TargetStubborn(TargetVarianceNorm, Stubborn):
+    def _affine_shape(self):
+        return self.normalized_shape
+
+    def _adopt(self, options):
+        raise MemoryError("no room")
+
+
+_convert.register(TargetStubborn, Stubborn)
+
+
+def train_step(model, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(1)
+    loss = model(torch.randn(16, 3, 6, 6)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def folded(model, tv):
+    """The stock model that a swapped one must equal: sqrt(tv) in every norm weight."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)):
+            with torch.no_grad():
+                module.weight.mul_(tv**0.5)
+    return model
+
+
+def frozen(model):
+    """All that a refused call must leave: classes, attributes, values and identities."""
+    return [
+        (
+            path,
+            type(m),
+            sorted(vars(m)),
+            dict(m._parameters),
+            {k: id(v) for k, v in m._buffers.items()},
+        )
+        for path, m in model.named_modules(remove_duplicate=False)
+    ], {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def assert_frozen(model, before):
+    layers, values = frozen(model)
+    for now, then in zip(layers, before[0], strict=True):
+        assert now[:3] == then[:3]
+        assert all(now[3][k] is then[3][k] for k in then[3])
+        assert now[4] == then[4]
+    for key, value in before[1].items():
+        assert torch.equal(values[key], value), key

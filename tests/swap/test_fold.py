@@ -1,0 +1,231 @@
+"""The weights that a conversion multiplies, makes, or refuses to touch."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+import normplug
+from normplug import BatchNorm1d, plan, swap, unswap
+from swap_cases import GOLDEN, X, assert_frozen, folded, frozen, train_step
+
+
+@pytest.mark.parametrize("mode", ["golden", 4])
+def test_preserve_output_keeps_the_function_and_unswap_gives_it_back(net, mode):
+    net.bare = nn.BatchNorm1d(4, affine=False)
+    net.head.append(net.bare)
+    net.eval()
+    expected, keys = net(X), set(net.state_dict())
+    swap(net, mode, preserve_output=True)
+    torch.testing.assert_close(net(X), expected)
+    assert net.bare.weight.requires_grad is False
+    swap(net, 0.3, preserve_output=True)
+    torch.testing.assert_close(net(X), expected)
+    unswap(net)
+    torch.testing.assert_close(net(X), expected)
+    assert set(net.state_dict()) == keys
+    assert all(type(row.module).__module__.startswith("torch") for row in plan(net))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_unswap_folds_the_mode_away(net, training):
+    net.head.append(nn.LayerNorm(4, elementwise_affine=False))
+    swap(net).train(training)
+    for _ in range(2):
+        train_step(net)
+    expected = copy.deepcopy(net)(X)
+    assert unswap(net) is net
+    torch.testing.assert_close(net(X), expected, rtol=1e-6, atol=1e-6)
+    plain = pickle.dumps(net.stem)
+    assert b"normplug" not in plain
+    assert not any(
+        "normplug" in key or key == "target_variance" for m in net.modules() for key in vars(m)
+    )
+    assert "norm.running_mean" not in net.state_dict()
+
+
+def test_unswap_without_folding_is_bit_exact(net):
+    before = frozen(net)
+    swap(net)
+    unswap(net, fold=False)
+    assert_frozen(net, before)
+
+
+def test_a_weight_shared_with_another_layer_is_not_scaled_behind_its_back():
+    a, b = nn.LayerNorm(4), nn.LayerNorm(4)
+    b.weight = a.weight
+    model = nn.Sequential(a, b)
+    with pytest.raises(ValueError, match="the weight of 0 is shared with 1, which would change"):
+        swap(model, include="0", preserve_output=True)
+    expected = model(torch.ones(2, 4).cumsum(1))
+    swap(model, preserve_output=True)  # both: scaled once
+    torch.testing.assert_close(model(torch.ones(2, 4).cumsum(1)), expected)
+    unswap(model)
+    torch.testing.assert_close(a.weight, torch.ones(4))
+    assert a.weight is b.weight
+
+
+class Doubled(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+def test_a_parametrized_layer_keeps_its_parametrization():
+    norm = nn.BatchNorm1d(4)
+    parametrize.register_parametrization(norm, "weight", Doubled())
+    x = torch.randn(32, 4)
+    expected = norm(x) * GOLDEN**0.5
+    swap(norm)
+    assert isinstance(norm, BatchNorm1d)
+    assert parametrize.is_parametrized(norm, "weight")
+    torch.testing.assert_close(norm(x), expected)
+    with pytest.raises(ValueError, match="is parametrized; use remove_parametrizations"):
+        unswap(norm)
+    assert isinstance(norm, BatchNorm1d)
+    parametrize.remove_parametrizations(norm, "weight")
+    assert type(norm) is BatchNorm1d
+    unswap(norm)
+    assert type(norm) is nn.BatchNorm1d
+    torch.testing.assert_close(norm(x), expected)
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_torchs_own_parametrizations(name):
+    norm = nn.LayerNorm((6, 4) if name == "orthogonal" else 6).eval()
+    nn.init.normal_(norm.weight, 1, 0.3)
+    getattr(nn.utils.parametrizations, name)(norm, "weight")
+    x = torch.randn(5, *norm.normalized_shape)
+    expected = norm(x)
+    swap(norm)
+    norm.eval()
+    bias = norm.bias.expand_as(x)
+    torch.testing.assert_close(norm(x), (expected - bias) * GOLDEN**0.5 + bias)
+    normplug.check(norm)
+    golden = norm(x)
+    torch.testing.assert_close(copy.deepcopy(norm)(x), golden)
+    parametrize.remove_parametrizations(norm, "weight")
+    unswap(norm)
+    assert type(norm) is nn.LayerNorm
+    torch.testing.assert_close(norm(x), golden)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("how", ["weight_norm", "spectral_norm", "prune"])
+def test_a_weight_that_a_hook_computes_is_swapped_but_not_scaled_behind_its_back(how):
+    norm = nn.LayerNorm((4, 6)).eval()
+    remove = {
+        "weight_norm": nn.utils.remove_weight_norm,
+        "spectral_norm": nn.utils.remove_spectral_norm,
+        "prune": lambda m: prune.remove(m, "weight"),
+    }[how]
+    if how == "prune":
+        prune.random_unstructured(norm, "weight", amount=0.5)
+    else:
+        getattr(nn.utils, how)(norm)
+    x = torch.randn(5, 4, 6)
+    expected = norm(x) * GOLDEN**0.5
+    swap(norm)
+    torch.testing.assert_close(norm(x), expected)
+    for refused in (unswap, lambda m: swap(m, 2, preserve_output=True)):
+        with pytest.raises(ValueError, match="is no parameter but computed from one"):
+            refused(norm)
+    torch.testing.assert_close(norm(x), expected)
+    remove(norm)
+    torch.testing.assert_close(unswap(norm)(x), expected)
+
+
+def test_golden_sgd_is_the_stock_norm_with_a_scaled_start_and_rate(net):
+    """The reparametrisation, so that a comparison needs its control arm."""
+    scale = GOLDEN**0.5
+    twin = folded(net, GOLDEN)
+    swap(net)
+    norms = [
+        m for m in twin.modules() if isinstance(m, (nn.modules.batchnorm._BatchNorm, nn.LayerNorm))
+    ]
+    weights = {id(m.weight) for m in norms}
+    groups = [
+        {"params": [p for p in twin.parameters() if id(p) in weights], "lr": 0.1 * GOLDEN},
+        {"params": [p for p in twin.parameters() if id(p) not in weights]},
+    ]
+    ours, theirs = torch.optim.SGD(net.parameters(), 0.1), torch.optim.SGD(groups, 0.1)
+    for _ in range(10):
+        assert train_step(net, ours) == pytest.approx(train_step(twin, theirs), rel=1e-4)
+    torch.testing.assert_close(net.norm.weight * scale, twin.norm.weight, rtol=1e-4, atol=1e-5)
+
+
+def weightless():
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.LayerNorm(6, elementwise_affine=False),
+        nn.BatchNorm1d(6, affine=False), nn.Sequential(nn.LayerNorm(6, elementwise_affine=False)),
+        nn.Linear(6, 4),
+    )  # fmt: skip
+
+
+def frozen_weights(model):
+    return [model[1].weight, model[2].weight, model[3][0].weight]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", ["golden", 0.3])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
+def test_a_weight_made_for_a_layer_has_the_dtype_of_its_model(dtype, mode, training):
+    model, x = weightless().to(dtype), torch.randn(32, 6, dtype=dtype)
+    for _ in range(3):
+        model(x)
+    model.train(training)
+    keys, expected = set(model.state_dict()), copy.deepcopy(model)(x)
+    rounding = {"rtol": 0, "atol": 16 * torch.finfo(dtype).eps}
+    swap(model, mode, preserve_output=True)
+    assert {w.dtype for w in frozen_weights(model)} == {dtype}
+    torch.testing.assert_close(copy.deepcopy(model)(x), expected, **rounding)
+    unswap(model)  # takes the weights out again
+    assert set(model.state_dict()) == keys
+    torch.testing.assert_close(copy.deepcopy(model)(x), expected, rtol=0, atol=0)
+    swap(model, mode)
+    expected = copy.deepcopy(model)(x)
+    unswap(model)
+    assert {w.dtype for w in frozen_weights(model)} == {dtype}
+    assert type(model[1]) is nn.LayerNorm
+    torch.testing.assert_close(model(x), expected, **rounding)
+
+
+def test_a_weight_made_for_a_layer_lies_where_its_neighbours_do():
+    half, meta = {"dtype": torch.float16}, {"device": "meta"}
+    model = nn.Sequential(
+        nn.LayerNorm(6, elementwise_affine=False),
+        nn.Sequential(nn.Linear(6, 6, **half), nn.LayerNorm(6, elementwise_affine=False)),
+        nn.BatchNorm1d(6, affine=False, dtype=torch.float64),
+        nn.ModuleList([nn.LayerNorm(6, elementwise_affine=False)]),
+        nn.Sequential(nn.Linear(6, 6, **meta), nn.LayerNorm(6, elementwise_affine=False)),
+        nn.Sequential(nn.ReLU(), nn.LayerNorm(6, elementwise_affine=False)),
+    )
+    swap(model)
+    assert [model[i][-1].running_mean.device.type for i in (3, 4, 5)] == ["cpu", "meta", "meta"]
+    unswap(model)
+    norms = [m for m in model.modules() if isinstance(m, (nn.LayerNorm, nn.BatchNorm1d))]
+    assert [(m.weight.dtype, m.weight.device.type) for m in norms] == [
+        (torch.float16, "cpu"),  # nothing is before it
+        (torch.float16, "cpu"),
+        (torch.float64, "cpu"),  # its own statistics
+        (torch.float64, "cpu"),
+        (torch.float32, "meta"),
+        (torch.float32, "meta"),
+    ]
+
+
+def test_a_weight_made_for_a_layer_without_neighbours():
+    bare = unswap(swap(nn.LayerNorm(6, elementwise_affine=False)))
+    assert bare.weight.dtype == torch.float32
+    beside = nn.Sequential(
+        nn.BatchNorm1d(6, affine=False), nn.LayerNorm(6, elementwise_affine=False)
+    )
+    unswap(swap(beside.double()))  # a buffer, where there is no parameter
+    assert {beside[0].weight.dtype, beside[1].weight.dtype} == {torch.float64}
+    lost = swap(weightless().to("meta"), preserve_output=True)
+    unswap(lost)  # there are no values to tell that the weights are ones again
+    assert {w.device.type for w in frozen_weights(lost)} == {"meta"}

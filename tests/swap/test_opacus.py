@@ -1,0 +1,70 @@
+"""Opacus, which judges and replaces layers by their exact class."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import normplug
+from normplug import BatchNorm2d, LayerNorm, swap
+
+opacus = pytest.importorskip("opacus")
+from opacus.validators import ModuleValidator  # noqa: E402
+
+OPACUS_MODES = ["golden", "standard", 0.3]
+
+
+def private_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(288)
+    ).append(nn.Linear(288, 4))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", OPACUS_MODES)
+def test_opacus_fixes_a_swapped_model_and_trains_it(mode):
+    model = swap(private_model(), mode).train()
+    (error,) = ModuleValidator.validate(model)
+    assert type(error).__name__ == "ShouldReplaceModuleError"
+    fixed = ModuleValidator.fix(model)
+    assert [type(m) for m in fixed] == [
+        *(nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.Flatten, LayerNorm, nn.Linear)
+    ]
+    assert fixed[4].target_variance == normplug.target_variance(mode)
+    assert ModuleValidator.is_valid(fixed)
+    assert model[4].running_mean is not None  # `fix` works on a copy
+
+    x, y = torch.randn(8, 3, 8, 8), torch.randint(4, (8,))
+    twin = copy.deepcopy(fixed)
+    private, optimizer, _ = opacus.PrivacyEngine().make_private(
+        module=fixed,
+        optimizer=torch.optim.SGD(fixed.parameters(), 0.1),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 8),
+        noise_multiplier=0.0,
+        max_grad_norm=1e6,
+        poisson_sampling=False,
+    )
+    F.cross_entropy(private(x), y).backward()
+    optimizer.step()
+    F.cross_entropy(twin(x), y).backward()
+    torch.optim.SGD(twin.parameters(), 0.1).step()
+    for ours, theirs in zip(fixed.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_opacus_fixes_every_class_of_which_it_knows_the_stock():
+    swap(nn.LayerNorm(4))  # which tells Opacus, now that it is imported
+    for ours in (normplug.BatchNorm1d, BatchNorm2d, normplug.BatchNorm3d, normplug.SyncBatchNorm):
+        assert type(ModuleValidator.fix(ours(4))) is nn.GroupNorm
+    pairs = ((normplug.BatchNorm1d, nn.InstanceNorm1d), (BatchNorm2d, nn.InstanceNorm2d))
+    for ours, instance_norm in pairs:
+        assert type(ModuleValidator.fix(ours(4), replace_bn_with_in=True)) is instance_norm
+    lazy = swap(nn.Sequential(nn.LazyBatchNorm2d()))
+    lazy(torch.randn(2, 4, 3, 3))
+    assert type(ModuleValidator.fix(lazy)[0]) is nn.GroupNorm
+    synchronised = swap(nn.Sequential(nn.BatchNorm2d(4)), sync=True)
+    assert type(ModuleValidator.fix(synchronised)[0]) is nn.GroupNorm
+    assert not ModuleValidator.is_valid(synchronised)

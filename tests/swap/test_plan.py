@@ -1,0 +1,84 @@
+"""What `plan` lists, and what the filters of `swap` take."""
+
+import pytest
+from torch import nn
+
+from normplug import plan, swap
+from swap_cases import assert_frozen, frozen
+
+
+def classes(net):
+    return {row.path: type(row.module) for row in plan(net)}
+
+
+@pytest.mark.parametrize(
+    ("filters", "swapped"),
+    [
+        ({}, {"stem.1", "flat", "norm"}),
+        ({"include": "stem.*"}, {"stem.1"}),
+        ({"include": ["stem.*", "fl?t"]}, {"stem.1", "flat"}),
+        ({"exclude": "stem.*"}, {"flat", "norm"}),
+        ({"exclude": "head.1"}, {"stem.1", "flat"}),  # any name of a shared layer counts
+        ({"include": "*", "exclude": ["flat", "again"]}, {"stem.1"}),
+        ({"include": r"re:(stem\.\d|norm)"}, {"stem.1", "norm"}),
+        ({"exclude": nn.LayerNorm}, {"stem.1", "flat"}),
+        ({"include": lambda path, m: getattr(m, "num_features", 0) == 8}, {"stem.1", "flat"}),
+        ({"include": (nn.BatchNorm2d, "norm")}, {"stem.1", "norm"}),
+    ],
+)
+def test_filters(net, filters, swapped):
+    planned = {row.path for row in plan(net, **filters) if row.becomes}
+    swap(net, **filters)
+    assert planned == swapped
+    taken = {path for path, cls in classes(net).items() if cls.__module__.startswith("normplug")}
+    assert taken == swapped
+
+
+def test_a_filter_that_matches_nothing(net):
+    before = frozen(net)
+    with pytest.raises(
+        ValueError,
+        match="include='layer9.*' matches no norm layer; the model has: stem.1, flat, norm",
+    ):
+        swap(net, include="layer9.*")
+    with pytest.raises(ValueError, match="no regular expression"):
+        swap(net, include="re:(")
+    with pytest.raises(TypeError, match="include must be a glob"):
+        swap(net, include=[3])
+    assert_frozen(net, before)
+    for call in (plan, swap):
+        with pytest.warns(UserWarning, match="exclude='haed.*' matches no norm layer") as caught:
+            call(net, exclude="haed.*")
+        assert caught[0].filename == __file__
+
+
+def test_nothing_to_swap_warns_with_what_was_seen():
+    model = nn.Sequential(nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.GroupNorm(2, 4))
+    with pytest.warns(
+        UserWarning, match=r"2 GroupNorm \(no normplug counterpart\), 1 InstanceNorm2d"
+    ):
+        assert swap(model) is model
+    with pytest.warns(UserWarning, match="nothing to swap in Linear; norm layers seen: none"):
+        swap(nn.Linear(2, 2))
+
+
+def test_subclasses_and_other_norms_are_left_and_plan_says_so(net):
+    class Odd(nn.BatchNorm2d):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    net.odd = Odd(4)
+    net.rms = nn.RMSNorm(4)
+    net.weighty = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    notes = {row.path: row.note for row in plan(net) if not row.becomes}
+    assert notes == {
+        "odd": "a subclass of nn.BatchNorm2d, which may have a forward of its own",
+        "rms": "no normplug counterpart",
+    }
+    swap(net)
+    assert type(net.odd) is Odd
+    text = str(plan(net))
+    assert "swapped already, mode golden; also again; also head.1" in text
+    assert (
+        "3 of 5 norm layers: 1 BatchNorm2d, 1 BatchNorm1d, 1 LayerNorm; left: 1 Odd (a sub" in text
+    )

@@ -1,0 +1,246 @@
+"""A norm that the package does not know: what it declares is all that any room needs.
+
+`docs/add-a-norm.md` explains each declaration.
+"""
+
+import copy
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import fx, nn
+
+from normplug import _convert, check, fuse, fusions, plan, set_mode, swap, swapped, unswap
+from normplug.modes import target_variance
+from normplug.modules import TargetVarianceNorm
+
+ROOT = target_variance("golden") ** 0.5
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)) * 3
+
+
+class Rescale(nn.Module):
+    """y = weight * x / sqrt(mean(x^2) + eps), over the last dimension; the stock class."""
+
+    def __init__(self, width, eps=1e-6, affine=True):
+        super().__init__()
+        self.width, self.eps, self.affine = width, eps, affine
+        self.weight = nn.Parameter(torch.ones(width)) if affine else None
+
+    def forward(self, input):
+        return formula(input, self.weight, self.eps, 1.0)
+
+    def extra_repr(self):
+        return f"{self.width}, eps={self.eps}"
+
+
+def formula(x, weight, eps, tv):
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * math.sqrt(tv)
+    return y if weight is None else y * weight
+
+
+class TargetRescale(TargetVarianceNorm, Rescale):
+    """`Rescale` with a target second moment."""
+
+    def forward(self, input):
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
+        y = formula(input, self.weight, self._eps, self.target_variance)
+        if self._probe is not None:
+            self._record(input, y)
+        return y
+
+    def _affine_shape(self):
+        return (self.width,)
+
+    def _expected(self, x, training):
+        return formula(x.double(), self.weight, self._eps, self.target_variance).to(x.dtype)
+
+    def _variance(self, x):
+        return x.square().mean()
+
+    def _without_affine(self, x, *statistics):
+        return formula(x, None, self._eps, self.target_variance)
+
+
+_convert.register(TargetRescale, Rescale)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = Rescale(6)
+        self.linear = nn.Linear(6, 6)
+        self.last = Rescale(6)
+
+    def forward(self, x):
+        x = x + self.linear(self.norm(x).relu())
+        return self.last(x)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Block())
+    for norm in (model[1].norm, model[1].last):
+        nn.init.normal_(norm.weight, 1, 0.3)
+    return model
+
+
+def golden(model):
+    """The stock model with sqrt(tv) in every norm weight."""
+    model = copy.deepcopy(model)
+    for norm in (model[1].norm, model[1].last):
+        norm.weight.data.mul_(ROOT)
+    return model
+
+
+def kinds(model):
+    return [type(m) for m in model.modules() if isinstance(m, Rescale)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_it_is_planned_swapped_and_unswapped_with_the_same_outputs(model, training):
+    model.train(training)
+    expected, keys = golden(model)(X), set(model.state_dict())
+    assert plan(model).summary() == "2 of 2 norm layers: 2 Rescale"
+    assert [row.becomes for row in plan(model, exclude="1.last")] == ["TargetRescale", None]
+    assert kinds(swap(model)) == [TargetRescale] * 2
+    assert {row.note for row in plan(model)} == {"swapped already, mode golden"}
+    torch.testing.assert_close(model(X), expected)
+    assert set(model.state_dict()) == keys
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(X), model(X))
+    torch.testing.assert_close(unswap(model)(X), expected)
+    assert kinds(model) == [Rescale] * 2
+    assert not any("normplug" in name or name == "backend" for name in vars(model[1].norm))
+
+
+def test_its_outputs_are_preserved_and_a_missing_weight_is_made(model):
+    model.append(Rescale(6, affine=False))
+    expected, keys = model(X), set(model.state_dict())
+    torch.testing.assert_close(swap(model, 0.3, preserve_output=True)(X), expected)
+    assert model[2].weight.shape == (6,)
+    torch.testing.assert_close(unswap(model)(X), expected)
+    with swapped(model, 2, preserve_output=True):
+        torch.testing.assert_close(model(X), expected)
+    torch.testing.assert_close(model(X), expected)
+    assert set(model.state_dict()) == keys
+
+
+def test_fuse_leaves_it_and_says_why(model):
+    expected = swap(model)(X)
+    with pytest.warns(UserWarning, match="normplug.fuse: nothing to fuse in Sequential"):
+        fuse(model)
+    assert torch.equal(model(X), expected)
+    for row in fusions(model):
+        assert (row.kind, row.label) == ("TargetRescale", None)
+        assert row.note
+
+
+def test_check_counts_it_and_compares_its_formula(model, monkeypatch):
+    report = check(swap(model), X)
+    assert report.summary() == "2 norm layers in order: 2 in mode golden"
+    assert {layer.tested for layer in report} == {"train, eval, eval under no_grad"}
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetRescale, "forward", Rescale.forward)
+        with pytest.raises(RuntimeError, match="1.last: in eval, its output is off the formula"):
+            check(model)
+    model[1].norm = Rescale(6)
+    with pytest.raises(RuntimeError, match="1.norm: swapped in mode golden, a Rescale now"):
+        check(model)
+
+
+def test_a_subclass_that_overrides_forward_is_not_compared():
+    class WithRelu(TargetRescale):
+        def forward(self, input):
+            return super().forward(input).relu()
+
+    assert "not compared: a subclass with a forward of its own" in str(check(WithRelu(6)))
+
+
+def test_its_mode_is_set_and_travels_in_checkpoints(model):
+    stock = copy.deepcopy(model)
+    state = swap(model).state_dict()
+    set_mode(model, 0.5)
+    torch.testing.assert_close(model[1].norm(X) * ROOT, stock[1].norm(X) * (0.5**0.5 * ROOT))
+    with pytest.warns(UserWarning, match=r"mode golden is loaded into layers of mode 0\.5"):
+        model.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_mode(model, "golden").load_state_dict(state)
+        set_mode(model, "standard").load_state_dict(stock.state_dict())
+
+
+def test_it_is_constructed_with_a_mode():
+    layer = TargetRescale(6, eps=1e-3, mode=0.5)
+    assert repr(layer) == "TargetRescale(6, eps=0.001, mode=0.5)"
+    torch.testing.assert_close(
+        layer(X).square().mean(-1), torch.full((16,), 0.5), rtol=1e-2, atol=0
+    )
+    with pytest.raises(ValueError, match="normplug.TargetRescale: backend must be one of"):
+        TargetRescale(6, backend="cuda")
+
+
+def test_code_that_recomputes_it_is_refused(model):
+    def recompute(norm):
+        return norm.weight * X * torch.rsqrt(X.square().mean(-1, keepdim=True) + norm.eps)
+
+    with pytest.raises(RuntimeError, match="recompute would drop the target variance of a Target"):
+        recompute(swap(model)[1].norm)
+
+
+def test_it_is_taken_for_no_batch_norm(model):
+    swap(model, sync=True)
+    assert kinds(model) == [TargetRescale] * 2
+    assert not any(_convert.synchronise(m) for m in model.modules())
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert kinds(model) == [TargetRescale] * 2
+    check(model, X)
+
+
+def test_to_fx_and_to_a_compiler_it_is_a_layer(model):
+    swap(model).eval()
+    graph = fx.symbolic_trace(model)
+    assert {"1.norm", "1.last"} <= {n.target for n in graph.graph.nodes if n.op == "call_module"}
+    torch.testing.assert_close(graph(X), model(X))
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(X), model(X))
+
+
+@pytest.mark.parametrize("mode", [None, "golden", 0.5])
+def test_its_variance_is_logged_stock_or_swapped(model, mode, tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch")
+    from normplug.lightning import VarianceLogger
+
+    class Module(lightning.LightningModule):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    if mode is not None:
+        swap(model, mode)
+    before, logger = kinds(model), VarianceLogger(every_n_steps=1, dirpath=tmp_path)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        callbacks=[logger],
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(model), torch.utils.data.DataLoader(X, 8))
+    assert [row.layer for row in logger.last] == ["net.1.norm", "net.1.last"]
+    for row in logger.last:
+        assert row.output_variance == pytest.approx(target_variance(mode or "standard"), rel=1e-3)
+        assert row.weight_rms != 1
+    assert kinds(model) == before

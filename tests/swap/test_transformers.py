@@ -1,0 +1,176 @@
+"""torch's transformer layers, which bypass their norms where they think them stock."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import normplug
+from normplug import LayerNorm, check, set_mode, swap, unswap
+
+
+def encoder_layer(norm_first=False, which=("norm1", "norm2"), cls=nn.TransformerEncoderLayer):
+    """In eval, with normplug's norms put there by hand."""
+    torch.manual_seed(0)
+    layer = cls(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    for name in which:
+        setattr(layer, name, LayerNorm(16, mode=0.3))
+    for name in ("norm1", "norm2"):
+        nn.init.normal_(getattr(layer, name).weight, 1, 0.3)
+    return layer.eval()
+
+
+class Subclass(nn.TransformerEncoderLayer):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+WHICH = [("norm1", "norm2"), ("norm1",), ("norm2",)]
+TOKENS = torch.randn(3, 5, 16)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_transformer_encoder_validates_with_the_norms_it_trains(norm_first, padded):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a pre-norm encoder says that it will not nest tensors
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+        model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16))
+    x, mask = torch.randn(3, 5, 16), None
+    if padded:
+        mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]])
+    swap(model)
+    expected = model.train()(x, src_key_padding_mask=mask)
+    real = torch.ones(3, 5, dtype=torch.bool) if mask is None else ~mask
+    with torch.no_grad():
+        got = model.eval()(x, src_key_padding_mask=mask)
+        torch.testing.assert_close(got[real], expected[real])
+        # What torch makes of padding in eval is its own affair, and the same after `unswap`.
+        torch.testing.assert_close(unswap(model)(x, src_key_padding_mask=mask), got)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_transformer_encoder_takes_nested_tensors_as_before_the_swap(norm_first):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    model = swap(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16)))
+    parts = [torch.randn(3, 16), torch.randn(5, 16)]
+    expected = [model.train()(part[None])[0] for part in parts]
+    with torch.no_grad():
+        got = model.eval()(torch.nested.nested_tensor(parts)).unbind()
+    torch.testing.assert_close(list(got), [y.detach() for y in expected])
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("which", WHICH, ids="+".join)
+@pytest.mark.parametrize("cls", [nn.TransformerEncoderLayer, Subclass])
+def test_a_transformer_layer_calls_norms_placed_by_hand(cls, which, norm_first):
+    layer = encoder_layer(norm_first, which, cls)
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    stock = unswap(copy.deepcopy(layer))
+    with torch.no_grad():
+        expected = stock(TOKENS)
+        torch.testing.assert_close(layer(TOKENS), expected)
+        torch.testing.assert_close(twin(TOKENS), expected)
+    check(layer, TOKENS)
+
+
+@pytest.mark.parametrize("which", WHICH, ids="+".join)
+def test_a_compiled_or_exported_transformer_layer_calls_them_too(which):
+    layer = encoder_layer(which=which)
+    with torch.no_grad():
+        expected = unswap(copy.deepcopy(layer))(TOKENS)
+        torch.compiler.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(TOKENS), expected)
+        for strict in (True, False):
+            exported = torch.export.export(layer, (TOKENS,), strict=strict).module()
+            torch.testing.assert_close(exported(TOKENS), expected)
+
+
+@pytest.mark.parametrize("take", ["norm1", "norm2"])
+def test_a_transformer_layer_calls_a_norm_that_was_swapped_alone(take):
+    layer = encoder_layer(which=())
+    with torch.no_grad():
+        stock = layer(TOKENS)
+        swap(getattr(layer, take), 0.3)
+        got, expected = layer(TOKENS), unswap(copy.deepcopy(layer))(TOKENS)
+        torch.testing.assert_close(got, expected)
+        assert not torch.allclose(got, stock, atol=1e-3)
+        again = swap(encoder_layer(which=()), 0.3, include=take)
+        torch.testing.assert_close(again(TOKENS), expected)
+
+
+def test_a_transformer_layer_in_mode_standard_keeps_its_fused_inference(monkeypatch):
+    calls = []
+    fused = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(
+        torch, "_transformer_encoder_layer_fwd", lambda *args: (calls.append(1), fused(*args))[1]
+    )
+    layer = swap(encoder_layer(which=()), "standard")
+    with torch.no_grad():
+        layer(TOKENS)
+        assert calls == [1]
+        set_mode(layer, "golden")
+        layer(TOKENS)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("mask_check", [True, False])
+@pytest.mark.parametrize("which", WHICH, ids="+".join)
+@pytest.mark.parametrize("first", ["place", "build"])
+def test_an_encoder_packs_padded_input_for_them_as_for_torchs(first, which, mask_check):
+    mask = torch.arange(5) >= torch.tensor([[5], [3], [2]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = encoder_layer(which=which if first == "place" else ())
+        model = nn.TransformerEncoder(layer, 2, norm=LayerNorm(16, mode=0.3)).eval()
+        model.mask_check = mask_check
+        for one in model.layers if first == "build" else ():
+            for name in which:
+                setattr(one, name, LayerNorm(16, mode=0.3).eval())
+        assert model.use_nested_tensor
+        stock = unswap(copy.deepcopy(model))
+        with torch.no_grad():
+            expected = stock(TOKENS, src_key_padding_mask=mask)
+            got = model(TOKENS, src_key_padding_mask=mask)
+    torch.testing.assert_close(got, expected)
+
+
+class AnswersAll(nn.TransformerEncoderLayer):
+    """Has every attribute, as some wrappers do."""
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return None
+
+
+class NormWithParts(AnswersAll):
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.act = nn.ReLU()
+
+
+def test_a_model_that_has_every_attribute_is_swapped_and_unswapped():
+    model = nn.Sequential(AnswersAll(16, 2, 32, 0.0, batch_first=True), NormWithParts()).eval()
+    before = [dict(vars(m)) for m in model.modules()]
+    assert [row.path for row in normplug.plan(model)] == ["0.norm1", "0.norm2"]
+    layer = model[0]
+    with torch.no_grad():
+        stock = layer(TOKENS)
+        swap(model, 0.3)
+        golden = layer(TOKENS)
+        check(layer, TOKENS)
+        assert not torch.allclose(golden, stock, atol=1e-3)
+        torch.testing.assert_close(unswap(model)[0](TOKENS), golden)
+        with normplug.swapped(model):
+            pass
+        torch.testing.assert_close(layer(TOKENS), golden)
+    assert [vars(m).keys() for m in model.modules()] == [b.keys() for b in before]

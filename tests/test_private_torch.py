@@ -1,0 +1,259 @@
+"""Private names of torch: one file has them all, and each may be missing."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import normplug
+from normplug import _torch
+
+ROOT = Path(normplug.__file__).parent
+NAMES = re.findall(r'_private\(\s*"([\w.]+)"', Path(_torch.__file__).read_text())
+
+LOOK_UPS = ("getattr", "hasattr", "setattr", "delattr")
+
+
+def imports_of_torch(tree):
+    """What each name that a file imports from torch stands for: name -> path."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.asname or alias.name.partition(".")[0], alias.asname and alias.name
+
+
+def private_names(source):
+    """Paths under torch, of which a part is private, that a file imports, reads or looks up."""
+    tree = ast.parse(source)
+    paths = {name: path or name for name, path in imports_of_torch(tree)}
+    found = [path for path in paths.values() if path]
+
+    def path_of(node):
+        if isinstance(node, ast.Name):
+            return paths.get(node.id, "")
+        if isinstance(node, ast.Attribute):
+            owner = path_of(node.value)
+            return owner and f"{owner}.{node.attr}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in LOOK_UPS:
+            owner = path_of(node.args[0])
+            return owner and f"{owner}.{ast.unparse(node.args[1])[1:-1]}"
+        return ""
+
+    found += [path_of(node) for node in ast.walk(tree)]
+    private = re.compile(r"torch(\.\w+)*\._(?!_)\w+")
+    return sorted({path for path in found if private.match(path)})
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ("import torch\nx = torch._C._a()", "torch._C._a"),
+        ("from torch import nn\nnn.modules.b._B", "torch.nn.modules.b._B"),
+        ("from torch.utils._p import leaves", "torch.utils._p.leaves"),
+        ("import torch.nn.modules.module as m\nm._hooks", "torch.nn.modules.module._hooks"),
+        ("import torch\ngetattr(torch.compiler, '_flag', 0)", "torch.compiler._flag"),
+    ],
+)
+def test_private_names_are_found(source, path):
+    assert path in private_names(source)
+
+
+@pytest.mark.parametrize("source", ["module._parameters", "import torch\ntorch.__version__"])
+def test_attributes_of_objects_and_of_every_module_are_let_through(source):
+    assert private_names(source) == []
+
+
+def test_one_file_has_every_private_name_of_torch():
+    found = {
+        path.relative_to(ROOT).as_posix(): names
+        for path in ROOT.rglob("*.py")
+        if path.name != "_torch.py" and (names := private_names(path.read_text()))
+    }
+    assert found == {}
+
+
+# Hidden from `_torch` only, since torch uses most of them itself. One process a case, forked from
+# one that has torch, which takes longer to import than the rest.
+TRAIN_WITHOUT = """
+import contextlib, functools, importlib.util, json, os, sys, traceback, torch
+
+@contextlib.contextmanager
+def hidden(path):
+    *parents, name = path.split(".")
+    owner = functools.reduce(getattr, parents, torch)
+    if not hasattr(owner, name):
+        yield
+        return
+    value = getattr(owner, name)
+    delattr(owner, name)
+    yield
+    setattr(owner, name, value)
+
+def train_without(names, backend):
+    spec = importlib.util.spec_from_file_location("normplug._torch", sys.argv[1])
+    sys.modules["normplug._torch"] = without = importlib.util.module_from_spec(spec)
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(hidden(name))
+        spec.loader.exec_module(without)
+    import normplug
+    from normplug import _torch
+    assert _torch is without
+    model = normplug.fuse(normplug.swap(make_model(), backend=backend))
+    losses = train(model)
+    assert normplug.check(model)
+    return losses
+
+def make_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1)
+    )
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.arange(32.0).view(4, 8).sin()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+train(make_model())  # what torch imports on the way is imported once
+for case in json.loads(sys.argv[2]):
+    child = os.fork()
+    if child == 0:
+        try:
+            print(json.dumps(train_without(*case)), flush=True)
+        except BaseException:
+            print(json.dumps(traceback.format_exc()), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_model_trains_without_each_and_with_kernels_without_all():
+    cases = [([], "auto"), *(([name], "auto") for name in NAMES)]
+    if find_spec("triton") is not None:
+        cases += [([], "triton"), (NAMES, "triton")]
+    ran = subprocess.run(
+        [sys.executable, "-c", TRAIN_WITHOUT, _torch.__file__, json.dumps(cases)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    results = [json.loads(line) for line in ran.stdout.splitlines()]
+    expected = {
+        backend: losses
+        for (names, backend), losses in zip(cases, results, strict=True)
+        if not names
+    }
+    for (names, backend), losses in zip(cases, results, strict=True):
+        assert losses == expected[backend], names
+    assert all(isinstance(loss, float) for losses in expected.values() for loss in losses)
+
+
+class AnyMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def under_grad(question):
+    answers = []
+    torch.func.grad(lambda x: (answers.append(question()), x.sum())[1])(torch.ones(2))
+    return answers[0]
+
+
+def under_trace(question):
+    answers = []
+    torch.jit.trace(lambda x: (answers.append(question()), x + 1)[1], torch.ones(2))
+    return answers[0]
+
+
+def under(block):
+    def ask(question):
+        with block():
+            return question()
+
+    return ask
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.parametrize(
+    "ask", [under_grad, under_trace, under(forward_ad.dual_level), under(AnyMode)]
+)
+def test_what_interposes_itself_is_seen(ask):
+    assert not _torch.interposed()
+    assert ask(_torch.interposed)
+    assert not _torch.interposed()
+
+
+# What torch gives, and what stands in for it, where both can be asked without a GPU.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.parametrize(
+    ("question", "instead", "ask"),
+    [
+        (_torch.transforms_active, _torch._transforms_active, under_grad),
+        (lambda: torch._C._is_tracing(), torch.jit.is_tracing, under_trace),
+        (
+            _torch.in_forward_ad,
+            lambda: _torch._ForwardAD()._current_level >= 0,
+            under(forward_ad.dual_level),
+        ),
+        (
+            lambda: not _torch.saved_tensors_hooks_are_allowed(),
+            lambda: not _torch._saved_tensors_hooks_are_allowed(),
+            under(lambda: disable_saved_tensors_hooks("not now")),
+        ),
+    ],
+)
+def test_what_stands_in_gives_the_same_answer(question, instead, ask):
+    assert (question(), ask(question), question()) == (False, True, False)
+    assert (instead(), ask(instead), instead()) == (False, True, False)
+
+
+def test_what_stands_in_makes_a_dead_wrapper_plain():
+    left = []
+    t = torch.ones(3, requires_grad=True)
+    torch.func.grad(lambda x: (left.append(x), x.sum())[1])(t)
+    for plain in (_torch.unwrap_if_dead, _torch._plain):
+        assert plain(left[0]).data_ptr() == t.data_ptr()
+        assert plain(left[0]).requires_grad
+
+
+def test_what_stands_in_finds_the_tensors_of_an_output():
+    tree = {"a": [1, (2, 3)], "b": {"c": None}, "d": torch.Size([4])}
+    assert _torch._tree_leaves(tree) == _torch.tree_leaves(tree)
+
+
+def test_the_bases_are_torchs():
+    assert _torch.BatchNormBase is nn.modules.batchnorm._BatchNorm
+    assert _torch.LazyNormBase is nn.modules.batchnorm._LazyNormBase
+    assert _torch.NormBase is nn.modules.batchnorm._NormBase
+
+
+@pytest.mark.gpu
+def test_what_stands_in_gives_the_same_gpu_and_stream():
+    assert _torch.current_device_index() == torch.cuda.current_device()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for index in range(torch.cuda.device_count()):
+            assert _torch.current_raw_stream(index) == _torch._current_raw_stream(index)
+    _torch._gpu_sleep(100_000)
+    torch.cuda.synchronize()
