@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normplug._ops import nested
+from normplug._torch import transforms_active
 from normplug.reference import accumulator_dtype
 
 # Asked here, once: torch.compile of torch 2.6 cannot trace the question.
@@ -86,7 +87,7 @@ def batch_norm(
     if residual is not None:
         # y is nobody else's, and not kept for the backward.
         same = residual.shape == y.shape and residual.dtype == y.dtype
-        in_place = same and not torch._C._are_functorch_transforms_active()
+        in_place = same and not transforms_active()
         y = y.add_(residual) if in_place else y + residual
     return y if activation is None else ACTIVATIONS[activation](y)
 

@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from normplug import _checks
 from normplug._ops import aten
 from normplug._ops.batch_norm import compiled as batch_norm_library
 from normplug._ops.batch_norm import pooled_compiled as pool_library
 from normplug._ops.layer_norm import compiled as layer_norm_library
+from normplug._torch import (
+    dispatch_modes,
+    in_forward_ad,
+    interposed,
+    is_exporting,
+    is_tracing,
+    transforms_active,
+)
 
 _HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is wanted
 # Bytes of input, by itemsize, below which torch's own norm is over sooner in stock mode: the host
@@ -57,7 +64,7 @@ def signature(
 
 def known(signature: _Signature) -> _Route | None:
     """What carries out a call that has been checked before; it takes the tensors."""
-    if _watched():
+    if interposed():
         return None
     try:
         return _known.get(signature)
@@ -69,7 +76,7 @@ def remember(
     signature: _Signature, route: _Route, tensors: tuple[Tensor | None, ...], *settings: Any
 ) -> None:
     """Let calls like this one skip their checks, and go straight to their plan if they have one."""
-    if _watched():
+    if interposed():
         return
     if len(_known) >= _KEPT:
         _known.clear()
@@ -77,16 +84,6 @@ def remember(
     find_plan = getattr(sys.modules[route.__module__], "straight", None)
     straight = find_plan and find_plan(route, tensors, settings)
     _known[signature] = straight or (lambda *tensors: route(*tensors, *settings))
-
-
-def _watched() -> bool:
-    """Whether something interposes itself between torch's operations, and would miss a kernel."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-    )
 
 
 def batch_norm(
@@ -241,7 +238,7 @@ def _asked_for(backend: str, x: Tensor) -> bool:
 
 
 def _compiling() -> bool:
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or dispatch_modes() > 0
 
 
 def _pays(x: Tensor, stock: bool) -> bool:
@@ -263,7 +260,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """By kernel where one can run, and no gradient is asked for; else None."""
     if not x.is_cuda or (x.requires_grad and torch.is_grad_enabled()):
         return None
-    if torch.compiler.is_compiling() or _watched() or _refusal() is not None:
+    if torch.compiler.is_compiling() or interposed() or _refusal() is not None:
         return None
     from normplug._ops.batch_norm import eager as batch_norm_gpu
 
@@ -276,13 +273,12 @@ def _refusal() -> str | None:
     """Why no kernel can be called now, whatever the tensors; None where one may."""
     if not _HAS_TRITON:
         return "triton is not installed"
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         return "a torch.func transform is active"
-    if torch._C._get_tracing_state() is not None:
+    if is_tracing():
         return "torch.jit.trace records torch's operations only"
-    if forward_ad._current_level >= 0:
+    if in_forward_ad():
         return "forward-mode differentiation is active"
-    # torch.compiler.is_exporting() holds while anything compiles. torch 2.6 has no such flag.
-    if getattr(torch.compiler, "_is_exporting_flag", False):
+    if is_exporting():
         return "torch.export is tracing, for machines that may have no GPU"
     return None

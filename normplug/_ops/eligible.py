@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from normplug._kernels.launch import BUILDS, INTERPRETED, Workspace
+from normplug._torch import current_device_index, current_raw_stream, unwrap_if_dead
 
 _KEPT_PLANS = 4096
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,7 +44,7 @@ class Workspaces:
     def get(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
         """The stream, and on it `scratch` counters and partial results."""
         on_cuda = self._device.type == "cuda"
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index) if on_cuda else 0
+        stream = current_raw_stream(self._device.index) if on_cuda else 0
         if stream != 0 or not on_cuda:
             return stream, Workspace(self._device, self._dtype, *scratch)
         work = self._kept.get(scratch)
@@ -52,23 +53,14 @@ class Workspaces:
         return stream, work
 
 
-def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """A Function's `apply`, without its search for what `torch.func` has wrapped.
-
-    That takes the host as long as a launch. No transform is active where kernels are called; what
-    one has left behind, `alive` unwraps.
-    """
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
-
-
 def alive(t: Tensor | None) -> Tensor | None:
     """A tensor that a transform of `torch.func` has left behind, as the plain one that it is."""
-    return None if t is None else torch._C._functorch.unwrap_if_dead(t)
+    return None if t is None else unwrap_if_dead(t)
 
 
 def elsewhere(x: Tensor) -> bool:
     """Whether x is on another GPU than the current one, where a launch would go."""
-    return x.is_cuda and torch._C._cuda_getDevice() != x.device.index
+    return x.is_cuda and current_device_index() != x.device.index
 
 
 def on_device_of(x: Tensor, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-# Which hooks are in force. Without it (torch before 2.8) those of activation checkpointing could
-# not be told, and would be put out of force.
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-AVAILABLE = _top_hooks is not None
-_hooks_are_allowed: Any = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled")  # noqa: B009
+from normplug._torch import saved_tensors_hooks_are_allowed, top_saved_tensors_hooks
+
+AVAILABLE = top_saved_tensors_hooks is not None
 
 
 class Recomputable(torch.autograd.Function):
@@ -62,7 +60,7 @@ def call(y: Tensor, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def will_recompute(y: Any) -> bool:
     """Whether `call` with y would recompute it."""
-    if torch.compiler.is_compiling() or _top_hooks is None:
+    if torch.compiler.is_compiling() or top_saved_tensors_hooks is None:
         return False
     node = getattr(y, "grad_fn", None)
     function: Any = getattr(node, "_forward_cls", object)
@@ -70,15 +68,15 @@ def will_recompute(y: Any) -> bool:
         issubclass(function, Recomputable)
         and y.output_nr == 0
         and function.is_recomputable(node)
-        and _hooks_are_allowed()
+        and saved_tensors_hooks_are_allowed()
         and isinstance(_hook(), (_Pack, NoneType))
     )
 
 
 def _hook() -> Any:
     """What is called for a tensor that is saved now; None where nothing is."""
-    assert _top_hooks is not None
-    return (_top_hooks(True) or (None,))[0]
+    assert top_saved_tensors_hooks is not None
+    return (top_saved_tensors_hooks(True) or (None,))[0]
 
 
 class _Recipe:

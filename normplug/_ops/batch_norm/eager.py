@@ -20,6 +20,7 @@ from normplug._kernels.launch import COOPERATIVE, Launch, Workspace
 from normplug._ops import aten
 from normplug._ops import eligible as gpu
 from normplug._ops.recompute import Recomputable
+from normplug._torch import applier, current_raw_stream
 from normplug.reference import accumulator_dtype
 
 
@@ -315,7 +316,7 @@ class _BatchNorm(Recomputable):
         return (*gradients, None)
 
 
-_apply = gpu.applier(_BatchNorm)
+_apply = applier(_BatchNorm)
 
 
 def batch_norm(
@@ -361,7 +362,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     launch = kernels.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
     stats = x.new_empty(2 * c, dtype=accumulator_dtype(x.dtype))
     with torch.cuda.device_of(x):
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+        stream = current_raw_stream(x.device.index) if x.is_cuda else 0
         work = Workspace(x.device, stats.dtype, *kernels.scratch(geometry))
         # What a call does not have, the kernel does not touch.
         blank = (x, x, x, x, stats, stats, stats, stats, work.counters)

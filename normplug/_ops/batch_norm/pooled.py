@@ -23,6 +23,7 @@ from normplug._ops import aten
 from normplug._ops import eligible as gpu
 from normplug._ops.aten import Pool
 from normplug._ops.batch_norm import eager as batch_norm_gpu
+from normplug._torch import applier
 from normplug.reference import accumulator_dtype
 
 # Mean, variance and count of batches.
@@ -297,7 +298,7 @@ class _BatchNormPool(torch.autograd.Function):
         return (*gradients, None)
 
 
-_apply = gpu.applier(_BatchNormPool)
+_apply = applier(_BatchNormPool)
 
 
 def batch_norm_max_pool(

@@ -24,6 +24,7 @@ from normplug._kernels.layer_norm.launches import Spacing, TwoLevels
 from normplug._ops import aten
 from normplug._ops import eligible as gpu
 from normplug._ops.recompute import Recomputable
+from normplug._torch import applier
 from normplug.reference import accumulator_dtype
 
 _Needs = tuple[bool, bool, bool, bool]  # dx, dweight, dbias, dinput_bias
@@ -441,7 +442,7 @@ class _AddLayerNorm(Recomputable):
         )
 
 
-_apply, _apply_add = gpu.applier(_LayerNorm), gpu.applier(_AddLayerNorm)
+_apply, _apply_add = applier(_LayerNorm), applier(_AddLayerNorm)
 
 
 def _plan_of(
