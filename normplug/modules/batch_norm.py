@@ -8,11 +8,12 @@ from torch import Tensor, fx, nn
 
 from normplug import _checks, functional
 from normplug._ops.aten import Pool
+from normplug._torch import BatchNormBase
 from normplug.modes import ModeLike, target_variance
 from normplug.modules.base import TargetVarianceNorm
 
 
-class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
+class _BatchNormForward(TargetVarianceNorm, BatchNormBase):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics."""
         if isinstance(input, fx.Proxy):

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from normplug import _checks, functional
+from normplug._torch import dispatch_modes
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
 # torch 2.14 deprecated the second name for the first; without torch.distributed there is neither.
@@ -237,7 +238,7 @@ def _has_kernels(x: Tensor) -> bool:
         return False
     # Of contiguous halves they sum with the mean rounded to a half: off by 1e-3 (torch 2.11).
     exact = x.dtype == accumulator_dtype(x.dtype) or _is_channels_last(x)
-    tracing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    tracing = torch.compiler.is_compiling() or dispatch_modes() > 0
     return exact and not tracing
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from normplug import _checks, functional
 from normplug._ops import nested
+from normplug._torch import transforms_active
 from normplug.modes import ModeLike, target_variance
 from normplug.modules.base import TargetVarianceNorm
 from normplug.reference import accumulator_dtype
@@ -155,7 +156,7 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
         statistics = self._statistics() if self.training else (None, None, None)
         mean = statistics[0]
         # torch.func transforms refuse writes to captured tensors, and stock LayerNorm has none.
-        if mean is None or torch._C._are_functorch_transforms_active():
+        if mean is None or transforms_active():
             return None, None, None
         try:
             device = input.device

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from normplug._torch import BatchNormBase, LazyNormBase
 from normplug.modules import joined
 from normplug.modules.batch_norm import _BatchNorm, _BatchNormForward
 
@@ -93,9 +94,7 @@ class SyncBatchNorm(_SyncBatchNormForward, _BatchNorm, nn.SyncBatchNorm):
     """
 
 
-class LazySyncBatchNorm(
-    _SyncBatchNormForward, nn.modules.batchnorm._LazyNormBase, nn.modules.batchnorm._BatchNorm
-):
+class LazySyncBatchNorm(_SyncBatchNormForward, LazyNormBase, BatchNormBase):
     """What `swap(sync=True)` makes of `torch.nn.LazyBatchNorm*d`, until its first forward."""
 
     cls_to_become = SyncBatchNorm
