@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch.overrides import get_overridable_functions
 
 from normplug._fuse.fused_class import plain_class
+from normplug._torch import traceable_assert
 
 _STATEMENTS = (
     ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.If, ast.For, ast.Pass,
@@ -119,7 +120,7 @@ def _source(function: types.FunctionType) -> ast.FunctionDef:
 def _recorded() -> frozenset[Any]:
     """The functions that torch.fx records: those that can be overridden."""
     functions = [f for group in get_overridable_functions().values() for f in group]
-    return frozenset([*functions, torch._assert])
+    return frozenset([*functions, traceable_assert])
 
 
 class _Reader:
