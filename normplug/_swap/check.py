@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
 
 from normplug import _checks, _convert, modules, reference
 from normplug._swap import record as _record
 from normplug._swap.swap import unswap
 from normplug._table import counts, shown, table
+from normplug._torch import tree_leaves
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 

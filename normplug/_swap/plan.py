@@ -16,13 +16,14 @@ from torch import nn
 
 from normplug import _checks, _convert
 from normplug._table import counts, shown, table
+from normplug._torch import NormBase
 from normplug.modules import TargetVarianceNorm
 
 Filter: TypeAlias = str | type | Callable[[str, nn.Module], bool]
 Filters: TypeAlias = Filter | Sequence[Filter] | None
 
 _NORM_CLASSES = (
-    nn.modules.batchnorm._NormBase,
+    NormBase,
     nn.LayerNorm,
     nn.GroupNorm,
     nn.LocalResponseNorm,
