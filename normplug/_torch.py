@@ -103,12 +103,16 @@ def _dispatch_modes() -> int:
     return 1
 
 
+def _is_tracing_or_none() -> bool | None:
+    return torch.jit.is_tracing() or None
+
+
 # Whether a transform of `torch.func` is active.
 transforms_active = _private("_C._are_functorch_transforms_active", _transforms_active)
 # How many `TorchDispatchMode`s are active.
 dispatch_modes = _private("_C._len_torch_dispatch_stack", _dispatch_modes)
-# Whether `torch.jit.trace` is recording. The public function asks twice.
-is_tracing = _private("_C._is_tracing", torch.jit.is_tracing)
+# What `torch.jit.trace` is recording; None if it is not. The public function asks more.
+_tracing_state = _private("_C._get_tracing_state", _is_tracing_or_none)
 _forward_ad: Any = (
     _ForwardAD() if _private("autograd.forward_ad._current_level", None) is None else forward_ad
 )
@@ -120,8 +124,13 @@ def interposed() -> bool:
         transforms_active()
         or _forward_ad._current_level >= 0
         or dispatch_modes() > 0
-        or is_tracing()
+        or _tracing_state() is not None
     )
+
+
+def is_tracing() -> bool:
+    """Whether `torch.jit.trace` is recording."""
+    return _tracing_state() is not None
 
 
 def in_forward_ad() -> bool:

@@ -211,7 +211,7 @@ def test_what_interposes_itself_is_seen(ask):
     ("question", "instead", "ask"),
     [
         (_torch.transforms_active, _torch._transforms_active, under_grad),
-        (lambda: torch._C._is_tracing(), torch.jit.is_tracing, under_trace),
+        (_torch.is_tracing, lambda: _torch._is_tracing_or_none() is not None, under_trace),
         (
             _torch.in_forward_ad,
             lambda: _torch._ForwardAD()._current_level >= 0,
