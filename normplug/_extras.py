@@ -19,8 +19,7 @@ def needs(caller: str, extra: str, raises: type[BaseException] = MissingPackage)
     Args:
         caller: what needs the package; the sentence begins with it.
         extra: the extra of normplug that brings it.
-        raises: what to raise; a command line takes `SystemExit`, which prints the sentence and exits
-            with status 1.
+        raises: the error to raise; `SystemExit` ends a command line with the sentence and status 1.
     """
     try:
         yield
