@@ -1,4 +1,4 @@
-"""Optional packages: one sentence that names the extra to install where one is missing."""
+"""Optional packages: an error that names the extra to install if one is missing."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ class MissingPackage(ModuleNotFoundError):
 
 
 @contextmanager
-def needs(who: str, extra: str, raises: type[BaseException] = MissingPackage) -> Iterator[None]:
+def needs(caller: str, extra: str, raises: type[BaseException] = MissingPackage) -> Iterator[None]:
     """Name the extra if a package imported inside the block is missing.
 
-    A missing module of normplug itself is a defect, and passes as it is.
+    An error about a missing module of normplug itself is a defect and is raised as it is.
 
     Args:
-        who: what needs the package; begins the sentence.
+        caller: what needs the package; the sentence begins with it.
         extra: the extra of normplug that brings it.
-        raises: `SystemExit` for a command line, which then ends with the sentence and status 1.
+        raises: the error to raise; `SystemExit` ends a command line with the sentence and status 1.
     """
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "normplug":
             raise
-        sentence = f'{who} needs {error.name}: pip install "normplug[{extra}]"'
+        sentence = f'{caller} needs {error.name}: pip install "normplug[{extra}]"'
         if issubclass(raises, ModuleNotFoundError):
             raise raises(sentence, name=error.name) from None
         raise raises(sentence) from None

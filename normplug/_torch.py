@@ -53,7 +53,7 @@ else:
     NormBase = _shared_base(nn.BatchNorm1d, nn.InstanceNorm1d)
 
 
-# --- The current GPU: the public functions check more and take longer, before every launch ---
+# --- The current GPU. The public functions check more, before every launch ---
 
 
 def _current_raw_stream(index: int) -> int:
@@ -65,11 +65,11 @@ current_raw_stream = _private("_C._cuda_getCurrentRawStream", _current_raw_strea
 current_device_index = _private("_C._cuda_getDevice", torch.cuda.current_device)
 
 
-# --- What stands between torch's operations, and would miss a kernel ---
+# --- Transforms, modes and tracers, which see torch's operations and would miss a kernel ---
 
 
 class _NeedsNoTransform(torch.autograd.Function):
-    """Cannot be applied under a transform of `torch.func`, for want of a `setup_context`."""
+    """Has no `setup_context`, so it cannot be applied under a transform of `torch.func`."""
 
     @staticmethod
     def forward(ctx: Any) -> None:
@@ -77,8 +77,8 @@ class _NeedsNoTransform(torch.autograd.Function):
 
 
 def _transforms_active() -> bool:
-    if torch.compiler.is_compiling():  # Dynamo cannot trace the question; True is always safe
-        return True
+    if torch.compiler.is_compiling():  # Dynamo cannot trace the question: assume none
+        return False
     try:
         _NeedsNoTransform.apply()
     except RuntimeError:
@@ -87,10 +87,12 @@ def _transforms_active() -> bool:
 
 
 class _ForwardAD:
-    """Stands in for `torch.autograd.forward_ad`, of which only one level can be entered."""
+    """Stands in for `torch.autograd.forward_ad`, which refuses to enter a second level."""
 
     @property
     def _current_level(self) -> int:
+        if torch.compiler.is_compiling():  # as above
+            return -1
         try:
             with forward_ad.dual_level():
                 return -1
@@ -99,29 +101,38 @@ class _ForwardAD:
 
 
 def _dispatch_modes() -> int:
-    """Take one for active: the operators of `torch.library` work under every mode."""
+    """Assume one: `torch.library` operators, which are then called, work under every mode."""
     return 1
+
+
+def _is_tracing_or_none() -> bool | None:
+    return torch.jit.is_tracing() or None
 
 
 # Whether a transform of `torch.func` is active.
 transforms_active = _private("_C._are_functorch_transforms_active", _transforms_active)
 # How many `TorchDispatchMode`s are active.
 dispatch_modes = _private("_C._len_torch_dispatch_stack", _dispatch_modes)
-# Whether `torch.jit.trace` is recording. The public function asks twice.
-is_tracing = _private("_C._is_tracing", torch.jit.is_tracing)
+# What `torch.jit.trace` is recording; None if it is not. The public function asks more.
+_tracing_state = _private("_C._get_tracing_state", _is_tracing_or_none)
 _forward_ad: Any = (
     _ForwardAD() if _private("autograd.forward_ad._current_level", None) is None else forward_ad
 )
 
 
 def interposed() -> bool:
-    """Whether something interposes itself between torch's operations, and would miss a kernel."""
+    """Whether a transform, a mode or a tracer sees torch's operations, and would miss a kernel."""
     return (
         transforms_active()
         or _forward_ad._current_level >= 0
         or dispatch_modes() > 0
-        or is_tracing()
+        or _tracing_state() is not None
     )
+
+
+def is_tracing() -> bool:
+    """Whether `torch.jit.trace` is recording."""
+    return _tracing_state() is not None
 
 
 def in_forward_ad() -> bool:
@@ -144,10 +155,10 @@ def is_exporting() -> bool:
 
 
 def _plain(t: Tensor) -> Tensor:
-    return t.view_as(t)  # no operation gives a wrapper where no transform is active
+    return t.view_as(t)  # without a transform, no operation returns a wrapper
 
 
-# A tensor that a finished transform of `torch.func` has left behind, as the plain one that it is.
+# The plain tensor in a wrapper that a finished transform of `torch.func` has left behind.
 unwrap_if_dead = _private("_C._functorch.unwrap_if_dead", _plain)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules import module as torch_module
+
+from normplug._torch import has_global_hooks
+
+__all__ = ["has_global_hooks", "has_hooks"]
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -15,14 +18,4 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or module._compiled_call_impl is not None
         or "forward" in module.__dict__
-    )
-
-
-def has_global_hooks() -> bool:
-    """Whether something happens when any module is called."""
-    return bool(
-        torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
     )

@@ -114,7 +114,7 @@ def _source(function: types.FunctionType) -> ast.FunctionDef:
 def _recorded() -> frozenset[Any]:
     """The functions that torch.fx records: those with `__torch_function__`."""
     functions = [f for group in get_overridable_functions().values() for f in group]
-    return frozenset([*functions, torch._assert])
+    return frozenset([*functions, traceable_assert])
 
 
 class _Reader:

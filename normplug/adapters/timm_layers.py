@@ -110,7 +110,7 @@ class LayerNormAct2dFp32(
     """`timm.layers.LayerNormAct2dFp32` that normalises to a target variance."""
 
 
-_ADAPTED = {
+_ADAPTED: dict[type[nn.Module], Adapted] = {
     norm_act.BatchNormAct2d: Adapted(BatchNormAct2d, SyncBatchNormAct2d),
     norm.LayerNorm: Adapted(LayerNorm),
     norm.LayerNorm2d: Adapted(LayerNorm2d),

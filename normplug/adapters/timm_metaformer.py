@@ -18,7 +18,7 @@ class LayerNorm2dNoBias(LayerNorm2d, metaformer.LayerNorm2dNoBias):
     """`timm.models.metaformer.LayerNorm2dNoBias` that normalises to a target variance."""
 
 
-_ADAPTED = {
+_ADAPTED: dict[type[nn.Module], Adapted] = {
     metaformer.LayerNormNoBias: Adapted(LayerNormNoBias),
     metaformer.LayerNorm2dNoBias: Adapted(LayerNorm2dNoBias),
 }

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import functional, reference, target_variance
+from normplug._torch import select_batch_norm_backend
 from normplug.bench.accuracy import Piece
 from normplug.bench.op import Function, Op, Problem
 from normplug.bench.suites import Case
@@ -145,7 +146,7 @@ def aten_backend(problem: Problem) -> dict[str, str]:
     """Which of ATen's kernels eager takes: it changes with shape, layout and dtype."""
     x, weight, bias = (problem.leaves[name] for name in ("x", "weight", "bias"))
     running = (problem.state["running_mean"], problem.state["running_var"])
-    chosen = torch._C._select_batch_norm_backend(x, weight, bias, *running, True, EPS)
+    chosen = select_batch_norm_backend(x, weight, bias, *running, True, EPS)
     return {"aten_backend": chosen.name}
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from normplug._torch import gpu_sleep
+
 Call = Callable[[], Any]
 
 WARM_UPS = 5
@@ -107,7 +109,7 @@ class Stopwatch:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Left dirty: the call pays to write back as much of this as it leaves behind of its own.
         self._scratch.zero_()
-        torch.cuda._sleep(int(lead_us * self._cycles_per_us))
+        gpu_sleep(int(lead_us * self._cycles_per_us))
         start.record()
         call()
         end.record()
@@ -186,12 +188,12 @@ def _calls_in_a_turn(call: Call) -> int:
 
 
 def _cycles_per_us() -> float:
-    """The clock that `torch.cuda._sleep` counts in; the first sleep also wakes an idle GPU."""
+    """The clock that `gpu_sleep` counts in; the first sleep also wakes an idle GPU."""
     cycles, rates = 20_000_000, []
     for _ in range(4):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        torch.cuda._sleep(cycles)
+        gpu_sleep(cycles)
         end.record()
         end.synchronize()
         rates.append(cycles / (start.elapsed_time(end) * 1e3))

@@ -7,6 +7,8 @@ import torchvision
 from torch import nn
 from torchvision.models import VisionTransformer, get_model, list_models
 
+from normplug._torch import BatchNormBase
+
 SMALL_IMAGE = 64  # pixels; up to here an ImageNet stem (stride 4) would throw most of it away
 
 
@@ -111,8 +113,5 @@ def scale_norm_weights(net: nn.Module, gamma0: float) -> None:
     """
     for module in net.modules():
         weight = getattr(module, "weight", None)
-        if (
-            isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.LayerNorm))
-            and weight is not None
-        ):
+        if isinstance(module, (BatchNormBase, nn.LayerNorm)) and weight is not None:
             weight.mul_(gamma0)

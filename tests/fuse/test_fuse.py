@@ -26,8 +26,8 @@ from accuracy import assert_no_worse
 from fuse_cases import Block, Depthwise, Encoder, Half, Nested, PreNorm, check_saved_bytes
 from graphs import captured
 from normplug import functional, fuse, fusions, swap, unfuse, unswap
-from normplug._fuse import fusion as _fusion
 from normplug._fuse import calls as _sites
+from normplug._fuse import fusion as _fusion
 from normplug._fuse import trace as _trace
 from normplug._fuse.fuse import fused_modules
 from normplug._ops import choice, recompute
