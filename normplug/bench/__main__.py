@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import torch
 
 from normplug._extras import needs
+from normplug._report.files import write_file
 from normplug.bench import models as steps
 from normplug.bench import rivals
 from normplug.bench.autocast import ARMS, FEWEST, save, train_all
 from normplug.bench.kernels import OPS, PROVIDERS, run
-from normplug.bench.results import KERNELS, MODELS, PROFILE, Kind, read, write_at_once
+from normplug.bench.results import KERNELS, MODELS, PROFILE, Kind, read
 from normplug.bench.suites import DTYPES, SUITES, select
 from normplug.bench.table import render
 from normplug.bench.trace import trace
@@ -32,7 +33,7 @@ def kernels(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"normplug.bench: no case of the suite {arguments.suite} is left.")
     results = run(cases, arguments.provider or (*PROVIDERS, *there), arguments.json)
     if arguments.markdown:
-        write_at_once(arguments.markdown, render(results.content))
+        write_file(arguments.markdown, render(results.content))
     if arguments.trace:
         trace(cases, arguments.trace, "cuda")
 
@@ -48,7 +49,7 @@ def models(arguments: argparse.Namespace) -> None:
     if not results.content["rows"]:
         raise SystemExit("normplug.bench: every arm was left out.")
     if arguments.markdown:
-        write_at_once(arguments.markdown, render(results.content))
+        write_file(arguments.markdown, render(results.content))
 
 
 def table(arguments: argparse.Namespace) -> None:
@@ -56,7 +57,7 @@ def table(arguments: argparse.Namespace) -> None:
     kinds = (KERNELS, MODELS, PROFILE)
     markdown = _shown("table", arguments.file, kinds, render)
     if arguments.out:
-        write_at_once(arguments.out, markdown)
+        write_file(arguments.out, markdown)
     else:
         print(markdown, end="")
 

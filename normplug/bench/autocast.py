@@ -24,7 +24,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import normplug
-from normplug.bench.results import Row, provenance, write_at_once
+from normplug._report.files import write_file
+from normplug.bench.results import Row, provenance
 
 if TYPE_CHECKING:
     from normplug.bench.tasks import Recipe, Task
@@ -83,7 +84,7 @@ def train_all(
 
 def save(content: dict[str, Any], path: Path) -> None:
     """Write the JSON file."""
-    write_at_once(path, json.dumps(content, indent=1) + "\n")
+    write_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def train(task: Task, arm: str, seed: int) -> Row:

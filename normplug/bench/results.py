@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import normplug
+from normplug._report.files import write_file
 from normplug._report.provenance import versions
 from normplug.bench import rivals
 
@@ -44,7 +44,7 @@ class Results:
 
     def _save(self) -> None:
         if self._path is not None:
-            write_at_once(self._path, json.dumps(self.content, indent=1) + "\n")
+            write_file(self._path, json.dumps(self.content, indent=1) + "\n")
 
 
 class Kind(NamedTuple):
@@ -167,11 +167,3 @@ def provenance(*packages: str) -> dict[str, Any]:
         "versions": {name: found[name] for name in (*PACKAGES, *packages) if name in found},
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def write_at_once(path: Path, text: str) -> None:
-    """Write a file such that a reader finds the old text or the new, whatever happens."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half_written = path.with_name(f".{path.name}.{os.getpid()}")
-    half_written.write_text(text, encoding="utf-8")
-    os.replace(half_written, path)

@@ -8,11 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-BASELINE = "baseline"
-REFUSAL = "refused.txt"  # beside a finished result: why the sweep under way could not use it
-ARM_ORDER = (BASELINE, "standard", "golden")
-# What the other arms are compared with: the first that has a finished run. Both are stock norms.
-REFERENCES = (BASELINE, "standard")
+from normplug._report.arms import ARM_ORDER, REFERENCES, REFUSAL
+from normplug._report.arms import BASELINE as BASELINE  # for normplug.experiment
 
 
 @dataclass(frozen=True)

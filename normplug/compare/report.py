@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from normplug.compare.gather import REFERENCES, Group, Run
+from normplug._report.arms import REFERENCES
+from normplug.compare.gather import Group, Run
 from normplug.compare.stats import Interval, Row, summarise
 
 NOTHING = "-"

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as `python tests/zoo`
 
-from normplug.bench.results import write_at_once  # noqa: E402
+from normplug._report.files import write_file  # noqa: E402
 from zoo.run import LIBRARIES, run  # noqa: E402
 from zoo.table import render, summary  # noqa: E402
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"zoo: no architecture matches {arguments.only!r}", file=sys.stderr)
         return 1
     if arguments.markdown:
-        write_at_once(arguments.markdown, render(content))
+        write_file(arguments.markdown, render(content))
     print(summary(content))
     lacking = bool(arguments.library and content["passed_over"])
     return int(lacking or any(row["result"] == "failed" for row in content["rows"]))

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from normplug._extras import MissingPackage, needs
+from normplug._report.files import write_file
 from normplug._report.provenance import hardware, versions
-from normplug.bench.results import write_at_once
 from zoo.architecture import Architecture, Inputs
 from zoo.check import SEED, check
 
@@ -64,7 +64,7 @@ def run(
         content["rows"].append(row)
         print(_line(row), flush=True)
         if path is not None:
-            write_at_once(path, json.dumps(content, indent=1) + "\n")
+            write_file(path, json.dumps(content, indent=1) + "\n")
         gc.collect()
     return content
 
