@@ -142,12 +142,6 @@ def run_without(packages, *command):
         (TRAIN, ["-m", "normplug.bench", "plot", "{json}"], "normplug.bench plot", "bench"),
         (["torchvision"], ["-m", "normplug.bench", "models"], "normplug.bench models", "bench"),
         (
-            TRAIN,
-            ["-m", "normplug.bench", "autocast", "--device", "cpu"],
-            "normplug.bench autocast",
-            "bench",
-        ),
-        (
             ["timm"],
             ["path", "tests/zoo", "--library", "timm"],
             "zoo --library timm",

@@ -3,7 +3,7 @@
 import math
 import textwrap
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,10 +12,27 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 FINE_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+
+
+class Style(NamedTuple):
+    """How an arm looks in every plot."""
+
+    colour: str
+    marker: str
+    width: float
+
+
+# Okabe and Ito's palette: told apart in every common colour blindness. The baseline is drawn
+# first and wide, since a mode that equals it would otherwise hide it.
+FIXED = {
+    "baseline": Style("#9A9A9A", "s", 4.0),
+    "standard": Style("#0072B2", "o", 1.6),
+    "golden": Style("#E69F00", "D", 1.6),
+}
 
 
 def new_figure(title: str, what: str, width: float, height: float) -> Figure:
@@ -35,6 +52,33 @@ def wrapped(text: str, width: int) -> str:
 def whole_numbers(most: int) -> MaxNLocator:
     """Ticks for epochs, steps and depths: at most so many, none between two whole numbers."""
     return MaxNLocator(most, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+
+
+def draw_line(
+    axes: Axes, x: ArrayLike, y: ArrayLike, style: Style, label: str, **options: Any
+) -> None:
+    """Plot a line in the look of its arm, with markers no denser than can be told apart."""
+    (line,) = axes.plot(x, y, color=style.colour, linewidth=style.width, label=label, **options)
+    line.set_marker(style.marker)
+    line.set_markersize(4 + style.width / 2)
+    gap = np.pad(~np.isfinite(np.asarray(y, dtype=float)), 1, constant_values=True)
+    shown = gap[:-2] & gap[2:]  # a point without neighbours has no line: only its marker shows it
+    shown[:: 1 + np.size(x) // 25] = True
+    line.set_markevery(np.flatnonzero(shown).tolist())
+
+
+def legend_below(figure: Figure) -> None:
+    """Name the arms under the panels, where no line can pass beneath a name."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    width, height = figure.get_size_inches()
+    names = [wrapped(label, int(11 * width) - 8) for label in labels]
+    # A name of c letters and its sample take about (c + 8) / 12 inches.
+    longest = max(len(line) for name in names for line in name.splitlines())
+    columns = min(max(int(12 * width / (8 + longest)), 1), 4)
+    # Two rows fit into the figure as it is; it grows for the others.
+    rows = math.ceil(len(names) / columns) * max(name.count("\n") + 1 for name in names)
+    figure.set_figheight(height + 0.22 * max(rows - 2, 0))
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def log_span(values: Floats, outside: float = 0, least: float = 2) -> tuple[float, float]:

@@ -11,7 +11,6 @@ from normplug._extras import needs
 from normplug._report.files import write_file
 from normplug.bench import models as steps
 from normplug.bench import rivals
-from normplug.bench.autocast import ARMS, FEWEST, save, train_all
 from normplug.bench.kernels import OPS, PROVIDERS, run
 from normplug.bench.results import KERNELS, MODELS, PROFILE, Kind, read
 from normplug.bench.suites import DTYPES, SUITES, select
@@ -70,34 +69,6 @@ def plot(arguments: argparse.Namespace) -> None:
     path = arguments.out or arguments.file.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=150)
-
-
-def autocast(arguments: argparse.Namespace) -> None:
-    """Train with either dtype of LayerNorm's output."""
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("normplug.bench: torch.cuda.is_available() is False; give --device cpu.")
-    try:
-        with needs("normplug.bench autocast", "bench", SystemExit):
-            from normplug.bench import curves
-            from normplug.bench.tasks import make_tasks
-
-            tasks = make_tasks(
-                device, text=arguments.text, size=arguments.size, steps=arguments.steps
-            )
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"normplug.bench: {error}") from None
-    if arguments.text is None:
-        print("No --text FILE was given: the ViT is trained, the GPT is not.", flush=True)
-    arms = [arm for arm in ARMS if arm in (arguments.arm or ARMS)]
-    content = train_all(tasks, arms, range(arguments.seeds), arguments.json)
-    content["summary"] = curves.summarise(content)
-    print(f"\n{curves.render(content)}", end="")
-    if arguments.json:
-        save(content, arguments.json)
-    if arguments.plot:
-        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
-        curves.loss_figure(content).savefig(arguments.plot, format="png", dpi=150)
 
 
 def _require_cuda() -> None:
@@ -178,23 +149,6 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(command=plot)
     command.add_argument("file", metavar="FILE.json", type=Path)
     command.add_argument("-o", "--out", metavar="FILE.png", type=Path, help="default: beside it")
-
-    command = commands.add_parser(
-        "autocast", help="train with either dtype of LayerNorm's output under autocast"
-    )
-    command.set_defaults(command=autocast)
-    command.add_argument("--text", metavar="FILE", type=Path, help="train a GPT on it, too")
-    command.add_argument("--arm", choices=ARMS, action="append", help="default: all")
-    command.add_argument("--seeds", metavar="N", type=_at_least(1), default=3)
-    command.add_argument("--steps", metavar="N", type=_at_least(FEWEST), help="of each training")
-    command.add_argument("--size", choices=("full", "small"), help="of the GPT; small on a CPU")
-    command.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-    )
-    command.add_argument("--json", metavar="FILE", type=Path, help="every curve and the summary")
-    command.add_argument("--plot", metavar="FILE.png", type=Path, help="the curves as a figure")
     return top
 
 

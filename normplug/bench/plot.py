@@ -8,14 +8,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from normplug._report.figures import new_figure
+from normplug._report.figures import FIXED, Style, draw_line, legend_below, new_figure
 from normplug.bench.suites import WIDTHS_ROWS
-from normplug.compare.canvas import FIXED, Style, draw_line, legend_below
 
 Row = Mapping[str, Any]
 
 OP = "ln"
-# In the order of drawing, in the palette of `compare`: normplug is on top of what it equals.
+# In the order of drawing, in the colours of every plot: normplug is on top of what it equals.
 STYLES = {
     "eager": FIXED["baseline"],
     "compile": FIXED["standard"],

@@ -103,12 +103,6 @@ KINDS = (
     MODELS,
     PROFILE,
     Kind(
-        "losses under autocast",
-        "normplug.bench autocast",
-        "that command prints their table, and its --plot draws them",
-        ORIGIN | {"settings", "runs"},
-    ),
-    Kind(
         "a comparison of architectures",
         "normplug.zoo",
         "that command's --markdown writes its table",

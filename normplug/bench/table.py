@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from normplug._report.markdown import table
 from normplug.bench.suites import SUITES, shape_name
 
 NOTHING = "-"
@@ -123,12 +124,8 @@ def _pivot(
         key = tuple(str(row[column]) for column in columns)
         by_key.setdefault(key, {})[row[series]] = cell(row)
     names = list(dict.fromkeys(name for cells in by_key.values() for name in cells))
-    lines = [
-        [*columns, *names],
-        ["---"] * len(columns) + ["---:"] * len(names),
-        *([*key, *(cells.get(name, NOTHING) for name in names)] for key, cells in by_key.items()),
-    ]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    lines = ([*key, *(cells.get(name, NOTHING) for name in names)] for key, cells in by_key.items())
+    return table([*columns, *names], lines, text=len(columns))
 
 
 def _us(value: float) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 
-from normplug._report.figures import wrapped
-from normplug.compare.canvas import Style, seed_count
+from normplug._report.figures import Style, wrapped
+from normplug.compare.canvas import seed_count
 from normplug.compare.gather import Group
 
 

@@ -4,8 +4,9 @@ import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from normplug._report.intervals import Interval
 from normplug.compare.gather import Group, Run
-from normplug.compare.stats import Interval, Row
+from normplug.compare.stats import Row
 
 REFERENCE_COLUMNS = ("reference", "why_reference")
 SUMMARY_COLUMNS = (

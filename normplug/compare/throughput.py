@@ -6,11 +6,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from normplug._report.figures import new_figure, wrapped
-from normplug.compare.canvas import Style
+from normplug._report.figures import Style, new_figure, wrapped
+from normplug._report.intervals import geometric_mean
 from normplug.compare.dots import draw_bar, draw_dots, row_height, row_name, say_no_pair
 from normplug.compare.gather import Group
-from normplug.compare.stats import geometric_mean, speed_ratios
+from normplug.compare.stats import speed_ratios
 
 Speeds = Mapping[str, Mapping[int, float]]  # arm -> seed -> images/s, on one hardware
 

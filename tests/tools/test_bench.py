@@ -650,7 +650,6 @@ OTHER_KINDS = [
     *(
         (f"{name}_h100.json", (ROOT / "docs" / "results" / f"{name}_h100.json").read_bytes(), says)
         for name, says in [
-            ("autocast", "losses under autocast, as `normplug.bench autocast` writes; that"),
             ("layer_norm_schemes", "holds no result of normplug"),
             ("cifar10_jpeg", "holds a list."),
         ]

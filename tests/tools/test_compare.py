@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
+from normplug._report.intervals import t_interval
 from normplug.compare import compare
 from normplug.compare.__main__ import main
 from normplug.compare.gather import find_runs, group_runs
 from normplug.compare.plots import file_stems
 from normplug.compare.report import render
-from normplug.compare.stats import Row, summarise, t_interval
+from normplug.compare.stats import Row, summarise
 from normplug.compare.variance import gather_variance, mean_variance, read_variance
 
 VARIANCE_HEADER = (

@@ -8,7 +8,8 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from normplug.compare.canvas import arm_styles, draw_line
+from normplug._report.figures import draw_line
+from normplug.compare.canvas import arm_styles
 from normplug.compare.gather import Group, Run, group_runs
 from normplug.compare.plots import accuracy_figure, draw, seeds_figure
 from normplug.compare.throughput import throughput_figure
