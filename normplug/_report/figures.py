@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator
 from numpy.typing import ArrayLike, NDArray
+
+from normplug._report.files import replace_file
 
 Floats = NDArray[np.float64]
 FINE_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
@@ -44,6 +47,12 @@ def new_figure(title: str, what: str, width: float, height: float) -> Figure:
     return figure
 
 
+def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
+    """Write a PNG, whole or not at all; its directory is made if it is absent."""
+    with replace_file(path) as part:
+        figure.savefig(part, format="png", dpi=dpi)
+
+
 def wrapped(text: str, width: int) -> str:
     """Break a long name into lines of at most `width` letters."""
     return "\n".join(textwrap.fill(line, max(width, 10)) for line in text.splitlines())
@@ -67,14 +76,19 @@ def draw_line(
     line.set_markevery(np.flatnonzero(shown).tolist())
 
 
-def legend_below(figure: Figure) -> None:
-    """Name the arms under the panels, where no line can pass beneath a name."""
+def legend_below(figure: Figure, columns: int = 4) -> None:
+    """Name what is drawn under the panels, where no line can pass beneath a name.
+
+    Args:
+        figure: its first panel names all.
+        columns: the most names in a row, fewer if they are long.
+    """
     handles, labels = figure.axes[0].get_legend_handles_labels()
     width, height = figure.get_size_inches()
     names = [wrapped(label, int(11 * width) - 8) for label in labels]
     # A name of c letters and its sample take about (c + 8) / 12 inches.
     longest = max(len(line) for name in names for line in name.splitlines())
-    columns = min(max(int(12 * width / (8 + longest)), 1), 4)
+    columns = min(max(int(12 * width / (8 + longest)), 1), columns)
     # Two rows fit into the figure as it is; it grows for the others.
     rows = math.ceil(len(names) / columns) * max(name.count("\n") + 1 for name in names)
     figure.set_figheight(height + 0.22 * max(rows - 2, 0))

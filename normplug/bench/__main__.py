@@ -1,4 +1,4 @@
-"""Measure what norms cost on a GPU, and show what was measured."""
+"""Measure what norms cost on a GPU; make tables and pictures of the results."""
 
 import argparse
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -29,7 +29,7 @@ def kernels(arguments: argparse.Namespace) -> None:
     _require_cuda()
     cases = select(arguments.suite, arguments.op, arguments.dtype, arguments.only)
     if not cases:
-        raise SystemExit(f"normplug.bench: no case of the suite {arguments.suite} is left.")
+        raise SystemExit(f"normplug.bench: no case of suite {arguments.suite} passes the filters.")
     results = run(cases, arguments.provider or (*PROVIDERS, *there), arguments.json)
     if arguments.markdown:
         write_file(arguments.markdown, render(results.content))
@@ -52,7 +52,7 @@ def models(arguments: argparse.Namespace) -> None:
 
 
 def table(arguments: argparse.Namespace) -> None:
-    """Show the rows of a file."""
+    """Print or write the Markdown table of a JSON file."""
     kinds = (KERNELS, MODELS, PROFILE)
     markdown = _shown("table", arguments.file, kinds, render)
     if arguments.out:
@@ -62,13 +62,12 @@ def table(arguments: argparse.Namespace) -> None:
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Draw the rows of a file."""
+    """Draw the picture of a JSON file."""
     with needs("normplug.bench plot", "bench", SystemExit):
-        from normplug.bench.plot import speed_figure
-    figure = _shown("plot", arguments.file, (KERNELS,), speed_figure)
-    path = arguments.out or arguments.file.with_suffix(".png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=150)
+        from normplug._report.figures import save_figure
+        from normplug.bench.plot import draw
+    figure = _shown("plot", arguments.file, (KERNELS, MODELS), draw)
+    save_figure(figure, arguments.out or arguments.file.with_suffix(".png"))
 
 
 def _require_cuda() -> None:
@@ -91,8 +90,13 @@ def _add_choices(command: argparse.ArgumentParser, **options: Iterable[str]) -> 
             f"--{name}",
             choices=tuple(choices),
             action="append",
-            help="may be repeated; default: all there are",
+            help="may be repeated; default: all",
         )
+
+
+def _add_outputs(command: argparse.ArgumentParser) -> None:
+    for name, what in (("json", "all rows, written after each"), ("markdown", "the table")):
+        command.add_argument(f"--{name}", metavar="FILE", type=Path, help=what)
 
 
 def _shown(
@@ -122,22 +126,23 @@ def parser() -> argparse.ArgumentParser:
     providers = (*PROVIDERS, *rivals.PACKAGES)
     _add_choices(command, op=OPS, dtype=DTYPES, provider=providers)
     command.add_argument(
-        "--only", metavar="SUBSTRING", default="", help="of a case, such as 'NHWC 256x512x28x28'"
+        "--only",
+        metavar="TEXT",
+        default="",
+        help="only cases whose name contains this, such as 'NHWC 256x512x28x28'",
     )
-    command.add_argument("--json", metavar="FILE", type=Path, help="every row, as it is measured")
-    command.add_argument("--markdown", metavar="FILE", type=Path, help="the table, at the end")
-    command.add_argument("--trace", metavar="FILE", type=Path, help="a Chrome trace of normplug")
+    _add_outputs(command)
+    command.add_argument("--trace", metavar="FILE", type=Path, help="a Chrome trace of our calls")
 
     command = commands.add_parser("models", help="time whole training steps, swapped and not")
     command.set_defaults(command=models)
     _add_choices(command, model=steps.MODELS, arm=steps.ARMS)
     command.add_argument(
-        "--batch", metavar="N", type=_at_least(1), help="images a step; default: as the model has"
+        "--batch", metavar="N", type=_at_least(1), help="images a step; default: each model's own"
     )
-    command.add_argument("--json", metavar="FILE", type=Path, help="every row, as it is measured")
-    command.add_argument("--markdown", metavar="FILE", type=Path, help="the table, at the end")
+    _add_outputs(command)
     command.add_argument(
-        "--profile", metavar="FILE.json", type=Path, help="where the GPU's time goes, for `table`"
+        "--profile", metavar="FILE.json", type=Path, help="GPU time by kind of kernel; see `table`"
     )
 
     command = commands.add_parser("table", help="make the Markdown table of a JSON file")
@@ -145,10 +150,12 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("file", metavar="FILE.json", type=Path)
     command.add_argument("-o", "--out", metavar="FILE.md", type=Path, help="default: print it")
 
-    command = commands.add_parser("plot", help="draw the speed of LayerNorm over its width")
+    command = commands.add_parser("plot", help="draw the speed of LayerNorm or of training steps")
     command.set_defaults(command=plot)
     command.add_argument("file", metavar="FILE.json", type=Path)
-    command.add_argument("-o", "--out", metavar="FILE.png", type=Path, help="default: beside it")
+    command.add_argument(
+        "-o", "--out", metavar="FILE.png", type=Path, help="default: beside the JSON file"
+    )
     return top
 
 

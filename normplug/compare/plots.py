@@ -7,7 +7,14 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from normplug._report.figures import Style, draw_line, legend_below, new_figure, whole_numbers
+from normplug._report.figures import (
+    Style,
+    draw_line,
+    legend_below,
+    new_figure,
+    save_figure,
+    whole_numbers,
+)
 from normplug._report.intervals import t_interval
 from normplug.compare.canvas import seed_count
 from normplug.compare.dots import draw_bar, draw_dots, row_height, row_name, say_no_pair
@@ -39,7 +46,7 @@ def draw(
     paths = []
     for name, figure in figures.items():
         paths.append(out / f"{name}_{stem}.png")
-        figure.savefig(paths[-1], dpi=150)
+        save_figure(figure, paths[-1])
     return paths
 
 
