@@ -1,4 +1,4 @@
-"""What the plots share: figures that need no display, and scales that do not stretch noise."""
+"""What the plots share: figures without a display, lines and legends, scales that hide noise."""
 
 import math
 import textwrap
@@ -39,7 +39,7 @@ FIXED = {
 
 
 def new_figure(title: str, what: str, width: float, height: float) -> Figure:
-    """A figure of so many inches that draws off screen, apart from pyplot's global state."""
+    """A figure of width x height inches, without a display and without pyplot's global state."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     lines = (wrapped(text, int(11 * width)) for text in (title, what))
@@ -54,12 +54,12 @@ def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Break a long name into lines of at most `width` letters."""
+    """Break a long text into lines of at most `width` letters."""
     return "\n".join(textwrap.fill(line, max(width, 10)) for line in text.splitlines())
 
 
 def whole_numbers(most: int) -> MaxNLocator:
-    """Ticks for epochs, steps and depths: at most so many, none between two whole numbers."""
+    """At most `most` ticks, at whole numbers only: for epochs, steps and depths."""
     return MaxNLocator(most, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
 
 
@@ -96,13 +96,13 @@ def legend_below(figure: Figure, columns: int = 4) -> None:
 
 
 def log_span(values: Floats, outside: float = 0, least: float = 2) -> tuple[float, float]:
-    """Where positive values lie, without `outside` percent at each end.
+    """The range of the positive values, without `outside` percent at each end.
 
     Args:
         values: any; those that are not finite or not positive are ignored.
-        outside: percent of the values below, and above, what is returned.
-        least: the smallest ratio of the two ends. Values that differ by less, such as by rounding,
-            then do not fill the scale.
+        outside: percent of the values to leave out below, and above.
+        least: the smallest ratio of the two ends, so that values which differ by rounding only do
+            not fill the scale.
     """
     positive = values[np.isfinite(values) & (values > 0)]
     if not positive.size:
@@ -113,7 +113,7 @@ def log_span(values: Floats, outside: float = 0, least: float = 2) -> tuple[floa
 
 
 def plain_ticks(low: float, high: float) -> tuple[Locator, FuncFormatter]:
-    """Ticks of a log axis, sparser the more decades it spans, written as plain numbers."""
+    """Ticks of a log axis as plain numbers; the more decades it spans, the fewer."""
     decades = math.log10(high / low)
     locator: Locator = MaxNLocator(5, steps=[1, 2, 5, 10])
     if decades > 0.3:
@@ -129,7 +129,7 @@ def colour_scale(tables: Iterable[Floats], least: float = 2) -> LogNorm:
 def heat_map(
     axes: Axes, x: NDArray[Any], y: NDArray[Any], table: Floats, norm: Normalize
 ) -> QuadMesh:
-    """Draw `table` (len(y), len(x)), first row at the top; what is not finite is hatched."""
+    """Draw `table` (len(y), len(x)), first row at the top; hatch values that are not finite."""
     # LogNorm would draw a zero as if it were missing; this keeps it below the scale.
     shown = np.maximum(table, np.finfo(float).tiny) if isinstance(norm, LogNorm) else table
     axes.patch.set(facecolor="white", edgecolor="0.5", hatch="////")
@@ -142,7 +142,7 @@ def heat_map(
 def colour_bar(
     figure: Figure, mesh: QuadMesh, tables: Iterable[Floats], axes: Any, **options: Any
 ) -> None:
-    """Add the scale of heat maps of `tables`, with an arrow at an end that some value is beyond."""
+    """Add the colour scale of heat maps of `tables`; an arrow marks an end that values exceed."""
     low, high = mesh.get_clim()
     assert low is not None
     assert high is not None

@@ -1,4 +1,4 @@
-"""Means of few values, and how far they can be trusted."""
+"""Means of a few values, and their intervals."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def t_interval(values: Collection[float]) -> Interval | None:
 
 
 def geometric_mean(ratios: Collection[float]) -> float:
-    """The mean of ratios: that of their inverses is its inverse."""
+    """The geometric mean of ratios; that of the inverse ratios is its inverse."""
     return float(np.exp(np.mean(np.log(list(ratios)))))

@@ -52,7 +52,7 @@ class Group:
         model: name of the network.
         data: name of the data set.
         arms: arm -> seed -> the run used; arms in the order of the table.
-        left_out: runs that gave way to another of the same arm and seed.
+        left_out: runs replaced by a finished or newer run of the same arm and seed.
     """
 
     model: str
@@ -97,7 +97,7 @@ class Group:
 
 
 def find_runs(directory: Path) -> tuple[list[Run], dict[Path, str]]:
-    """Read every `result.json` at any depth: the runs, and the files that are none and why."""
+    """The runs of every `result.json` at any depth, and unreadable files with the reason."""
     if not directory.is_dir():
         raise FileNotFoundError(
             f"normplug.compare: {directory} is not a directory. "

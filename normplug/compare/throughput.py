@@ -16,7 +16,7 @@ Speeds = Mapping[str, Mapping[int, float]]  # arm -> seed -> images/s, on one ha
 
 
 def throughput_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
-    """Images/s of every run, and its ratio to the reference's: a row of panels each hardware."""
+    """Images/s of each run, and its ratio to the reference's; a row of panels a hardware."""
     by_hardware = speeds_by_hardware(group)
     names = {
         hardware: [row_name(arm, len(by_seed), group) for arm, by_seed in arms.items()]
