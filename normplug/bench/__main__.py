@@ -10,7 +10,7 @@ import torch
 from normplug._extras import needs
 from normplug._report.files import write_file
 from normplug.bench import models as steps
-from normplug.bench import rivals
+from normplug.bench import nets, rivals
 from normplug.bench.kernels import OPS, PROVIDERS, run
 from normplug.bench.results import KERNELS, MODELS, PROFILE, Kind, read
 from normplug.bench.suites import DTYPES, SUITES, select
@@ -43,7 +43,7 @@ def models(arguments: argparse.Namespace) -> None:
         import torchvision  # noqa: F401
     _require_cuda()
     arms = [arm for arm in steps.ARMS if arm in (arguments.arm or steps.ARMS)]
-    cases = steps.select(arguments.model, arguments.batch)
+    cases = nets.select(arguments.model, arguments.batch)
     results = steps.run(cases, arms, arguments.json, arguments.profile)
     if not results.content["rows"]:
         raise SystemExit("normplug.bench: every arm was left out.")
@@ -136,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("models", help="time whole training steps, swapped and not")
     command.set_defaults(command=models)
-    _add_choices(command, model=steps.MODELS, arm=steps.ARMS)
+    _add_choices(command, model=nets.MODELS, arm=steps.ARMS)
     command.add_argument(
         "--batch", metavar="N", type=_at_least(1), help="images a step; default: each model's own"
     )

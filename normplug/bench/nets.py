@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 
 # torchvision is imported where it is used: the command line names the models without it.
-def _torchvision(name: str, **options: Any) -> nn.Module:
+def _torchvision(name: str, **options: Any) -> Any:
     from torchvision.models import get_model
 
     return get_model(name, **options)

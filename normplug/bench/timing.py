@@ -45,8 +45,8 @@ class HostTime(NamedTuple):
     wall_us: float
 
 
-class Stopwatch:
-    """Times calls on the current CUDA device."""
+class Gpu:
+    """The current CUDA device, as a stopwatch uses it."""
 
     def __init__(self) -> None:
         l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
@@ -54,8 +54,50 @@ class Stopwatch:
         self._scratch = torch.empty(size, dtype=torch.uint8, device="cuda")
         self._cycles_per_us = _cycles_per_us()
 
+    def time_us(self, call: Call, lead_us: float) -> float | None:
+        """Microseconds on the GPU, with a cold L2 cache; None if it had to wait for the host.
+
+        Args:
+            call: what to time.
+            lead_us: how long the GPU sleeps before, while the host queues the call.
+        """
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # The cache is left dirty: the call pays to write this back, as others pay for its output.
+        self._scratch.zero_()
+        torch.cuda._sleep(int(lead_us * self._cycles_per_us))
+        start.record()
+        call()
+        end.record()
+        waited = start.query()
+        end.synchronize()
+        return None if waited else start.elapsed_time(end) * 1e3
+
+    def back_to_back(self, call: Call, count: int) -> HostTime:
+        """Make `count` calls; the GPU is idle before and after them."""
+        start = _at_rest()
+        for _ in range(count):
+            call()
+        queued = time.perf_counter()
+        done = _at_rest()
+        return HostTime((queued - start) / count * 1e6, (done - start) / count * 1e6)
+
+
+class Stopwatch:
+    """Times calls.
+
+    Args:
+        gpu: where they run; None for the current CUDA device.
+    """
+
+    def __init__(self, gpu: Gpu | None = None) -> None:
+        self._gpu = gpu or Gpu()
+
     def gpu_us(self, calls: Mapping[str, Call]) -> dict[str, list[float]]:
-        """Name -> microseconds of each repetition, with a cold L2 cache and without the launch."""
+        """Name -> microseconds of each repetition, with a cold L2 cache and without the launch.
+
+        Raises:
+            RuntimeError: the GPU waits for the host however long it sleeps before a call.
+        """
         plans = {name: self._plan(call) for name, call in calls.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for done in range(0, MOST, TURN):
@@ -66,11 +108,11 @@ class Stopwatch:
 
     def host_time(self, calls: Mapping[str, Call]) -> dict[str, HostTime]:
         """Name -> medians over turns of calls back to back."""
-        counts = {name: _calls_in_a_turn(call) for name, call in calls.items()}
+        counts = {name: self._calls_in_a_turn(call) for name, call in calls.items()}
         turns: dict[str, list[HostTime]] = {name: [] for name in calls}
         for _ in range(HOST_TURNS):
             for name, call in calls.items():
-                turns[name].append(_back_to_back(call, counts[name]))
+                turns[name].append(self._gpu.back_to_back(call, counts[name]))
         return {
             name: HostTime(*(statistics.median(column) for column in zip(*times, strict=True)))
             for name, times in turns.items()
@@ -85,8 +127,8 @@ class Stopwatch:
 
     def _plan(self, call: Call) -> tuple[int, float]:
         """How often to repeat the call, and how long the GPU must sleep before it."""
-        _back_to_back(call, WARM_UPS)
-        lead_us = LEAD_US + LEAD * _back_to_back(call, WARM_UPS).host_us
+        self._gpu.back_to_back(call, WARM_UPS)
+        lead_us = LEAD_US + LEAD * self._gpu.back_to_back(call, WARM_UPS).host_us
         start = time.perf_counter()
         self._sample(call, lead_us)
         affordable = int(BUDGET_S / (time.perf_counter() - start))
@@ -94,26 +136,18 @@ class Stopwatch:
 
     def _sample(self, call: Call, lead_us: float) -> float:
         for doubling in range(LEAD_DOUBLINGS):
-            us = self._attempt(call, lead_us * 2**doubling)
+            us = self._gpu.time_us(call, lead_us * 2**doubling)
             if us is not None:
                 return us
         raise RuntimeError(
-            "normplug.bench: the GPU waits for the host however far that runs ahead: "
+            "normplug.bench: the GPU waits for the host, however long it sleeps before the call: "
             "does the call synchronise?"
         )
 
-    def _attempt(self, call: Call, lead_us: float) -> float | None:
-        """Microseconds on the GPU; None if the GPU had to wait for the host."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # The cache is left dirty: the call pays to write this back, as others pay for its output.
-        self._scratch.zero_()
-        torch.cuda._sleep(int(lead_us * self._cycles_per_us))
-        start.record()
-        call()
-        end.record()
-        waited = start.query()
-        end.synchronize()
-        return None if waited else start.elapsed_time(end) * 1e3
+    def _calls_in_a_turn(self, call: Call) -> int:
+        fewest, most = HOST_CALLS
+        wall_s = self._gpu.back_to_back(call, fewest).wall_us / 1e6
+        return min(max(int(HOST_TURN_S / wall_s), fewest), most)
 
 
 class StepStopwatch:
@@ -166,23 +200,6 @@ def _at_rest() -> float:
     """Wait for the GPU, then return the time."""
     torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _back_to_back(call: Call, count: int) -> HostTime:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    queued = time.perf_counter()
-    torch.cuda.synchronize()
-    done = time.perf_counter()
-    return HostTime((queued - start) / count * 1e6, (done - start) / count * 1e6)
-
-
-def _calls_in_a_turn(call: Call) -> int:
-    fewest, most = HOST_CALLS
-    wall_s = _back_to_back(call, fewest).wall_us / 1e6
-    return min(max(int(HOST_TURN_S / wall_s), fewest), most)
 
 
 def _cycles_per_us() -> float:
