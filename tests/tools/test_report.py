@@ -1,8 +1,16 @@
-"""What the tools share: whole files."""
+"""What the tools share: whole files, Markdown tables, intervals; and that they share no more."""
 
+import ast
+from pathlib import Path
+
+import numpy as np
 import pytest
+from scipy import stats
 
+import normplug
+from normplug._report import markdown
 from normplug._report.files import replace_file, write_file
+from normplug._report.intervals import t_interval
 
 
 @pytest.mark.parametrize("content", ["ä\r\nb\n", b"\x00\xff"], ids=["text", "bytes"])
@@ -28,3 +36,39 @@ def test_a_write_that_is_cut_off_leaves_the_old_file_and_nothing_else(stop, tmp_
         cut_off()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_table_aligns_numbers_to_the_right_and_keeps_its_columns():
+    rows = [("a|b", "x", "1.5"), ("c", "yy", "10")]
+    assert markdown.table(("arm", "kind", "ms"), rows, text=2) == (
+        "| arm | kind | ms |\n| --- | --- | ---: |\n| a/b | x | 1.5 |\n| c | yy | 10 |\n"
+    )
+    assert markdown.table(("arm", "kind", "ms"), rows, text=2, padded=True) == (
+        "| arm | kind |  ms |\n|-----|------|----:|\n| a/b | x    | 1.5 |\n| c   | yy   |  10 |\n"
+    )
+
+
+@pytest.mark.parametrize("n", [2, 3, 10])
+def test_an_interval_is_scipys(n):
+    values = np.random.default_rng(n).normal(0.9, 0.01, n)
+    expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    found = t_interval(values)
+    assert found.mean - found.half_width == pytest.approx(expected.low, rel=1e-12)
+    assert found.mean + found.half_width == pytest.approx(expected.high, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("room", "others"),
+    [
+        ("bench", ("compare", "experiment")),
+        ("compare", ("bench", "experiment")),
+        ("_report", ("bench", "compare", "experiment")),
+    ],
+)
+def test_tools_import_no_other_tool(room, others):
+    for path in (Path(normplug.__file__).parent / room).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert not name.startswith(tuple(f"normplug.{other}" for other in others)), path
