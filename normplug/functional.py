@@ -1,17 +1,27 @@
-"""The door: norms as functions, checked here and carried out by the route that `backend` names."""
+"""Norms as functions: each call is checked here, and carried out by the route for its backend."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops import choice, nested
-from normplug._ops.aten import Pool
+from normplug._ops import cache, nested
+from normplug._ops.batch_norm import route as batch_norm_route
+from normplug._ops.layer_norm import route as layer_norm_route
+from normplug._ops.spec import BatchNormSpec, LayerNormSpec, Tensors
 from normplug.modes import ModeLike, target_variance
 from normplug.reference import accumulator_dtype
+
+# Asked here, once: torch.compile of torch 2.6 cannot trace the question.
+_AUTOCAST_DEVICES = frozenset(
+    device
+    for device in ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
+    if torch.amp.is_autocast_available(device)
+)
 
 __all__ = ["add_layer_norm", "batch_norm", "channel_stats", "layer_norm"]
 
@@ -80,138 +90,66 @@ def batch_norm(
         >>> batch_norm(x, None, None, training=True, eps=1e-12, mode=0.25).flatten()
         tensor([-0.5000,  0.5000])
     """
-    return _fused_batch_norm(
-        input, running_mean, running_var, weight, bias, training, momentum, eps, mode=mode,
-        residual=residual, activation=activation, num_batches_tracked=num_batches_tracked,
-        backend=backend,
-    )  # fmt: skip
+    t = Tensors(input, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
+    spec = BatchNormSpec(training, momentum, eps, target_variance(mode), activation)
+    return _batch_norm(t, spec, backend)
 
 
-def _fused_batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    *,
-    mode: ModeLike,
-    residual: Tensor | None,
-    activation: str | None,
-    num_batches_tracked: Tensor | None,
-    backend: str,
-    lone: bool = False,
-    keeps_residual: bool = False,
-) -> Tensor:
-    """`batch_norm`.
+def _batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, *, single: bool = False) -> Tensor:
+    """`batch_norm`, and the max pooling after it that `spec` may name.
 
-    lone: whether a compiler would have nothing to fuse it with. keeps_residual: so that the
-    kernels' result can be recomputed.
+    The kernels pool in the same launch, for channels_last input. If values tie after rounding, the
+    gradient goes to the one that was largest before rounding. They save `input` and, of each
+    window, its largest value before the norm and a byte.
+
+    single: whether a compiler would have nothing to fuse it with.
     """
-    who = "functional.batch_norm"
-    tensors = (
-        input, running_mean, running_var, weight, bias, residual, num_batches_tracked
-    )  # fmt: skip
-    settings = (training, momentum, eps, mode, activation, backend, keeps_residual)
-    eager = getattr(input, "is_cuda", False) and not torch.compiler.is_compiling()
+    caller = "functional.batch_norm"
+    eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
     if eager:
-        signature = choice.signature(who, settings, tensors)
-        if (known := choice.known(signature)) is not None:
-            return known(*tensors)
-    vectors = (running_mean, running_var, weight, bias)
-    _check_batch_norm(who, input, *vectors, residual, num_batches_tracked, training, momentum, eps)
-    _checks.activation(who, activation)
-    _checks.same_shape(who, input, residual=residual)
-    name, tv = _checks.backend(who, backend), target_variance(mode)
-    fused = residual is not None or activation is not None
-    route = choice.batch_norm(
-        who, name, input, residual, num_batches_tracked, vectors, fused, lone,
-        training and tv == 1.0, keeps_residual,
-    )  # fmt: skip
-    _checks.devices(
-        who, input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias,
-        residual=residual, num_batches_tracked=num_batches_tracked,
-    )  # fmt: skip
-    numbers = (training, momentum, eps, tv, activation)
-    y = route(*tensors, *numbers)
-    if eager:
-        choice.remember(signature, route, tensors, *numbers)
-    return y
-
-
-def _check_batch_norm(
-    who: str,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-) -> None:
-    _checks.tensors(
-        who, input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias,
-        residual=residual, num_batches_tracked=num_batches_tracked,
-    )  # fmt: skip
-    _checks.flags(who, training=training)
-    _checks.eps(who, eps)
-    _checks.channels(
-        who, input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
-    )
-    _checks.running_pair(who, running_mean, running_var, training)
-    moves = training and running_mean is not None
-    _checks.momentum(who, momentum, num_batches_tracked, moves)
-    if training:
-        _checks.more_than_one_value(who, input)
-
-
-def _batch_norm_max_pool(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    *,
-    mode: ModeLike,
-    pool: Pool,
-    num_batches_tracked: Tensor | None,
-    backend: str,
-) -> Tensor:
-    """`pool` of `batch_norm` with relu: in one by the kernels, for channels_last input on CUDA.
-
-    If values tie after rounding, the gradient goes to the one that was largest before rounding.
-    The kernels keep `input` and, of each window, its largest value before the norm and a byte.
-    """
-    who = "functional.batch_norm"
-    tensors = (input, running_mean, running_var, weight, bias, num_batches_tracked)
-    eager = getattr(input, "is_cuda", False) and not torch.compiler.is_compiling()
-    if eager:
-        signature = choice.signature(who, (training, momentum, eps, mode, pool, backend), tensors)
-        if (known := choice.known(signature)) is not None:
-            return known(*tensors)
-    vectors = (running_mean, running_var, weight, bias)
-    _check_batch_norm(who, input, *vectors, None, num_batches_tracked, training, momentum, eps)
-    name, tv = _checks.backend(who, backend), target_variance(mode)
-    route = choice.batch_norm_max_pool(name, input, num_batches_tracked, vectors, pool)
+        key = cache.key_of(t, spec, backend)
+        if (call := cache.find(key)) is not None:
+            return call(t)
+    _check_batch_norm(caller, t, spec)
+    name = _checks.backend(caller, backend)
+    route = batch_norm_route.choose(caller, name, t, spec, single=single)
+    _checks.devices(caller, t.x, **_others(t))
     if route is None:
-        y = batch_norm(
-            input, *vectors, training, momentum, eps, mode=mode, activation="relu",
-            num_batches_tracked=num_batches_tracked, backend=backend,
-        )  # fmt: skip
-        return pool(y)
-    numbers = (training, momentum, eps, tv, pool)
-    y = route(*tensors, *numbers)
+        assert spec.pool is not None
+        return spec.pool(_batch_norm(t, spec.without_pool(), backend))
+    y = route(t, spec)
     if eager:
-        choice.remember(signature, route, tensors, *numbers)
+        cache.keep(key, route.bind(t, spec))
     return y
+
+
+def _check_batch_norm(caller: str, t: Tensors, spec: BatchNormSpec) -> None:
+    _checks.tensors(caller, t.x, **_others(t))
+    _checks.flags(caller, training=spec.training)
+    _checks.eps(caller, spec.eps)
+    running = {"running_mean": t.running_mean, "running_var": t.running_var}
+    _checks.channels(caller, t.x, **running, weight=t.weight, bias=t.bias)
+    _checks.running_pair(caller, t.running_mean, t.running_var, spec.training)
+    moves = spec.training and t.running_mean is not None
+    _checks.momentum(caller, spec.momentum, t.tracked, moves)
+    if spec.training:
+        _checks.more_than_one_value(caller, t.x)
+    _checks.activation(caller, spec.activation)
+    _checks.same_shape(caller, t.x, residual=t.residual)
+
+
+def _others(t: Tensors) -> dict[str, Tensor | None]:
+    """All tensors but the input, by the names that the arguments have."""
+    _, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
+    return {
+        "residual": residual,
+        "weight": weight,
+        "bias": bias,
+        "input_bias": input_bias,
+        "running_mean": running_mean,
+        "running_var": running_var,
+        "num_batches_tracked": tracked,
+    }
 
 
 def layer_norm(
@@ -281,99 +219,78 @@ def layer_norm(
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), mode="standard").round()
         tensor([[-1.,  1.]])
     """
-    return _layer_norm(
-        input, normalized_shape, weight, bias, eps, mode=mode, input_bias=input_bias,
-        running_mean=running_mean, running_var=running_var,
-        num_batches_tracked=num_batches_tracked, momentum=momentum,
-        autocast_output=autocast_output, backend=backend,
-    )  # fmt: skip
+    caller = "functional.layer_norm"
+    t = Tensors(
+        input, None, weight, bias, input_bias, running_mean, running_var, num_batches_tracked
+    )
+    tv, shape = target_variance(mode), _row_shape(caller, normalized_shape)
+    spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(input), autocast_output)
+    return _layer_norm(caller, t, spec, backend)
 
 
 def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    mode: ModeLike,
-    input_bias: Tensor | None = None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    autocast_output: str,
-    backend: str,
-    channels_first: bool = False,
-) -> Tensor:
-    """`layer_norm`; channels_first: the input is a view of images that are."""
-    who = "functional.layer_norm"
+    caller: str, t: Tensors, spec: LayerNormSpec, backend: str, *, channels_first: bool = False
+) -> Any:
+    """`layer_norm`, or `add_layer_norm` where there is a residual.
+
+    channels_first: the input is a view of images whose channels come first.
+    """
+    eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
+    if eager:
+        key = cache.key_of(t, spec, backend)
+        if (call := cache.find(key)) is not None:
+            return call(t)
+    _check_layer_norm(caller, t, spec)
+    if nested.is_strided(t.x):
+        return _strided_layer_norm(caller, t, spec, backend)
+    vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
+    _checks.trailing(caller, t.x, spec.normalized_shape, **vectors)
+    name = _checks.backend(caller, backend)
+    route = layer_norm_route.choose(caller, name, t, spec, channels_first=channels_first)
+    _checks.devices(caller, t.x, **_others(t))
+    result = route(t, spec)
+    if eager:
+        cache.keep(key, route.bind(t, spec))
+    return result
+
+
+def _strided_layer_norm(caller: str, t: Tensors, spec: LayerNormSpec, backend: str) -> Any:
+    """As `_layer_norm`, of a nested tensor of the older layout: one tensor of all its rows."""
+    total = t.x if t.residual is None else t.x + t.residual
+    _checks.components(caller, total.unbind(), spec.normalized_shape)
+    rows = t._replace(x=nested.rows(total, spec.normalized_shape), residual=None)
+    y = nested.of_rows(_layer_norm(caller, rows, spec, backend), total)
+    return y if t.residual is None else (y, total)
+
+
+def _check_layer_norm(caller: str, t: Tensors, spec: LayerNormSpec) -> None:
+    _checks.tensors(caller, t.x, **_others(t))
+    _checks.shape(caller, spec.normalized_shape)
+    _checks.eps(caller, spec.eps, zero=True)
+    _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
+    running = {"running_mean": t.running_mean, "running_var": t.running_var}
+    _checks.scalars(caller, **running, num_batches_tracked=t.tracked)
+    _checks.momentum(caller, spec.momentum, t.tracked, t.running_mean is not None)
+    _checks.autocast_output(caller, spec.autocast_output)
+    _checks.same_shape(caller, t.x, residual=t.residual)
+
+
+def _row_shape(caller: str, normalized_shape: Sequence[int]) -> tuple[int, ...]:
     try:
-        shape = tuple(normalized_shape)
+        return tuple(normalized_shape)
     except TypeError:
-        raise _checks.no_shape(who, normalized_shape) from None
-    tensors = (input, weight, bias, input_bias, running_mean, running_var, num_batches_tracked)
-    eager = getattr(input, "is_cuda", False) and not torch.compiler.is_compiling()
-    if eager:
-        settings = (shape, momentum, eps, mode, autocast_output, backend, *_autocast())
-        signature = choice.signature(who, settings, tensors)
-        if (known := choice.known(signature)) is not None:
-            return known(*tensors)
-    _check_layer_norm(
-        who, input, shape, eps, running_mean, running_var, num_batches_tracked, momentum,
-        autocast_output, weight=weight, bias=bias, input_bias=input_bias,
-    )  # fmt: skip
-    if nested.is_strided(input):
-        components = input.unbind()
-        _checks.components(who, components, shape)
-        y = _layer_norm(
-            nested.rows(input, shape), shape, weight, bias, eps, mode=mode, input_bias=input_bias,
-            running_mean=running_mean, running_var=running_var,
-            num_batches_tracked=num_batches_tracked, momentum=momentum,
-            autocast_output=autocast_output, backend=backend,
-        )  # fmt: skip
-        return nested.of_rows(y, input)
-    _checks.trailing(who, input, shape, weight=weight, bias=bias, input_bias=input_bias)
-    name, tv = _checks.backend(who, backend), target_variance(mode)
-    vectors = (weight, bias, input_bias, running_mean, running_var)
-    fused = input_bias is not None
-    stock = tv == 1.0 and not fused and running_mean is None
-    route = choice.layer_norm(
-        who, name, input, len(shape), num_batches_tracked, vectors, fused,
-        channels_first, stock,
-    )  # fmt: skip
-    _checks.devices(
-        who, input, weight=weight, bias=bias, input_bias=input_bias, running_mean=running_mean,
-        running_var=running_var, num_batches_tracked=num_batches_tracked,
-    )  # fmt: skip
-    numbers = (shape, momentum, eps, tv, autocast_output == "low")
-    y = route(*tensors, *numbers)
-    if eager:
-        choice.remember(signature, route, tensors, *numbers)
-    return y
+        raise _checks.no_shape(caller, normalized_shape) from None
 
 
-def _check_layer_norm(
-    who: str,
-    input: Tensor,
-    shape: tuple[int, ...],
-    eps: float,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    autocast_output: str,
-    **others: Tensor | None,
-) -> None:
-    running = {"running_mean": running_mean, "running_var": running_var}
-    running["num_batches_tracked"] = num_batches_tracked
-    _checks.tensors(who, input, **others, **running)
-    _checks.shape(who, shape)
-    _checks.eps(who, eps, zero=True)
-    _checks.running_pair(who, running_mean, running_var, training=True)
-    _checks.scalars(who, **running)
-    _checks.momentum(who, momentum, num_batches_tracked, running_mean is not None)
-    _checks.autocast_output(who, autocast_output)
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast has set where x is; None where it is off."""
+    try:
+        device = x.device.type
+    except AttributeError:  # no tensor, and about to be refused
+        return None
+    if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
 
 
 def add_layer_norm(
@@ -429,49 +346,11 @@ def add_layer_norm(
         >>> total
         tensor([[1., 3.]])
     """
-    who = "functional.add_layer_norm"
-    try:
-        shape = tuple(normalized_shape)
-    except TypeError:
-        raise _checks.no_shape(who, normalized_shape) from None
-    tensors = (x, residual, weight, bias, running_mean, running_var, num_batches_tracked)
-    eager = getattr(x, "is_cuda", False) and not torch.compiler.is_compiling()
-    if eager:
-        settings = (shape, momentum, eps, mode, autocast_output, backend, *_autocast())
-        signature = choice.signature(who, settings, tensors)
-        if (known := choice.known(signature)) is not None:
-            return known(*tensors)
-    _check_layer_norm(
-        who, x, shape, eps, running_mean, running_var, num_batches_tracked, momentum,
-        autocast_output, weight=weight, bias=bias, residual=residual,
-    )  # fmt: skip
-    _checks.same_shape(who, x, residual=residual)
-    if nested.is_strided(x):
-        total = x + residual
-        y = _layer_norm(
-            total, shape, weight, bias, eps, mode=mode, running_mean=running_mean,
-            running_var=running_var, num_batches_tracked=num_batches_tracked, momentum=momentum,
-            autocast_output=autocast_output, backend=backend,
-        )  # fmt: skip
-        return y, total
-    _checks.trailing(who, x, shape, weight=weight, bias=bias)
-    name, tv = _checks.backend(who, backend), target_variance(mode)
-    vectors = (weight, bias, running_mean, running_var)
-    route = choice.add_layer_norm(who, name, x, len(shape), residual, num_batches_tracked, vectors)
-    _checks.devices(
-        who, x, residual=residual, weight=weight, bias=bias, running_mean=running_mean,
-        running_var=running_var, num_batches_tracked=num_batches_tracked,
-    )  # fmt: skip
-    numbers = (shape, momentum, eps, tv, autocast_output == "low")
-    result = route(*tensors, *numbers)
-    if eager:
-        choice.remember(signature, route, tensors, *numbers)
-    return result
-
-
-def _autocast() -> tuple[bool, torch.dtype]:
-    """What of the surroundings decides the dtype of a LayerNorm's result on CUDA."""
-    return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    caller = "functional.add_layer_norm"
+    t = Tensors(x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
+    tv, shape = target_variance(mode), _row_shape(caller, normalized_shape)
+    spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(x), autocast_output)
+    return _layer_norm(caller, t, spec, backend)
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -493,10 +372,10 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
         >>> channel_stats(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
         (tensor([2., 5.]), tensor([1., 0.]))
     """
-    who = "functional.channel_stats"
-    _checks.floating(who, x)
-    _checks.channels(who, x)
-    if (by_kernel := choice.channel_stats(x)) is not None:
+    caller = "functional.channel_stats"
+    _checks.floating(caller, x)
+    _checks.channels(caller, x)
+    if (by_kernel := batch_norm_route.channel_stats(x)) is not None:
         return by_kernel
     dims = (0, *range(2, x.dim()))
     x = x.to(accumulator_dtype(x.dtype))

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from normplug import modules
 from normplug._fuse.hooks import has_hooks
 from normplug._fuse.trace import add_in_place
-from normplug._ops import choice, recompute
+from normplug._ops import eligible, recompute
 from normplug._ops.aten import ACTIVATIONS, MODULES, Pool, activation_of
 from normplug.modules import LayerNorm, TargetVarianceNorm
 
@@ -541,7 +541,7 @@ def convolution_layer_norm(
     """
     if (
         isinstance(x, Tensor)
-        and choice.has_kernels("fuse", norm.backend, x)  # elsewhere it is convolutions that add
+        and eligible.has_kernels("fuse", norm.backend, x)  # elsewhere it is convolutions that add
         and _is_plain(norm)
         and _is_plain_convolution(convolution)
         and norm.normalized_shape == convolution.bias.shape

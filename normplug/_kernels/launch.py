@@ -8,6 +8,7 @@ pointers that the compiled kernel was not made for, take the public way.
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from typing import Any
@@ -29,23 +30,45 @@ def number(value: float, double: bool) -> float | int:
 
 
 class Launch:
-    """A kernel with everything but its tensors: grid, sizes, constants and compiler options."""
+    """A kernel with everything but its tensors: grid, sizes, constants and compiler options.
+
+    A call passes tensors by position. So each argument is named here, and the names must be the
+    kernel's own, in its order.
+
+    Args:
+        kernel: The Triton kernel.
+        grid: How many programs run.
+        pointers: Names of the tensors of a call; the kernel's argument of tensor `x` is `x_ptr`.
+        sizes: Integers, by name.
+        scalars: Numbers as `number` makes them, by name.
+        constants: What is compiled into the kernel, by name.
+        warps: Warps of a program.
+        cooperative: All programs run at once.
+
+    Raises:
+        TypeError: The names are not those of the kernel's arguments, in order.
+    """
 
     def __init__(
         self,
         kernel: Any,
         grid: int,
-        numbers: tuple[Any, ...],
+        *,
+        pointers: tuple[str, ...],
+        sizes: dict[str, int],
+        scalars: dict[str, float | int],
         constants: dict[str, Any],
         warps: int,
         cooperative: bool = False,
     ) -> None:
-        self._kernel, self._grid, self._numbers = kernel, grid, numbers
+        _check_names(kernel, [*(f"{name}_ptr" for name in pointers), *sizes, *scalars, *constants])
+        self._kernel, self._grid = kernel, grid
+        self._numbers = (*sizes.values(), *scalars.values())
         # a * b + c in one rounding: the default of Triton before 3.10.
         self._constants = {**constants, "num_warps": warps, "enable_fp_fusion": True}
         if cooperative:
             self._constants["launch_cooperative_grid"] = True
-        self._tail = (*numbers, *constants.values())
+        self._tail = (*self._numbers, *constants.values())
         self._direct = _DIRECT and not INTERPRETED
         self._run: Any = None
         self._function: Any = None
@@ -75,6 +98,18 @@ class Launch:
 
     def _compile(self, tensors: tuple[Tensor, ...]) -> Any:
         return self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)
+
+
+def _check_names(kernel: Any, given: list[str]) -> None:
+    expected = list(kernel.arg_names)
+    if given == expected:
+        return
+    pairs = itertools.zip_longest(given, expected, fillvalue="nothing")
+    place, (got, wanted) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    raise TypeError(
+        f"{kernel.__name__}: a launch must name the kernel's arguments in their order; "
+        f"argument {place} is {wanted}, and the launch names {got}."
+    )
 
 
 class Workspace:

@@ -1,113 +1,71 @@
-"""What the routes over the kernels share: which tensors those take, and where they leave notes."""
+"""Whether kernels can run: here and now, on this device, with these tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from normplug._kernels.launch import BUILDS, INTERPRETED, Workspace
+from normplug import _checks
+from normplug._ops.spec import Tensors
 
-_KEPT_PLANS = 4096
+_HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is wanted
+# Bytes of input, by itemsize, below which torch's own norm takes less time at target variance 1.
+# Its host time is shorter (in training by 15 us for BatchNorm, by 60 to 100 for LayerNorm), and up
+# to here the GPU waits for the host (docs/speed.md).
+_HOST_BOUND = {2: 8 << 20, 4: 16 << 20, 8: 16 << 20}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-Key = TypeVar("Key", bound=Hashable)
-Plan = TypeVar("Plan")
+
+def is_asked_for(backend: str, x: Tensor) -> bool:
+    """Whether a backend stands for the kernels, if they can run."""
+    return backend == "triton" or (backend == "auto" and x.is_cuda)
 
 
-class Plans(Generic[Key, Plan]):
-    """Plans by what calls have in common, each made once."""
-
-    def __init__(self, make: Callable[[Key], Plan]) -> None:
-        self._make = make
-        self._kept: dict[Key, Plan] = {}
-
-    def __getitem__(self, key: Key) -> Plan:
-        plan = self._kept.get(key)
-        if plan is None:
-            if len(self._kept) >= _KEPT_PLANS:
-                self._kept.clear()
-            plan = self._kept[key] = self._make(key)
-        return plan
+def is_compiling() -> bool:
+    """Whether a compiler looks on, so that kernels have to be operators."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-class Workspaces:
-    """The workspace of a plan's launch on the stream that is current."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
-        self._kept: dict[tuple[int, int], Workspace] = {}
-
-    def get(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
-        """The stream, and on it `scratch` counters and partial results."""
-        on_cuda = self._device.type == "cuda"
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index) if on_cuda else 0
-        if stream != 0 or not on_cuda:
-            return stream, Workspace(self._device, self._dtype, *scratch)
-        work = self._kept.get(scratch)
-        if work is None:
-            work = self._kept[scratch] = Workspace.get(self._device, self._dtype, *scratch)
-        return stream, work
+def size_of(x: Tensor) -> int:
+    """Bytes of a tensor's values."""
+    return x.numel() * x.element_size()
 
 
-def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """A Function's `apply`, without its search for what `torch.func` has wrapped.
-
-    That takes the host as long as a launch. No transform is active where kernels are called; what
-    one has left behind, `alive` unwraps.
-    """
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+def is_host_bound(x: Tensor) -> bool:
+    """Whether the GPU waits for the host over a norm of x, so that torch's own is faster."""
+    return size_of(x) < _HOST_BOUND[x.element_size()]
 
 
-def alive(t: Tensor | None) -> Tensor | None:
-    """A tensor that a transform of `torch.func` has left behind, as the plain one that it is."""
-    return None if t is None else torch._C._functorch.unwrap_if_dead(t)
+def has_kernels(caller: str, backend: str, x: Tensor) -> bool:
+    """Whether a norm with this backend would run by kernel where x is, as far as can be told."""
+    if not is_asked_for(_checks.backend(caller, backend), x):
+        return False
+    return refusal_now() is None and refusal_of_device(x) is None
 
 
-def elsewhere(x: Tensor) -> bool:
-    """Whether x is on another GPU than the current one, where a launch would go."""
-    return x.is_cuda and torch._C._cuda_getDevice() != x.device.index
-
-
-def on_device_of(x: Tensor, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call with the GPU of x as the current one."""
-    if elsewhere(x):
-        with torch.cuda.device_of(x):
-            return call(*arguments)
-    return call(*arguments)
-
-
-def refusal(
-    x: Tensor,
-    others: Iterable[Tensor | None],
-    tracked: Tensor | None,
-    vectors: Iterable[Tensor | None],
-) -> str | None:
-    """Why no kernel can take these tensors; None where one may. `vectors` have to be dense."""
-    dense = [t for t in (*vectors, tracked) if t is not None]
-    present = [*(t for t in others if t is not None), *dense]
-    if tracked is not None and tracked.dtype != torch.int64:
-        return f"num_batches_tracked is {tracked.dtype}, not torch.int64"
-    for t in (x, *present):
-        if type(t) not in (Tensor, torch.nn.Parameter):
-            return f"a tensor is a {type(t).__name__}, of which the kernels know nothing"
-    if (why := refusal_of_device(x)) is not None:
-        return why
-    if x.dtype not in _DTYPES:
-        return f"the input is {x.dtype}"
-    if x.numel() == 0:
-        return "the input is empty"
-    if any(t.device != x.device for t in present):
-        return f"not every tensor is on {x.device}, where the input is"
-    if not all(t.is_contiguous() for t in dense):
-        return "a weight, a bias or a running statistic is strided"
+def refusal_now() -> str | None:
+    """Why no kernel can be called now, whatever the tensors; None where one may."""
+    if not _HAS_TRITON:
+        return "triton is not installed"
+    if torch._C._are_functorch_transforms_active():
+        return "a torch.func transform is active"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace records torch's operations only"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active"
+    # torch.compiler.is_exporting() holds while anything compiles. torch 2.6 has no such flag.
+    if getattr(torch.compiler, "_is_exporting_flag", False):
+        return "torch.export is tracing, for machines that may have no GPU"
     return None
 
 
 def refusal_of_device(x: Tensor) -> str | None:
     """Why no kernel can run where x is; None where one can."""
+    from normplug._kernels.launch import BUILDS, INTERPRETED
+
     if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
         return f"the input is on {x.device}, and the kernels need a CUDA device"
     if x.is_cuda and not BUILDS:
@@ -117,11 +75,24 @@ def refusal_of_device(x: Tensor) -> str | None:
     return None
 
 
-def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """As `Tensor.is_contiguous`, of a shape and strides."""
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
+def refusal_of(t: Tensors) -> str | None:
+    """Why no kernel can take these tensors; None where one may."""
+    x, residual, *vectors, tracked = t
+    dense = [v for v in (*vectors, tracked) if v is not None]
+    present = dense if residual is None else [residual, *dense]
+    if tracked is not None and tracked.dtype != torch.int64:
+        return f"num_batches_tracked is {tracked.dtype}, not torch.int64"
+    for each in (x, *present):
+        if type(each) not in (Tensor, torch.nn.Parameter):
+            return f"a tensor is a {type(each).__name__}, which the kernels cannot read"
+    if (why := refusal_of_device(x)) is not None:
+        return why
+    if x.dtype not in _DTYPES:
+        return f"the input is {x.dtype}"
+    if x.numel() == 0:
+        return "the input is empty"
+    if any(each.device != x.device for each in present):
+        return f"not every tensor is on {x.device}, where the input is"
+    if not all(each.is_contiguous() for each in dense):
+        return "a weight, a bias or a running statistic is strided"
+    return None

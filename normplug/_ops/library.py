@@ -1,55 +1,180 @@
-"""Operators of `torch.library`, at the least host time that they can be had for.
+"""The kernels of a norm as operators of `torch.library`, for compilers: opaque, with gradients.
+
+Eager calls do not come here: dispatching an operator costs more than launching a kernel.
 
 `torch.library.custom_op` puts Python of its own before each call, and more where an operator has
-gradients, in all twice the time that dispatching it takes. Here an operator is a kernel, and what
-compilers are told of its results. Gradients are an `autograd.Function`'s around it, and that is the
-kernel of a second operator, a composite one: a compiler that sees it asks for its parts instead.
+gradients: twice the time of a dispatch in all. Here an operator is a function and its fake
+implementation. Its gradients come from an `autograd.Function` around it. That function is a second
+operator, a composite one: a compiler that meets it asks for its parts.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from normplug._ops.spec import Tensors
 
 _library = torch.library.Library("normplug", "FRAGMENT")
+_TENSORS = len(Tensors._fields)
+_INPUTS = 5  # of them: those that have gradients
+_AFFINE = "Tensor? residual, Tensor? weight, Tensor? bias, Tensor? input_bias"
+_RUNNING = "Tensor? running_mean, Tensor? running_var, Tensor? tracked"
+_MOVED = "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? tracked"
 
 
-def operator(name: str, changes: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function an operator, which it is replaced by.
+class NormOperators(ABC):
+    """The operators of one norm: NAME_forward, NAME_backward, and NAME, which has gradients.
 
-    Args:
-        name: of the operator, in the namespace "normplug".
-        changes: the arguments that it changes in place, and does not return.
-    """
+        forward(*Tensors, *numbers) -> (y, [total,] *state)
+        backward(dy, dtotal, x, residual, weight, bias, input_bias, *state, has_residual, *numbers,
+                 needs) -> their five gradients, empty where not needed
 
-    def define(function: Callable[..., Any]) -> Any:
-        schema = torch.library.infer_schema(function, mutates_args=changes)
-        return _define(name, schema, function, "CompositeExplicitAutograd")
-
-    return define
-
-
-def differentiable(name: str, forward: Any, function: type[torch.autograd.Function]) -> Any:
-    """Make an operator of a Function, which a compiler takes apart, and so has its gradients.
+    Where a norm has a total, its backward's x is that, and has no residual.
 
     Args:
-        name: of the operator, in the namespace "normplug".
-        forward: the operator that the Function calls, with its own arguments, and whose results it
-            gives.
-        function: the Function.
+        name: in the namespace "normplug".
+        numbers: the schema of the spec's fields.
+        state: the schema of what the kernels find out in the forward.
+        has_total: whether the forward returns x + residual as well.
+        moves: whether the forward moves the running statistics.
     """
-    schema = str(forward._schema)
-    return _define(name, schema[schema.index("(") :], function.apply, "CompositeImplicitAutograd")
+
+    def __init__(
+        self, name: str, numbers: str, state: Sequence[str], *, has_total: bool, moves: bool
+    ) -> None:
+        self.has_total = has_total
+        inputs = f"(Tensor x, {_AFFINE}, {_MOVED if moves else _RUNNING}, {numbers})"
+        outputs = ", ".join(["Tensor"] * (1 + has_total + len(state)))
+        kept = ", ".join(f"Tensor {name}" for name in state)
+        forward = f"{inputs} -> ({outputs})"
+        backward = (
+            f"(Tensor dy, Tensor? dtotal, Tensor x, {_AFFINE}, {kept}, bool has_residual, "
+            f"{numbers}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        )
+        self._states = len(state)
+        self.forward = self._define(f"{name}_forward", forward, self._forward)
+        self.backward = self._define(f"{name}_backward", backward, self._backward)
+        torch.library.register_fake(self.forward._name, self._fake_forward, lib=_library)
+        torch.library.register_fake(self.backward._name, self._fake_backward, lib=_library)
+        apply = partial(_Differentiable.apply, self)
+        self.differentiable = self._define(name, forward, apply, "CompositeImplicitAutograd")
+
+    @staticmethod
+    def _define(
+        name: str, schema: str, function: Callable[..., Any], key: str = "CompositeExplicitAutograd"
+    ) -> Any:
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, function, key)
+        return getattr(torch.ops.normplug, name).default
+
+    @abstractmethod
+    def kernels(self) -> Any:
+        """The norm's kernel route, imported when it is first needed."""
+
+    @abstractmethod
+    def spec(self, *numbers: Any) -> Any:
+        """The spec, from its fields as an operator takes them."""
+
+    @abstractmethod
+    def fake(self, t: Tensors, spec: Any) -> tuple[Tensor, ...]:
+        """What the forward returns, without values; sizes may be symbols."""
+
+    @abstractmethod
+    def fake_dx(self, x: Tensor, spec: Any) -> Tensor:
+        """The gradient of x, without values."""
+
+    def reads_residual(self, spec: Any) -> bool:
+        """Whether the backward reads the residual."""
+        return False
+
+    def passes_dy(self, spec: Any) -> bool:
+        """Whether the residual's gradient is dy itself, which an operator must not return."""
+        return False
+
+    def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
+        t, spec = Tensors(*arguments[:_TENSORS]), self.spec(*arguments[_TENSORS:])
+        plan, t = self.kernels().plan_of(t, spec)
+        result, state = plan.forward(t, (True,))
+        results = result if self.has_total else (result,)
+        none = t.x.new_empty(0, dtype=torch.uint8)
+        return (*results, *(none if each is None else each for each in state))
+
+    def _fake_forward(self, *arguments: Any) -> tuple[Tensor, ...]:
+        return self.fake(Tensors(*arguments[:_TENSORS]), self.spec(*arguments[_TENSORS:]))
+
+    def _backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+        (x, residual, *vectors), state, has_residual, spec, needs = self._parts(arguments)
+        t = Tensors(x, x if has_residual else None, *vectors)
+        plan, t = self.kernels().plan_of(t, spec)
+        found = (None if each.numel() == 0 else each for each in state)
+        saved = (t.x, residual, *vectors, *found)
+        gradients = plan.backward(saved, dy, dtotal, needs)
+        return tuple(x.new_empty(0) if g is None else g for g in gradients)
+
+    def _fake_backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> Any:
+        (x, _, *vectors), _, has_residual, spec, needs = self._parts(arguments)
+        dx = self.fake_dx(x, spec)
+        like = (dx, dx if has_residual else None, *vectors)
+        return tuple(
+            torch.empty_like(t) if need and t is not None else x.new_empty(0)
+            for t, need in zip(like, needs, strict=True)
+        )
+
+    def _parts(self, arguments: Sequence[Any]) -> tuple[Any, Any, bool, Any, Sequence[bool]]:
+        """Inputs, state, has_residual, spec and needs of a backward."""
+        after = _INPUTS + self._states
+        inputs, state = arguments[:_INPUTS], arguments[_INPUTS:after]
+        has_residual, *numbers, needs = arguments[after:]
+        return inputs, state, has_residual, self.spec(*numbers), needs
 
 
-def _define(name: str, schema: str, function: Callable[..., Any], key: str) -> Any:
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, function, key)
-    return getattr(torch.ops.normplug, name).default
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operators: NormOperators, *arguments: Any) -> tuple[Tensor, ...]:
+        outputs = operators.forward(*arguments)
+        x, residual, *vectors = arguments[:_INPUTS]
+        ctx.operators, ctx.numbers = operators, arguments[_TENSORS:]
+        ctx.spec = operators.spec(*ctx.numbers)
+        ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
+        ctx.has_residual = residual is not None and not operators.has_total
+        kept = residual if operators.reads_residual(ctx.spec) else None
+        constant = state = outputs[1 + operators.has_total :]
+        if operators.has_total:
+            x = outputs[1]
+            if not any(ctx.needs_input_grad[1:3]):
+                constant = outputs[1:]
+        ctx.save_for_backward(x, kept, *vectors, *state)
+        ctx.mark_non_differentiable(*constant)
+        return outputs
 
-
-def fake(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the operator's fake (meta) implementation."""
-    return torch.library.register_fake(operator._name, lib=_library)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        operators = ctx.operators
+        for_x, for_residual, *rest = needs = ctx.needs_input_grad[1 : 1 + _INPUTS]
+        dtotal, alias = None, ctx.has_residual and operators.passes_dy(ctx.spec)
+        if operators.has_total:
+            dtotal = others[0]
+            asked = [for_x or for_residual, False, *rest]
+        else:
+            asked = [for_x, for_residual and not alias, *rest]
+        through, dresidual, *gradients = operators.backward(
+            dy, dtotal, *ctx.saved_tensors, ctx.has_residual, *ctx.numbers, asked
+        )
+        dx: Tensor = through
+        if operators.has_total:
+            # Two gradients from one: compilers want that an operator's results share no memory.
+            dx = through.to(ctx.dtypes[0])
+            dresidual = through.to(ctx.dtypes[1])
+        elif alias:
+            dresidual = dy
+        found = (dx, dresidual, *gradients)
+        wanted = (g if need else None for g, need in zip(found, needs, strict=True))
+        return (None, *wanted, *[None] * (_TENSORS - _INPUTS + len(ctx.numbers)))

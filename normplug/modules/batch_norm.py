@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from normplug import _checks, functional
-from normplug._ops.aten import Pool
+from normplug._ops.spec import BatchNormSpec, Pool, Tensors
 from normplug.modes import ModeLike, target_variance
 from normplug.modules.base import TargetVarianceNorm
 
@@ -48,37 +48,13 @@ class _BatchNormForward(TargetVarianceNorm, nn.modules.batchnorm._BatchNorm):
         training = self.training or (mean is None and var is None)
         if self.training and not self.track_running_stats:
             mean = var = None
-        arguments = (
-            input,
-            mean,
-            var,
-            weight,
-            bias,
-            training,
-            # A layer without its counter (a checkpoint of torch < 0.4.1) averages nothing.
-            0.0 if self.momentum is None and tracked is None else self.momentum,
-            self._eps,
+        # A layer without its counter (a checkpoint of torch < 0.4.1) averages nothing.
+        momentum = 0.0 if self.momentum is None and tracked is None else self.momentum
+        t = Tensors(input, residual, weight, bias, None, mean, var, tracked)
+        spec = BatchNormSpec(
+            training, momentum, self._eps, self.target_variance, activation, pool, keeps_residual
         )
-        if pool is not None:
-            assert activation == "relu"
-            assert residual is None
-            return functional._batch_norm_max_pool(
-                *arguments,
-                mode=self.target_variance,
-                pool=pool,
-                num_batches_tracked=tracked,
-                backend=self.backend,
-            )
-        return functional._fused_batch_norm(
-            *arguments,
-            mode=self.target_variance,
-            residual=residual,
-            activation=activation,
-            num_batches_tracked=tracked,
-            backend=self.backend,
-            lone=lone,
-            keeps_residual=keeps_residual,
-        )
+        return functional._batch_norm(t, spec, self.backend, single=lone)
 
     def _variance(self, x: Tensor) -> Tensor:
         return functional.channel_stats(x)[1].mean()

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from normplug import _checks, functional
+from normplug._layouts import dense, laid_out_like
+from normplug._ops import statistics
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
 # torch 2.14 deprecated the second name for the first; without torch.distributed there is neither.
@@ -77,17 +79,9 @@ def batch_norm(
         )
     if running_mean is not None and running_var is not None:
         # A batch without a variance moves nothing, counted or not.
-        counts = n > 1
-        step = counts.to(running_mean.dtype)
-        if num_batches_tracked is not None:
-            num_batches_tracked.add_(counts)
-        if momentum is not None:
-            step = step * momentum
-        elif num_batches_tracked is not None:
-            step = step / num_batches_tracked.clamp(min=1)
+        step = statistics.count_batch(running_mean, num_batches_tracked, momentum, counts=n > 1)
         unbiased = var * (n / (n - 1).clamp(min=1))
-        running_mean.lerp_(mean.to(running_mean.dtype), step)
-        running_var.lerp_(unbiased.to(running_var.dtype), step)
+        statistics.move(running_mean, running_var, mean, unbiased, step)
     return y, mean, var
 
 
@@ -136,8 +130,8 @@ class _SyncBatchNorm(torch.autograd.Function):
             mean, rstd = _differentiable_statistics(x, n, ctx.eps, ctx.group)
         fused = _has_kernels(x) and not twice
         if fused:
-            x = _dense(x)
-            dy = _laid_out_like(dy, x)
+            x = dense(x)
+            dy = laid_out_like(dy, x)
         sums = _own_sums(dy, x, mean, rstd, fused)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
@@ -239,17 +233,6 @@ def _has_kernels(x: Tensor) -> bool:
     exact = x.dtype == accumulator_dtype(x.dtype) or _is_channels_last(x)
     tracing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     return exact and not tracing
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x, copied if it is neither contiguous nor channels_last."""
-    return x if x.is_contiguous() or _is_channels_last(x) else x.contiguous()
-
-
-def _laid_out_like(dy: Tensor, x: Tensor) -> Tensor:
-    if x.is_contiguous():
-        return dy.contiguous()
-    return dy.contiguous(memory_format=_CHANNELS_LAST[x.dim()])
 
 
 def _is_channels_last(x: Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from normplug import _checks, functional
 from normplug._ops import nested
+from normplug._ops.spec import LayerNormSpec, Tensors
 from normplug.modes import ModeLike, target_variance
 from normplug.modules.base import TargetVarianceNorm
 from normplug.reference import accumulator_dtype
@@ -90,15 +91,8 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
-        y = functional._layer_norm(
-            input,
-            self.normalized_shape,
-            weight,
-            bias,
-            autocast_output=autocast_output,
-            channels_first=self._channels_first,
-            **self._options(input),
-        )
+        t = Tensors(input, None, weight, bias, None, *self._statistics_to_move(input))
+        y = self._run(t, autocast_output)
         if self._probe is not None:
             self._record(*(nested.rows(t, self.normalized_shape) for t in (input, y)))
         return y
@@ -110,14 +104,9 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
             input: as in `forward`.
             residual: as in `normplug.functional.add_layer_norm`.
         """
-        return functional.add_layer_norm(
-            input,
-            residual,
-            self.normalized_shape,
-            *self._affine(),
-            autocast_output=self.autocast_output,
-            **self._options(input),
-        )
+        statistics = self._statistics_to_move(input)
+        t = Tensors(input, residual, *self._affine(), None, *statistics)
+        return self._run(t, self.autocast_output)
 
     def fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
         """What `forward` makes of input + input_bias, in one call.
@@ -126,27 +115,24 @@ class LayerNorm(TargetVarianceNorm, nn.LayerNorm):
             input: as in `forward`.
             input_bias: as in `normplug.functional.layer_norm`.
         """
-        return functional.layer_norm(
-            input,
-            self.normalized_shape,
-            *self._affine(),
-            input_bias=input_bias,
-            autocast_output=self.autocast_output,
-            **self._options(input),
-        )
+        statistics = self._statistics_to_move(input)
+        t = Tensors(input, None, *self._affine(), input_bias, *statistics)
+        return self._run(t, self.autocast_output)
 
-    def _options(self, input: Tensor) -> dict[str, Any]:
-        """What the functions are told beside their tensors, and the statistics that they move."""
-        mean, var, tracked = self._statistics_to_move(input)
-        return {
-            "eps": self._eps,
-            "mode": self.target_variance,
-            "running_mean": mean,
-            "running_var": var,
-            "num_batches_tracked": tracked,
-            "momentum": self.momentum,
-            "backend": self.backend,
-        }
+    def _run(self, t: Tensors, autocast_output: str) -> Any:
+        autocast = functional.autocast_dtype(t.x)
+        spec = LayerNormSpec(
+            self.normalized_shape,
+            self.momentum,
+            self._eps,
+            self.target_variance,
+            autocast,
+            autocast_output,
+        )
+        name = "functional.layer_norm" if t.residual is None else "functional.add_layer_norm"
+        return functional._layer_norm(
+            name, t, spec, self.backend, channels_first=self._channels_first
+        )
 
     def _statistics_to_move(
         self, input: Tensor

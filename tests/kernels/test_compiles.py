@@ -25,7 +25,7 @@ H100 = GPUTarget("cuda", 90, 32)
 SMS, SHARED = 132, 227 << 10
 BFLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64
 TYPES = {BFLOAT16: "*bf16", FLOAT32: "*fp32", FLOAT64: "*fp64"}
-INTEGERS = {"counter_ptr": "*i64", "tracked_ptr": "*i64", "bits_ptr": "*u8"}
+INTEGERS = {"counters_ptr": "*i64", "tracked_ptr": "*i64", "bits_ptr": "*u8"}
 TILES = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "residual_ptr", "dresidual_ptr", "total_ptr")
 
 

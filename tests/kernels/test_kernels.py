@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import interpreted
+import routes
 from accuracy import assert_same_bits
 from fuse_cases import check_saved_bytes
 from kernel_cases import (
@@ -31,7 +32,6 @@ from kernel_cases import (
     check_compiled,
     check_operators,
     check_recomputed,
-    force,
     make,
     run,
 )
@@ -43,10 +43,6 @@ import triton.language as tl  # noqa: E402
 
 from normplug._kernels import schedule  # noqa: E402
 from normplug._kernels.batch_norm import columns  # noqa: E402
-from normplug._kernels.batch_norm import launches as kernels  # noqa: E402
-from normplug._ops import choice  # noqa: E402
-from normplug._ops.batch_norm import compiled as library  # noqa: E402
-from normplug._ops.batch_norm import eager as gpu  # noqa: E402
 
 pytestmark = interpreted.MARKS
 
@@ -127,7 +123,7 @@ def prepared(monkeypatch):
 
     def prepare(name, **options):
         setup = {**SETUPS, **MANY_ITEMS}[name]
-        force(monkeypatch, setup.change)
+        routes.reschedule(monkeypatch, geometry=setup.change)
         return Case(setup.shape, layout=setup.layout, **options)
 
     return prepare
@@ -174,7 +170,7 @@ def test_every_setup_is_as_close_to_float64_as_torch(setup, options, prepared):
 
 @EVERY_SETUP
 def test_offsets_of_64_bits(setup, prepared, monkeypatch):
-    monkeypatch.setattr(schedule, "_INT32", 0)
+    routes.use_64_bit_offsets(monkeypatch)
     assert_accurate(prepared(setup, activation="relu", residual="contiguous"))
 
 
@@ -191,13 +187,12 @@ def test_the_result_is_had_again_from_what_the_backward_needs(setup, options, pr
 def test_a_residual_that_had_to_be_copied_is_not_kept():
     tensors = make(Case((6, 3, 2, 2), residual="channels_last", activation="relu"))
     for residual, is_kept in ((tensors.residual, False), (tensors.x * 2, True)):
-        y = functional._fused_batch_norm(
+        y = routes.batch_norm(
             tensors.x.requires_grad_(), None, None, None, None, True, 0.1, 1e-5, mode="golden",
             residual=residual, activation="relu", num_batches_tracked=None, backend="triton",
             keeps_residual=True,
         )  # fmt: skip
-        assert y.grad_fn._forward_cls.is_recomputable(y.grad_fn) == is_kept
-        assert (y.grad_fn.saved_tensors[3] is not None) == is_kept
+        assert routes.is_recomputable(y) == is_kept
 
 
 @SOME_SETUPS
@@ -290,7 +285,7 @@ def test_infinity_and_nan_stay_in_their_channel(setup, prepared):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_channel_stats(setup, dtype, prepared):
     x = make(prepared(setup, dtype=dtype, offset=30.0)).x
-    mean, var = gpu.channel_stats(x)
+    mean, var = routes.channel_stats(x)
     assert mean.dtype == var.dtype == reference.accumulator_dtype(dtype)
     exact, dims = x.double(), (0, *range(2, x.dim()))
     tolerance = 1e-6 if mean.dtype == torch.float32 else 1e-13
@@ -517,13 +512,11 @@ def test_more_items_than_are_merged_at_a_time():
 
 
 def test_more_tiles_than_are_merged_at_a_time(prepared, monkeypatch):
-    launch = kernels.Launch
-
-    def by_twos(kernel, grid, numbers, constants, *options):
+    def by_twos(constants):
         assert constants["KP"] > 2
-        return launch(kernel, grid, numbers, {**constants, "KP": 2}, *options)
+        return {**constants, "KP": 2}
 
-    monkeypatch.setattr(kernels, "Launch", by_twos)
+    routes.watch_compiled(monkeypatch, by_twos)
     for dtype in (torch.float32, torch.float64):
         assert_accurate(prepared("planes in tiles", dtype=dtype, offset=1e3))
 
@@ -539,7 +532,7 @@ def test_the_operators_keep_torchs_rules(case):
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
 def test_the_operators_compute_what_the_kernels_do(case, monkeypatch):
     eager = run(case, make(case), "triton")
-    monkeypatch.setattr(choice, "batch_norm", lambda *_, **__: library.batch_norm)
+    routes.use_operators(monkeypatch)
     operator = run(case, make(case), "triton")
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(operator.pop(name), eager.pop(name))

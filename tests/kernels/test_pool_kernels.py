@@ -9,17 +9,23 @@ import torch
 import torch.nn.functional as F
 
 import interpreted
+import routes
 from accuracy import assert_same_bits
 from normplug import functional, fuse, swap
-from normplug._ops.aten import Pool
-from pool_cases import PoolCase, Stem, assert_accurate, check_compiled, check_operators, make, run
+from pool_cases import (
+    Pool,
+    PoolCase,
+    Stem,
+    assert_accurate,
+    check_compiled,
+    check_operators,
+    make,
+    run,
+)
 
 pytest.importorskip("triton")
 
 from normplug._kernels import schedule  # noqa: E402
-from normplug._kernels.launch import Launch  # noqa: E402
-from normplug._ops import choice  # noqa: E402
-from normplug._ops.batch_norm import pooled as pool_gpu  # noqa: E402
 
 pytestmark = interpreted.MARKS
 
@@ -81,7 +87,7 @@ def test_of_equal_values_the_first_gets_the_gradient_and_below_zero_none_does():
     x = torch.zeros(1, 2, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
     for bias, expected in ((1.0, 1.0), (0.0, 0.0), (-1.0, 0.0)):
         given = (torch.zeros(2), torch.ones(2), torch.ones(2), torch.full((2,), bias))
-        y = functional._batch_norm_max_pool(
+        y = routes.batch_norm(
             x, *given, False, 0.1, 1e-5, mode="standard", num_batches_tracked=None,
             pool=Pool((2, 2), (2, 2), (0, 0), False), backend="triton",
         )  # fmt: skip
@@ -109,15 +115,16 @@ def test_nan_and_infinity_go_where_torch_has_them(training):
         assert torch.equal(broken["dx"][:, channel], clean["dx"][:, channel])
 
 
-def test_without_gradients_the_results_are_the_same_and_nothing_is_kept():
+def test_without_gradients_the_results_are_the_same_and_nothing_is_kept(monkeypatch):
     case = PoolCase(SHAPE, needs=())
+    launches = routes.watch_launches(monkeypatch)
+    tensors = make(case)
     with torch.no_grad():
-        bare = run(case, make(case), "triton")
+        bare = run(case, tensors, "triton")
+    forward = launches[-1]
+    assert forward["peaks"] == forward["places"] == forward["x"]  # a stand-in
     full = run(PoolCase(SHAPE), make(case), "triton")
     assert_same_bits(bare, {name: full[name] for name in bare})
-    plan = next(iter(pool_gpu._plans._kept.values()))
-    x = torch.randn(plan.key.shape).contiguous(memory_format=torch.channels_last)
-    assert plan.forward(x, x, x, (x, x, None), keep=False)[2:] == (None, None)
 
 
 def test_the_backward_keeps_the_input_and_of_each_window_a_value_and_a_byte():
@@ -130,7 +137,7 @@ def test_the_backward_keeps_the_input_and_of_each_window_a_value_and_a_byte():
 
     weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = functional._batch_norm_max_pool(
+        y = routes.batch_norm(
             x, None, None, weight, bias, True, 0.1, 1e-5, mode="golden", num_batches_tracked=None,
             pool=Pool((2, 2), (2, 2), (0, 0), False), backend="triton",
         )  # fmt: skip
@@ -138,13 +145,7 @@ def test_the_backward_keeps_the_input_and_of_each_window_a_value_and_a_byte():
 
 
 def test_calls_of_one_shape_share_a_plan_and_its_launches(monkeypatch):
-    made = []
-    start = Launch.__init__
-    monkeypatch.setattr(
-        Launch,
-        "__init__",
-        lambda self, *args, **kw: (made.append(args[0]), start(self, *args, **kw))[0],
-    )
+    made = routes.watch_compiled(monkeypatch)
     case = PoolCase((3, 4, 5, 6))
     run(case, make(case), "triton")
     assert len(made) == 5  # statistics, forward with and without a backward, backward, sums
@@ -170,7 +171,7 @@ def test_derivatives_once_and_twice(training):
     running = (torch.full((2,), 2.0).double(), torch.ones(2).double())
 
     def norm(x, weight, bias):
-        return functional._batch_norm_max_pool(
+        return routes.batch_norm(
             x, *(t.clone() for t in running), weight, bias, training, 0.1, 1e-5, mode="golden",
             num_batches_tracked=None, pool=Pool((3, 2), (2, 1), (1, 0), False), backend="triton",
         )  # fmt: skip
@@ -200,11 +201,11 @@ def test_what_the_kernels_cannot_pool_goes_by_torch(change, why):
     if case.layout == "channels_last":
         x = x.contiguous(memory_format=torch.channels_last)
     vectors = (None, None, torch.ones(5), torch.zeros(5))
-    assert why in pool_gpu.refusal(x, None, vectors, case.pool)
+    assert why in routes.refusal_to_pool(x, vectors, case.pool)
 
     def both():
         given = {"mode": "golden", "num_batches_tracked": None, "backend": "triton"}
-        y = functional._batch_norm_max_pool(x, *vectors, True, 0.1, 1e-5, pool=case.pool, **given)
+        y = routes.batch_norm(x, *vectors, True, 0.1, 1e-5, pool=case.pool, **given)
         norm = functional.batch_norm(x, *vectors, True, activation="relu", backend="triton")
         return y, F.max_pool2d(norm, case.kernel, case.stride, case.padding)
 
@@ -220,7 +221,7 @@ def test_transforms_go_by_torch():
     pool = Pool((3, 3), (2, 2), (1, 1), False)
 
     def norm(x, backend="auto"):
-        return functional._batch_norm_max_pool(
+        return routes.batch_norm(
             x, None, None, None, None, True, 0.1, 1e-5, mode="golden", num_batches_tracked=None,
             pool=pool, backend=backend,
         )  # fmt: skip
@@ -237,7 +238,7 @@ def test_a_fused_stem_is_by_the_kernels_and_computes_what_the_unfused_one_does()
     expected = stem(x)
     gradients = torch.autograd.grad(expected.square().sum(), list(stem.parameters()))
     fused = fuse(stem)(x)
-    assert type(fused.grad_fn).__name__ == "_BatchNormPoolBackward"
+    assert routes.is_pooled_by_kernel(fused)
     torch.testing.assert_close(fused, expected)
     ours = torch.autograd.grad(fused.square().sum(), list(stem.parameters()))
     for one, other in zip(ours, gradients, strict=True):
@@ -263,7 +264,7 @@ def test_the_operators_keep_torchs_rules(case):
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
 def test_the_operators_compute_what_the_kernels_do(case, monkeypatch):
     eager = run(case, make(case), "triton")
-    monkeypatch.setattr(choice, "_compiling", lambda: True)
+    routes.use_operators(monkeypatch)
     operator = run(case, make(case), "triton")
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(operator.pop(name), eager.pop(name))

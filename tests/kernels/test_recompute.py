@@ -13,11 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import interpreted
+import routes
 from fuse_cases import Block
 from normplug import fuse, unfuse
-from normplug._ops import recompute
-from normplug._ops.batch_norm import eager as batch_norm_gpu
-from normplug._ops.layer_norm import eager as layer_norm_gpu
 from recompute_cases import (
     Attend,
     Feed,
@@ -32,7 +30,7 @@ from recompute_cases import (
 
 pytestmark = [
     *interpreted.MARKS,
-    pytest.mark.skipif(not recompute.AVAILABLE, reason="needs torch 2.8"),
+    routes.NEEDS_RECOMPUTE,
 ]
 
 X = torch.randn(2, 4, 6, 5)
@@ -43,16 +41,8 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
 @pytest.fixture
 def anew(monkeypatch):
-    """The results that were computed anew."""
-    made = []
-    for plan in (batch_norm_gpu._Plan, layer_norm_gpu._Plan):
-
-        def again(self, *args, plain=plan.again):
-            made.append(plain(self, *args))
-            return made[-1]
-
-        monkeypatch.setattr(plan, "again", again)
-    return made
+    """The results that were recomputed."""
+    return routes.watch_recomputed(monkeypatch)
 
 
 def chain():

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import interpreted
 import normplug
+import routes
 from accuracy import assert_no_worse, assert_same_bits
 from fuse_cases import Depthwise
 from normplug import functional, fuse, reference, swap
@@ -37,22 +38,15 @@ from row_cases import (
     check_compiled_around_attention,
     check_operators,
     check_recomputed,
-    force,
     make,
     run,
-    watch_launches,
 )
 
 triton = pytest.importorskip("triton")
 
 from normplug._kernels import schedule  # noqa: E402
-from normplug._kernels.launch import Workspace  # noqa: E402
-from normplug._kernels.layer_norm import launches as kernels  # noqa: E402
 from normplug._kernels.layer_norm import rows  # noqa: E402
 from normplug._kernels.schedule import Rows, WideBackward, WideForward  # noqa: E402
-from normplug._ops import choice  # noqa: E402
-from normplug._ops import eligible as gpu  # noqa: E402
-from normplug._ops.layer_norm import compiled as library  # noqa: E402
 
 pytestmark = interpreted.MARKS
 
@@ -118,13 +112,17 @@ VARIANTS = [
 ]
 
 
+def reschedule(monkeypatch, forward, backward):
+    routes.reschedule(monkeypatch, layer_norm_forward=forward, layer_norm_backward=backward)
+
+
 @pytest.fixture
 def prepared(monkeypatch):
     """A function from the name of a setup to a `Case` in it."""
 
     def prepare(name, **options):
         setup = SETUPS[name]
-        force(monkeypatch, setup.forward, setup.backward)
+        reschedule(monkeypatch, setup.forward, setup.backward)
         return Case(**{"shape": setup.shape, **options})
 
     return prepare
@@ -188,7 +186,7 @@ def test_the_result_is_had_again_from_what_the_backward_needs(setup, options, pr
 @EVERY_SETUP
 @pytest.mark.parametrize("residual", [None, "contiguous"])
 def test_offsets_of_64_bits(setup, residual, prepared, monkeypatch):
-    monkeypatch.setattr(schedule, "_INT32", 0)
+    routes.use_64_bit_offsets(monkeypatch)
     assert_accurate(prepared(setup, residual=residual, running=torch.float32))
 
 
@@ -209,7 +207,7 @@ def test_the_schedules_own_cuts(shape):
 def test_a_row_that_no_program_holds(monkeypatch):
     for name in ("_HELD_BYTES", "_SUMMED_BYTES"):
         monkeypatch.setattr(schedule, name, 1 << 10)
-    force(monkeypatch)
+    routes.forget(monkeypatch)
     for dtype in (torch.bfloat16, torch.float64):
         assert_accurate(Case((2, 5000), dtype, running=torch.float32, offset=1e3))
 
@@ -252,40 +250,41 @@ def test_permuted_rows_by_offsets_of_32_and_64_bits(setup, options, prepared, mo
     shape = (2, 3, SETUPS[setup].shape[-1])
     case = prepared(setup, **{"shape": shape, "layout": "permuted", **options})
     ours = assert_accurate(case)
-    monkeypatch.setattr(schedule, "_INT32", 0)
-    force(monkeypatch)
+    routes.use_64_bit_offsets(monkeypatch)
     assert_same_bits(run(case, make(case), "triton"), ours)
 
 
 @pytest.mark.parametrize("layout", ["apart", *PERMUTED])
 @pytest.mark.parametrize("shape", [(3, 4, 12), (2, 3, 1, 2, 12)], ids=str)
 def test_rows_found_by_two_strides_are_not_copied(layout, shape, monkeypatch):
-    launches = watch_launches(monkeypatch)
+    launches = routes.watch_launches(monkeypatch)
     case = Case(shape, layout=layout)
     tensors = make(case)
     run(case, tensors, "triton")
     forward, backward = launches
-    assert forward[0] == tensors.x.data_ptr()
-    assert [backward[0], backward[2]] == [tensors.dy.data_ptr(), tensors.x.data_ptr()]
+    assert forward["x"] == backward["x"] == tensors.x.data_ptr()
+    assert backward["dy"] == tensors.dy.data_ptr()
     case = Case(shape, layout=layout, residual=layout)
     tensors = make(case)
     out = run(case, tensors, "triton")
     forward, backward = launches[2:]
-    assert forward[:2] == (tensors.x.data_ptr(), tensors.residual.data_ptr())
-    assert backward[:2] == (tensors.dy.data_ptr(), tensors.dtotal.data_ptr())
-    assert backward[2] == out["total"].data_ptr()
+    assert forward["x"] == tensors.x.data_ptr()
+    assert forward["residual"] == tensors.residual.data_ptr()
+    assert backward["dy"] == tensors.dy.data_ptr()
+    assert backward["dtotal"] == tensors.dtotal.data_ptr()
+    assert backward["x"] == out["total"].data_ptr()
 
 
 def test_rows_of_another_order_than_those_before_are_copied(monkeypatch):
-    launches = watch_launches(monkeypatch)
+    launches = routes.watch_launches(monkeypatch)
     case = Case((3, 4, 2, 6), layout="permuted", residual="rotated", dtotal="rotated")
     tensors = make(case)
     run(case, tensors, "triton")
     forward, backward = launches
-    assert forward[0] == tensors.x.data_ptr()
-    assert forward[1] != tensors.residual.data_ptr()
-    assert backward[0] == tensors.dy.data_ptr()
-    assert backward[1] != tensors.dtotal.data_ptr()
+    assert forward["x"] == tensors.x.data_ptr()
+    assert forward["residual"] != tensors.residual.data_ptr()
+    assert backward["dy"] == tensors.dy.data_ptr()
+    assert backward["dtotal"] != tensors.dtotal.data_ptr()
     assert_accurate(case)
     assert_accurate(Case((3, 4, 2, 6), layout="permuted", dy="rotated"))
 
@@ -441,14 +440,7 @@ def test_without_gradients_the_results_are_the_same(setup, prepared):
 
 @EVERY_SETUP
 def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(setup, prepared, monkeypatch):
-    made = []
-
-    class Recorded(Workspace):
-        def __init__(self, *sizes):
-            super().__init__(*sizes)
-            made.append(self)
-
-    monkeypatch.setattr(gpu, "Workspace", Recorded)
+    made = routes.watch_workspaces(monkeypatch)
     for options in ({"running": torch.float32, "vectors": "bias+input_bias"}, {"residual": "odd"}):
         case = prepared(setup, **options)
         tensors = make(case)
@@ -667,13 +659,10 @@ def test_a_trace_would_miss_a_kernel_and_is_refused():
 
 def test_programs_that_would_wait_for_each_other_are_not_asked_for_here(monkeypatch):
     asked, choose = [], schedule.layer_norm_backward
-
-    def chosen(*sizes):
-        asked.append(sizes)
-        return choose(*sizes)
-
-    monkeypatch.setattr(schedule, "layer_norm_backward", chosen)
-    force(monkeypatch)
+    monkeypatch.setattr(
+        schedule, "layer_norm_backward", lambda *sizes: asked.append(sizes) or choose(*sizes)
+    )
+    routes.forget(monkeypatch)
     run(Case((6, 24)), make(Case((6, 24))), "triton")
     assert len(asked) == 1
     *sizes, together = asked[0]
@@ -682,16 +671,16 @@ def test_programs_that_would_wait_for_each_other_are_not_asked_for_here(monkeypa
 
 
 def test_more_parts_than_are_added_at_a_time(prepared, monkeypatch):
-    launch, seen, most = kernels.Launch, set(), {"KP", "KF", "GB", "FAN_IN"}
+    seen, most = set(), {"KP", "KF", "GB", "FAN_IN"}
 
-    def by_twos(kernel, grid, numbers, constants, *options, **more):
+    def by_twos(constants):
         seen.update(most & constants.keys())
         fewer = {**constants, **{n: min(constants[n], 2) for n in most & constants.keys()}}
         if "FAN_IN" not in constants and "R" in constants:
             fewer["KP"] = constants["KP"]  # of programs that share a row, here one
-        return launch(kernel, grid, numbers, fewer, *options, **more)
+        return fewer
 
-    monkeypatch.setattr(kernels, "Launch", by_twos)
+    routes.watch_compiled(monkeypatch, by_twos)
     for setup in ("rows, uneven", "rows, folded", "wide", "wide, all late"):
         for dtype in (torch.float32, torch.float64):
             vectors = "weight+bias+input_bias"
@@ -742,8 +731,7 @@ def test_the_operators_keep_torchs_rules(case):
 def test_the_operators_compute_what_the_kernels_do(case, monkeypatch):
     case = dataclasses.replace(case, running=torch.float32)
     eager = run(case, make(case), "triton")
-    for name in ("layer_norm", "add_layer_norm"):
-        monkeypatch.setattr(choice, name, lambda *_, name=name, **__: getattr(library, name))
+    routes.use_operators(monkeypatch)
     assert_same_bits(run(case, make(case), "triton"), eager)
 
 
@@ -786,13 +774,14 @@ def test_the_operators_say_how_a_gradient_lies(layout):
     case = Case((3, 4, 2, 6), layout=layout)
     tensors = make(case)
     stats = torch.zeros(2 * 24)
-    needs, nothing = (True, True, False, False), None
-    inputs = (tensors.dy, nothing, tensors.x, tensors.weight, nothing, nothing, stats)
+    inputs = (tensors.dy, None, tensors.x, None, tensors.weight, None, None, stats)
+    needs = (True, False, True, False, False)
+    numbers = (False, [6], 0.1, 1e-5, 1.0, None, "float32", needs)
     backward = torch.ops.normplug.layer_norm_backward
-    real = backward(*inputs, 1, 1.0, *needs)
+    real = backward(*inputs, *numbers)
     with torch._subclasses.FakeTensorMode() as mode:
         fakes = (t if t is None else mode.from_tensor(t) for t in inputs)
-        told = backward(*fakes, 1, 1.0, *needs)
+        told = backward(*fakes, *numbers)
     assert [t.stride() for t in told] == [t.stride() for t in real]
 
 
@@ -851,9 +840,9 @@ def test_any_call(
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
         if cut == "rows":
-            force(monkeypatch, held(2, 4, 2), held(2, 4, 2, keep=True))
+            reschedule(monkeypatch, held(2, 4, 2), held(2, 4, 2, keep=True))
         elif cut == "wide":
-            force(monkeypatch, soon(16), soon_blocks(2, 8))
+            reschedule(monkeypatch, soon(16), soon_blocks(2, 8))
         assert_accurate(case)
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import normplug
+import routes
 from accuracy import assert_same_bits
 from graphs import check_replays
 from normplug import functional, reference
@@ -24,7 +25,6 @@ from row_cases import (
     check_compiled_around_attention,
     check_operators,
     check_recomputed,
-    force,
     make,
     run,
 )
@@ -189,12 +189,9 @@ def test_any_of_the_tensors_may_be_permuted(shape, layouts):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", PERMUTED_SHAPES, ids=str)
 def test_permuted_rows_with_every_option_and_offsets_of_64_bits(shape, dtype, monkeypatch):
-    from normplug._kernels import schedule
-
     case = Case(shape, dtype, layout="permuted", vectors=FULL, running=torch.float32, offset=1e3)
     assert_accurate(case, GPU)
-    monkeypatch.setattr(schedule, "_INT32", 0)
-    force(monkeypatch)
+    routes.use_64_bit_offsets(monkeypatch)
     assert_accurate(case, GPU)
 
 
@@ -269,17 +266,13 @@ def test_the_result_is_had_again_from_what_the_backward_needs(shape, dtype, resi
 
 @pytest.mark.parametrize("shape", REPEATED, ids=str)
 def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape):
-    from normplug._kernels.launch import Workspace
-
     for options in ({"vectors": FULL, "running": torch.float32}, {"residual": "contiguous"}):
         case = Case(shape, torch.bfloat16, params=torch.float32, **options)
         tensors = make(case, GPU)
         first = run(case, tensors, "triton")
         for _ in range(3):
             assert_same_bits(run(case, tensors, "triton"), first)
-    torch.cuda.synchronize()
-    assert Workspace._kept
-    assert not any(kept.counters.any() for kept in Workspace._kept.values())
+    routes.assert_counters_are_zero()
 
 
 # A graph is captured on a stream of its own, and gradients then accumulate on another.

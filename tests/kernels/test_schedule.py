@@ -151,7 +151,7 @@ FLAGS = [
 
 def launches(key, shape):
     """Every launch that calls of a geometry may make: its flags, and the launch."""
-    kernels = pytest.importorskip("normplug._kernels.batch_norm")
+    kernels = pytest.importorskip("normplug._kernels.batch_norm.launches")
     dtype = {2: kernels.torch.bfloat16, 4: kernels.torch.float32, 8: kernels.torch.float64}[key[2]]
     for options in FLAGS:
         flags = kernels.Flags(**options)
@@ -181,7 +181,7 @@ def test_there_are_programs_for_all_that_is_written():
 
 
 def test_the_workspace_has_room_for_all_that_programs_tell_each_other():
-    kernels = pytest.importorskip("normplug._kernels.batch_norm")
+    kernels = pytest.importorskip("normplug._kernels.batch_norm.launches")
     for key, shape in GEOMETRIES.items():
         counters, room = kernels.scratch(shape)
         if isinstance(shape, Planes):
@@ -355,7 +355,7 @@ def test_sums_over_rows_are_no_more_traffic_than_the_rows():
 
 def row_launches(key, shape, forward):
     """Launches that calls of a geometry may make: what is asked for, and the launch."""
-    kernels = pytest.importorskip("normplug._kernels.layer_norm")
+    kernels = pytest.importorskip("normplug._kernels.layer_norm.launches")
     dtype = {2: kernels.torch.float32, 4: kernels.torch.float32, 8: kernels.torch.float64}[key[3]]
     strides = kernels.Strides(shape.width)
     if forward:

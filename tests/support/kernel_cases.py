@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
 
 import normplug
+import routes
 from accuracy import assert_no_worse
 from normplug import functional, reference, target_variance
 
@@ -172,31 +171,18 @@ def check_recomputed(case: Case, device: str = "cpu") -> None:
     """The result is had again, to the bit, from what is kept for the backward; nothing moves."""
     tensors = make(case, device)
     count = torch.tensor(3, device=device)
-    y: Any = functional._fused_batch_norm(
+    y: Any = routes.batch_norm(
         tensors.x.requires_grad_(), *_running(tensors), tensors.weight, tensors.bias,
         case.training, case.momentum, case.eps, mode=case.mode, residual=tensors.residual,
         activation=case.activation, num_batches_tracked=count if case.running else None,
         backend="triton", keeps_residual=True,
     )  # fmt: skip
     moved = [None if t is None else t.clone() for t in (*_running(tensors), count)]
-    again = y.grad_fn._forward_cls.recompute(y.grad_fn)
+    again = routes.recomputed(y)
     assert torch.equal(again, y)
     assert (again.stride(), again.dtype) == (y.stride(), y.dtype)
     for before, now in zip(moved, (*_running(tensors), count), strict=True):
         assert before is now or torch.equal(before, now)
-
-
-def force(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
-    """Have every call cut into work as `change` makes of the schedule that it would have had."""
-    from normplug._kernels import schedule
-    from normplug._ops import choice
-    from normplug._ops import eligible as gpu
-    from normplug._ops.batch_norm import eager as batch_norm_gpu
-
-    geometry = schedule.geometry
-    monkeypatch.setattr(schedule, "geometry", lambda *sizes: change(geometry(*sizes)))
-    monkeypatch.setattr(batch_norm_gpu, "_plans", gpu.Plans(batch_norm_gpu._Plan))
-    monkeypatch.setattr(choice, "_known", {})
 
 
 OPERATOR_CASES = [
@@ -217,25 +203,17 @@ OPERATOR_CASES = [
 
 def check_operators(case: Case, device: str) -> None:
     """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
-    operators = torch.ops.normplug
+    from normplug._ops.batch_norm.compiled import PLAIN
+
     tensors = make(case, device)
-    inputs = []
-    for name in INPUTS:
-        tensor = getattr(tensors, name)
-        inputs.append(tensor if tensor is None else tensor.requires_grad_(name in case.needs))
-    constants = (case.training, case.eps, target_variance(case.mode), case.activation)
+    x, weight, bias, residual = (
+        None if t is None else t.requires_grad_(name in case.needs)
+        for name, t in ((name, getattr(tensors, name)) for name in INPUTS)
+    )
     running = (None, None) if case.training else _running(tensors)
-    torch.library.opcheck(operators.batch_norm.default, (*inputs, *running, *constants))
-    x, weight, bias, residual = (None if t is None else t.detach() for t in inputs)
-    arguments = (x, weight, bias, residual, *running, *constants)
-    torch.library.opcheck(operators.batch_norm_forward.default, arguments)
-    _, stats, bits = operators.batch_norm_forward(*arguments)
-    kept = residual if case.activation not in (None, "relu") else None
-    needs = [t is not None and t.requires_grad for t in inputs]
-    needs[3] = needs[3] and case.activation is not None  # it would be dy itself
-    arguments = (tensors.dy, x, weight, bias, kept, stats, bits, residual is not None)
-    backward = operators.batch_norm_backward.default
-    torch.library.opcheck(backward, (*arguments, *constants, *needs))
+    t = routes.Tensors(x, residual, weight, bias, None, *running)
+    numbers = (case.training, case.eps, target_variance(case.mode), case.activation, [])
+    routes.check_operators(PLAIN, t, numbers, tensors.dy)
 
 
 def check_compiled(

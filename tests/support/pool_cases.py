@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import normplug
+import routes
 from accuracy import assert_no_worse
 from kernel_cases import Case, Tensors, _Exact
 from kernel_cases import make as make_norm
-from normplug import functional, fuse, reference, swap, target_variance
-from normplug._ops.aten import Pool
+from normplug import fuse, reference, swap, target_variance
+from routes import Pool
 
 INPUTS = ("x", "weight", "bias")
 
@@ -60,7 +61,7 @@ def run(case: PoolCase, tensors: Tensors, backend: str) -> dict[str, Tensor]:
     mean, var = (
         None if t is None else t.clone() for t in (tensors.running_mean, tensors.running_var)
     )
-    y = functional._batch_norm_max_pool(
+    y = routes.batch_norm(
         leaves["x"], mean, var, leaves["weight"], leaves["bias"], case.training, case.momentum,
         case.eps, mode=case.mode, pool=case.pool, backend=backend,
         num_batches_tracked=count if case.running else None,
@@ -110,22 +111,18 @@ def assert_accurate(case: PoolCase, device: str = "cpu") -> dict[str, Tensor]:
     return ours
 
 
-def check_operators(case: PoolCase, device: str) -> None:
+def check_operators(case: Case, device: str) -> None:
     """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
-    operators = torch.ops.normplug
+    from normplug._ops.batch_norm.compiled import POOLED
+
     tensors = make(case, device)
-    inputs = [leaf(getattr(tensors, name), name in case.needs) for name in INPUTS]
+    x, weight, bias = (leaf(getattr(tensors, name), name in case.needs) for name in INPUTS)
     running = (None, None) if case.training else (tensors.running_mean, tensors.running_var)
-    numbers = [*case.kernel, *case.stride, *case.padding, int(case.ceil_mode)]
-    constants = (case.training, case.eps, target_variance(case.mode), numbers)
-    torch.library.opcheck(operators.batch_norm_max_pool.default, (*inputs, *running, *constants))
-    bare = [None if t is None else t.detach() for t in inputs]
-    forward = operators.batch_norm_max_pool_forward.default
-    torch.library.opcheck(forward, (*bare, *running, *constants))
-    _, *kept = forward(*bare, *running, *constants)
-    needs = [t is not None and t.requires_grad for t in inputs]
-    backward = operators.batch_norm_max_pool_backward.default
-    torch.library.opcheck(backward, (tensors.dy, *bare, *kept, *constants, *needs))
+    window = [*case.kernel, *case.stride, *case.padding, int(case.ceil_mode)]
+    numbers = (case.training, case.eps, target_variance(case.mode), "relu", window)
+    routes.check_operators(
+        POOLED, routes.Tensors(x, None, weight, bias, None, *running), numbers, tensors.dy
+    )
 
 
 class Stem(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 import normplug
+import routes
 from accuracy import assert_no_worse, assert_same_bits
 from normplug import functional, reference, target_variance
 
@@ -245,46 +245,10 @@ def check_recomputed(case: Case, device: str = "cpu") -> None:
         running["num_batches_tracked"] = count
     y: Any = call(case, inputs, "triton", **running)["y"]
     moved = {name: t.clone() for name, t in running.items()}
-    again = y.grad_fn._forward_cls.recompute(y.grad_fn)
+    again = routes.recomputed(y)
     assert torch.equal(again, y)
     assert (again.stride(), again.dtype) == (y.stride(), y.dtype)
     assert_same_bits(moved, running)
-
-
-def force(
-    monkeypatch: pytest.MonkeyPatch,
-    forward: Callable[[Any], Any] = lambda shape: shape,
-    backward: Callable[[Any], Any] = lambda shape: shape,
-) -> None:
-    """Have every call cut into work as these make of the schedules that it would have had."""
-    from normplug._kernels import schedule
-    from normplug._ops import choice
-    from normplug._ops import eligible as gpu
-    from normplug._ops.layer_norm import eager as layer_norm_gpu
-
-    for name, change in (("layer_norm_forward", forward), ("layer_norm_backward", backward)):
-        chosen = getattr(schedule, name)
-        monkeypatch.setattr(
-            schedule, name, lambda *sizes, chosen=chosen, change=change: change(chosen(*sizes))
-        )
-    monkeypatch.setattr(layer_norm_gpu, "_plans", gpu.Plans(layer_norm_gpu._Plan))
-    monkeypatch.setattr(choice, "_known", {})
-
-
-def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """What the launches from now on are given, in order: addresses."""
-    from normplug._kernels.layer_norm import launches as kernels
-
-    given: list[tuple[int, ...]] = []
-
-    class Watched(kernels.Launch):
-        def __call__(self, stream: int, *tensors: Tensor) -> None:
-            given.append(tuple(t.data_ptr() for t in tensors))
-            super().__call__(stream, *tensors)
-
-    monkeypatch.setattr(kernels, "Launch", Watched)
-    force(monkeypatch)
-    return given
 
 
 OPERATOR_CASES = [
@@ -308,38 +272,25 @@ OPERATOR_CASES = [
 
 def check_operators(case: Case, device: str) -> None:
     """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
-    operators = torch.ops.normplug
+    from normplug._ops.layer_norm.compiled import ADD, PLAIN
+
     tensors = make(case, device)
     inputs = {name: getattr(tensors, name) for name in INPUTS}
     for name, tensor in inputs.items():
         if tensor is not None:
             tensor.requires_grad_(name in case.needs)
     count = None if case.running is None else torch.tensor(3, device=device)
-    running = (tensors.running_mean, tensors.running_var, count)
-    numbers = (case.dims, case.momentum, case.eps, target_variance(case.mode))
-    constants = (*running, *numbers, case.total)
-    vectors = (inputs["weight"], inputs["bias"])
-    if tensors.residual is None:
-        differentiable, forward = operators.layer_norm, operators.layer_norm_forward
-        arguments = (inputs["x"], *vectors, inputs["input_bias"], *constants)
-    else:
-        differentiable, forward = operators.add_layer_norm, operators.add_layer_norm_forward
-        arguments = (inputs["x"], inputs["residual"], *vectors, *constants)
-    torch.library.opcheck(differentiable.default, arguments)
-    arguments = tuple(t.detach() if isinstance(t, Tensor) else t for t in arguments)
-    torch.library.opcheck(forward.default, arguments)
-    _, *totals, stats = forward(*arguments)
-    h = totals[0] if totals else tensors.x.detach()
-    weight, bias, input_bias = (
-        None if t is None else t.detach() for t in list(inputs.values())[2:]
+    t = routes.Tensors(
+        **inputs,
+        running_mean=tensors.running_mean,
+        running_var=tensors.running_var,
+        tracked=count,
     )
-    needs = {name: t is not None and t.requires_grad for name, t in inputs.items()}
-    needs["x"] = needs["x"] or needs.pop("residual")
-    needs.pop("residual", None)
-    arguments = (tensors.dy, tensors.dtotal, h, weight, bias, input_bias, stats)
-    backward = operators.layer_norm_backward.default
-    numbers = (case.dims, target_variance(case.mode))
-    torch.library.opcheck(backward, (*arguments, *numbers, *needs.values()))
+    shape = tensors.x.shape[tensors.x.dim() - case.dims :]
+    numbers = (list(shape), case.momentum, case.eps, target_variance(case.mode))
+    operators = PLAIN if tensors.residual is None else ADD
+    autocast = (None, "float32")
+    routes.check_operators(operators, t, (*numbers, *autocast), tensors.dy, tensors.dtotal)
 
 
 def check_compiled(residual: bool, layout: str, device: str, backend: str) -> None:
@@ -399,14 +350,14 @@ def check_around_attention(monkeypatch: pytest.MonkeyPatch, device: str) -> None
 
     for norm in (block.before, block.after):
         norm.register_forward_hook(see)
-    launches = watch_launches(monkeypatch)
+    launches = routes.watch_launches(monkeypatch)
     x = torch.randn(4, 5, 24, device=device)
     assert_block_as_exact(block, exact, x)
     assert len(launches) == 6  # three forward, three backward
     _, attended, _, dy = seen
-    for tensor, launch in ((attended, 1), (attended, 2), (dy, 5)):
+    for tensor, launch, name in ((attended, 1, "x"), (attended, 2, "x"), (dy, 5, "dy")):
         assert not tensor.is_contiguous()
-        assert tensor.data_ptr() == launches[launch][0]
+        assert tensor.data_ptr() == launches[launch][name]
 
 
 def check_compiled_around_attention(device: str, backend: str) -> None:

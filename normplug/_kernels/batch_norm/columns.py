@@ -1,12 +1,12 @@
 """BatchNorm over rows of adjacent channels: (N, C), channels_last, and small contiguous planes.
 
-The tensor is M rows of W columns. A channel is HW adjacent columns: one for (N, C) and for
+The tensor is ROWS rows of W columns. A channel is HW adjacent columns: one for (N, C) and for
 channels_last, all of its plane for a contiguous tensor with few values a plane. A slab is CHANNELS
 channels; its columns are LIVE, padded to BC.
 
-A slab's moments come from NS items of rows, each reduced by one program; what the programs publish
-is merged in two levels, in the order of the rows, by whoever arrives last. NA further items
-normalise the slab. Slabs are taken GROUP at a time: all items of moments of a group, then the items
+A slab's moments come from GATHERS items of rows, each reduced by one program; what the programs
+publish is merged in two levels, in the order of the rows, by whoever arrives last. WRITES further
+items normalise the slab. Slabs are taken GROUP at a time: all items of moments of a group, then the items
 that normalise it in *reverse* order, since what was read last is what the L2 cache still holds. The
 first HEAD items of the next group come before those, so that the chip has work while the last
 moments are merged.
@@ -37,16 +37,16 @@ from normplug._kernels.schedule import FAN_IN
 _FAN_IN = tl.constexpr(FAN_IN)
 # Sizes are not compiled in: another batch size is no other kernel, and UNIT says what is aligned.
 _SIZES = [
-    "M", "C", "HW", "CHANNELS", "LIVE_UNITS", "WIDTH_UNITS", "SLABS", "NS", "NA", "ROWS", "GROUP",
-    "HEAD",
+    "ROWS", "C", "HW", "CHANNELS", "LIVE_UNITS", "WIDTH_UNITS", "SLABS", "GATHERS", "WRITES",
+    "ROWS_EACH", "GROUP", "HEAD",
 ]  # fmt: skip
 
 
 @triton.jit
-def _schedule(t, SLABS, NS, NA, GROUP, HEAD):
+def _schedule(t, SLABS, GATHERS, WRITES, GROUP, HEAD):
     """What program t does: slab, item, and whether it normalises (or gathers moments)."""
-    gathers = GROUP * NS
-    writes = GROUP * NA
+    gathers = GROUP * GATHERS
+    writes = GROUP * WRITES
     group = (t - gathers) // (gathers + writes)
     place = (t - gathers) - group * (gathers + writes)
     late = (t >= gathers) & (place >= HEAD) & (place < HEAD + writes)
@@ -241,7 +241,7 @@ def _merge_sums(partial_ptr, items, BCH: tl.constexpr, F: tl.constexpr, ACC: tl.
 
 @triton.jit
 def _publish(
-    a, b, partial_ptr, counter_ptr, slab, item, SLABS, NS, M, ROWS, HW,
+    a, b, partial_ptr, counters_ptr, slab, item, SLABS, GATHERS, ROWS, ROWS_EACH, HW,
     BCH: tl.constexpr, ACC: tl.constexpr, MOMENTS: tl.constexpr, SOLO: tl.constexpr,
 ):  # fmt: skip
     """Hand in an item's part of a slab; the last to do so gets the whole, and True.
@@ -249,37 +249,39 @@ def _publish(
     Parts are merged by fours of eight: _FAN_IN items to a batch, then the batches.
     """
     places = tl.arange(0, BCH)
-    batches = tl.cdiv(NS, _FAN_IN)
-    last = NS == 1
+    batches = tl.cdiv(GATHERS, _FAN_IN)
+    last = GATHERS == 1
     if not SOLO:
-        parts_ptr = partial_ptr + slab * NS * (2 * BCH)
+        parts_ptr = partial_ptr + slab * GATHERS * (2 * BCH)
         tl.store(parts_ptr + item * (2 * BCH) + places, a)
         tl.store(parts_ptr + item * (2 * BCH) + BCH + places, b)
         batch = item // _FAN_IN
         start = batch * _FAN_IN
-        items = tl.minimum(NS - start, _FAN_IN)
-        counter = counter_ptr + slab * batches + batch
+        items = tl.minimum(GATHERS - start, _FAN_IN)
+        counter = counters_ptr + slab * batches + batch
         last = arrive(counter) == items - 1
         if last:
             tl.atomic_xchg(counter, 0, sem="relaxed")
             if MOMENTS:
-                rows = tl.minimum(M - start * ROWS, _FAN_IN * ROWS) * HW
+                rows = tl.minimum(ROWS - start * ROWS_EACH, _FAN_IN * ROWS_EACH) * HW
                 a, b = _merge_moments(
-                    parts_ptr + start * (2 * BCH), items, ROWS * HW, rows, BCH, _FAN_IN, ACC
+                    parts_ptr + start * (2 * BCH), items, ROWS_EACH * HW, rows, BCH, _FAN_IN, ACC
                 )
             else:
                 a, b = _merge_sums(parts_ptr + start * (2 * BCH), items, BCH, _FAN_IN, ACC)
             if batches > 1:
-                batches_ptr = partial_ptr + (SLABS * NS + slab * batches) * (2 * BCH)
+                batches_ptr = partial_ptr + (SLABS * GATHERS + slab * batches) * (2 * BCH)
                 tl.store(batches_ptr + batch * (2 * BCH) + places, a)
                 tl.store(batches_ptr + batch * (2 * BCH) + BCH + places, b)
-                whole = counter_ptr + SLABS * batches + slab
+                whole = counters_ptr + SLABS * batches + slab
                 last = arrive(whole) == batches - 1
                 if last:
                     tl.atomic_xchg(whole, 0, sem="relaxed")
                     if MOMENTS:
-                        each = _FAN_IN * ROWS * HW
-                        a, b = _merge_moments(batches_ptr, batches, each, M * HW, BCH, _FAN_IN, ACC)
+                        each = _FAN_IN * ROWS_EACH * HW
+                        a, b = _merge_moments(
+                            batches_ptr, batches, each, ROWS * HW, BCH, _FAN_IN, ACC
+                        )
                     else:
                         a, b = _merge_sums(batches_ptr, batches, BCH, _FAN_IN, ACC)
     return a, b, last
@@ -287,15 +289,15 @@ def _publish(
 
 @triton.jit
 def _finish_forward(
-    mean, m2, slab, C, M, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, HW, CHANNELS,
-    momentum, eps, BCH: tl.constexpr, ACC: tl.constexpr, VARIANCE: tl.constexpr,
+    mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, HW,
+    CHANNELS, momentum, eps, BCH: tl.constexpr, ACC: tl.constexpr, VARIANCE: tl.constexpr,
     RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr, TRACKED: tl.constexpr,
 ):  # fmt: skip
     """Save a slab's statistics, move its running ones, count the batch."""
     places = tl.arange(0, BCH)
     channels = slab * CHANNELS + places
     there = (places < CHANNELS) & (channels < C)
-    n = M.to(ACC) * HW
+    n = ROWS.to(ACC) * HW
     var = m2 / n
     rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
     tl.store(stats_ptr + channels, mean, mask=there)
@@ -368,27 +370,27 @@ def _normalise(
 @triton.jit(do_not_specialize=_SIZES)
 def batch_norm_columns_forward(
     x_ptr,
-    y_ptr,
     residual_ptr,
-    bits_ptr,
     weight_ptr,
     bias_ptr,
     running_mean_ptr,
     running_var_ptr,
     tracked_ptr,
+    y_ptr,
+    bits_ptr,
     stats_ptr,
     partial_ptr,
-    counter_ptr,
-    M,
+    counters_ptr,
+    ROWS,
     C,
     HW,
     CHANNELS,
     LIVE_UNITS,
     WIDTH_UNITS,
     SLABS,
-    NS,
-    NA,
-    ROWS,
+    GATHERS,
+    WRITES,
+    ROWS_EACH,
     GROUP,
     HEAD,
     momentum,
@@ -421,36 +423,36 @@ def batch_norm_columns_forward(
 ):
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
-    Items of moments have ROWS rows, items that normalise U * BT. OWN: a program normalises the rows
-    whose moments it gathered, from the last to the first; the programs of a slab must then all run
+    Items of moments have ROWS_EACH rows, items that normalise U * BT. OWN: a program normalises the
+    rows whose moments it gathered, from the last to the first; the programs of a slab must then all run
     at once, or be one, SOLO. SEGMENTS: channels have more than one column. Without NORMALIZE y is
     not written. VARIANCE: the stats are (mean, var). GIVEN: they are there already, and are used.
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
     if (TRAINING and NORMALIZE) and not OWN:
-        slab, item, late = _schedule(t, SLABS, NS, NA, GROUP, HEAD)
+        slab, item, late = _schedule(t, SLABS, GATHERS, WRITES, GROUP, HEAD)
     else:
         slab, item, late = t % SLABS, t // SLABS, not TRAINING
     columns, live, own, channels = _slab(slab, LIVE_UNITS * UNIT, W, HW, CHANNELS, BC, SEGMENTS)
-    flag_ptr = counter_ptr + SLABS * (tl.cdiv(NS, _FAN_IN) + 1) + slab
+    flag_ptr = counters_ptr + SLABS * (tl.cdiv(GATHERS, _FAN_IN) + 1) + slab
     R: tl.constexpr = U * BT
     if slab < SLABS:
         if not late:
-            start = tl.minimum(item * ROWS, M)
-            end = tl.minimum(start + ROWS, M)
+            start = tl.minimum(item * ROWS_EACH, ROWS)
+            end = tl.minimum(start + ROWS_EACH, ROWS)
             mean, m2 = _column_moments(
                 x_ptr, columns, live, start, end, W, U, BT, BC, STAGES, ACC, EVEN, WIDE
             )
             if SEGMENTS:
                 mean, m2 = _channel_moments(mean, m2, end - start, own, HW, BCH)
             mean, m2, last = _publish(
-                mean, m2, partial_ptr, counter_ptr, slab, item, SLABS, NS, M, ROWS, HW, BCH, ACC,
-                True, SOLO,
+                mean, m2, partial_ptr, counters_ptr, slab, item, SLABS, GATHERS, ROWS, ROWS_EACH, HW,
+                BCH, ACC, True, SOLO,
             )  # fmt: skip
             if last:
                 _finish_forward(
-                    mean, m2, slab, C, M, running_mean_ptr, running_var_ptr, tracked_ptr,
+                    mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr,
                     stats_ptr, HW, CHANNELS, momentum, eps, BCH, ACC, VARIANCE, RUNNING,
                     CUMULATIVE, TRACKED,
                 )  # fmt: skip
@@ -460,7 +462,7 @@ def batch_norm_columns_forward(
                 if SOLO:
                     tl.debug_barrier()
                 else:
-                    wait(flag_ptr, 1, NS)
+                    wait(flag_ptr, 1, GATHERS)
                 average, scale, bias = _coefficients(
                     stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
                 )
@@ -485,9 +487,9 @@ def batch_norm_columns_forward(
                     )  # fmt: skip
         else:
             row = item * R
-            x = _load_rows(x_ptr, columns, live, row, M, W, U, BT, EVEN, False, WIDE, True)
+            x = _load_rows(x_ptr, columns, live, row, ROWS, W, U, BT, EVEN, False, WIDE, True)
             if TRAINING:
-                wait(flag_ptr, 1, NA)
+                wait(flag_ptr, 1, WRITES)
             if TRAINING or GIVEN:
                 average, scale, bias = _coefficients(
                     stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
@@ -503,15 +505,15 @@ def batch_norm_columns_forward(
                     rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS
                 )
             _normalise(
-                x, y_ptr, residual_ptr, bits_ptr, columns, live, row, M, average, scale, bias, W,
+                x, y_ptr, residual_ptr, bits_ptr, columns, live, row, ROWS, average, scale, bias, W,
                 slab, SLABS, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION, EVEN, False, WIDE,
             )  # fmt: skip
 
 
 @triton.jit
 def _finish_backward(
-    sum_dz, sum_dz_centred, slab, C, M, HW, CHANNELS, stats_ptr, dweight_ptr, dbias_ptr, means_ptr,
-    root, BCH: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    sum_dz, sum_dz_centred, slab, C, ROWS, HW, CHANNELS, stats_ptr, dweight_ptr, dbias_ptr,
+    means_ptr, root, BCH: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
     """Write a slab's dweight and dbias, and what its dx needs: mean of dz, slope in x - mean."""
@@ -525,7 +527,7 @@ def _finish_backward(
     if DBIAS:
         tl.store(dbias_ptr + channels, sum_dz.to(dbias_ptr.dtype.element_ty), mask=there)
     if LATE:
-        n = M.to(ACC) * HW
+        n = ROWS.to(ACC) * HW
         tl.store(means_ptr + channels, sum_dz / n, mask=there)
         tl.store(means_ptr + C + channels, sum_dz_centred * rstd * rstd / n, mask=there)
 
@@ -609,17 +611,17 @@ def batch_norm_columns_backward(
     dweight_ptr,
     dbias_ptr,
     partial_ptr,
-    counter_ptr,
-    M,
+    counters_ptr,
+    ROWS,
     C,
     HW,
     CHANNELS,
     LIVE_UNITS,
     WIDTH_UNITS,
     SLABS,
-    NS,
-    NA,
-    ROWS,
+    GATHERS,
+    WRITES,
+    ROWS_EACH,
     GROUP,
     HEAD,
     root,
@@ -656,22 +658,22 @@ def batch_norm_columns_backward(
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
     if LATE and not OWN:
-        slab, item, late = _schedule(t, SLABS, NS, NA, GROUP, HEAD)
+        slab, item, late = _schedule(t, SLABS, GATHERS, WRITES, GROUP, HEAD)
     else:
         slab, item, late = t % SLABS, t // SLABS, False
     columns, live, own, channels = _slab(slab, LIVE_UNITS * UNIT, W, HW, CHANNELS, BC, SEGMENTS)
     # Per channel, in the workspace after all that is merged: mean of dz, slope of x - mean.
-    batches = tl.cdiv(NS, _FAN_IN)
-    means_ptr = partial_ptr + (SLABS * (NS + batches)) * (2 * BCH)
-    flag_ptr = counter_ptr + SLABS * (batches + 1) + slab
+    batches = tl.cdiv(GATHERS, _FAN_IN)
+    means_ptr = partial_ptr + (SLABS * (GATHERS + batches)) * (2 * BCH)
+    flag_ptr = counters_ptr + SLABS * (batches + 1) + slab
     R: tl.constexpr = U * BT
     if slab < SLABS:
         mean, scale, bias = _coefficients(
             stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
         )
         if not late:
-            start = tl.minimum(item * ROWS, M)
-            end = tl.minimum(start + ROWS, M)
+            start = tl.minimum(item * ROWS_EACH, ROWS)
+            end = tl.minimum(start + ROWS_EACH, ROWS)
             sum_dz = tl.zeros([BT, BC], ACC)
             sum_dz_centred = tl.zeros([BT, BC], ACC)
             whole = (end - start) // R
@@ -716,12 +718,12 @@ def batch_norm_columns_backward(
                     a = _channel_sums(a, own, BCH)
                     b = _channel_sums(b, own, BCH)
                 a, b, last = _publish(
-                    a, b, partial_ptr, counter_ptr, slab, item, SLABS, NS, M, ROWS, HW, BCH, ACC,
-                    False, SOLO,
+                    a, b, partial_ptr, counters_ptr, slab, item, SLABS, GATHERS, ROWS, ROWS_EACH, HW,
+                    BCH, ACC, False, SOLO,
                 )  # fmt: skip
                 if last:
                     _finish_backward(
-                        a, b, slab, C, M, HW, CHANNELS, stats_ptr, dweight_ptr, dbias_ptr,
+                        a, b, slab, C, ROWS, HW, CHANNELS, stats_ptr, dweight_ptr, dbias_ptr,
                         means_ptr, root, BCH, ACC, DWEIGHT, DBIAS, LATE,
                     )  # fmt: skip
                     if LATE and not SOLO:
@@ -730,7 +732,7 @@ def batch_norm_columns_backward(
                 if SOLO:
                     tl.debug_barrier()
                 else:
-                    wait(flag_ptr, 1, NS)
+                    wait(flag_ptr, 1, GATHERS)
                 mean_dz, slope = _dx_terms(means_ptr, channels, live, C)
                 if start + whole * R < end:
                     row = start + whole * R
@@ -761,15 +763,15 @@ def batch_norm_columns_backward(
         else:
             row = item * R
             dy, x, extra = _read_gradient(
-                dy_ptr, x_ptr, residual_ptr, bits_ptr, row, M, columns, live, W, slab, SLABS, U, BT,
-                BC, RESIDUAL, BITS, EVEN, False, WIDE, True,
+                dy_ptr, x_ptr, residual_ptr, bits_ptr, row, ROWS, columns, live, W, slab, SLABS, U,
+                BT, BC, RESIDUAL, BITS, EVEN, False, WIDE, True,
             )  # fmt: skip
-            wait(flag_ptr, 1, NA)
+            wait(flag_ptr, 1, WRITES)
             mean_dz, slope = _dx_terms(means_ptr, channels, live, C)
             dz, centred = _gradient(
                 dy, x, extra, mean, scale, bias, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION
             )
             _write_gradients(
                 _dx(dz, centred, mean_dz, slope, scale), dz, dx_ptr, dresidual_ptr, columns, live,
-                row, M, W, U, BT, DX, DRESIDUAL, EVEN, False, WIDE,
+                row, ROWS, W, U, BT, DX, DRESIDUAL, EVEN, False, WIDE,
             )  # fmt: skip

@@ -15,6 +15,15 @@ from normplug._kernels.launch import Launch, number
 from normplug._kernels.primitives import ACTIVATIONS
 from normplug._kernels.schedule import Geometry
 
+_FORWARD = (
+    "x", "residual", "weight", "bias", "running_mean", "running_var", "tracked", "y", "bits",
+    "stats", "partial", "counters",
+)  # fmt: skip
+_BACKWARD = (
+    "dy", "x", "residual", "bits", "weight", "bias", "stats", "dx", "dresidual", "dweight", "dbias",
+    "partial", "counters",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -43,7 +52,8 @@ def forward_launch(
 ) -> Launch:
     """Set up the forward kernel of a geometry."""
     double = dtype == torch.float64
-    numbers = tuple(number(v, double) for v in (momentum, eps, math.sqrt(tv)))
+    given = {"momentum": momentum, "eps": eps, "root": math.sqrt(tv)}
+    scalars = {name: number(value, double) for name, value in given.items()}
     constants: dict[str, Any] = {
         "ACC": tl.float64 if double else tl.float32,
         "OWN": flags.training and flags.normalize,
@@ -67,13 +77,15 @@ def forward_launch(
         grid = shape.tiles + lag
         if not flags.normalize:
             lag, grid = shape.tiles, shape.tiles + shape.c
-        return _planes(planes.batch_norm_planes_forward, shape, lag, grid, numbers, constants)
+        return _planes(
+            planes.batch_norm_planes_forward, _FORWARD, shape, lag, grid, scalars, constants
+        )
     constants["SOLO"] = shape.solo
     if flags.training and flags.normalize:
         grid = shape.grid
     else:
         grid = shape.slabs * (shape.gathers if flags.training else shape.writes)
-    return _columns(columns.batch_norm_columns_forward, shape, grid, numbers, constants)
+    return _columns(columns.batch_norm_columns_forward, _FORWARD, shape, grid, scalars, constants)
 
 
 def backward_launch(
@@ -88,7 +100,7 @@ def backward_launch(
     dx, dweight, dbias, dresidual = needs
     late = flags.training and dx
     sums = late or dweight or dbias
-    numbers = (number(math.sqrt(tv), double),)
+    scalars = {"root": number(math.sqrt(tv), double)}
     constants: dict[str, Any] = {
         "ACC": tl.float64 if double else tl.float32,
         "OWN": late,
@@ -111,51 +123,70 @@ def backward_launch(
             lag, grid = shape.lag, shape.tiles + shape.lag
         else:
             lag, grid = shape.tiles, shape.tiles + (shape.c if sums else 0)
-        return _planes(planes.batch_norm_planes_backward, shape, lag, grid, numbers, constants)
+        return _planes(
+            planes.batch_norm_planes_backward, _BACKWARD, shape, lag, grid, scalars, constants
+        )
     constants["SOLO"] = shape.solo
     grid = shape.grid if late else shape.slabs * shape.gathers
-    return _columns(columns.batch_norm_columns_backward, shape, grid, numbers, constants)
+    return _columns(columns.batch_norm_columns_backward, _BACKWARD, shape, grid, scalars, constants)
 
 
 def _planes(
     kernel: Any,
+    pointers: tuple[str, ...],
     shape: schedule.Planes,
     lag: int,
     grid: int,
-    numbers: tuple[Any, ...],
+    scalars: dict[str, float | int],
     constants: dict[str, Any],
 ) -> Launch:
-    sizes = (shape.n, shape.c, shape.hw // shape.unit, shape.tiles_a_channel, shape.tiles, lag)
+    sizes = {
+        "N": shape.n,
+        "C": shape.c,
+        "HW_UNITS": shape.hw // shape.unit,
+        "TILES_A_CHANNEL": shape.tiles_a_channel,
+        "TILES": shape.tiles,
+        "LAG": lag,
+    }
     head = {
         "UNIT": shape.unit,
         "BLOCK": shape.block,
         "KP": min(schedule.power_of_2(shape.tiles_a_channel), 1024),
     }
     constants = {**head, **constants, "WIDE": shape.wide}
-    return Launch(kernel, grid, sizes + numbers, constants, shape.warps)
+    return Launch(
+        kernel,
+        grid,
+        pointers=pointers,
+        sizes=sizes,
+        scalars=scalars,
+        constants=constants,
+        warps=shape.warps,
+    )
 
 
 def _columns(
     kernel: Any,
+    pointers: tuple[str, ...],
     shape: schedule.Columns,
     grid: int,
-    numbers: tuple[Any, ...],
+    scalars: dict[str, float | int],
     constants: dict[str, Any],
 ) -> Launch:
-    sizes = (
-        shape.rows,
-        shape.c,
-        shape.hw,
-        shape.channels,
-        shape.channels * shape.hw // shape.unit,
-        shape.c * shape.hw // shape.unit,
-        shape.slabs,
-        shape.gathers,
-        shape.writes,
-        shape.rows_each,
-        shape.group,
-        shape.head,
-    )
+    sizes = {
+        "ROWS": shape.rows,
+        "C": shape.c,
+        "HW": shape.hw,
+        "CHANNELS": shape.channels,
+        "LIVE_UNITS": shape.channels * shape.hw // shape.unit,
+        "WIDTH_UNITS": shape.c * shape.hw // shape.unit,
+        "SLABS": shape.slabs,
+        "GATHERS": shape.gathers,
+        "WRITES": shape.writes,
+        "ROWS_EACH": shape.rows_each,
+        "GROUP": shape.group,
+        "HEAD": shape.head,
+    }
     head = {"UNIT": shape.unit, "U": shape.u, "BT": shape.bt, "BC": shape.bc, "BCH": shape.bch}
     head["STAGES"] = shape.stages
     tail = {"SEGMENTS": shape.hw > 1, "EVEN": shape.even, "WIDE": shape.wide}
@@ -163,9 +194,11 @@ def _columns(
     return Launch(
         kernel,
         grid,
-        sizes + numbers,
-        {**head, **constants, "OWN": own, **tail},
-        shape.warps,
+        pointers=pointers,
+        sizes=sizes,
+        scalars=scalars,
+        constants={**head, **constants, "OWN": own, **tail},
+        warps=shape.warps,
         cooperative=own and not shape.solo,
     )
 

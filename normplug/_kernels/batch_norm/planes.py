@@ -1,7 +1,7 @@
 """BatchNorm over (N, C, *space) contiguous tensors, whose channels are planes of adjacent values.
 
-The N * HW values of a channel are cut into K tiles of BLOCK. Program t reduces tile t, publishes
-its moments, and then normalises tile t - LAG (see `primitives`): by then the tile's channel is
+The N * HW values of a channel are cut into TILES_A_CHANNEL tiles of BLOCK. Program t reduces tile
+t, publishes its moments, and then normalises tile t - LAG (see `primitives`): by then the tile's channel is
 complete, and the tile is still in the L2 cache. DRAM traffic is one read and one write.
 """
 
@@ -23,7 +23,7 @@ from normplug._kernels.primitives import (
 )
 
 # Sizes are not compiled in: another batch size is no other kernel, and UNIT says what is aligned.
-_SIZES = ["N", "C", "UNITS", "K", "TILES", "LAG"]
+_SIZES = ["N", "C", "HW_UNITS", "TILES_A_CHANNEL", "TILES", "LAG"]
 
 
 @triton.jit
@@ -46,21 +46,21 @@ def _tile(channel, k, N, C, HW, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit(do_not_specialize=_SIZES)
 def batch_norm_planes_forward(
     x_ptr,
-    y_ptr,
     residual_ptr,
-    bits_ptr,
     weight_ptr,
     bias_ptr,
     running_mean_ptr,
     running_var_ptr,
     tracked_ptr,
+    y_ptr,
+    bits_ptr,
     stats_ptr,
     partial_ptr,
-    counter_ptr,
+    counters_ptr,
     N,
     C,
-    UNITS,
-    K,
+    HW_UNITS,
+    TILES_A_CHANNEL,
     TILES,
     LAG,
     momentum,
@@ -86,20 +86,20 @@ def batch_norm_planes_forward(
 ):
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
-    HW = UNITS * UNIT tells the compiler how far rows are aligned. Without NORMALIZE (and with
+    HW = HW_UNITS * UNIT tells the compiler how far rows are aligned. Without NORMALIZE (and with
     LAG = TILES and one more program a channel) y is not written. VARIANCE: the stats are
     (mean, var). GIVEN: they are there already, and are used.
     """
     t = tl.program_id(0)
-    HW = UNITS * UNIT
+    HW = HW_UNITS * UNIT
     if WIDE:
         total = N.to(tl.int64) * HW
     else:
         total = N * HW
     if TRAINING:
         if t < TILES:
-            channel = t // K
-            k = t - channel * K
+            channel = t // TILES_A_CHANNEL
+            k = t - channel * TILES_A_CHANNEL
             offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
             # Distances from one of the values: their sums do not round at the size of the mean.
             first = tl.load(x_ptr + first).to(ACC)
@@ -108,20 +108,22 @@ def batch_norm_planes_forward(
             x = tl.where(inside, x - mean, 0.0)
             tl.store(partial_ptr + 2 * t, first + mean)
             tl.store(partial_ptr + 2 * t + 1, tl.sum(x * x))
-            arrive(counter_ptr + channel)
+            arrive(counters_ptr + channel)
     u = t - LAG
     if u >= 0:
         if NORMALIZE:
-            channel = u // K
-            k = u - channel * K
+            channel = u // TILES_A_CHANNEL
+            k = u - channel * TILES_A_CHANNEL
             offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
             x = tl.load(x_ptr + offsets, mask=inside, other=0.0, eviction_policy="evict_first")
         else:
             channel = u
             k = 0
         if TRAINING:
-            wait(counter_ptr + channel, K, K if NORMALIZE else 1)
-            mean, m2 = merge_moments(partial_ptr + 2 * channel * K, K, total, BLOCK, KP, ACC)
+            wait(counters_ptr + channel, TILES_A_CHANNEL, TILES_A_CHANNEL if NORMALIZE else 1)
+            mean, m2 = merge_moments(
+                partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, total, BLOCK, KP, ACC
+            )
             n = total.to(ACC)
             var = m2 / n
             if RUNNING:
@@ -233,11 +235,11 @@ def batch_norm_planes_backward(
     dweight_ptr,
     dbias_ptr,
     partial_ptr,
-    counter_ptr,
+    counters_ptr,
     N,
     C,
-    UNITS,
-    K,
+    HW_UNITS,
+    TILES_A_CHANNEL,
     TILES,
     LAG,
     root,
@@ -265,14 +267,14 @@ def batch_norm_planes_backward(
     channel, LAG = TILES, writes dweight and dbias.
     """
     t = tl.program_id(0)
-    HW = UNITS * UNIT
+    HW = HW_UNITS * UNIT
     if WIDE:
         total = N.to(tl.int64) * HW
     else:
         total = N * HW
     if t < TILES:
-        channel = t // K
-        k = t - channel * K
+        channel = t // TILES_A_CHANNEL
+        k = t - channel * TILES_A_CHANNEL
         offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
         dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0)
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
@@ -290,7 +292,7 @@ def batch_norm_planes_backward(
         if SUMS:
             tl.store(partial_ptr + 2 * t, tl.sum(dz))
             tl.store(partial_ptr + 2 * t + 1, tl.sum(dz * centred))
-            arrive(counter_ptr + channel)
+            arrive(counters_ptr + channel)
         if not LATE:
             if DX:
                 dx = (dz * scale).to(dx_ptr.dtype.element_ty)
@@ -304,8 +306,8 @@ def batch_norm_planes_backward(
             channel = u
             k = 0
             if LATE:
-                channel = u // K
-                k = u - channel * K
+                channel = u // TILES_A_CHANNEL
+                k = u - channel * TILES_A_CHANNEL
                 offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
                 dy = tl.load(
                     dy_ptr + offsets, mask=inside, other=0.0, eviction_policy="evict_first"
@@ -315,10 +317,12 @@ def batch_norm_planes_backward(
                     residual_ptr, bits_ptr, offsets, inside, channel, k, total, BLOCK, RESIDUAL,
                     BITS,
                 )  # fmt: skip
-            wait(counter_ptr + channel, K, K if LATE else 1)
+            wait(counters_ptr + channel, TILES_A_CHANNEL, TILES_A_CHANNEL if LATE else 1)
             mean = tl.load(stats_ptr + channel)
             rstd = tl.load(stats_ptr + C + channel)
-            sum_dz, sum_dz_centred = merge_sums(partial_ptr + 2 * channel * K, K, KP, ACC)
+            sum_dz, sum_dz_centred = merge_sums(
+                partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, KP, ACC
+            )
             if k == 0:
                 if DWEIGHT:
                     dweight = sum_dz_centred * rstd * scalar(root, ACC)

@@ -13,6 +13,10 @@ from normplug._kernels.launch import Launch, number
 from normplug._kernels.schedule import Pixels
 
 _UNROLLED = 25  # steps through a window, up to which their loads are all under way at once
+_FORWARD = (
+    "x", "weight", "bias", "running_mean", "running_var", "y", "peaks", "places", "stats",
+)  # fmt: skip
+_BACKWARD = ("dy", "x", "places", "weight", "stats", "dweight", "dbias", "dx")
 # Kernel, stride and padding, by height and width each.
 Window: TypeAlias = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
 
@@ -36,15 +40,16 @@ def forward_launch(
     """
     constants = {"TRAINING": training, "WEIGHT": weight, "BIAS": bias, "KEEP": keep}
     steps = math.prod(window[0])
-    numbers = (eps, math.sqrt(tv))
+    scalars = {"eps": eps, "root": math.sqrt(tv)}
     return _launch(
         windows.batch_norm_pool_forward,
+        _FORWARD,
         shape,
         dtype,
         window,
         size,
         pooled,
-        numbers,
+        scalars,
         constants,
         steps,
     )
@@ -63,15 +68,16 @@ def backward_launch(
     """Set up the backward over the input, in squares of the stride; sizes as above."""
     constants = {"TRAINING": training, "WEIGHT": weight}
     steps = max(math.prod(window[0]), math.prod(window[1]))
-    numbers = (math.sqrt(tv),)
+    scalars = {"root": math.sqrt(tv)}
     return _launch(
         windows.batch_norm_pool_backward,
+        _BACKWARD,
         shape,
         dtype,
         window,
         size,
         pooled,
-        numbers,
+        scalars,
         constants,
         steps,
     )
@@ -79,17 +85,18 @@ def backward_launch(
 
 def _launch(
     kernel: Any,
+    pointers: tuple[str, ...],
     shape: Pixels,
     dtype: torch.dtype,
     window: Window,
     size: tuple[int, int],
     pooled: tuple[int, int],
-    numbers: tuple[float, ...],
+    scalars: dict[str, float],
     constants: dict[str, Any],
     steps: int,
 ) -> Launch:
     double = dtype == torch.float64
-    sizes = (*size, *pooled, shape.c // shape.unit, shape.slabs)
+    height, width, pooled_height, pooled_width = (*size, *pooled)
     head = {
         "UNIT": shape.unit,
         "BP": shape.bp,
@@ -97,6 +104,19 @@ def _launch(
         **dict(zip(("KH", "KW", "SH", "SW", "PH", "PW"), sum(window, ()), strict=True)),
         "ACC": tl.float64 if double else tl.float32,
     }
-    constants = {**head, **constants, "EVEN": shape.even, "UNROLL": steps <= _UNROLLED}
-    scalars = tuple(number(v, double) for v in numbers)
-    return Launch(kernel, shape.grid, sizes + scalars, constants, shape.warps)
+    return Launch(
+        kernel,
+        shape.grid,
+        pointers=pointers,
+        sizes={
+            "H": height,
+            "W": width,
+            "OH": pooled_height,
+            "OW": pooled_width,
+            "C_UNITS": shape.c // shape.unit,
+            "SLABS": shape.slabs,
+        },
+        scalars={name: number(value, double) for name, value in scalars.items()},
+        constants={**head, **constants, "EVEN": shape.even, "UNROLL": steps <= _UNROLLED},
+        warps=shape.warps,
+    )

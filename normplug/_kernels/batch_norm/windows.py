@@ -55,13 +55,13 @@ def _image_row(top, kh, image, H, row_stride):
 @triton.jit(do_not_specialize=_SIZES)
 def batch_norm_pool_forward(
     x_ptr,
-    y_ptr,
-    peaks_ptr,
-    places_ptr,
     weight_ptr,
     bias_ptr,
     running_mean_ptr,
     running_var_ptr,
+    y_ptr,
+    peaks_ptr,
+    places_ptr,
     stats_ptr,
     H,
     W,

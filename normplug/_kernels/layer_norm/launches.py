@@ -17,6 +17,15 @@ from normplug._kernels.schedule import Rows, WideBackward, WideForward
 
 _FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
 
+_FORWARD = (
+    "x", "residual", "weight", "bias", "input_bias", "running_mean", "running_var", "tracked", "y",
+    "total", "stats", "partial", "counters",
+)  # fmt: skip
+_BACKWARD = (
+    "dy", "dtotal", "x", "weight", "input_bias", "stats", "dx", "dweight", "dbias", "dinput_bias",
+    "partial", "counters",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -84,8 +93,9 @@ def forward_launch(
 ) -> Launch:
     """Set up the forward kernel of a geometry."""
     double = dtype == torch.float64
-    sizes, placing = _sizes(shape.rows, shape.width, strides, strides.x, strides.residual)
-    numbers = tuple(number(v, double) for v in (momentum, eps, math.sqrt(tv)))
+    sizes, placing = _sizes(shape, strides, X=strides.x, RESIDUAL=strides.residual)
+    given = {"momentum": momentum, "eps": eps, "root": math.sqrt(tv)}
+    scalars = {name: number(value, double) for name, value in given.items()}
     finishers = _finishers(shape) if flags.running else 0
     constants: dict[str, Any] = {
         "FAN_IN": _FAN_IN * shape.warps,
@@ -107,17 +117,21 @@ def forward_launch(
         return Launch(
             wide_rows.layer_norm_wide_forward,
             shape.rows * shape.k + lag + finishers,
-            (*sizes, shape.k, lag, finishers, *numbers),
-            {**head, **constants, "EVEN": shape.even},
-            shape.warps,
+            pointers=_FORWARD,
+            sizes={**sizes, "K": shape.k, "LAG": lag, "FINISHERS": finishers},
+            scalars=scalars,
+            constants={**head, **constants},
+            warps=shape.warps,
         )
     head = {**_tile(shape), "KEEP": shape.keep}
     return Launch(
         rows.layer_norm_rows_forward,
         shape.programs + finishers,
-        (*sizes, finishers, *numbers),
-        {**head, **constants, "EVEN": shape.even},
-        shape.warps,
+        pointers=_FORWARD,
+        sizes={**sizes, "FINISHERS": finishers},
+        scalars=scalars,
+        constants={**head, **constants},
+        warps=shape.warps,
     )
 
 
@@ -132,8 +146,8 @@ def backward_launch(
     """Set up the backward kernel; `needs` are those of dx, dweight, dbias and dinput_bias."""
     double = dtype == torch.float64
     x = strides.x
-    sizes, placing = _sizes(shape.rows, shape.width, strides, x, strides.dy, strides.dtotal)
-    root = number(math.sqrt(tv), double)
+    sizes, placing = _sizes(shape, strides, X=x, DY=strides.dy, DTOTAL=strides.dtotal)
+    scalars = {"root": number(math.sqrt(tv), double)}
     dx, dweight, dbias, dinput_bias = needs
     sums = sum(needs[1:])
     constants: dict[str, Any] = {
@@ -152,24 +166,33 @@ def backward_launch(
     if isinstance(shape, WideBackward):
         lag = shape.lag if dx or dinput_bias else 0
         finishers = shape.k if sums and shape.blocks > 1 else 0
-        head = {"RB": shape.rb, "CW": shape.cw}
-        head["KF"] = min(schedule.power_of_2(shape.k), max(4096 // (2 * shape.rb), 1))
+        head = {
+            "RB": shape.rb,
+            "CW": shape.cw,
+            "KF": min(schedule.power_of_2(shape.k), max(4096 // (2 * shape.rb), 1)),
+            "SINGLE": shape.blocks == 1,
+        }
         return Launch(
             wide_rows.layer_norm_wide_backward,
             shape.blocks * shape.k + lag + finishers,
-            (*sizes, shape.k, lag, root),
-            {**head, **constants, "SINGLE": shape.blocks == 1, "EVEN": shape.even},
-            shape.warps,
+            pointers=_BACKWARD,
+            sizes={**sizes, "K": shape.k, "LAG": lag},
+            scalars=scalars,
+            constants={**head, **constants},
+            warps=shape.warps,
         )
     head = {**_tile(shape), "K": shape.k, "KP": schedule.power_of_2(shape.k)}
     head |= {"STAGES": shape.stages, "KEEP": shape.keep, "LANES": shape.lanes}
+    head["FINISH"] = shape.finish
     finishers = -(-shape.width // shape.finish) if sums and shape.k == 1 else 0
     return Launch(
         rows.layer_norm_rows_backward,
         shape.programs + finishers,
-        (*sizes, shape.programs, root),
-        {**head, "CB": shape.finish, **constants, "EVEN": shape.even},
-        shape.warps,
+        pointers=_BACKWARD,
+        sizes={**sizes, "PROGRAMS": shape.programs},
+        scalars=scalars,
+        constants={**head, **constants},
+        warps=shape.warps,
         cooperative=shape.k > 1,
     )
 
@@ -179,25 +202,28 @@ def _tile(shape: Rows) -> dict[str, Any]:
 
 
 def _sizes(
-    count: int, width: int, strides: Strides, *spacings: Spacing | None
-) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """The sizes that a kernel takes, of `count` rows, and what of them is compiled in."""
+    shape: Rows | WideForward | WideBackward, strides: Strides, **spacings: Spacing | None
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """The sizes that a kernel takes, and what of them is compiled in; tensors by their names."""
+    count, width = shape.rows, shape.width
     unit, inner = strides.unit(width), strides.inner or count
-    sizes, furthest = [width], count * width
-    for spacing in spacings:
+    sizes = {"ROWS": count, "INNER": inner, "WIDTH_UNITS": width // unit}
+    furthest = count * width
+    for name, spacing in spacings.items():
         if isinstance(spacing, TwoLevels):
             _, outer, step = spacing
         else:
             step = width if spacing is None else spacing
             outer = inner * step
-        sizes += [step, outer]
+        sizes |= {f"{name}_UNITS": step // unit, f"{name}_OUTER_UNITS": outer // unit}
         furthest = max(furthest, count // inner * outer + inner * step)
     placing = {
         "UNIT": unit,
         "TWO_LEVELS": strides.inner is not None,
+        "EVEN": shape.even,
         "WIDE": schedule.needs_int64(1, furthest),
     }
-    return (count, inner, *(n // unit for n in sizes)), placing
+    return sizes, placing
 
 
 def forward_scratch(shape: Rows | WideForward, flags: Flags) -> tuple[int, int]:

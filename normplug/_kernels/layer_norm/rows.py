@@ -34,11 +34,11 @@ from normplug._kernels.primitives import (
 _SIZES = [
     "ROWS",
     "INNER",
-    "UNITS",
+    "WIDTH_UNITS",
     "X_UNITS",
     "X_OUTER_UNITS",
-    "R_UNITS",
-    "R_OUTER_UNITS",
+    "RESIDUAL_UNITS",
+    "RESIDUAL_OUTER_UNITS",
     "DY_UNITS",
     "DY_OUTER_UNITS",
     "DTOTAL_UNITS",
@@ -153,29 +153,28 @@ def _each(values):
 def layer_norm_rows_forward(
     x_ptr,
     residual_ptr,
-    y_ptr,
-    total_ptr,
     weight_ptr,
     bias_ptr,
     input_bias_ptr,
     running_mean_ptr,
     running_var_ptr,
     tracked_ptr,
+    y_ptr,
+    total_ptr,
     stats_ptr,
     partial_ptr,
-    counter_ptr,
+    counters_ptr,
     ROWS,
     INNER,
-    UNITS,
+    WIDTH_UNITS,
     X_UNITS,
     X_OUTER_UNITS,
-    R_UNITS,
-    R_OUTER_UNITS,
+    RESIDUAL_UNITS,
+    RESIDUAL_OUTER_UNITS,
     FINISHERS,
     momentum,
     eps,
     root,
-    UNIT: tl.constexpr,
     R: tl.constexpr,
     U: tl.constexpr,
     BC: tl.constexpr,
@@ -192,6 +191,7 @@ def layer_norm_rows_forward(
     RUNNING: tl.constexpr,
     TRACKED: tl.constexpr,
     CUMULATIVE: tl.constexpr,
+    UNIT: tl.constexpr,
     TWO_LEVELS: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
@@ -204,12 +204,12 @@ def layer_norm_rows_forward(
     program = tl.program_id(0)
     programs = tl.num_programs(0) - FINISHERS
     if program < programs:
-        WIDTH = UNITS * UNIT
-        DENSE = size(UNITS, UNIT, WIDE)
+        WIDTH = WIDTH_UNITS * UNIT
+        DENSE = size(WIDTH_UNITS, UNIT, WIDE)
         X_STEP = size(X_UNITS, UNIT, WIDE)
         X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
-        R_STEP = size(R_UNITS, UNIT, WIDE)
-        R_OUTER = size(R_OUTER_UNITS, UNIT, WIDE)
+        RESIDUAL_STEP = size(RESIDUAL_UNITS, UNIT, WIDE)
+        RESIDUAL_OUTER = size(RESIDUAL_OUTER_UNITS, UNIT, WIDE)
         n = WIDTH.to(ACC)
         columns, live = _columns(0, WIDTH, U, BC, VECTOR)
         if KEEP and WEIGHT:
@@ -224,7 +224,7 @@ def layer_norm_rows_forward(
             h = _load(x_ptr, places, inside, columns, live, EVEN, "").to(ACC)
             first = tl.load(x_ptr + places, mask=inside, other=0.0).to(ACC)
             if RESIDUAL:
-                places = row_places(rows, INNER, R_OUTER, R_STEP, TWO_LEVELS)
+                places = row_places(rows, INNER, RESIDUAL_OUTER, RESIDUAL_STEP, TWO_LEVELS)
                 h += _load(residual_ptr, places, inside, columns, live, EVEN, "").to(ACC)
                 first += tl.load(residual_ptr + places, mask=inside, other=0.0).to(ACC)
                 h = as_stored(h, total_ptr)
@@ -268,17 +268,17 @@ def layer_norm_rows_forward(
                 sum_var += tl.where(inside, var, 0.0)
         if RUNNING:
             total_mean, total_var = tl.reduce((sum_mean, sum_var), 0, _add_pairs)
-            publish(counter_ptr, program, total_mean, total_var)
+            publish(counters_ptr, program, total_mean, total_var)
     elif RUNNING:
         finish_running(
-            running_mean_ptr, running_var_ptr, tracked_ptr, counter_ptr, program - programs,
+            running_mean_ptr, running_var_ptr, tracked_ptr, counters_ptr, program - programs,
             FINISHERS, programs, ROWS, momentum, FAN_IN, ACC, TRACKED, CUMULATIVE,
         )  # fmt: skip
 
 
 @triton.jit
 def _share_sums(
-    partial_ptr, counter_ptr, tile, k, a, b, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
+    partial_ptr, counters_ptr, tile, k, a, b, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
 ):
     """Two sums over the rows of a tile, from those of the shares that K programs have of them."""
     rows = tl.arange(0, R)
@@ -286,7 +286,7 @@ def _share_sums(
     tile_ptr = partial_ptr + tile.to(tl.int64) * (2 * K * R)
     tl.store(tile_ptr + k * (2 * R) + rows, a)
     tl.store(tile_ptr + k * (2 * R) + R + rows, b)
-    meet(counter_ptr + tile, K)
+    meet(counters_ptr + tile, K)
     all_ptr = tile_ptr + shares * (2 * R) + rows[:, None]
     a = tl.sum(tl.load(all_ptr, mask=shares < K, other=0.0, cache_modifier=".cg"), axis=1)
     b = tl.sum(tl.load(all_ptr + R, mask=shares < K, other=0.0, cache_modifier=".cg"), axis=1)
@@ -306,10 +306,10 @@ def layer_norm_rows_backward(
     dbias_ptr,
     dinput_bias_ptr,
     partial_ptr,
-    counter_ptr,
+    counters_ptr,
     ROWS,
     INNER,
-    UNITS,
+    WIDTH_UNITS,
     X_UNITS,
     X_OUTER_UNITS,
     DY_UNITS,
@@ -318,7 +318,6 @@ def layer_norm_rows_backward(
     DTOTAL_OUTER_UNITS,
     PROGRAMS,
     root,
-    UNIT: tl.constexpr,
     R: tl.constexpr,
     U: tl.constexpr,
     BC: tl.constexpr,
@@ -328,8 +327,8 @@ def layer_norm_rows_backward(
     STAGES: tl.constexpr,
     KEEP: tl.constexpr,
     LANES: tl.constexpr,
+    FINISH: tl.constexpr,
     GB: tl.constexpr,
-    CB: tl.constexpr,
     ACC: tl.constexpr,
     WEIGHT: tl.constexpr,
     INPUT_BIAS: tl.constexpr,
@@ -338,8 +337,9 @@ def layer_norm_rows_backward(
     DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr,
     DINPUT_BIAS: tl.constexpr,
-    TWO_LEVELS: tl.constexpr,
     DX_AS_X: tl.constexpr,
+    UNIT: tl.constexpr,
+    TWO_LEVELS: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -350,7 +350,7 @@ def layer_norm_rows_backward(
     else its rows follow each other.
     """
     program = tl.program_id(0)
-    WIDTH = UNITS * UNIT
+    WIDTH = WIDTH_UNITS * UNIT
     SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
     SHARE: tl.constexpr = U * BC
     # Faster where few programs share a row, slower where many do, and all the same for one.
@@ -363,7 +363,7 @@ def layer_norm_rows_backward(
     if K > 1:
         parts_ptr += tiles.to(tl.int64) * (2 * K * R)
     if program < PROGRAMS:
-        DENSE = size(UNITS, UNIT, WIDE)
+        DENSE = size(WIDTH_UNITS, UNIT, WIDE)
         X_STEP = size(X_UNITS, UNIT, WIDE)
         X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
         DY_STEP = size(DY_UNITS, UNIT, WIDE)
@@ -407,7 +407,7 @@ def layer_norm_rows_backward(
                 sum_g, sum_gd = _sums(g, g * d)
                 if K > 1:
                     sum_g, sum_gd = _share_sums(
-                        partial_ptr, counter_ptr + 1, tile, k, sum_g, sum_gd, R, K, KP
+                        partial_ptr, counters_ptr + 1, tile, k, sum_g, sum_gd, R, K, KP
                     )
                 scale = rstd * scalar(root, ACC)
                 slope = scale * rstd * rstd * (sum_gd / n)
@@ -434,9 +434,9 @@ def layer_norm_rows_backward(
                 part_ptr += WIDTH
             if DINPUT_BIAS:
                 tl.store(part_ptr + columns, tl.sum(dinput_bias, axis=LANE_AXIS), mask=live)
-            arrive(counter_ptr)
+            arrive(counters_ptr)
     if SUMS > 0:
-        stretches = tl.cdiv(WIDTH, CB)
+        stretches = tl.cdiv(WIDTH, FINISH)
         if K > 1:
             c = program  # all run at once, and so can wait for each other
             step = PROGRAMS
@@ -444,20 +444,20 @@ def layer_norm_rows_backward(
             c = program - PROGRAMS  # further programs, which wait for the numbers below theirs
             step = stretches
         if (c >= 0) & (c < stretches):
-            wait(counter_ptr, PROGRAMS, tl.minimum(stretches, PROGRAMS) if K > 1 else stretches)
+            wait(counters_ptr, PROGRAMS, tl.minimum(stretches, PROGRAMS) if K > 1 else stretches)
             for stretch in range(c, stretches, step):
                 if DWEIGHT:
                     finish_columns(
                         dweight_ptr, parts_ptr, 0, stretch, WIDTH, groups, scalar(root, ACC), SUMS,
-                        GB, CB, ACC,
+                        GB, FINISH, ACC,
                     )  # fmt: skip
                 if DBIAS:
                     finish_columns(
-                        dbias_ptr, parts_ptr, DWEIGHT, stretch, WIDTH, groups, 1.0, SUMS, GB, CB,
-                        ACC,
+                        dbias_ptr, parts_ptr, DWEIGHT, stretch, WIDTH, groups, 1.0, SUMS, GB,
+                        FINISH, ACC,
                     )  # fmt: skip
                 if DINPUT_BIAS:
                     finish_columns(
                         dinput_bias_ptr, parts_ptr, DWEIGHT + DBIAS, stretch, WIDTH, groups, 1.0,
-                        SUMS, GB, CB, ACC,
+                        SUMS, GB, FINISH, ACC,
                     )  # fmt: skip

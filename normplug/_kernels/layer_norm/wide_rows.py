@@ -28,11 +28,11 @@ from normplug._kernels.primitives import (
 _SIZES = [
     "ROWS",
     "INNER",
-    "UNITS",
+    "WIDTH_UNITS",
     "X_UNITS",
     "X_OUTER_UNITS",
-    "R_UNITS",
-    "R_OUTER_UNITS",
+    "RESIDUAL_UNITS",
+    "RESIDUAL_OUTER_UNITS",
     "DY_UNITS",
     "DY_OUTER_UNITS",
     "DTOTAL_UNITS",
@@ -47,31 +47,30 @@ _SIZES = [
 def layer_norm_wide_forward(
     x_ptr,
     residual_ptr,
-    y_ptr,
-    total_ptr,
     weight_ptr,
     bias_ptr,
     input_bias_ptr,
     running_mean_ptr,
     running_var_ptr,
     tracked_ptr,
+    y_ptr,
+    total_ptr,
     stats_ptr,
     partial_ptr,
-    counter_ptr,
+    counters_ptr,
     ROWS,
     INNER,
-    UNITS,
+    WIDTH_UNITS,
     X_UNITS,
     X_OUTER_UNITS,
-    R_UNITS,
-    R_OUTER_UNITS,
+    RESIDUAL_UNITS,
+    RESIDUAL_OUTER_UNITS,
     K,
     LAG,
     FINISHERS,
     momentum,
     eps,
     root,
-    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     KP: tl.constexpr,
     FAN_IN: tl.constexpr,
@@ -85,18 +84,19 @@ def layer_norm_wide_forward(
     RUNNING: tl.constexpr,
     TRACKED: tl.constexpr,
     CUMULATIVE: tl.constexpr,
+    UNIT: tl.constexpr,
     TWO_LEVELS: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """As `rows.layer_norm_rows_forward`; RUNNING needs two words a row more."""
     t = tl.program_id(0)
-    WIDTH = UNITS * UNIT
-    DENSE = size(UNITS, UNIT, WIDE)
+    WIDTH = WIDTH_UNITS * UNIT
+    DENSE = size(WIDTH_UNITS, UNIT, WIDE)
     X_STEP = size(X_UNITS, UNIT, WIDE)
     X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
-    R_STEP = size(R_UNITS, UNIT, WIDE)
-    R_OUTER = size(R_OUTER_UNITS, UNIT, WIDE)
+    RESIDUAL_STEP = size(RESIDUAL_UNITS, UNIT, WIDE)
+    RESIDUAL_OUTER = size(RESIDUAL_OUTER_UNITS, UNIT, WIDE)
     if t < (0 if GIVEN else ROWS * K):
         row = t // K
         k = t - row * K
@@ -106,7 +106,7 @@ def layer_norm_wide_forward(
         first = tl.load(x_ptr + place + k * BLOCK).to(ACC)
         h = tl.load(x_ptr + place + columns, mask=live, other=0.0).to(ACC)
         if RESIDUAL:
-            place = row_places(row, INNER, R_OUTER, R_STEP, TWO_LEVELS)
+            place = row_places(row, INNER, RESIDUAL_OUTER, RESIDUAL_STEP, TWO_LEVELS)
             first += tl.load(residual_ptr + place + k * BLOCK).to(ACC)
             h += tl.load(residual_ptr + place + columns, mask=live, other=0.0).to(ACC)
             total = as_stored(h, total_ptr)
@@ -125,7 +125,7 @@ def layer_norm_wide_forward(
             d = tl.where(live, d, 0.0)
         tl.store(partial_ptr + 2 * t, first + mean)
         tl.store(partial_ptr + 2 * t + 1, tl.sum(d * d))
-        arrive(counter_ptr + row)
+        arrive(counters_ptr + row)
     u = t - LAG
     if (u >= 0) & (u < ROWS * K):
         row = u // K
@@ -133,7 +133,7 @@ def layer_norm_wide_forward(
         columns = k * BLOCK + tl.arange(0, BLOCK)
         live = columns < WIDTH
         if RESIDUAL:
-            wait(counter_ptr + row, K, K)  # not before the total is there
+            wait(counters_ptr + row, K, K)  # not before the total is there
             h = tl.load(
                 total_ptr + row * DENSE + columns, mask=live, other=0.0, cache_modifier=".cg"
             )
@@ -141,7 +141,7 @@ def layer_norm_wide_forward(
             place = row_places(row, INNER, X_OUTER, X_STEP, TWO_LEVELS)
             h = tl.load(x_ptr + place + columns, mask=live, other=0.0)
             if not GIVEN:
-                wait(counter_ptr + row, K, K)
+                wait(counters_ptr + row, K, K)
         if GIVEN:
             mean = tl.load(stats_ptr + row)
             rstd = tl.load(stats_ptr + ROWS + row)
@@ -164,12 +164,12 @@ def layer_norm_wide_forward(
                 tl.store(stats_ptr + row, mean)
                 tl.store(stats_ptr + ROWS + row, rstd)
             if RUNNING:
-                publish(counter_ptr + ROWS, row, mean, var)
+                publish(counters_ptr + ROWS, row, mean, var)
     if RUNNING:
         f = u - ROWS * K
         if f >= 0:
             finish_running(
-                running_mean_ptr, running_var_ptr, tracked_ptr, counter_ptr + ROWS, f, FINISHERS,
+                running_mean_ptr, running_var_ptr, tracked_ptr, counters_ptr + ROWS, f, FINISHERS,
                 ROWS, ROWS, momentum, FAN_IN, ACC, TRACKED, CUMULATIVE,
             )  # fmt: skip
 
@@ -223,10 +223,10 @@ def layer_norm_wide_backward(
     dbias_ptr,
     dinput_bias_ptr,
     partial_ptr,
-    counter_ptr,
+    counters_ptr,
     ROWS,
     INNER,
-    UNITS,
+    WIDTH_UNITS,
     X_UNITS,
     X_OUTER_UNITS,
     DY_UNITS,
@@ -236,10 +236,10 @@ def layer_norm_wide_backward(
     K,
     LAG,
     root,
-    UNIT: tl.constexpr,
     RB: tl.constexpr,
     CW: tl.constexpr,
     KF: tl.constexpr,
+    SINGLE: tl.constexpr,
     GB: tl.constexpr,
     ACC: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -249,9 +249,9 @@ def layer_norm_wide_backward(
     DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr,
     DINPUT_BIAS: tl.constexpr,
-    SINGLE: tl.constexpr,
-    TWO_LEVELS: tl.constexpr,
     DX_AS_X: tl.constexpr,
+    UNIT: tl.constexpr,
+    TWO_LEVELS: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -260,8 +260,8 @@ def layer_norm_wide_backward(
     Counters: arrivals of each block of rows, its sums' readiness, arrivals of each tile of columns.
     """
     t = tl.program_id(0)
-    WIDTH = UNITS * UNIT
-    DENSE = size(UNITS, UNIT, WIDE)
+    WIDTH = WIDTH_UNITS * UNIT
+    DENSE = size(WIDTH_UNITS, UNIT, WIDE)
     X_STEP = size(X_UNITS, UNIT, WIDE)
     X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
     DY_STEP = size(DY_UNITS, UNIT, WIDE)
@@ -276,7 +276,7 @@ def layer_norm_wide_backward(
     lanes = tl.arange(0, RB)
     sums_ptr = partial_ptr + TILES.to(tl.int64) * (2 * RB)
     parts_ptr = sums_ptr + BLOCKS * (2 * RB)
-    ready_ptr = counter_ptr + BLOCKS
+    ready_ptr = counters_ptr + BLOCKS
     done_ptr = ready_ptr + BLOCKS
     if LATE and t < TILES:
         block = t // K
@@ -303,8 +303,8 @@ def layer_norm_wide_backward(
         tile_ptr = partial_ptr + t.to(tl.int64) * (2 * RB)
         tl.store(tile_ptr + lanes, tl.sum(g, axis=1))
         tl.store(tile_ptr + RB + lanes, tl.sum(g * d, axis=1) * rstd)
-        if arrive(counter_ptr + block) == K - 1:
-            tl.atomic_xchg(counter_ptr + block, 0, sem="relaxed")
+        if arrive(counters_ptr + block) == K - 1:
+            tl.atomic_xchg(counters_ptr + block, 0, sem="relaxed")
             places = tl.arange(0, 2 * RB)
             total = tl.zeros([KF, 2 * RB], ACC)
             block_ptr = partial_ptr + (block * K).to(tl.int64) * (2 * RB)

@@ -1,8 +1,7 @@
-"""BatchNorm's kernels as operators of `torch.library`, for compilers: opaque, with gradients.
+"""BatchNorm's kernels as operators, for compilers: see `normplug._ops.library`.
 
-Eager calls do not come here: dispatching an operator costs more than launching a kernel. What a
-call does not return is an empty tensor. The running statistics are moved by torch operations beside
-the operator, which a compiler fuses, and which leaves the operator without side effects.
+The running statistics are moved by torch operations beside the operator. A compiler fuses those,
+and the operator has no side effects.
 """
 
 from __future__ import annotations
@@ -12,194 +11,105 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from normplug._ops import aten
-from normplug._ops.library import differentiable, fake, operator
+from normplug._layouts import dense
+from normplug._ops import statistics
+from normplug._ops.library import NormOperators
+from normplug._ops.spec import BatchNormSpec, Pool, Route, Tensors
 from normplug.reference import accumulator_dtype
 
-
-@operator("batch_norm_forward")
-def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    eps: float,
-    target_variance: float,
-    activation: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, stats (mean and rstd of the channels, (2 * C,)), and relu's signs in bits."""
-    from normplug._ops.batch_norm import eager as gpu
-
-    plan, x, residual = gpu.plan_of(
-        x, weight, bias, residual, None if training else running_mean, False, training, 0.0, eps,
-        target_variance, activation,
-    )  # fmt: skip
-    y, stats, bits = plan.forward(x, weight, bias, residual, running_mean, running_var, None)
-    return y, stats, x.new_empty(0, dtype=torch.uint8) if bits is None else bits
+_NUMBERS = "bool training, float eps, float target_variance, str? activation, int[] pool"
 
 
-@fake(_forward)
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    eps: float,
-    target_variance: float,
-    activation: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from normplug._ops.batch_norm import eager as gpu
+class _BatchNorm(NormOperators):
+    def kernels(self) -> Any:
+        from normplug._ops.batch_norm.eager import KERNELS
 
-    x = gpu.dense(x)
-    n, c, hw = x.shape[0], x.shape[1], math.prod(x.shape[2:])
-    stats = x.new_empty(2 * c, dtype=accumulator_dtype(x.dtype))
-    count = 0
-    if residual is not None and activation == "relu":
-        count = gpu.schedule.mask_bytes(n, c, hw, not x.is_contiguous(), x.element_size())
-    return torch.empty_like(x), stats, x.new_empty(count, dtype=torch.uint8)
+        return KERNELS
 
+    def spec(
+        self,
+        training: bool,
+        eps: float,
+        target_variance: float,
+        activation: str | None,
+        pool: list[int],
+    ) -> BatchNormSpec:
+        window = None
+        if pool:
+            kh, kw, sh, sw, ph, pw, ceil_mode = pool
+            window = Pool((kh, kw), (sh, sw), (ph, pw), bool(ceil_mode))
+        return BatchNormSpec(training, 0.0, eps, target_variance, activation, window)
 
-@operator("batch_norm_backward")
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stats: Tensor,
-    bits: Tensor,
-    has_residual: bool,
-    training: bool,
-    eps: float,
-    target_variance: float,
-    activation: str | None,
-    needs_x: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-    needs_residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, bias and residual; empty where not needed."""
-    from normplug._ops.batch_norm import eager as gpu
+    def reads_residual(self, spec: BatchNormSpec) -> bool:
+        return spec.activation not in (None, "relu")
 
-    stand_in = x if has_residual else None
-    running = None if training else stats
-    plan, x, _ = gpu.plan_of(
-        x, weight, bias, stand_in, running, False, training, 0.0, eps, target_variance, activation
-    )
-    signs = bits if bits.numel() else None
-    wanted = (needs_x, needs_weight, needs_bias, needs_residual)
-    gradients = plan.backward(dy, x, weight, bias, residual, stats, signs, wanted)
-    dx, dweight, dbias, dresidual = (x.new_empty(0) if g is None else g for g in gradients)
-    return dx, dweight, dbias, dresidual
+    def passes_dy(self, spec: BatchNormSpec) -> bool:
+        return spec.activation is None
+
+    def fake(self, t: Tensors, spec: BatchNormSpec) -> tuple[Tensor, ...]:
+        from normplug._kernels import schedule
+
+        x = dense(t.x)
+        n, c, planes = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+        stats = x.new_empty(2 * c, dtype=accumulator_dtype(x.dtype))
+        count = 0
+        if t.residual is not None and spec.activation == "relu":
+            channels_last = not x.is_contiguous()
+            count = schedule.mask_bytes(n, c, planes, channels_last, x.element_size())
+        return torch.empty_like(x), stats, x.new_empty(count, dtype=torch.uint8)
+
+    def fake_dx(self, x: Tensor, spec: BatchNormSpec) -> Tensor:
+        return dense(x)
 
 
-@fake(_backward)
-def _(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stats: Tensor,
-    bits: Tensor,
-    has_residual: bool,
-    training: bool,
-    eps: float,
-    target_variance: float,
-    activation: str | None,
-    needs_x: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-    needs_residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from normplug._ops.batch_norm import eager as gpu
+class _BatchNormMaxPool(_BatchNorm):
+    def kernels(self) -> Any:
+        from normplug._ops.batch_norm.pooled import KERNELS
 
-    like = (gpu.dense(x), weight, bias, gpu.dense(x))
-    needs = (needs_x, needs_weight, needs_bias, needs_residual)
-    dx, dweight, dbias, dresidual = (
-        torch.empty_like(t) if need and t is not None else x.new_empty(0)
-        for t, need in zip(like, needs, strict=True)
-    )
-    return dx, dweight, dbias, dresidual
+        return KERNELS
 
-
-class _BatchNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, bias, residual, _, _, *options = inputs
-        y, stats, bits = _forward(*inputs)
-        kept = residual if options[-1] not in (None, "relu") else None
-        ctx.save_for_backward(x, weight, bias, kept, stats, bits)
-        ctx.has_residual, ctx.options = residual is not None, options
-        ctx.mark_non_differentiable(stats, bits)
-        return y, stats, bits
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, weight, bias, residual, stats, bits = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[:4])
-        alias = ctx.has_residual and ctx.options[-1] is None and needs[3]
-        if alias:  # the residual's gradient is dy, which an operator must not hand on
-            needs[3] = False
-        gradients = _backward(
-            dy, x, weight, bias, residual, stats, bits, ctx.has_residual, *ctx.options, *needs
+    def fake(self, t: Tensors, spec: BatchNormSpec) -> tuple[Tensor, ...]:
+        assert spec.pool is not None
+        x = t.x
+        n, c, height, width = x.shape
+        shape = (n, c, *spec.pool.size(height, width))
+        y, peaks, places = (
+            torch.empty(shape, dtype=dtype, device=x.device, memory_format=torch.channels_last)
+            for dtype in (x.dtype, x.dtype, torch.uint8)
         )
-        asked = [g if need else None for g, need in zip(gradients, needs, strict=True)]
-        if alias:
-            asked[3] = dy
-        return (*asked, None, None, None, None, None, None)
+        return y, x.new_empty(2 * c, dtype=accumulator_dtype(x.dtype)), peaks, places
+
+    def fake_dx(self, x: Tensor, spec: BatchNormSpec) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last)
 
 
-_differentiable = differentiable("batch_norm", _forward, _BatchNorm)
+PLAIN = _BatchNorm("batch_norm", _NUMBERS, ("stats", "bits"), has_total=False, moves=False)
+POOLED = _BatchNormMaxPool(
+    "batch_norm_max_pool", _NUMBERS, ("stats", "peaks", "places"), has_total=False, moves=False
+)
 
 
-def batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    target_variance: float,
-    activation: str | None,
-) -> Tensor:
-    """`functional.batch_norm` after its checks, as an operator."""
-    evaluating = (None, None) if training else (running_mean, running_var)
-    y, stats, _ = _differentiable(
-        x, weight, bias, residual, *evaluating, training, eps, target_variance, activation
-    )
-    if training and running_mean is not None and running_var is not None:
-        move_running(x, stats, running_mean, running_var, num_batches_tracked, momentum, eps)
-    return y
+class _Compiled(Route):
+    def __call__(self, t: Tensors, spec: BatchNormSpec) -> Tensor:
+        pool, mean, var = spec.pool, t.running_mean, t.running_var
+        constants = (None, None) if spec.training else (mean, var)
+        tensors = (t.x, t.residual, t.weight, t.bias, None, *constants, None)
+        numbers = (spec.training, spec.eps, spec.target_variance, spec.activation)
+        if pool is None:
+            y, stats, *_ = _plain_operator(*tensors, *numbers, [])
+        else:
+            window = [*pool.kernel, *pool.stride, *pool.padding, int(pool.ceil_mode)]
+            y, stats, *_ = _pooled_operator(*tensors, *numbers, window)
+        if spec.training and mean is not None and var is not None:
+            step = statistics.count_batch(mean, t.tracked, spec.momentum)
+            n = t.x.numel() // t.x.shape[1]
+            with torch.no_grad():
+                batch_mean, rstd = stats.chunk(2)
+                batch_var = (rstd.pow(-2) - spec.eps) * (n / (n - 1))
+                statistics.move(mean, var, batch_mean, batch_var, step)
+        return y
 
 
-def move_running(
-    x: Tensor,
-    stats: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-) -> None:
-    """Take the running statistics one step to those of x, of which stats are mean and rstd."""
-    step = aten.count_batch(running_mean, num_batches_tracked, momentum)
-    n = x.numel() // x.shape[1]
-    with torch.no_grad():
-        mean, rstd = stats.chunk(2)
-        var = (rstd.pow(-2) - eps) * (n / (n - 1))
-        running_mean.lerp_(mean.to(running_mean.dtype), step)
-        running_var.lerp_(var.to(running_var.dtype), step)
+_plain_operator, _pooled_operator = PLAIN.differentiable, POOLED.differentiable
+COMPILED = _Compiled()

@@ -1,206 +1,171 @@
-"""BatchNorm over normplug's own kernels.
-
-A call's shape, layout and flags name a `_Plan`, made once: what is cut into tiles how, and which
-kernels are launched. A call is then one launch forward and one backward. Second derivatives go
-through torch's own operations.
-"""
+"""BatchNorm over normplug's own kernels: one launch forward and one backward."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from normplug._kernels import schedule
-from normplug._kernels.batch_norm import launches as kernels
+from normplug._kernels.batch_norm import launches
 from normplug._kernels.launch import COOPERATIVE, Launch, Workspace
-from normplug._ops import aten
-from normplug._ops import eligible as gpu
-from normplug._ops.recompute import Recomputable
+from normplug._layouts import dense, laid_out_like
+from normplug._ops.batch_norm import aten
+from normplug._ops.plans import Gradients, KernelRoute, Plan
+from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug.reference import accumulator_dtype
 
 
-class _Key(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    weight: torch.dtype | None
-    bias: torch.dtype | None
-    residual: bool
-    running: torch.dtype | None
-    tracked: bool
-    training: bool
-    momentum: float | None
-    eps: float
-    target_variance: float
-    activation: str | None
-    keeps_residual: bool
+class BatchNormPlan(Plan):
+    """The launches of a BatchNorm, with residual and activation. State: stats, and relu's signs.
 
+    stats: mean and rstd of the channels, (2 * C,).
+    """
 
-class _Plan:
-    """All that calls of one shape, layout and flags have in common."""
+    spec: BatchNormSpec
 
-    def __init__(self, key: _Key) -> None:
-        self.key = key
-        shape, device = key.shape, key.device
-        self.flags = kernels.Flags(
-            training=key.training,
-            weight=key.weight is not None,
-            bias=key.bias is not None,
-            residual=key.residual,
-            activation=key.activation,
-            running=key.running is not None,
-            cumulative=key.momentum is None and key.training and key.running is not None,
-            tracked=key.tracked and key.training and key.momentum is not None,
+    def __init__(self, t: Tensors, spec: BatchNormSpec) -> None:
+        super().__init__(t, spec)
+        x = t.x
+        self._dtype, self._channels = x.dtype, x.shape[1]
+        self._running_dtype = None if t.running_mean is None else t.running_mean.dtype
+        self._shape = shape_of(x)
+        moves = spec.training and t.running_mean is not None
+        self._flags = launches.Flags(
+            training=spec.training,
+            weight=t.weight is not None,
+            bias=t.bias is not None,
+            residual=t.residual is not None,
+            activation=spec.activation,
+            running=t.running_mean is not None,
+            cumulative=moves and spec.momentum is None,
+            tracked=moves and t.tracked is not None and spec.momentum is not None,
         )
-        self.acc = accumulator_dtype(key.dtype)
-        self._sizes = (shape[0], shape[1], math.prod(shape[2:]))
-        self._innermost = not gpu.is_contiguous(shape, key.stride)
-        self._machine = (schedule.processors(device), COOPERATIVE and device.type == "cuda")
-        geometry = self._geometry(1)
-        self._forward = kernels.forward_launch(
-            geometry, key.dtype, self.flags, key.momentum or 0.0, key.eps, key.target_variance
+        geometry = schedule.geometry(*self._shape, 1, *machine_of(x))
+        self._forward = launches.forward_launch(
+            geometry, x.dtype, self._flags, spec.momentum or 0.0, spec.eps, spec.target_variance
         )
-        self._forward_scratch = kernels.scratch(geometry)
-        self._again: Launch | None = None
-        self._mask_bytes = 0
-        if self.flags.bits:
-            size = key.dtype.itemsize
-            self._mask_bytes = schedule.mask_bytes(*self._sizes, self._innermost, size)
+        self._forward_scratch = launches.scratch(geometry)
+        self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
         # The backward of all but relu needs all of the input to the activation.
-        self.reads_residual = key.residual and key.activation not in (None, "relu")
-        self.keeps_residual = self.reads_residual or key.keeps_residual
-        self.is_recomputable = self.keeps_residual or not key.residual
+        self._reads_residual = self._flags.residual and spec.activation not in (None, "relu")
+        self._keeps_residual = self._reads_residual or spec.keeps_residual
+        self.is_recomputable = self._keeps_residual or not self._flags.residual
+        self._recompute: Launch | None = None
         self._backward: dict[tuple[bool, ...], Launch] = {}
         self._backward_scratch = (0, 0)
-        self._workspaces = gpu.Workspaces(device, self.acc)
+        self._machine = machine_of(x)
 
-    def _geometry(self, tensors: int) -> schedule.Geometry:
-        size = self.key.dtype.itemsize
-        return schedule.geometry(*self._sizes, self._innermost, size, tensors, *self._machine)
+    @classmethod
+    def refusal(cls, t: Tensors, spec: BatchNormSpec) -> str | None:
+        """Why the kernels cannot carry out a call; None where they can."""
+        if t.residual is not None and t.residual.dtype != t.x.dtype:
+            return f"the input is {t.x.dtype} and the residual {t.residual.dtype}"
+        running = (t.running_mean, t.running_var)
+        if len({r.dtype for r in running if r is not None}) > 1:
+            return "running_mean and running_var differ in dtype"
+        why = super().refusal(t, spec)
+        if why is None and t.x.shape[0] * math.prod(t.x.shape[2:]) >= 2**31:
+            why = "a channel has 2^31 values or more"
+        return why
 
-    def run(
-        self,
-        x: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        tracked: Tensor | None,
-    ) -> Tensor:
-        """y, with what its gradients need."""
-        if gpu.elsewhere(x):
-            with torch.cuda.device_of(x):
-                return self.run(x, running_mean, running_var, weight, bias, residual, tracked)
-        if torch.is_grad_enabled():
-            rest = (self, running_mean, running_var, tracked)
-            return _apply(gpu.alive(x), weight, bias, gpu.alive(residual), rest)
-        return self.forward(x, weight, bias, residual, running_mean, running_var, tracked)[0]
+    @classmethod
+    def laid_out(cls, t: Tensors, spec: BatchNormSpec) -> tuple[Tensors, BatchNormSpec]:
+        """The call with x dense, and the residual laid out as x."""
+        x, residual = dense(t.x), t.residual
+        if residual is not None and residual.stride() != x.stride():
+            residual = laid_out_like(residual, x)
+        if x is t.x and residual is t.residual:
+            return t, spec
+        if residual is not t.residual:  # nobody else keeps the copy
+            spec = spec._replace(keeps_residual=False)
+        return t._replace(x=x, residual=residual), spec
 
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        tracked: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """y, the channels' mean and rstd in one tensor, and relu's signs in bits."""
-        if self.flags.cumulative and tracked is not None:
+    def forward(self, t: Tensors, needs: Sequence[bool]) -> tuple[Tensor, tuple[Any, ...]]:
+        """y, and the state."""
+        x, residual, weight, bias, _, running_mean, running_var, tracked = t
+        if self._flags.cumulative and tracked is not None:
             tracked.add_(1)
         y = torch.empty_like(x)
-        stats = x.new_empty(2 * self._sizes[1], dtype=self.acc)
+        stats = x.new_empty(2 * self._channels, dtype=self.acc)
         bits = None
         if self._mask_bytes:
             bits = x.new_empty(self._mask_bytes, dtype=torch.uint8)
-        stream, work = self._workspaces.get(self._forward_scratch)
+        stream, work = self._workspace(self._forward_scratch)
         # What a call does not have, the kernel does not touch: any tensor stands in.
         self._forward(
             stream,
             x,
-            y,
             x if residual is None else residual,
-            x if bits is None else bits,
             stats if weight is None else weight,
             stats if bias is None else bias,
             stats if running_mean is None else running_mean,
             stats if running_var is None else running_var,
             work.counters if tracked is None else tracked,
+            y,
+            x if bits is None else bits,
             stats,
             work.partial,
             work.counters,
         )
-        return y, stats, bits
+        return y, (stats, bits)
 
-    def again(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        stats: Tensor,
-    ) -> Tensor:
-        """The y of a call that `is_recomputable`, to the bit, from what its backward has."""
+    def saved(self, t: Tensors, result: Any) -> tuple[Tensor | None, ...]:
+        """x, weight and bias, and the residual where it is read again."""
+        return t.x, t.residual if self._keeps_residual else None, t.weight, t.bias, None
+
+    def recomputed(self, saved: Sequence[Any]) -> Tensor:
+        """Y again, normalised by the statistics that the forward found."""
+        x, residual, weight, bias, _, stats, _ = saved
         y = torch.empty_like(x)
-        if self._again is None:
-            given = kernels.Flags(
+        if self._recompute is None:
+            flags = launches.Flags(
                 training=False,
                 given=True,
-                weight=self.flags.weight,
-                bias=self.flags.bias,
-                residual=self.flags.residual,
-                activation=self.flags.activation,
+                weight=self._flags.weight,
+                bias=self._flags.bias,
+                residual=self._flags.residual,
+                activation=self._flags.activation,
             )
-            key = self.key
-            self._again = kernels.forward_launch(
-                self._geometry(1), key.dtype, given, 0.0, key.eps, key.target_variance
+            geometry = schedule.geometry(*self._shape, 1, *self._machine)
+            self._recompute = launches.forward_launch(
+                geometry, self._dtype, flags, 0.0, self.spec.eps, self.spec.target_variance
             )
-        stream, work = self._workspaces.get((0, 0))
+        stream, work = self._workspace((0, 0))
         beside = x if residual is None else residual
         vectors = (stats if weight is None else weight, stats if bias is None else bias)
-        # What a call does not have, the kernel does not touch: any tensor stands in.
-        self._again(
-            stream, x, y, beside, x, *vectors, stats, stats, work.counters, stats, work.partial,
+        self._recompute(
+            stream, x, beside, *vectors, stats, stats, work.counters, y, x, stats, work.partial,
             work.counters,
         )  # fmt: skip
         return y
 
     def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        stats: Tensor,
-        bits: Tensor | None,
-        needs: tuple[bool, bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, weight, bias and residual that `needs` names."""
+        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
+    ) -> Gradients:
+        """The gradients that `needs` names."""
+        x, residual, weight, bias, _, stats, bits = saved
         if dy.stride() != x.stride():
             dy = laid_out_like(dy, x)
-        dresidual = None
-        if needs[3]:
-            if self.key.activation is None:
-                dresidual, needs = dy, (needs[0], needs[1], needs[2], False)
+        through, dresidual = needs[1], None
+        if through:
+            if self.spec.activation is None:
+                through, dresidual = False, dy
             else:
                 dresidual = torch.empty_like(x)
-        if not any(needs):
-            return None, None, None, dresidual
+        wanted = (needs[0], needs[2], needs[3], through)
+        if not any(wanted):
+            return None, dresidual, None, None, None
         dx = torch.empty_like(x) if needs[0] else None
-        dweight = torch.empty_like(weight) if needs[1] and weight is not None else None
-        dbias = torch.empty_like(bias) if needs[2] and bias is not None else None
-        launch = self._backward.get(needs)
+        dweight = torch.empty_like(weight) if needs[2] and weight is not None else None
+        dbias = torch.empty_like(bias) if needs[3] and bias is not None else None
+        launch = self._backward.get(wanted)
         if launch is None:
-            launch = self._set_up_backward(needs)
-        stream, work = self._workspaces.get(self._backward_scratch)
+            launch = self._set_up_backward(wanted)
+        stream, work = self._workspace(self._backward_scratch)
         launch(
             stream,
             dy,
@@ -217,248 +182,74 @@ class _Plan:
             work.partial,
             work.counters,
         )
-        return dx, dweight, dbias, dresidual
+        return dx, dresidual, dweight, dbias, None
 
-    def _set_up_backward(self, needs: tuple[bool, bool, bool, bool]) -> Launch:
-        geometry = self._geometry(2)
-        self._backward_scratch = kernels.scratch(geometry)
-        launch = kernels.backward_launch(
-            geometry, self.key.dtype, self.flags, needs, self.key.target_variance
+    def _set_up_backward(self, wanted: tuple[bool, bool, bool, bool]) -> Launch:
+        geometry = schedule.geometry(*self._shape, 2, *self._machine)
+        self._backward_scratch = launches.scratch(geometry)
+        launch = launches.backward_launch(
+            geometry, self._dtype, self._flags, wanted, self.spec.target_variance
         )
-        self._backward[needs] = launch
+        self._backward[wanted] = launch
         return launch
 
-
-_plans = gpu.Plans[_Key, _Plan](_Plan)
-
-
-def plan_of(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    tracked: bool,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    target_variance: float,
-    activation: str | None,
-    keeps_residual: bool = False,
-) -> tuple[_Plan, Tensor, Tensor | None]:
-    """The plan of a call, with x and the residual laid out so that it can run."""
-    x = dense(x)
-    stride = x.stride()
-    if residual is not None and residual.stride() != stride:
-        residual = laid_out_like(residual, x)
-        keeps_residual = False  # nobody else keeps the copy
-    key = _Key(
-        x.shape,
-        stride,
-        x.dtype,
-        x.device,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
-        residual is not None,
-        None if running_mean is None else running_mean.dtype,
-        tracked,
-        training,
-        momentum,
-        eps,
-        target_variance,
-        activation,
-        keeps_residual and residual is not None,
-    )
-    return _plans[key], x, residual
+    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
+        """The inputs that have gradients, y of them by torch operations, and the dy of that y."""
+        x, residual, weight, bias, _, stats, bits = saved
+        spec, activation = self.spec, self.spec.activation
+        if bits is not None:
+            # relu's signs as ones and zeros: the residual's gradient from a dy of ones.
+            needs = (False, True, False, False)
+            detached = (x.detach(), *saved[1:])
+            _, signs, *_ = self.backward(detached, torch.ones_like(x), None, needs)
+            assert signs is not None
+            dy, activation = dy * signs, None
+        if self._flags.residual and not self._reads_residual:
+            # No value of the gradients depends on it.
+            residual = torch.zeros_like(x).requires_grad_()
+        mean, var = constants_of(stats, spec, self._running_dtype)
+        t = Tensors(x, residual, weight, bias, None, mean, var)
+        plain = BatchNormSpec(spec.training, 0.0, spec.eps, spec.target_variance, activation)
+        return (x, residual, weight, bias, None), aten.batch_norm(t, plain), dy
 
 
-class _BatchNorm(Recomputable):
-    # A tensor argument costs the host time: those that get no gradient come in `rest`.
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        rest: tuple[_Plan, Tensor | None, Tensor | None, Tensor | None],
-    ) -> Tensor:
-        plan, running_mean, running_var, tracked = rest
-        y, stats, bits = plan.forward(x, weight, bias, residual, running_mean, running_var, tracked)
-        kept = residual if plan.keeps_residual else None
-        ctx.save_for_backward(x, weight, bias, kept, stats, bits)
-        ctx.plan = plan
-        return y
-
-    @staticmethod
-    def is_recomputable(node: Any) -> bool:
-        return node.plan.is_recomputable
-
-    @staticmethod
-    def recompute(node: Any) -> Tensor:
-        x, weight, bias, residual, stats, _ = node.saved_tensors
-        return gpu.on_device_of(x, node.plan.again, x, weight, bias, residual, stats)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, residual, stats, bits = ctx.saved_tensors
-        dx, dweight, dbias, dresidual, _ = ctx.needs_input_grad
-        needs = (dx, dweight, dbias, dresidual)
-        if torch.is_grad_enabled():
-            composed = _composed_backward(
-                dy, x, weight, bias, residual, stats, bits, ctx.plan, needs
-            )
-            return (*composed, None)
-        gradients = gpu.on_device_of(
-            x, ctx.plan.backward, dy, x, weight, bias, residual, stats, bits, needs
-        )
-        return (*gradients, None)
+KERNELS = KernelRoute(BatchNormPlan)
 
 
-_apply = gpu.applier(_BatchNorm)
+def shape_of(x: Tensor) -> tuple[int, int, int, bool, int]:
+    """A dense x as the schedule sees it: n, c, values a plane, channels_last, bytes a value."""
+    planes = math.prod(x.shape[2:])
+    return x.shape[0], x.shape[1], planes, not x.is_contiguous(), x.element_size()
 
 
-def batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    target_variance: float,
-    activation: str | None,
-    keeps_residual: bool = False,
-) -> Tensor:
-    """`functional.batch_norm` after its checks, for what `refusal` has nothing against.
-
-    keeps_residual: for the backward too, so that the result can be recomputed.
-    """
-    tracked = num_batches_tracked is not None and running_mean is not None
-    plan, x, residual = plan_of(
-        x, weight, bias, residual, running_mean, tracked, training, momentum, eps, target_variance,
-        activation, keeps_residual,
-    )  # fmt: skip
-    return plan.run(x, running_mean, running_var, weight, bias, residual, num_batches_tracked)
+def machine_of(x: Tensor) -> tuple[int, bool]:
+    """The number of multiprocessors, and whether they can wait for one another."""
+    return schedule.processors(x.device), COOPERATIVE and x.is_cuda
 
 
-def recomputable(*arguments: Any) -> Tensor:
-    """`batch_norm` with a residual that is kept for the backward, as something else does anyway."""
-    return batch_norm(*arguments, keeps_residual=True)  # type: ignore[misc]
+def constants_of(
+    stats: Tensor, spec: BatchNormSpec, dtype: torch.dtype | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The running statistics that a forward in evaluation had; None in training."""
+    if spec.training:
+        return None, None
+    mean, rstd = stats.chunk(2)
+    var = rstd.pow(-2) - spec.eps
+    return (mean, var) if dtype is None else (mean.to(dtype), var.to(dtype))
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """`functional.channel_stats`, in one read."""
     x = dense(x.detach())
-    n, c, hw = x.shape[0], x.shape[1], math.prod(x.shape[2:])
-    innermost, size = not x.is_contiguous(), x.element_size()
-    machine = (schedule.processors(x.device), COOPERATIVE and x.is_cuda)
-    geometry = schedule.geometry(n, c, hw, innermost, size, 1, *machine)
-    flags = kernels.Flags(weight=False, bias=False, normalize=False, variance=True)
-    launch = kernels.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
+    geometry = schedule.geometry(*shape_of(x), 1, *machine_of(x))
+    flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True)
+    launch = launches.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
+    c = x.shape[1]
     stats = x.new_empty(2 * c, dtype=accumulator_dtype(x.dtype))
     with torch.cuda.device_of(x):
         stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
-        work = Workspace(x.device, stats.dtype, *kernels.scratch(geometry))
+        work = Workspace(x.device, stats.dtype, *launches.scratch(geometry))
         # What a call does not have, the kernel does not touch.
-        blank = (x, x, x, x, stats, stats, stats, stats, work.counters)
-        launch(stream, *blank, stats, work.partial, work.counters)
+        running = (stats, stats, work.counters)
+        launch(stream, x, x, stats, stats, *running, x, x, stats, work.partial, work.counters)
     return stats[:c], stats[c:]
-
-
-def refusal(
-    x: Tensor, residual: Tensor | None, tracked: Tensor | None, vectors: tuple[Tensor | None, ...]
-) -> str | None:
-    """Why the kernels cannot take these tensors; `vectors` starts with the running statistics."""
-    if residual is not None and residual.dtype != x.dtype:
-        return f"the input is {x.dtype} and the residual {residual.dtype}"
-    if len({t.dtype for t in vectors[:2] if t is not None}) > 1:
-        return "running_mean and running_var differ in dtype"
-    why = gpu.refusal(x, (residual,), tracked, vectors)
-    if why is None and x.shape[0] * math.prod(x.shape[2:]) >= 2**31:
-        why = "a channel has 2^31 values or more"
-    return why
-
-
-def straight(route: Any, tensors: Sequence[Tensor | None], settings: tuple[Any, ...]) -> Any:
-    """The plan's own `run`, where calls like this one need nothing else; else None."""
-    x, running_mean, _, weight, bias, residual, count = tensors
-    assert x is not None
-    tracked = count is not None and running_mean is not None
-    numbers = (*settings, route is recomputable)
-    plan, x_as_it_runs, residual_as_it_runs = plan_of(
-        x, weight, bias, residual, running_mean, tracked, *numbers
-    )
-    return plan.run if x_as_it_runs is x and residual_as_it_runs is residual else None
-
-
-def _composed_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stats: Tensor,
-    bits: Tensor | None,
-    plan: _Plan,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """The gradients as torch operations, which autograd can differentiate again."""
-    key = plan.key
-    dresidual = None
-    activation = key.activation
-    if bits is not None:
-        # relu's signs as a tensor of ones and zeros: the gradient that a dy of ones gives.
-        mask = (False, False, False, True)
-        ones = torch.ones_like(x)
-        signs = plan.backward(ones, x.detach(), weight, bias, residual, stats, bits, mask)[3]
-        assert signs is not None
-        dy, activation = dy * signs, None
-    if key.residual and not plan.reads_residual:
-        residual, dresidual = None, dy if needs[3] else None
-    running_mean = running_var = None
-    if not key.training:
-        running_mean, running_var = running_of(stats, key.eps, key.running)
-    y = aten.batch_norm(
-        x, running_mean, running_var, weight, bias, residual, None, key.training, 0.0, key.eps,
-        key.target_variance, activation,
-    )  # fmt: skip
-    inputs = [x, weight, bias, residual]
-    asked = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-    got = iter(torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ())
-    dx, dweight, dbias, through = (
-        next(got) if need and t is not None else None for t, need in zip(inputs, needs, strict=True)
-    )
-    return dx, dweight, dbias, through if through is not None else dresidual
-
-
-def running_of(stats: Tensor, eps: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """The running statistics that a forward in evaluation had, from their mean and rstd."""
-    mean, rstd = stats.chunk(2)
-    var = rstd.pow(-2) - eps
-    return (mean, var) if dtype is None else (mean.to(dtype), var.to(dtype))
-
-
-def dense(x: Tensor) -> Tensor:
-    """x, copied if it is neither contiguous nor channels_last."""
-    if x.is_contiguous() or is_innermost(x.shape, x.stride()):
-        return x
-    return x.contiguous()
-
-
-def laid_out_like(tensor: Tensor, x: Tensor) -> Tensor:
-    """`tensor`, copied if its values lie otherwise in memory than those of `x`."""
-    if x.is_contiguous():
-        return tensor.contiguous()
-    if tensor.shape == x.shape and is_innermost(tensor.shape, tensor.stride()):
-        return tensor
-    return torch.empty_like(x).copy_(tensor)
-
-
-def is_innermost(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """channels_last, for any number of dimensions."""
-    last = (shape[0], *shape[2:], shape[1])
-    return gpu.is_contiguous(last, (stride[0], *stride[2:], stride[1]))

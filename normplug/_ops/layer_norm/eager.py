@@ -1,17 +1,11 @@
-"""LayerNorm over normplug's own kernels.
-
-A call's shape, strides and flags name a `_Plan`, made once: what is cut into tiles how, and which
-kernels are launched. A call is then one launch forward and one backward. Second derivatives go
-through torch's own operations.
-"""
+"""LayerNorm over normplug's own kernels: one launch forward and one backward."""
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,162 +13,167 @@ from torch import Tensor
 
 from normplug._kernels import schedule
 from normplug._kernels.launch import COOPERATIVE, Launch
-from normplug._kernels.layer_norm import launches as kernels
+from normplug._kernels.layer_norm import launches
 from normplug._kernels.layer_norm.launches import Spacing, TwoLevels
-from normplug._ops import aten
-from normplug._ops import eligible as gpu
-from normplug._ops.recompute import Recomputable
+from normplug._layouts import is_contiguous
+from normplug._ops.plans import Gradients, KernelRoute, Plan
+from normplug._ops.spec import LayerNormSpec, Tensors
 from normplug.reference import accumulator_dtype
 
-_Needs = tuple[bool, bool, bool, bool]  # dx, dweight, dbias, dinput_bias
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_Prepared = tuple[Launch, tuple[int, int]]  # with the scratch memory that it needs
 
 
-class _Key(NamedTuple):
-    shape: torch.Size
-    row_dims: int
-    spacing: Spacing
-    dtype: torch.dtype
-    device: torch.device
-    residual: tuple[Spacing, torch.dtype] | None
-    weight: torch.dtype | None
-    bias: torch.dtype | None
-    input_bias: torch.dtype | None
-    running: tuple[torch.dtype, torch.dtype] | None
-    tracked: bool
-    momentum: float | None
-    eps: float
-    target_variance: float
-    out: torch.dtype
+class LayerNormPlan(Plan):
+    """The launches of a LayerNorm, with a residual or an input bias. State: stats.
 
-    @property
-    def total(self) -> torch.dtype:
-        """Of what is normalised."""
-        return torch.promote_types(self.dtype, self.residual[1]) if self.residual else self.dtype
+    stats: mean and rstd of the rows, (2 * rows,). The total, x + residual, is what is normalised;
+    it is x where there is no residual.
+    """
 
+    spec: LayerNormSpec
 
-class _Plan:
-    """All that calls of one shape, strides and flags have in common."""
-
-    def __init__(self, key: _Key) -> None:
-        self.key = key
-        self.total = key.total
-        self.acc = accumulator_dtype(self.total, key.weight, key.bias, key.input_bias)
-        self.width = math.prod(key.shape[len(key.shape) - key.row_dims :])
-        self.rows = math.prod(key.shape[: len(key.shape) - key.row_dims])
-        self._vector = key.shape[len(key.shape) - key.row_dims :]
+    def __init__(self, t: Tensors, spec: LayerNormSpec) -> None:
+        super().__init__(t, spec)
+        x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
+        self._dtype = x.dtype
+        self._residual_dtype = None if residual is None else residual.dtype
+        self._total = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        self._output = spec.output_dtype(self._total)
+        vectors = (t if t is None else t.dtype for t in (weight, bias, input_bias))
+        self.acc = accumulator_dtype(self._total, *vectors)
+        self._shape, self._row = x.shape, spec.normalized_shape
+        self._row_dims = row_dims = len(self._row)
+        self._width = math.prod(self._row)
+        self._rows = x.numel() // self._width
+        self.has_total = self.is_recomputable = residual is not None
+        self._affine = launches.Flags(
+            weight=weight is not None, bias=bias is not None, input_bias=input_bias is not None
+        )
+        self._running = running_mean is not None and running_var is not None
+        self._tracked = self._running and tracked is not None
+        self._bias_dtype = None if bias is None else bias.dtype
         # What a thread holds decides how a row is cut.
-        widest = max(self.total.itemsize, key.out.itemsize)
-        self.itemsize = 8 if self.acc == torch.float64 else widest
-        device = key.device
-        self._machine = (schedule.processors(device), schedule.shared_memory(device))
-        self._forward: dict[bool, tuple[Launch, tuple[int, int]]] = {}
-        self._again: Launch | None = None
-        self._backward: dict[tuple[Any, ...], tuple[Launch, tuple[int, int]]] = {}
-        self._workspaces = gpu.Workspaces(key.device, self.acc)
-        # Where there was a residual, the backward's x is the total, which is dense.
-        self._normalised: Spacing = self.width if key.residual else key.spacing
+        widest = max(self._total.itemsize, self._output.itemsize)
+        self._itemsize = 8 if self.acc == torch.float64 else widest
+        self._machine = (schedule.processors(x.device), schedule.shared_memory(x.device))
+        self._cooperative = COOPERATIVE and x.is_cuda
+        self._x_spacing = _spacing(x, row_dims)
+        self._residual_spacing = None if residual is None else _spacing(residual, row_dims)
+        # The total is dense.
+        self._normalised = self._x_spacing if residual is None else self._width
+        self._forward: dict[bool, _Prepared] = {}
+        self._backward: dict[tuple[Any, ...], _Prepared] = {}
+        self._recompute: Launch | None = None
         # `empty_like` takes the host half the time of `empty`.
-        self._like_x = key.spacing == self.width
-        self._dx_like_x = lies_dense(self._normalised, self.rows, self.width)
-        self._like_weight = key.bias == key.weight
+        self._like_x = self._x_spacing == self._width
+        self._dx_like_x = lies_dense(self._normalised, self._rows, self._width)
+        self._dbias_like_weight = weight is not None and self._bias_dtype == weight.dtype
 
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        input_bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        tracked: Tensor | None,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """y, the total where there is a residual, and if `keep` the rows' mean and rstd."""
-        key = self.key
-        y = self._empty(x, key.dtype, key.out)
-        total = None if residual is None else self._empty(x, key.dtype, self.total)
-        stats = x.new_empty(2 * self.rows if keep else 1, dtype=self.acc)
-        prepared = self._forward.get(keep)
-        if prepared is None:
-            prepared = self._set_up_forward(keep)
-        launch, scratch = prepared
-        stream, work = self._workspaces.get(scratch)
+    @classmethod
+    def refusal(cls, t: Tensors, spec: LayerNormSpec) -> str | None:
+        """Why the kernels cannot carry out a call; None where they can."""
+        why = super().refusal(t, spec)
+        if why is None:
+            width = math.prod(spec.normalized_shape)
+            if max(width, t.x.numel() // width) > schedule.MOST_PLACES:
+                why = "a row has nearly 2^31 values or more, or there are so many rows"
+        return why
+
+    @classmethod
+    def laid_out(cls, t: Tensors, spec: LayerNormSpec) -> tuple[Tensors, LayerNormSpec]:
+        """The call with dense rows, and those of the residual at strides that go with x's."""
+        place = (len(spec.normalized_shape), math.prod(spec.normalized_shape))
+        x, spacing = _with_dense_rows(t.x, *place)
+        residual = t.residual
+        if residual is not None:
+            residual, _ = _with_dense_rows(residual, *place, spacing)
+        same = x is t.x and residual is t.residual
+        return (t if same else t._replace(x=x, residual=residual)), spec
+
+    def forward(self, t: Tensors, needs: Sequence[bool]) -> tuple[Any, tuple[Tensor, ...]]:
+        """y, or (y, total) where there is a residual; and the state."""
+        x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
+        keep = bool(needs)
+        y = self._empty(x, self._dtype, self._output)
+        total = None if residual is None else self._empty(x, self._dtype, self._total)
+        stats = x.new_empty(2 * self._rows if keep else 1, dtype=self.acc)
+        launch, scratch = self._forward.get(keep) or self._set_up_forward(keep)
+        stream, work = self._workspace(scratch)
         # What a call does not have, the kernel does not touch: any tensor stands in.
         launch(
             stream,
             x,
             x if residual is None else residual,
-            y,
-            y if total is None else total,
             stats if weight is None else weight,
             stats if bias is None else bias,
             stats if input_bias is None else input_bias,
             stats if running_mean is None else running_mean,
             stats if running_var is None else running_var,
             work.counters if tracked is None else tracked,
+            y,
+            y if total is None else total,
             stats,
             work.partial,
             work.counters,
         )
-        return y, total, stats
+        return (y if total is None else (y, total)), (stats,)
 
-    def again(
-        self, total: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor
-    ) -> Tensor:
-        """The y of a call with residual, to the bit, from what it kept and its bias."""
-        y = self._empty(total, self.total, self.key.out)
-        if self._again is None:
-            self._again = self._set_up_again()
-        stream, work = self._workspaces.get((0, 0))
+    def saved(self, t: Tensors, result: Any) -> tuple[Tensor | None, ...]:
+        """What was normalised, weight and input_bias; bias to recompute y from the total."""
+        if self.has_total:
+            return result[1], None, t.weight, t.bias, None
+        return t.x, None, t.weight, None, t.input_bias
+
+    def recomputed(self, saved: Sequence[Any]) -> Tensor:
+        """Y again, from the total and the rows' statistics."""
+        total, _, weight, bias, _, stats = saved
+        y = self._empty(total, self._total, self._output)
+        if self._recompute is None:
+            flags = launches.Flags(
+                weight=self._affine.weight, bias=self._affine.bias, given=True, stats=False
+            )
+            strides = launches.Strides(self._width)  # of the total
+            shape = self._forward_shape(strides, False)
+            numbers = (0.0, self.spec.eps, self.spec.target_variance)
+            self._recompute = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
+        stream, work = self._workspace((0, 0))
         vectors = (stats if weight is None else weight, stats if bias is None else bias)
-        # What a call does not have, the kernel does not touch: any tensor stands in.
-        self._again(
-            stream, total, total, y, y, *vectors, stats, stats, stats, work.counters, stats,
+        self._recompute(
+            stream, total, total, *vectors, stats, stats, stats, work.counters, y, y, stats,
             work.partial, work.counters,
         )  # fmt: skip
         return y
 
     def backward(
-        self,
-        dy: Tensor,
-        dtotal: Tensor | None,
-        x: Tensor,
-        weight: Tensor | None,
-        input_bias: Tensor | None,
-        stats: Tensor,
-        needs: _Needs,
-    ) -> _Gradients:
-        """The gradients of x (and the residual), weight, bias and input_bias that `needs` names."""
-        key = self.key
-        before = self._normalised
-        dy, dy_spacing = _with_dense_rows(dy, key.row_dims, self.width, before)
+        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
+    ) -> Gradients:
+        """The gradients that `needs` names."""
+        if dy is None:  # nobody used y
+            return self._of_total(dtotal, needs, None, None)
+        x, _, weight, _, input_bias, stats = saved
+        place, before = (self._row_dims, self._width), self._normalised
+        dy, dy_spacing = _with_dense_rows(dy, *place, before)
         dtotal_spacing = None
         if dtotal is not None:
-            dtotal, dtotal_spacing = _with_dense_rows(
-                dtotal, key.row_dims, self.width, before, dy_spacing
-            )
-        if not any(needs):
-            return None, None, None, None
-        signature = (needs, dy_spacing, dtotal_spacing)
-        prepared = self._backward.get(signature)
-        if prepared is None:
-            prepared = self._set_up_backward(*signature)
-        launch, scratch = prepared
+            dtotal, dtotal_spacing = _with_dense_rows(dtotal, *place, before, dy_spacing)
+        wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
+        if not any(wanted):
+            return None, None, None, None, None
+        signature = (wanted, dy_spacing, dtotal_spacing)
+        launch, scratch = self._backward.get(signature) or self._set_up_backward(*signature)
         dx = dweight = dbias = dinput_bias = None
-        if needs[0]:
-            dx = torch.empty_like(x) if self._dx_like_x else x.new_empty(key.shape)
-        if needs[1] and weight is not None:
+        if wanted[0]:
+            dx = torch.empty_like(x) if self._dx_like_x else x.new_empty(self._shape)
+        if needs[2] and weight is not None:
             dweight = torch.empty_like(weight)
-        if needs[2]:
-            if weight is not None and self._like_weight:
+        if needs[3]:
+            if weight is not None and self._dbias_like_weight:
                 dbias = torch.empty_like(weight)
             else:
-                dbias = x.new_empty(self._vector, dtype=key.bias)
-        if needs[3] and input_bias is not None:
+                dbias = x.new_empty(self._row, dtype=self._bias_dtype)
+        if needs[4] and input_bias is not None:
             dinput_bias = torch.empty_like(input_bias)
-        stream, work = self._workspaces.get(scratch)
+        stream, work = self._workspace(scratch)
         launch(
             stream,
             dy,
@@ -190,367 +189,117 @@ class _Plan:
             work.partial,
             work.counters,
         )
-        return dx, dweight, dbias, dinput_bias
+        if self.has_total:
+            return self._of_total(dx, needs, dweight, dbias)
+        return dx, None, dweight, dbias, dinput_bias
+
+    def composed_backward(
+        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
+    ) -> Gradients:
+        """As `backward`, by torch operations, which autograd can differentiate again."""
+        if not self.has_total:
+            return super().composed_backward(saved, dy, None, needs)
+        if dy is None:
+            return self._of_total(dtotal, needs, None, None)
+        both = (needs[0] or needs[1], False, *needs[2:])
+        through, _, dweight, dbias, _ = super().composed_backward(saved, dy, None, both)
+        if through is not None and dtotal is not None:
+            through = through + dtotal
+        return self._of_total(through, needs, dweight, dbias)
+
+    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
+        """The inputs that have gradients, y of them by torch operations, and the dy of that y."""
+        x, _, weight, _, input_bias, _ = saved
+        acc, root = self.acc, math.sqrt(self.spec.target_variance)
+        bias = None
+        if self._bias_dtype is not None:
+            # No value of the gradients depends on it.
+            bias = x.new_zeros(self._row, dtype=self._bias_dtype).requires_grad_()
+        h = x.to(acc)
+        if input_bias is not None:
+            h = h + input_bias.to(acc)
+        y = F.layer_norm(h, self._row, None, None, self.spec.eps) * root
+        if weight is not None:
+            y = y * weight.to(acc)
+        if bias is not None:
+            y = y + bias.to(acc)
+        return (x, None, weight, bias, input_bias), y, dy.to(acc)
+
+    def _of_total(
+        self,
+        through: Tensor | None,
+        needs: Sequence[bool],
+        dweight: Tensor | None,
+        dbias: Tensor | None,
+    ) -> Gradients:
+        """The gradients of x and the residual from that of their sum, and the others."""
+        if through is None:
+            return None, None, dweight, dbias, None
+        dx = through.to(self._dtype) if needs[0] else None
+        dresidual = through.to(self._residual_dtype) if needs[1] else None
+        return dx, dresidual, dweight, dbias, None
 
     def _empty(self, x: Tensor, dtype: torch.dtype, wanted: torch.dtype) -> Tensor:
         """Contiguous, shaped like x, whose dtype is `dtype`."""
         if self._like_x and dtype == wanted:
             return torch.empty_like(x)
-        return x.new_empty(self.key.shape, dtype=wanted)
-
-    def run(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        input_bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        tracked: Tensor | None,
-    ) -> Tensor:
-        """y, with what its gradients need."""
-        if gpu.elsewhere(x):
-            with torch.cuda.device_of(x):
-                return self.run(x, weight, bias, input_bias, running_mean, running_var, tracked)
-        if torch.is_grad_enabled():
-            rest = (self, running_mean, running_var, tracked)
-            return _apply(gpu.alive(x), weight, bias, input_bias, rest)
-        return self.forward(
-            x, None, weight, bias, input_bias, running_mean, running_var, tracked, keep=False
-        )[0]
-
-    def run_add(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        tracked: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(y, total), with what their gradients need."""
-        running = (running_mean, running_var, tracked)
-        if gpu.elsewhere(x):
-            with torch.cuda.device_of(x):
-                return self.run_add(x, residual, weight, bias, *running)
-        if torch.is_grad_enabled():
-            return _apply_add(gpu.alive(x), gpu.alive(residual), weight, bias, (self, *running))
-        y, total, _ = self.forward(x, residual, weight, bias, None, *running, keep=False)
-        assert total is not None
-        return y, total
-
-    def _set_up_again(self) -> Launch:
-        key = self.key
-        flags = kernels.Flags(
-            weight=key.weight is not None, bias=key.bias is not None, given=True, stats=False
-        )
-        strides = kernels.Strides(self.width)  # of the total
-        shape = self._forward_shape(strides, False)
-        return kernels.forward_launch(
-            shape, self.acc, flags, strides, 0.0, key.eps, key.target_variance
-        )
+        return x.new_empty(self._shape, dtype=wanted)
 
     def _forward_shape(
-        self, strides: kernels.Strides, running: bool
+        self, strides: launches.Strides, running: bool
     ) -> schedule.Rows | schedule.WideForward:
+        unit = strides.unit(self._width)
         return schedule.layer_norm_forward(
-            self.rows,
-            self.width,
-            strides.unit(self.width),
-            self.itemsize,
-            running,
-            self._machine[0],
+            self._rows, self._width, unit, self._itemsize, running, self._machine[0]
         )
 
-    def _set_up_forward(self, keep: bool) -> tuple[Launch, tuple[int, int]]:
-        key = self.key
-        running = key.running is not None
-        flags = kernels.Flags(
-            weight=key.weight is not None,
-            bias=key.bias is not None,
-            input_bias=key.input_bias is not None,
-            residual=key.residual is not None,
+    def _set_up_forward(self, keep: bool) -> _Prepared:
+        spec = self.spec
+        flags = launches.Flags(
+            weight=self._affine.weight,
+            bias=self._affine.bias,
+            input_bias=self._affine.input_bias,
+            residual=self.has_total,
             stats=keep,
-            running=running,
-            tracked=running and key.tracked,
-            cumulative=running and key.momentum is None,
+            running=self._running,
+            tracked=self._tracked,
+            cumulative=self._running and spec.momentum is None,
         )
-        strides = kernels.Strides(key.spacing, residual=key.residual and key.residual[0])
-        shape = self._forward_shape(strides, running)
-        launch = kernels.forward_launch(
-            shape, self.acc, flags, strides, key.momentum or 0.0, key.eps, key.target_variance
-        )
-        prepared = self._forward[keep] = launch, kernels.forward_scratch(shape, flags)
+        strides = launches.Strides(self._x_spacing, residual=self._residual_spacing)
+        shape = self._forward_shape(strides, self._running)
+        numbers = (spec.momentum or 0.0, spec.eps, spec.target_variance)
+        launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
+        prepared = self._forward[keep] = launch, launches.forward_scratch(shape, flags)
         return prepared
 
     def _set_up_backward(
-        self, needs: _Needs, dy: Spacing, dtotal: Spacing | None
-    ) -> tuple[Launch, tuple[int, int]]:
-        key = self.key
-        flags = kernels.Flags(weight=key.weight is not None, input_bias=key.input_bias is not None)
-        strides = kernels.Strides(self._normalised, dy=dy, dtotal=dtotal)
+        self, wanted: tuple[bool, bool, bool, bool], dy: Spacing, dtotal: Spacing | None
+    ) -> _Prepared:
+        flags = launches.Flags(weight=self._affine.weight, input_bias=self._affine.input_bias)
+        strides = launches.Strides(self._normalised, dy=dy, dtotal=dtotal)
         shape = schedule.layer_norm_backward(
-            self.rows,
-            self.width,
-            strides.unit(self.width),
-            self.itemsize,
+            self._rows,
+            self._width,
+            strides.unit(self._width),
+            self._itemsize,
             flags.input_bias,
             *self._machine,
-            COOPERATIVE and key.device.type == "cuda",
+            self._cooperative,
         )
-        launch = kernels.backward_launch(
-            shape, self.acc, flags, strides, needs, key.target_variance
-        )
-        prepared = launch, kernels.backward_scratch(shape, needs)
-        self._backward[needs, dy, dtotal] = prepared
+        tv = self.spec.target_variance
+        launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
+        prepared = launch, launches.backward_scratch(shape, wanted)
+        self._backward[wanted, dy, dtotal] = prepared
         return prepared
 
 
-_plans = gpu.Plans[_Key, _Plan](_Plan)
-
-
-def plan_of(
-    x: Tensor,
-    row_dims: int,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    input_bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    target_variance: float,
-    out: torch.dtype,
-) -> tuple[_Plan, Tensor, Tensor | None]:
-    """The plan of a call, with x and the residual laid out so that it can run."""
-    width = math.prod(x.shape[x.dim() - row_dims :])
-    x, spacing = _with_dense_rows(x, row_dims, width)
-    beside = None
-    if residual is not None:
-        residual, residual_spacing = _with_dense_rows(residual, row_dims, width, spacing)
-        beside = (residual_spacing, residual.dtype)
-    running = None
-    if running_mean is not None and running_var is not None:
-        running = (running_mean.dtype, running_var.dtype)
-    key = _Key(
-        x.shape,
-        row_dims,
-        spacing,
-        x.dtype,
-        x.device,
-        beside,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
-        None if input_bias is None else input_bias.dtype,
-        running,
-        running is not None and num_batches_tracked is not None,
-        momentum,
-        eps,
-        target_variance,
-        out,
-    )
-    return _plans[key], x, residual
-
-
-class _LayerNorm(torch.autograd.Function):
-    # A tensor argument costs the host time: those that get no gradient come in `rest`.
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        input_bias: Tensor | None,
-        rest: tuple[_Plan, Tensor | None, Tensor | None, Tensor | None],
-    ) -> Tensor:
-        plan, running_mean, running_var, tracked = rest
-        y, _, stats = plan.forward(
-            x, None, weight, bias, input_bias, running_mean, running_var, tracked, keep=True
-        )
-        ctx.save_for_backward(x, weight, input_bias, stats)
-        ctx.plan = plan
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, input_bias, stats = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:4]
-        if torch.is_grad_enabled():
-            return (*_composed_backward(dy, x, weight, input_bias, ctx.plan, needs), None)
-        gradients = gpu.on_device_of(
-            x, ctx.plan.backward, dy, None, x, weight, input_bias, stats, needs
-        )
-        return (*gradients, None)
-
-
-class _AddLayerNorm(Recomputable):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        rest: tuple[_Plan, Tensor | None, Tensor | None, Tensor | None],
-    ) -> tuple[Tensor, Tensor]:
-        plan, running_mean, running_var, tracked = rest
-        y, total, stats = plan.forward(
-            x, residual, weight, bias, None, running_mean, running_var, tracked, keep=True
-        )
-        assert total is not None
-        ctx.save_for_backward(total, weight, bias, stats)
-        ctx.plan = plan
-        ctx.set_materialize_grads(False)
-        if not any(ctx.needs_input_grad[:2]):
-            ctx.mark_non_differentiable(total)
-        return y, total
-
-    @staticmethod
-    def recompute(node: Any) -> Tensor:
-        total, weight, bias, stats = node.saved_tensors
-        return gpu.on_device_of(total, node.plan.again, total, weight, bias, stats)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, weight, _, stats = ctx.saved_tensors
-        plan, key = ctx.plan, ctx.plan.key
-        dx, dresidual, dweight, dbias, _ = ctx.needs_input_grad
-        needs = (dx or dresidual, dweight, dbias, False)
-        through: Tensor | None
-        if dy is None:  # nobody used y
-            through, dweight, dbias = dtotal, None, None
-        elif torch.is_grad_enabled():
-            through, dweight, dbias, _ = _composed_backward(dy, total, weight, None, plan, needs)
-            if through is not None and dtotal is not None:
-                through = through + dtotal
-        else:
-            through, dweight, dbias, _ = gpu.on_device_of(
-                total, plan.backward, dy, dtotal, total, weight, None, stats, needs
-            )
-        if through is None:
-            return None, None, dweight, dbias, None
-        return (
-            through.to(key.dtype) if dx else None,
-            through.to(key.residual[1]) if dresidual else None,
-            dweight,
-            dbias,
-            None,
-        )
-
-
-_apply, _apply_add = gpu.applier(_LayerNorm), gpu.applier(_AddLayerNorm)
-
-
-def _plan_of(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    input_bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    normalized_shape: tuple[int, ...],
-    momentum: float | None,
-    eps: float,
-    target_variance: float,
-    low_autocast: bool,
-) -> tuple[_Plan, Tensor]:
-    plan, x, _ = plan_of(
-        x, len(normalized_shape), None, weight, bias, input_bias, running_mean, running_var,
-        num_batches_tracked, momentum, eps, target_variance,
-        aten.output_dtype(x, x.dtype, low_autocast),
-    )  # fmt: skip
-    return plan, x
-
-
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    input_bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    *settings: Any,
-) -> Tensor:
-    """`functional.layer_norm` after its checks, for what `refusal` has nothing against."""
-    tensors = (weight, bias, input_bias, running_mean, running_var, num_batches_tracked)
-    plan, x = _plan_of(x, *tensors, *settings)
-    return plan.run(x, *tensors)
-
-
-def _plan_of_add(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    normalized_shape: tuple[int, ...],
-    momentum: float | None,
-    eps: float,
-    target_variance: float,
-    low_autocast: bool,
-) -> tuple[_Plan, Tensor, Tensor]:
-    total = torch.promote_types(x.dtype, residual.dtype)
-    plan, x, beside = plan_of(
-        x, len(normalized_shape), residual, weight, bias, None, running_mean, running_var,
-        num_batches_tracked, momentum, eps, target_variance,
-        aten.output_dtype(x, total, low_autocast),
-    )  # fmt: skip
-    assert beside is not None
-    return plan, x, beside
-
-
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    *settings: Any,
-) -> tuple[Tensor, Tensor]:
-    """`functional.add_layer_norm` after its checks, for what `refusal` has nothing against."""
-    tensors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    plan, x, residual = _plan_of_add(x, residual, *tensors, *settings)
-    return plan.run_add(x, residual, *tensors)
-
-
-def refusal(
-    x: Tensor,
-    row_dims: int,
-    residual: Tensor | None,
-    tracked: Tensor | None,
-    vectors: tuple[Tensor | None, ...],
-) -> str | None:
-    """Why the kernels cannot take these tensors; None where they can."""
-    why = gpu.refusal(x, (residual,), tracked, vectors)
-    if why is None:
-        width = math.prod(x.shape[x.dim() - row_dims :])
-        if max(width, x.numel() // width) > schedule.MOST_PLACES:
-            why = "a row has nearly 2^31 values or more, or there are so many rows"
-    return why
-
-
-def straight(route: Any, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Any:
-    """The plan's own method, where calls like this one need nothing else; else None."""
-    if route is add_layer_norm:
-        plan, *laid_out = _plan_of_add(*tensors, *settings)
-        return plan.run_add if all(map(operator.is_, laid_out, tensors)) else None
-    plan, x = _plan_of(*tensors, *settings)
-    return plan.run if x is tensors[0] else None
+KERNELS = KernelRoute(LayerNormPlan)
 
 
 def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> Spacing | None:
     """How rows lie; None where they are not dense, or take more than two strides to find."""
     outer = len(shape) - row_dims
-    if not gpu.is_contiguous(shape[outer:], stride[outer:]):
+    if not is_contiguous(shape[outer:], stride[outer:]):
         return None
     levels: list[tuple[int, int]] = []  # how many, how far apart; the innermost first
     for size, step in zip(reversed(shape[:outer]), reversed(stride[:outer]), strict=True):
@@ -578,6 +327,15 @@ def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
     return spacing == width
 
 
+def _spacing(t: Tensor, row_dims: int) -> Spacing:
+    """How the rows of a tensor lie that has been laid out."""
+    if t.is_contiguous():
+        return math.prod(t.shape[t.dim() - row_dims :])
+    spacing = _row_spacing(t.shape, t.stride(), row_dims)
+    assert spacing is not None
+    return spacing
+
+
 def _with_dense_rows(
     t: Tensor, row_dims: int, width: int, *before: Spacing
 ) -> tuple[Tensor, Spacing]:
@@ -590,37 +348,3 @@ def _with_dense_rows(
         if any(inner != spacing.inner for inner in inners):
             spacing = None
     return (t.contiguous(), width) if spacing is None else (t, spacing)
-
-
-def _composed_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    input_bias: Tensor | None,
-    plan: _Plan,
-    needs: Sequence[bool],
-) -> _Gradients:
-    """The gradients as torch operations, which autograd can differentiate again."""
-    key, acc = plan.key, plan.acc
-    dims = tuple(range(x.dim() - key.row_dims))
-    shape = tuple(x.shape[x.dim() - key.row_dims :])
-    with torch.autocast(x.device.type, enabled=False):
-        h = x.to(acc)
-        if input_bias is not None:
-            h = h + input_bias.to(acc)
-        scale = None if weight is None else weight.to(acc) * math.sqrt(key.target_variance)
-        y = F.layer_norm(h, shape, scale, None, key.eps)
-        if scale is None:
-            y = y * math.sqrt(key.target_variance)
-        inputs = (x, weight, None, input_bias)
-        asked = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-        got = torch.autograd.grad(y, asked, dy.to(acc), create_graph=True) if asked else ()
-        found = iter(got)
-        gradients = [
-            next(found) if need and t is not None else None
-            for t, need in zip(inputs, needs, strict=True)
-        ]
-        if needs[2]:
-            gradients[2] = (dy.to(acc).sum(dims) if dims else dy).to(key.bias)
-    dx, dweight, dbias, dinput_bias = gradients
-    return dx, dweight, dbias, dinput_bias

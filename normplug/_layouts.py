@@ -1,0 +1,40 @@
+"""How values lie in memory: contiguous, channels_last, or another way that has to be copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """As `Tensor.is_contiguous`, of a shape and strides."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether dimension 1 is the innermost in memory, for any number of dimensions."""
+    last = (shape[0], *shape[2:], shape[1])
+    return is_contiguous(last, (stride[0], *stride[2:], stride[1]))
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, copied if it is neither contiguous nor channels_last."""
+    if x.is_contiguous() or is_channels_last(x.shape, x.stride()):
+        return x
+    return x.contiguous()
+
+
+def laid_out_like(tensor: Tensor, x: Tensor) -> Tensor:
+    """`tensor`, copied if its layout differs from that of the dense `x`."""
+    if x.is_contiguous():
+        return tensor.contiguous()
+    if tensor.shape == x.shape and is_channels_last(tensor.shape, tensor.stride()):
+        return tensor
+    return torch.empty_like(x).copy_(tensor)

@@ -1,0 +1,82 @@
+"""BatchNorm by PyTorch's own kernels: any device, any dtype, differentiable twice.
+
+The target variance costs no pass over the data, since it folds into the weight:
+weight * sqrt(tv) * xhat + bias is the stock norm with weight * sqrt(tv) in place of weight.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normplug._ops import statistics
+from normplug._ops.aten import ACTIVATIONS
+from normplug._ops.spec import BatchNormSpec, Route, Tensors
+from normplug.reference import accumulator_dtype
+
+
+def batch_norm(t: Tensors, spec: BatchNormSpec) -> Tensor:
+    """`functional.batch_norm`, and the pooling after it, of a call that has been checked."""
+    x, weight = t.x, t.weight
+    if spec.target_variance != 1.0:
+        weight = _scaled_weight(t, spec.target_variance)
+    if x.numel() == 0:
+        y = _empty_batch_norm(x, weight, t.bias)
+    elif spec.training and t.running_mean is not None and t.running_var is not None:
+        y = _training(t, weight, spec)
+    else:
+        y = F.batch_norm(
+            x, t.running_mean, t.running_var, weight, t.bias, spec.training, 0.0, spec.eps
+        )
+    if t.residual is not None:
+        # y is nobody else's, and not kept for the backward.
+        same = t.residual.shape == y.shape and t.residual.dtype == y.dtype
+        in_place = same and not torch._C._are_functorch_transforms_active()
+        y = y.add_(t.residual) if in_place else y + t.residual
+    if spec.activation is not None:
+        y = ACTIVATIONS[spec.activation](y)
+    return y if spec.pool is None else spec.pool(y)
+
+
+class _Aten(Route):
+    def __call__(self, t: Tensors, spec: BatchNormSpec) -> Tensor:
+        return batch_norm(t, spec)
+
+
+ATEN = _Aten()
+
+
+def _scaled_weight(t: Tensors, target_variance: float) -> Tensor:
+    root = math.sqrt(target_variance)
+    if t.weight is not None:
+        return t.weight * root
+    like = t.bias if t.bias is not None else t.running_mean
+    dtype = accumulator_dtype(t.x.dtype) if like is None else like.dtype
+    return torch.full((t.x.shape[1],), root, dtype=dtype, device=t.x.device)
+
+
+def _training(t: Tensors, weight: Tensor | None, spec: BatchNormSpec) -> Tensor:
+    """Normalise by the batch's statistics, and move the running ones."""
+    assert t.running_mean is not None
+    assert t.running_var is not None
+    step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum)
+    if not isinstance(step, Tensor):
+        return F.batch_norm(
+            t.x, t.running_mean, t.running_var, weight, t.bias, True, step, spec.eps
+        )
+    # momentum=1 into empty buffers reads the batch's statistics off the same kernel.
+    mean, var = torch.zeros_like(t.running_mean), torch.zeros_like(t.running_var)
+    y = F.batch_norm(t.x, mean, var, weight, t.bias, True, 1.0, spec.eps)
+    statistics.move(t.running_mean, t.running_var, mean, var, step)
+    return y
+
+
+def _empty_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    # Keeps every input in the graph, so that each gets a gradient (of zeros), and leaves the
+    # running statistics alone, which ATen's kernels would fill with nan.
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    y = x.clone() if weight is None else x * weight.reshape(shape)
+    return (y if bias is None else y + bias.reshape(shape)).to(x.dtype)

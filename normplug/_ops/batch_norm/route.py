@@ -1,0 +1,78 @@
+"""Which route carries out a BatchNorm: what is asked for, can run, and was measured faster."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from normplug import _checks
+from normplug._ops import cache, eligible
+from normplug._ops.batch_norm.aten import ATEN
+from normplug._ops.batch_norm.compiled import COMPILED
+from normplug._ops.spec import BatchNormSpec, Route, Tensors
+
+# Bytes of input from which a fused norm is an operator under torch.compile. Dispatching one takes
+# the host some 80 us more, both directions, than what Inductor makes of a norm.
+_OPERATOR_BYTES = 96 << 20
+
+
+def choose(
+    caller: str, backend: str, t: Tensors, spec: BatchNormSpec, *, single: bool
+) -> Route | None:
+    """The route of a call; None where the pooling has to be a call of its own.
+
+    Args:
+        caller: for the error.
+        backend: "auto", "triton" or "torch".
+        t: the call's tensors.
+        spec: the call's numbers.
+        single: whether a compiler would have nothing to fuse the norm with.
+
+    Raises:
+        NotImplementedError: backend "triton" where the kernels cannot run.
+    """
+    otherwise = ATEN if spec.pool is None else None
+    if not eligible.is_asked_for(backend, t.x):
+        return otherwise
+    why = eligible.refusal_now() or _kernels(spec).refusal(t, spec)
+    if why is not None:
+        if backend == "triton" and spec.pool is None:
+            raise _checks.no_kernel(caller, why)
+        return otherwise
+    fuses = t.residual is not None or spec.activation is not None
+    if eligible.is_compiling():
+        # Inductor fuses a norm by itself with what follows it, and an operator ends that: only what
+        # has fused more itself, or has nothing to be fused with, is worth one.
+        worth = (fuses or single) and eligible.size_of(t.x) >= _OPERATOR_BYTES
+        return COMPILED if backend == "triton" or worth else otherwise
+    if backend == "auto" and not fuses and _torch_is_faster(t.x, spec):
+        return ATEN
+    return _kernels(spec)
+
+
+def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """`functional.channel_stats` by kernel; None where none can run, or a gradient is asked for."""
+    if not x.is_cuda or (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    if torch.compiler.is_compiling() or cache.is_watched() or eligible.refusal_now() is not None:
+        return None
+    from normplug._ops.batch_norm import eager
+
+    plain = BatchNormSpec(True, 0.0, 0.0, 1.0)
+    return eager.channel_stats(x) if eager.KERNELS.refusal(Tensors(x), plain) is None else None
+
+
+def _kernels(spec: BatchNormSpec) -> Route:
+    if spec.pool is None:
+        from normplug._ops.batch_norm.eager import KERNELS
+    else:
+        from normplug._ops.batch_norm.pooled import KERNELS
+    return KERNELS
+
+
+def _torch_is_faster(x: Tensor, spec: BatchNormSpec) -> bool:
+    """Whether torch's own norm was measured faster, host time included."""
+    if not (spec.training and spec.target_variance == 1.0):
+        return False
+    channels_last_halves = x.element_size() == 2 and not x.is_contiguous()
+    return not channels_last_halves and eligible.is_host_bound(x)

@@ -1,0 +1,59 @@
+"""Which route carries out a LayerNorm: what is asked for, can run, and was measured faster."""
+
+from __future__ import annotations
+
+from normplug import _checks
+from normplug._ops import eligible
+from normplug._ops.layer_norm.aten import ATEN
+from normplug._ops.layer_norm.compiled import COMPILED
+from normplug._ops.spec import LayerNormSpec, Route, Tensors
+
+# Bytes of input from which it is an operator under torch.compile, without and with a residual.
+_OPERATOR_BYTES = 16 << 20
+_ADD_OPERATOR_BYTES = 32 << 20
+
+
+def choose(
+    caller: str, backend: str, t: Tensors, spec: LayerNormSpec, *, channels_first: bool
+) -> Route:
+    """The route of a call.
+
+    Args:
+        caller: for the error.
+        backend: "auto", "triton" or "torch".
+        t: the call's tensors.
+        spec: the call's numbers.
+        channels_first: whether x is a view of images whose channels come first.
+
+    Raises:
+        NotImplementedError: backend "triton" where the kernels cannot run.
+    """
+    if not eligible.is_asked_for(backend, t.x):
+        return ATEN
+    why = "the input is a nested tensor" if t.x.is_nested else eligible.refusal_now()
+    if why is None:
+        from normplug._ops.layer_norm.eager import KERNELS
+
+        why = KERNELS.refusal(t, spec)
+    if why is not None:
+        if backend == "triton":
+            raise _checks.no_kernel(caller, why)
+        return ATEN
+    if eligible.is_compiling():
+        return COMPILED if backend == "triton" or _operator_pays(t, channels_first) else ATEN
+    plain = t.residual is None and t.input_bias is None and t.running_mean is None
+    stock = plain and spec.target_variance == 1.0
+    if backend == "auto" and stock and eligible.is_host_bound(t.x):
+        return ATEN
+    return KERNELS
+
+
+def _operator_pays(t: Tensors, channels_first: bool) -> bool:
+    """Whether an operator was measured faster than what Inductor makes of the norm."""
+    size = eligible.size_of(t.x)
+    if t.residual is not None:  # Inductor fuses this too, forward as fast, backward slower
+        return size >= _ADD_OPERATOR_BYTES
+    # Inductor fuses a single LayerNorm with the residual add before it. Over images' channels,
+    # innermost in memory, it loses to the kernels all the same (docs/kernels.md).
+    slow = channels_first and t.x.is_contiguous()
+    return (t.input_bias is not None or slow) and size >= _OPERATOR_BYTES

@@ -1,0 +1,205 @@
+"""What the kernel routes of all norms share: plans, their autograd function, second derivatives.
+
+A plan is what calls of equal shapes, layouts, dtypes and numbers have in common: its launches are
+set up once. A call is then one or two launches in each direction. Second derivatives go through
+torch's own operations.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normplug._kernels.launch import Workspace
+from normplug._ops import cache, eligible
+from normplug._ops.recompute import Recomputable
+from normplug._ops.spec import Route, Tensors
+from normplug.reference import accumulator_dtype
+
+# The gradients of x, residual, weight, bias and input_bias.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Plan(ABC):
+    """The launches of calls that have all but their tensors' values in common.
+
+    What a forward saves for the backward is (x, residual, weight, bias, input_bias, *state), where
+    state is what the kernels found out.
+    """
+
+    # Whether y can be recomputed, to the bit, from what the forward saved.
+    is_recomputable = False
+    # Whether the forward returns (y, x + residual).
+    has_total = False
+
+    def __init__(self, t: Tensors, spec: Any) -> None:
+        self.spec = spec
+        self.acc = accumulator_dtype(t.x.dtype)
+        self._device = t.x.device
+        self._workspaces: dict[tuple[int, int], Workspace] = {}
+
+    @classmethod
+    def refusal(cls, t: Tensors, spec: Any) -> str | None:
+        """Why the kernels cannot carry out a call; None where they can."""
+        return eligible.refusal_of(t)
+
+    @classmethod
+    @abstractmethod
+    def laid_out(cls, t: Tensors, spec: Any) -> tuple[Tensors, Any]:
+        """The call with its tensors copied where the kernels cannot read them; else as it is."""
+
+    @abstractmethod
+    def forward(self, t: Tensors, needs: Sequence[bool]) -> tuple[Any, tuple[Any, ...]]:
+        """The result, and the state. needs: which gradients will be asked for; () for none."""
+
+    @abstractmethod
+    def saved(self, t: Tensors, result: Any) -> tuple[Tensor | None, ...]:
+        """What the backward needs beside the state: x, residual, weight, bias and input_bias."""
+
+    @abstractmethod
+    def backward(
+        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
+    ) -> Gradients:
+        """The gradients that `needs` names."""
+
+    @abstractmethod
+    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
+        """The inputs that have gradients, y of them by torch operations, and the dy of that y."""
+
+    def recomputed(self, saved: Sequence[Any]) -> Tensor:
+        """Y again, of a plan that `is_recomputable`."""
+        raise NotImplementedError
+
+    def run(self, t: Tensors) -> Any:
+        """The result, with what its gradients need."""
+        x, residual, weight, bias, input_bias, *running = t
+        if on_other_device(x):
+            with torch.cuda.device_of(x):
+                return self.run(t)
+        if torch.is_grad_enabled():
+            return _apply(_alive(x), _alive(residual), weight, bias, input_bias, (self, *running))
+        return self.forward(t, ())[0]
+
+    def composed_backward(
+        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
+    ) -> Gradients:
+        """As `backward`, by torch operations, which autograd can differentiate again."""
+        with torch.autocast(dy.device.type, enabled=False):
+            inputs, y, dy = self.composed(saved, dy)
+            wanted = [need and t is not None for need, t in zip(needs, inputs, strict=False)]
+            asked = [t for t, want in zip(inputs, wanted, strict=True) if want]
+            found = iter(torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ())
+        dx, dresidual, dweight, dbias, dinput_bias = (
+            next(found) if want else None for want in wanted
+        )
+        return dx, dresidual, dweight, dbias, dinput_bias
+
+    def _workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
+        """The current stream, and on it `scratch` counters and partial results."""
+        on_cuda = self._device.type == "cuda"
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index) if on_cuda else 0
+        if stream != 0 or not on_cuda:
+            return stream, Workspace(self._device, self.acc, *scratch)
+        work = self._workspaces.get(scratch)
+        if work is None:
+            work = self._workspaces[scratch] = Workspace.get(self._device, self.acc, *scratch)
+        return stream, work
+
+
+class _Norm(Recomputable):
+    # A tensor argument costs the host time: those without a gradient come in `rest`.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        input_bias: Tensor | None,
+        rest: tuple[Any, ...],
+    ) -> Any:
+        plan: Plan
+        plan, *running = rest
+        t = Tensors(x, residual, weight, bias, input_bias, *running)
+        result, state = plan.forward(t, ctx.needs_input_grad)
+        ctx.save_for_backward(*plan.saved(t, result), *state)
+        ctx.plan = plan
+        if plan.has_total:
+            ctx.set_materialize_grads(False)
+            if not any(ctx.needs_input_grad[:2]):
+                ctx.mark_non_differentiable(result[1])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        plan, saved, needs = ctx.plan, ctx.saved_tensors, ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            gradients = plan.composed_backward(saved, dy, dtotal, needs)
+        else:
+            gradients = _on_device_of(saved[0], plan.backward, saved, dy, dtotal, needs)
+        return (*gradients, None)
+
+    @staticmethod
+    def is_recomputable(node: Any) -> bool:
+        return node.plan.is_recomputable
+
+    @staticmethod
+    def recompute(node: Any) -> Tensor:
+        saved = node.saved_tensors
+        return _on_device_of(saved[0], node.plan.recomputed, saved)
+
+
+# The `apply` of C++, without that of Python: its search for tensors that torch.func has wrapped
+# takes the host as long as a launch. No transform is active where kernels are called, and what one
+# has left behind, `_alive` unwraps.
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Norm).apply
+
+
+def _alive(t: Tensor | None) -> Tensor | None:
+    """A tensor that a transform of `torch.func` has left behind, as the plain one that it is."""
+    return None if t is None else torch._C._functorch.unwrap_if_dead(t)
+
+
+def on_other_device(x: Tensor) -> bool:
+    """Whether x is on another GPU than the current one, where a launch would go."""
+    return x.is_cuda and torch._C._cuda_getDevice() != x.device.index
+
+
+def _on_device_of(x: Tensor, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call with the GPU of x as the current one."""
+    if on_other_device(x):
+        with torch.cuda.device_of(x):
+            return call(*arguments)
+    return call(*arguments)
+
+
+class KernelRoute(Route):
+    """The route over the plans of one class."""
+
+    def __init__(self, plan: type[Plan]) -> None:
+        self._plan = plan
+
+    def refusal(self, t: Tensors, spec: Any) -> str | None:
+        """Why the kernels cannot carry out this call; None where they can."""
+        return self._plan.refusal(t, spec)
+
+    def plan_of(self, t: Tensors, spec: Any) -> tuple[Any, Tensors]:
+        """The plan of a call, and its tensors as the plan reads them."""
+        t, spec = self._plan.laid_out(t, spec)
+        key = cache.key_of(t, self._plan, spec)
+        return cache.made_once(key, self._plan, t, spec), t
+
+    def __call__(self, t: Tensors, spec: Any) -> Any:
+        """Carry out a call that has been checked, and has no refusal."""
+        plan, t = self.plan_of(t, spec)
+        return plan.run(t)
+
+    def bind(self, t: Tensors, spec: Any) -> Callable[[Tensors], Any]:
+        """The plan's own `run`, where no tensor has to be copied before it."""
+        plan, ready = self.plan_of(t, spec)
+        return plan.run if ready is t else partial(self.__call__, spec=spec)

@@ -1,0 +1,117 @@
+"""What a call of a norm is: its tensors, its numbers, and what can carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call, in the order that everything below `functional` has them in.
+
+    `tracked` is num_batches_tracked. What a norm does not take is None.
+    """
+
+    x: Tensor
+    residual: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    input_bias: Tensor | None = None
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+    tracked: Tensor | None = None
+
+
+class Pool(NamedTuple):
+    """Max pooling over two dimensions, height first, with the arguments of `F.max_pool2d`."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    ceil_mode: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(x, self.kernel, self.stride, self.padding, ceil_mode=self.ceil_mode)
+
+    def is_proper(self) -> bool:
+        """Whether torch accepts it. Then every window has a value."""
+        pads = zip(self.padding, self.kernel, strict=True)
+        return min(self.kernel + self.stride) > 0 and all(0 <= 2 * p <= k for p, k in pads)
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the output; sizes may be symbols."""
+        return self._length(height, 0), self._length(width, 1)
+
+    def _length(self, size: int, axis: int) -> int:
+        # No slice of self: torch.compile of torch 2.6 cannot follow one.
+        kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
+        past = size + 2 * padding - kernel
+        if not self.ceil_mode:
+            return past // stride + 1
+        length = -(-past // stride) + 1
+        # The last window starts in the image or the padding before it.
+        return length - 1 if (length - 1) * stride >= size + padding else length
+
+
+class BatchNormSpec(NamedTuple):
+    """All of a BatchNorm that is not a tensor.
+
+    keeps_residual: save the residual for the backward, so that the result can be recomputed.
+    """
+
+    training: bool
+    momentum: float | None
+    eps: float
+    target_variance: float
+    activation: str | None = None
+    pool: Pool | None = None
+    keeps_residual: bool = False
+
+    def without_pool(self) -> BatchNormSpec:
+        """The norm alone."""
+        # torch.compile of torch 2.6 cannot follow `_replace`.
+        return BatchNormSpec(
+            self.training, self.momentum, self.eps, self.target_variance, self.activation
+        )
+
+
+class LayerNormSpec(NamedTuple):
+    """All of a LayerNorm that is not a tensor.
+
+    autocast: the dtype that autocast has set on the device, or None where it is off.
+    autocast_output: "float32", or "low" to return that dtype.
+    """
+
+    normalized_shape: tuple[int, ...]
+    momentum: float | None
+    eps: float
+    target_variance: float
+    autocast: torch.dtype | None
+    autocast_output: str
+
+    def output_dtype(self, total: torch.dtype) -> torch.dtype:
+        """The dtype of the result, where `total` is that of what is normalised."""
+        if self.autocast is None or total == torch.float64:  # autocast leaves float64 alone
+            return total
+        return self.autocast if self.autocast_output == "low" else torch.float32
+
+
+class Route:
+    """One way to carry out the calls of a norm."""
+
+    def refusal(self, t: Tensors, spec: Any) -> str | None:
+        """Why it cannot carry out this call; None where it can."""
+        return None
+
+    def __call__(self, t: Tensors, spec: Any) -> Any:
+        """Carry out a call that has been checked, and has no refusal."""
+        raise NotImplementedError
+
+    def bind(self, t: Tensors, spec: Any) -> Callable[[Tensors], Any]:
+        """The shortest way to carry out calls like this one."""
+        return partial(self.__call__, spec=spec)

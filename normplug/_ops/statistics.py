@@ -1,0 +1,43 @@
+"""Running statistics as torch operations: how a batch is counted, and how they move.
+
+    step    = momentum, or 1 / number of batches where momentum is None
+    running = running + step * (value - running)
+
+The kernels do the same in their last step.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def count_batch(
+    running: Tensor, tracked: Tensor | None, momentum: float | None, counts: Tensor | None = None
+) -> float | Tensor:
+    """Count one more batch; return its step.
+
+    The step is a tensor where momentum is None. torch.nn makes it a float, for which the host has
+    to wait for the GPU.
+
+    Args:
+        running: a running statistic, for the dtype of the step.
+        tracked: num_batches_tracked, raised in place, or None.
+        momentum: a float, or None for a cumulative average, which needs `tracked`.
+        counts: whether the batch counts, as a tensor; a batch that does not moves nothing.
+    """
+    if tracked is not None:
+        tracked.add_(1 if counts is None else counts)
+    if momentum is not None:
+        return momentum if counts is None else counts.to(running.dtype) * momentum
+    assert tracked is not None
+    if counts is None:
+        return tracked.to(running).reciprocal()
+    return counts / tracked.to(running).clamp(min=1)
+
+
+def move(
+    running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, step: float | Tensor
+) -> None:
+    """Move the running statistics one step towards those of a batch."""
+    running_mean.lerp_(mean.to(running_mean.dtype), step)
+    running_var.lerp_(var.to(running_var.dtype), step)

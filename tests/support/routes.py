@@ -1,0 +1,226 @@
+"""Routes forced, watched and counted: the only tests' file that knows the inside of `_ops`.
+
+Import it after `pytest.importorskip("triton")` where a test needs the kernels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from normplug import functional, target_variance
+from normplug._ops import cache, eligible, recompute
+from normplug._ops.spec import BatchNormSpec, Pool, Tensors
+
+__all__ = ["HAS_RECOMPUTE", "NEEDS_RECOMPUTE", "Pool"]
+
+HAS_RECOMPUTE = recompute.AVAILABLE
+NEEDS_RECOMPUTE = pytest.mark.skipif(not HAS_RECOMPUTE, reason="needs torch 2.8")
+
+
+def _plans() -> list[Any]:
+    from normplug._ops.batch_norm.eager import BatchNormPlan
+    from normplug._ops.batch_norm.pooled import PooledPlan
+    from normplug._ops.layer_norm.eager import LayerNormPlan
+
+    return [BatchNormPlan, PooledPlan, LayerNormPlan]
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on no call has been seen before: each is checked, and planned, again."""
+    monkeypatch.setattr(cache, "_kept", {})
+
+
+def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
+    """Cut every call into work as `changes` makes it of a schedule function's choice, by name."""
+    from normplug._kernels import schedule
+
+    for name, change in changes.items():
+        chosen = getattr(schedule, name)
+        monkeypatch.setattr(
+            schedule, name, lambda *sizes, chosen=chosen, change=change: change(chosen(*sizes))
+        )
+    forget(monkeypatch)
+
+
+def use_64_bit_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tensors of 2^31 values and more need."""
+    from normplug._kernels import schedule
+
+    monkeypatch.setattr(schedule, "_INT32", 0)
+    forget(monkeypatch)
+
+
+def use_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send eager calls through the operators that compilers see."""
+    monkeypatch.setattr(eligible, "is_compiling", lambda: True)
+    forget(monkeypatch)
+
+
+def use_operators_for_small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a compiler operators however small the input is."""
+    for name in ("batch_norm", "layer_norm"):
+        route = import_module(f"normplug._ops.{name}.route")
+        for constant in ("_OPERATOR_BYTES", "_ADD_OPERATOR_BYTES"):
+            monkeypatch.setattr(route, constant, 0, raising=False)
+
+
+def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
+    """The addresses that launches from now on are given, by their names in the kernel."""
+    from normplug._kernels.launch import Launch
+
+    given: list[dict[str, int]] = []
+    call = Launch.__call__
+
+    def watched(launch: Any, stream: int, *tensors: Tensor) -> None:
+        pairs = zip(launch._kernel.arg_names, tensors, strict=False)
+        given.append({name.removesuffix("_ptr"): t.data_ptr() for name, t in pairs})
+        call(launch, stream, *tensors)
+
+    monkeypatch.setattr(Launch, "__call__", watched)
+    return given
+
+
+def watch_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda constants: constants,
+) -> list[dict[str, Any]]:
+    """The constants of launches that are made from now on, as `change` makes them."""
+    from normplug._kernels.launch import Launch
+
+    made: list[dict[str, Any]] = []
+    start = Launch.__init__
+    parameters = inspect.signature(start)
+
+    def watched(*args: Any, **options: Any) -> None:
+        bound = parameters.bind(*args, **options)
+        made.append(change(bound.arguments["constants"]))
+        bound.arguments["constants"] = made[-1]
+        start(*bound.args, **bound.kwargs)
+
+    monkeypatch.setattr(Launch, "__init__", watched)
+    forget(monkeypatch)
+    return made
+
+
+def watch_workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The workspaces that are made from now on."""
+    from normplug._kernels.launch import Workspace
+
+    made: list[Any] = []
+    start = Workspace.__init__
+
+    def watched(work: Any, *sizes: Any) -> None:
+        made.append(work)
+        start(work, *sizes)
+
+    monkeypatch.setattr(Workspace, "__init__", watched)
+    return made
+
+
+def assert_counters_are_zero() -> None:
+    """In the workspaces of the GPU, after all launches."""
+    from normplug._kernels.launch import Workspace
+
+    torch.cuda.synchronize()
+    assert Workspace._kept
+    assert not any(kept.counters.any() for kept in Workspace._kept.values())
+
+
+def watch_recomputed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The results that backwards recompute from now on."""
+    made: list[Tensor] = []
+    for plan in _plans():
+
+        def watched(self: Any, saved: Any, plain: Any = plan.recomputed) -> Tensor:
+            made.append(plain(self, saved))
+            return made[-1]
+
+        monkeypatch.setattr(plan, "recomputed", watched)
+    return made
+
+
+def recomputed(y: Any) -> Tensor:
+    """y again, from what its backward has."""
+    return y.grad_fn._forward_cls.recompute(y.grad_fn)
+
+
+def is_recomputable(y: Any) -> bool:
+    """Whether the backward of y has all that y can be recomputed from."""
+    return y.grad_fn._forward_cls.is_recomputable(y.grad_fn)
+
+
+def is_pooled_by_kernel(y: Any) -> bool:
+    plan = getattr(y.grad_fn, "plan", None)
+    return type(plan).__name__ == "PooledPlan"
+
+
+def refusal_to_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -> str | None:
+    """Why the kernels cannot normalise and pool x; vectors: running statistics, weight and bias."""
+    from normplug._ops.batch_norm.pooled import KERNELS
+
+    mean, var, weight, bias = vectors or (None,) * 4
+    spec = BatchNormSpec(True, 0.1, 1e-5, 1.0, "relu", pool)
+    return KERNELS.refusal(Tensors(x, None, weight, bias, None, mean, var), spec)
+
+
+def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
+    """By kernel, in the interpreter too."""
+    from normplug._ops.batch_norm import eager
+
+    return eager.channel_stats(x)
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    *,
+    mode: Any,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    pool: Pool | None = None,
+    num_batches_tracked: Tensor | None = None,
+    backend: str = "auto",
+    keeps_residual: bool = False,
+) -> Tensor:
+    """`functional.batch_norm` with what only a fused model asks for; pooling comes after relu."""
+    t = Tensors(x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
+    activation = activation if pool is None else "relu"
+    spec = BatchNormSpec(
+        training, momentum, eps, target_variance(mode), activation, pool, keeps_residual
+    )
+    return functional._batch_norm(t, spec, backend)
+
+
+def check_operators(
+    operators: Any, t: Tensors, numbers: tuple[Any, ...], dy: Tensor, dtotal: Tensor | None = None
+) -> None:
+    """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
+    torch.library.opcheck(operators.differentiable, (*t, *numbers))
+    bare = Tensors(*(each if each is None else each.detach() for each in t))
+    torch.library.opcheck(operators.forward, (*bare, *numbers))
+    outputs = operators.forward(*bare, *numbers)
+    x, residual, *vectors = bare[:5]
+    spec, has_residual = operators.spec(*numbers), residual is not None
+    needs = [each is not None and each.requires_grad for each in t[:5]]
+    state = outputs[1:]
+    if operators.has_total:
+        x, *state = state
+        needs[0], needs[1], has_residual = needs[0] or needs[1], False, False
+    elif operators.passes_dy(spec):  # the residual's gradient would be dy itself
+        needs[1] = False
+    kept = residual if operators.reads_residual(spec) else None
+    arguments = (dy, dtotal, x, kept, *vectors, *state, has_residual, *numbers, needs)
+    torch.library.opcheck(operators.backward, arguments)
