@@ -128,6 +128,20 @@ def test_the_table_of_a_profile_has_a_line_for_each_arm_and_a_cell_for_each_grou
     assert lines[-1] == "| net | 8 | swap | 0.00 | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 |"
 
 
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs").glob("*_h100.md")), ids=lambda page: page.stem
+)
+def test_a_committed_table_is_that_of_its_committed_results(page, capsys):
+    main(["table", str(ROOT / "docs" / "results" / f"{page.stem}.json")])
+    assert capsys.readouterr().out == page.read_text()
+
+
+def test_every_committed_result_is_linked_from_a_page():
+    pages = "".join(page.read_text() for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
+    for result in (ROOT / "docs" / "results").iterdir():
+        assert f"results/{result.name})" in pages, result
+
+
 def speeds(providers=("normplug", "eager", "liger"), op="ln"):
     """Rows in which a provider's speed is its place times the width; liger knows no large one."""
     rows = [
