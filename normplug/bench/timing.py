@@ -87,10 +87,14 @@ class Stopwatch:
 
     Args:
         gpu: where they run; None for the current CUDA device.
+        clock: seconds, to see how many repetitions are affordable.
     """
 
-    def __init__(self, gpu: Gpu | None = None) -> None:
+    def __init__(
+        self, gpu: Gpu | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._gpu = gpu or Gpu()
+        self._clock = clock
 
     def gpu_us(self, calls: Mapping[str, Call]) -> dict[str, list[float]]:
         """Name -> microseconds of each repetition, with a cold L2 cache and without the launch.
@@ -129,9 +133,9 @@ class Stopwatch:
         """How often to repeat the call, and how long the GPU must sleep before it."""
         self._gpu.back_to_back(call, WARM_UPS)
         lead_us = LEAD_US + LEAD * self._gpu.back_to_back(call, WARM_UPS).host_us
-        start = time.perf_counter()
+        start = self._clock()
         self._sample(call, lead_us)
-        affordable = int(BUDGET_S / (time.perf_counter() - start))
+        affordable = int(BUDGET_S / (self._clock() - start))
         return min(max(affordable, FEWEST), MOST), lead_us
 
     def _sample(self, call: Call, lead_us: float) -> float:

@@ -1,4 +1,7 @@
-"""Gather the runs of a sweep into one honest table and its plots (needs the `train` extra)."""
+"""A tool: gather the runs of a sweep into one honest table and its plots (needs the `train` extra).
+
+It imports `_report`; train.py calls it at the end of a sweep.
+"""
 
 from __future__ import annotations
 
