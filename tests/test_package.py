@@ -36,9 +36,8 @@ FLOORS = [
     {"adapters"},
     {"_swap"},
     {"lightning"},
-    {"compare"},
+    {"bench", "compare"},
     {"experiment"},
-    {"bench"},
 ]
 
 

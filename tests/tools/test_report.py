@@ -1,13 +1,9 @@
-"""What the tools share: whole files, Markdown tables, intervals; and that they share no more."""
-
-import ast
-from pathlib import Path
+"""What the tools share: whole files, Markdown tables, intervals."""
 
 import numpy as np
 import pytest
 from scipy import stats
 
-import normplug
 from normplug._report import markdown
 from normplug._report.files import replace_file, write_file
 from normplug._report.intervals import t_interval
@@ -55,20 +51,3 @@ def test_an_interval_is_scipys(n):
     found = t_interval(values)
     assert found.mean - found.half_width == pytest.approx(expected.low, rel=1e-12)
     assert found.mean + found.half_width == pytest.approx(expected.high, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("room", "others"),
-    [
-        ("bench", ("compare", "experiment")),
-        ("compare", ("bench", "experiment")),
-        ("_report", ("bench", "compare", "experiment")),
-    ],
-)
-def test_tools_import_no_other_tool(room, others):
-    for path in (Path(normplug.__file__).parent / room).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for name in names:
-                assert not name.startswith(tuple(f"normplug.{other}" for other in others)), path
