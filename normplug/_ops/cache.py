@@ -14,10 +14,15 @@ _MOST = 8192
 _kept: dict[tuple[Hashable, ...], Any] = {}
 
 
-def key_of(t: Tensors, *settings: Any) -> tuple[Any, ...]:
+def key_of(t: Tensors, spec: Hashable, route: Hashable) -> tuple[Any, ...]:
     """All that decides whether a call is right, and how it is carried out.
 
     () where an argument has no shape: it is no tensor, which the checks refuse, or a nested one.
+
+    Args:
+        t: the call's tensors.
+        spec: the call's numbers.
+        route: what is asked for: the name of a backend, or a class of plans.
     """
     # In one expression: this runs before every kernel.
     try:
@@ -26,7 +31,7 @@ def key_of(t: Tensors, *settings: Any) -> tuple[Any, ...]:
         ]
     except (AttributeError, RuntimeError):
         return ()
-    return (*settings, *kinds)
+    return (spec, route, *kinds)
 
 
 def find(key: tuple[Any, ...]) -> Any:

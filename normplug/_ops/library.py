@@ -101,8 +101,8 @@ class NormOperators(ABC):
     def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         t, spec = Tensors(*arguments[:_TENSORS]), self.spec(*arguments[_TENSORS:])
         plan, t = self.kernels().plan_of(t, spec)
-        result, state = plan.forward(t, (True,))
-        results = result if self.has_total else (result,)
+        result, saved = plan.forward(t, (True,))
+        results, state = result if self.has_total else (result,), saved[_INPUTS:]
         none = t.x.new_empty(0, dtype=torch.uint8)
         return (*results, *(none if each is None else each for each in state))
 

@@ -28,8 +28,8 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 class Plan(ABC):
     """The launches of calls that have all but their tensors' values in common.
 
-    What a forward saves for the backward is (x, residual, weight, bias, input_bias, *state), where
-    state is what the kernels found out.
+    What a forward saves for the backward is (x, residual, weight, bias, input_bias, *state). State
+    is what the kernels found out, and an input that the backward does not read is None.
     """
 
     # Whether y can be recomputed, to the bit, from what the forward saved.
@@ -55,11 +55,7 @@ class Plan(ABC):
 
     @abstractmethod
     def forward(self, t: Tensors, needs: Sequence[bool]) -> tuple[Any, tuple[Any, ...]]:
-        """The result, and the state. needs: which gradients will be asked for; () for none."""
-
-    @abstractmethod
-    def saved(self, t: Tensors, result: Any) -> tuple[Tensor | None, ...]:
-        """What the backward needs beside the state: x, residual, weight, bias and input_bias."""
+        """The result, and what to save. needs: which gradients will be asked for; () for none."""
 
     @abstractmethod
     def backward(
@@ -77,13 +73,17 @@ class Plan(ABC):
 
     def run(self, t: Tensors) -> Any:
         """The result, with what its gradients need."""
-        x, residual, weight, bias, input_bias, *running = t
+        x, residual, weight, bias, input_bias, _, _, _ = t
         if on_other_device(x):
             with torch.cuda.device_of(x):
                 return self.run(t)
-        if torch.is_grad_enabled():
-            return _apply(_alive(x), _alive(residual), weight, bias, input_bias, (self, *running))
-        return self.forward(t, ())[0]
+        if not torch.is_grad_enabled():
+            return self.forward(t, ())[0]
+        # What a transform of torch.func has left behind, as the plain tensor that it is.
+        alive = torch._C._functorch.unwrap_if_dead(x)
+        if alive is not x:
+            return self.run(t._replace(x=alive))
+        return _apply(x, residual, weight, bias, input_bias, (self, t))
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
@@ -112,7 +112,7 @@ class Plan(ABC):
 
 
 class _Norm(Recomputable):
-    # A tensor argument costs the host time: those without a gradient come in `rest`.
+    # A tensor argument costs the host time: those without a gradient are in `call` only.
     @staticmethod
     def forward(
         ctx: Any,
@@ -121,13 +121,11 @@ class _Norm(Recomputable):
         weight: Tensor | None,
         bias: Tensor | None,
         input_bias: Tensor | None,
-        rest: tuple[Any, ...],
+        call: tuple[Plan, Tensors],
     ) -> Any:
-        plan: Plan
-        plan, *running = rest
-        t = Tensors(x, residual, weight, bias, input_bias, *running)
-        result, state = plan.forward(t, ctx.needs_input_grad)
-        ctx.save_for_backward(*plan.saved(t, result), *state)
+        plan, t = call
+        result, saved = plan.forward(t, ctx.needs_input_grad)
+        ctx.save_for_backward(*saved)
         ctx.plan = plan
         if plan.has_total:
             ctx.set_materialize_grads(False)
@@ -155,14 +153,8 @@ class _Norm(Recomputable):
 
 
 # The `apply` of C++, without that of Python: its search for tensors that torch.func has wrapped
-# takes the host as long as a launch. No transform is active where kernels are called, and what one
-# has left behind, `_alive` unwraps.
+# takes the host as long as a launch. No transform is active where kernels are called.
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Norm).apply
-
-
-def _alive(t: Tensor | None) -> Tensor | None:
-    """A tensor that a transform of `torch.func` has left behind, as the plain one that it is."""
-    return None if t is None else torch._C._functorch.unwrap_if_dead(t)
 
 
 def on_other_device(x: Tensor) -> bool:
@@ -191,7 +183,7 @@ class KernelRoute(Route):
     def plan_of(self, t: Tensors, spec: Any) -> tuple[Any, Tensors]:
         """The plan of a call, and its tensors as the plan reads them."""
         t, spec = self._plan.laid_out(t, spec)
-        key = cache.key_of(t, self._plan, spec)
+        key = cache.key_of(t, spec, self._plan)
         return cache.made_once(key, self._plan, t, spec), t
 
     def __call__(self, t: Tensors, spec: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Calling what reads a result of the kernels, so that it does not keep it for its backward.
+"""Recompute a norm's output in the backward of the layer that reads it, instead of storing it.
 
-What the kernels keep for their own backward gives the result again, to the bit, for one read and
-one write.
+The kernels store what their own backward needs. From that they recompute the output, bit for bit,
+for one read and one write. Autograd nodes are matched by their names, which finds what attention
+permutes and copies, too: 0.4 GiB of a ViT-B/16.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ _hooks_are_allowed: Any = getattr(torch._C._autograd, "_saved_tensors_hooks_is_e
 
 
 class Recomputable(torch.autograd.Function):
-    """An operation whose first result may follow from what it keeps for its backward."""
+    """An operation that may recompute its first result from what it saved for its backward."""
 
     @staticmethod
     def is_recomputable(node: Any) -> bool:
-        """Whether it does, of a `grad_fn`."""
+        """Whether it can, given its `grad_fn`."""
         return True
 
     @staticmethod
     def recompute(node: Any) -> Tensor:
-        """The first result again.
+        """Recompute the first result.
 
         Args:
             node: its `grad_fn`.
 
         Raises:
-            RuntimeError: what it kept is freed, or was changed in place.
+            RuntimeError: what it saved has been freed, or changed in place.
         """
         raise NotImplementedError
 
 
 def call(y: Tensor, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`module(*args, **kwargs)`, where y is among them, and is recomputed in the backward.
+    """Call `module(*args, **kwargs)`, and recompute y, one of the arguments, in its backward.
 
-    Where that cannot be done it is kept. Under activation checkpointing, and wherever else hooks
-    decide already what becomes of saved tensors, it is left to them.
+    y is stored where it cannot be recomputed. Other hooks on saved tensors, such as those of
+    activation checkpointing, take precedence.
     """
     if not will_recompute(y):
         return module(*args, **kwargs)
@@ -76,13 +77,13 @@ def will_recompute(y: Any) -> bool:
 
 
 def _hook() -> Any:
-    """What is called for a tensor that is saved now; None where nothing is."""
+    """The hook that packs saved tensors now, or None."""
     assert _top_hooks is not None
     return (_top_hooks(True) or (None,))[0]
 
 
 class _Recipe:
-    """A tensor made of y: y itself or a copy of it, or a view of either."""
+    """How to make a saved tensor from y: y itself, a copy of it, or a view of either."""
 
     def __init__(self, node: Any, copy: Callable[[Tensor], Tensor] | None, t: Tensor) -> None:
         self._node, self._copy = node, copy
@@ -105,7 +106,7 @@ def _permuted(dims: tuple[int, int], y: Tensor) -> Tensor:
 
 
 class _Pack:
-    """What is saved in place of a tensor: for what is made of y a recipe, else the tensor."""
+    """The hook that saves a recipe in place of each tensor that can be made from y."""
 
     def __init__(self, y: Tensor, outer: _Pack | None) -> None:
         self.y: Tensor | None = y
@@ -139,12 +140,12 @@ class _Pack:
         return None if copy is None else _Recipe(self._node, copy, t)
 
     def _copy(self, source: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """What makes the source of y, of this dtype; None for what is not made of it."""
+        """The function that makes `source` from y, of this dtype; None where there is none."""
         made: Any = source.grad_fn
-        # As autocast casts, before or after it is taken for a matrix of rows.
+        # As autocast casts it, before or after a view as a matrix of rows.
         if _is_a(made, "ToCopyBackward0") and _before(made) is self._node:
             return partial(_cast, source.stride(), source.dtype)
-        # As a linear layer copies what attention has permuted, for a matrix of rows.
+        # As a linear layer copies what attention has permuted into a matrix of rows.
         if _is_a(made, "UnsafeViewBackward0") and source.dtype == dtype and source.is_contiguous():
             clone: Any = _before(made)
             permutation = _before(clone)
@@ -159,7 +160,7 @@ class _Pack:
 
 
 def _before(node: Any) -> Any:
-    """Of an operation's `grad_fn`, that of its first input."""
+    """The `grad_fn` of the first input of an operation, given the operation's own."""
     return node.next_functions[0][0] if node is not None and node.next_functions else None
 
 
@@ -171,7 +172,7 @@ def _unpack(kept: _Recipe | tuple[Tensor, int]) -> Tensor:
     if isinstance(kept, _Recipe):
         return kept()
     t, version = kept
-    # Where there are hooks, autograd leaves this to them.
+    # Autograd leaves this check to the hooks.
     if t._version != version:
         raise RuntimeError(
             "normplug: one of the variables needed for gradient computation has been modified by "

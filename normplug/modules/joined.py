@@ -26,6 +26,7 @@ from torch import Tensor
 from normplug import _checks, functional
 from normplug._layouts import dense, laid_out_like
 from normplug._ops import statistics
+from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
 # torch 2.14 deprecated the second name for the first; without torch.distributed there is neither.
@@ -43,17 +44,7 @@ def group_to_join(group: Any) -> Any:
 
 
 def batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    target_variance: float,
-    backend: str,
-    group: Any,
+    t: Tensors, spec: BatchNormSpec, backend: str, group: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`functional.batch_norm` in training, over the batches of all processes of `group`.
 
@@ -65,23 +56,23 @@ def batch_norm(
             Elsewhere the host would have to wait to know: y is `bias` then.
         TypeError: an input that is not floating point.
     """
-    who = "SyncBatchNorm"
-    _checks.floating(who, input)
-    _checks.channels(who, input, running_mean=running_mean, weight=weight, bias=bias)
+    caller = "SyncBatchNorm"
+    _checks.floating(caller, t.x)
+    _checks.channels(caller, t.x, running_mean=t.running_mean, weight=t.weight, bias=t.bias)
     y, mean, var, n = _SyncBatchNorm.apply(
-        input, weight, bias, eps, target_variance, backend, group
+        t.x, t.weight, t.bias, spec.eps, spec.target_variance, backend, group
     )
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
         raise ValueError(
-            f"normplug.{who}: training needs more than one value per channel; the joined batch of "
-            f"{dist.get_world_size(group)} processes has 1. Use .eval(), a larger batch, or "
+            f"normplug.{caller}: training needs more than one value per channel; the joined batch "
+            f"of {dist.get_world_size(group)} processes has 1. Use .eval(), a larger batch, or "
             "drop_last=True in the loader."
         )
-    if running_mean is not None and running_var is not None:
-        # A batch without a variance moves nothing, counted or not.
-        step = statistics.count_batch(running_mean, num_batches_tracked, momentum, counts=n > 1)
+    if t.running_mean is not None and t.running_var is not None:
+        # A batch without a variance moves nothing, and is not counted.
+        step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum, counts=n > 1)
         unbiased = var * (n / (n - 1).clamp(min=1))
-        statistics.move(running_mean, running_var, mean, unbiased, step)
+        statistics.move(t.running_mean, t.running_var, mean, unbiased, step)
     return y, mean, var
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug.modules import joined
 from normplug.modules.batch_norm import _BatchNorm, _BatchNormForward
 
@@ -23,21 +24,12 @@ class _SyncBatchNormForward(_BatchNormForward):
         if group is None:
             return super().forward(input)
         self._check_input_dim(input)
-        tracked = self.track_running_stats
-        y, mean, var = joined.batch_norm(
-            input,
-            self.running_mean if tracked else None,
-            self.running_var if tracked else None,
-            self.weight,
-            self.bias,
-            self.num_batches_tracked if tracked else None,
-            # As in `_BatchNormForward`.
-            0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum,
-            self._eps,
-            self.target_variance,
-            self.backend,
-            group,
-        )
+        mean, var, tracked = self._statistics() if self.track_running_stats else (None,) * 3
+        # As in `_BatchNormForward`.
+        momentum = 0.0 if self.momentum is None and tracked is None else self.momentum
+        t = Tensors(input, None, *self._affine(), None, mean, var, tracked)
+        spec = BatchNormSpec(True, momentum, self._eps, self.target_variance)
+        y, mean, var = joined.batch_norm(t, spec, self.backend, group)
         if self._probe is not None:
             self._record(input, y, mean, var)
         return y

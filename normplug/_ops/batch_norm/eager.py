@@ -85,7 +85,7 @@ class BatchNormPlan(Plan):
         return t._replace(x=x, residual=residual), spec
 
     def forward(self, t: Tensors, needs: Sequence[bool]) -> tuple[Tensor, tuple[Any, ...]]:
-        """y, and the state."""
+        """y, and what to save."""
         x, residual, weight, bias, _, running_mean, running_var, tracked = t
         if self._flags.cumulative and tracked is not None:
             tracked.add_(1)
@@ -111,11 +111,8 @@ class BatchNormPlan(Plan):
             work.partial,
             work.counters,
         )
-        return y, (stats, bits)
-
-    def saved(self, t: Tensors, result: Any) -> tuple[Tensor | None, ...]:
-        """x, weight and bias, and the residual where it is read again."""
-        return t.x, t.residual if self._keeps_residual else None, t.weight, t.bias, None
+        kept = residual if self._keeps_residual else None
+        return y, (x, kept, weight, bias, None, stats, bits)
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
         """Y again, normalised by the statistics that the forward found."""

@@ -124,7 +124,7 @@ class PooledPlan(Plan):
         return launch
 
     def forward(self, t: Tensors, needs: Sequence[bool]) -> tuple[Tensor, tuple[Any, ...]]:
-        """y, and the state; without peaks and places where no gradient is needed."""
+        """y, and what to save; without peaks and places where no gradient is needed."""
         x, _, weight, bias, _, running_mean, running_var, tracked = t
         keep = any(needs)
         stats = x.new_empty(2 * self._channels, dtype=self.acc)
@@ -155,11 +155,7 @@ class PooledPlan(Plan):
             x if places is None else places,
             stats,
         )
-        return y, (stats, peaks, places)
-
-    def saved(self, t: Tensors, result: Any) -> tuple[Tensor | None, ...]:
-        """x, weight and bias."""
-        return t.x, None, t.weight, t.bias, None
+        return y, (x, None, weight, bias, None, stats, peaks, places)
 
     def backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]

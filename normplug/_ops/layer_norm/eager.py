@@ -90,8 +90,8 @@ class LayerNormPlan(Plan):
         same = x is t.x and residual is t.residual
         return (t if same else t._replace(x=x, residual=residual)), spec
 
-    def forward(self, t: Tensors, needs: Sequence[bool]) -> tuple[Any, tuple[Tensor, ...]]:
-        """y, or (y, total) where there is a residual; and the state."""
+    def forward(self, t: Tensors, needs: Sequence[bool]) -> tuple[Any, tuple[Any, ...]]:
+        """y, or (y, total) where there is a residual; and what to save."""
         x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
         keep = bool(needs)
         y = self._empty(x, self._dtype, self._output)
@@ -116,13 +116,10 @@ class LayerNormPlan(Plan):
             work.partial,
             work.counters,
         )
-        return (y if total is None else (y, total)), (stats,)
-
-    def saved(self, t: Tensors, result: Any) -> tuple[Tensor | None, ...]:
-        """What was normalised, weight and input_bias; bias to recompute y from the total."""
-        if self.has_total:
-            return result[1], None, t.weight, t.bias, None
-        return t.x, None, t.weight, None, t.input_bias
+        if total is None:
+            return y, (x, None, weight, None, input_bias, stats)
+        # With the bias, y can be recomputed from the total.
+        return (y, total), (total, None, weight, bias, None, stats)
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
         """Y again, from the total and the rows' statistics."""
