@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Align the columns of a table; the last one is as long as its text.
+    """Text with aligned columns.
 
     Args:
-        rows: the header, then a row a line; all of one length.
+        rows: the header, then the rows; all have the same number of cells.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[-1] = 0
@@ -22,10 +22,10 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def shown(path: str) -> str:
-    """A module's path for people: that of the model itself is empty."""
+    """A module's path as it is printed; the path of the model itself is empty."""
     return path or "(the model itself)"
 
 
 def counts(kinds: Counter[str]) -> str:
-    """Write counts out, as in `3 BatchNorm2d, 1 LayerNorm`."""
+    """Counts as text, such as `3 BatchNorm2d, 1 LayerNorm`; "none" without any."""
     return ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "none"

@@ -37,9 +37,8 @@ FLOORS = [
     {"adapters"},
     {"_swap"},
     {"lightning"},
-    {"compare"},
+    {"bench", "compare"},
     {"experiment"},
-    {"bench"},
 ]
 
 
@@ -142,12 +141,6 @@ def run_without(packages, *command):
         (["matplotlib"], ["-m", "normplug.compare", "{runs}"], "normplug.compare", "train"),
         (TRAIN, ["-m", "normplug.bench", "plot", "{json}"], "normplug.bench plot", "bench"),
         (["torchvision"], ["-m", "normplug.bench", "models"], "normplug.bench models", "bench"),
-        (
-            TRAIN,
-            ["-m", "normplug.bench", "autocast", "--device", "cpu"],
-            "normplug.bench autocast",
-            "bench",
-        ),
         (
             ["timm"],
             ["path", "tests/zoo", "--library", "timm"],

@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.overrides import get_overridable_functions
 
+from normplug._torch import traceable_assert
+
 _STATEMENTS = (
     ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.If, ast.For, ast.Pass,
     ast.Assert, ast.Raise,

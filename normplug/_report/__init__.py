@@ -1,1 +1,4 @@
-"""What the tools write with: files, tables, figures and provenance; imports no tool."""
+"""What `bench`, `compare` and `experiment` share: files, tables, figures, intervals, provenance.
+
+It imports no tool. The library imports it only where it draws or writes a report.
+"""

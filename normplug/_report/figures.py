@@ -1,9 +1,10 @@
-"""What the plots share: figures that need no display, and scales that do not stretch noise."""
+"""What the plots share: figures without a display, lines and legends, scales that hide noise."""
 
 import math
 import textwrap
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,14 +13,33 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from normplug._report.files import replace_file
 
 Floats = NDArray[np.float64]
 FINE_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
 
 
+class Style(NamedTuple):
+    """How an arm looks in every plot."""
+
+    colour: str
+    marker: str
+    width: float
+
+
+# Okabe and Ito's palette: told apart in every common colour blindness. The baseline is drawn
+# first and wide, since a mode that equals it would otherwise hide it.
+FIXED = {
+    "baseline": Style("#9A9A9A", "s", 4.0),
+    "standard": Style("#0072B2", "o", 1.6),
+    "golden": Style("#E69F00", "D", 1.6),
+}
+
+
 def new_figure(title: str, what: str, width: float, height: float) -> Figure:
-    """A figure of so many inches that draws off screen, apart from pyplot's global state."""
+    """A figure of width x height inches, without a display and without pyplot's global state."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     lines = (wrapped(text, int(11 * width)) for text in (title, what))
@@ -27,24 +47,62 @@ def new_figure(title: str, what: str, width: float, height: float) -> Figure:
     return figure
 
 
+def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
+    """Write a PNG, whole or not at all; its directory is made if it is absent."""
+    with replace_file(path) as part:
+        figure.savefig(part, format="png", dpi=dpi)
+
+
 def wrapped(text: str, width: int) -> str:
-    """Break a long name into lines of at most `width` letters."""
+    """Break a long text into lines of at most `width` letters."""
     return "\n".join(textwrap.fill(line, max(width, 10)) for line in text.splitlines())
 
 
 def whole_numbers(most: int) -> MaxNLocator:
-    """Ticks for epochs, steps and depths: at most so many, none between two whole numbers."""
+    """At most `most` ticks, at whole numbers only: for epochs, steps and depths."""
     return MaxNLocator(most, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
 
 
+def draw_line(
+    axes: Axes, x: ArrayLike, y: ArrayLike, style: Style, label: str, **options: Any
+) -> None:
+    """Plot a line in the look of its arm, with markers no denser than can be told apart."""
+    (line,) = axes.plot(x, y, color=style.colour, linewidth=style.width, label=label, **options)
+    line.set_marker(style.marker)
+    line.set_markersize(4 + style.width / 2)
+    gap = np.pad(~np.isfinite(np.asarray(y, dtype=float)), 1, constant_values=True)
+    shown = gap[:-2] & gap[2:]  # a point without neighbours has no line: only its marker shows it
+    shown[:: 1 + np.size(x) // 25] = True
+    line.set_markevery(np.flatnonzero(shown).tolist())
+
+
+def legend_below(figure: Figure, columns: int = 4) -> None:
+    """Name what is drawn under the panels, where no line can pass beneath a name.
+
+    Args:
+        figure: its first panel names all.
+        columns: the most names in a row, fewer if they are long.
+    """
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    width, height = figure.get_size_inches()
+    names = [wrapped(label, int(11 * width) - 8) for label in labels]
+    # A name of c letters and its sample take about (c + 8) / 12 inches.
+    longest = max(len(line) for name in names for line in name.splitlines())
+    columns = min(max(int(12 * width / (8 + longest)), 1), columns)
+    # Two rows fit into the figure as it is; it grows for the others.
+    rows = math.ceil(len(names) / columns) * max(name.count("\n") + 1 for name in names)
+    figure.set_figheight(height + 0.22 * max(rows - 2, 0))
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
+
+
 def log_span(values: Floats, outside: float = 0, least: float = 2) -> tuple[float, float]:
-    """Where positive values lie, without `outside` percent at each end.
+    """The range of the positive values, without `outside` percent at each end.
 
     Args:
         values: any; those that are not finite or not positive are ignored.
-        outside: percent of the values below, and above, what is returned.
-        least: the smallest ratio of the two ends. Values that differ by less, such as by rounding,
-            then do not fill the scale.
+        outside: percent of the values to leave out below, and above.
+        least: the smallest ratio of the two ends, so that values which differ by rounding only do
+            not fill the scale.
     """
     positive = values[np.isfinite(values) & (values > 0)]
     if not positive.size:
@@ -55,7 +113,7 @@ def log_span(values: Floats, outside: float = 0, least: float = 2) -> tuple[floa
 
 
 def plain_ticks(low: float, high: float) -> tuple[Locator, FuncFormatter]:
-    """Ticks of a log axis, sparser the more decades it spans, written as plain numbers."""
+    """Ticks of a log axis as plain numbers; the more decades it spans, the fewer."""
     decades = math.log10(high / low)
     locator: Locator = MaxNLocator(5, steps=[1, 2, 5, 10])
     if decades > 0.3:
@@ -71,7 +129,7 @@ def colour_scale(tables: Iterable[Floats], least: float = 2) -> LogNorm:
 def heat_map(
     axes: Axes, x: NDArray[Any], y: NDArray[Any], table: Floats, norm: Normalize
 ) -> QuadMesh:
-    """Draw `table` (len(y), len(x)), first row at the top; what is not finite is hatched."""
+    """Draw `table` (len(y), len(x)), first row at the top; hatch values that are not finite."""
     # LogNorm would draw a zero as if it were missing; this keeps it below the scale.
     shown = np.maximum(table, np.finfo(float).tiny) if isinstance(norm, LogNorm) else table
     axes.patch.set(facecolor="white", edgecolor="0.5", hatch="////")
@@ -84,7 +142,7 @@ def heat_map(
 def colour_bar(
     figure: Figure, mesh: QuadMesh, tables: Iterable[Floats], axes: Any, **options: Any
 ) -> None:
-    """Add the scale of heat maps of `tables`, with an arrow at an end that some value is beyond."""
+    """Add the colour scale of heat maps of `tables`; an arrow marks an end that values exceed."""
     low, high = mesh.get_clim()
     assert low is not None
     assert high is not None

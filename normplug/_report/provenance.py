@@ -14,7 +14,7 @@ PACKAGES = ("normplug", "torchvision", "triton", "lightning", "hydra-core", "num
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Name -> version of Python and of each package that a result may depend on, `more` too."""
+    """Name -> version: Python, torch, the packages that results depend on, and `more`."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in (*PACKAGES, *more):
         with contextlib.suppress(PackageNotFoundError):
@@ -23,7 +23,12 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def hardware(gpu: bool, processes: int) -> str:
-    """The GPUs, or the processor, in words."""
+    """The GPUs or the processor, in words.
+
+    Args:
+        gpu: whether it ran on GPUs.
+        processes: how many GPUs, one for each process.
+    """
     if gpu:
         return f"{processes} x {torch.cuda.get_device_name()}"
     name = platform.processor() or platform.machine()

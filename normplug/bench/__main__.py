@@ -1,4 +1,4 @@
-"""Measure what norms cost on a GPU, and show what was measured."""
+"""Measure what norms cost on a GPU; make tables and pictures of the results."""
 
 import argparse
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 
 from normplug._extras import needs
+from normplug._report.files import write_file
 from normplug.bench import models as steps
-from normplug.bench import rivals
-from normplug.bench.autocast import ARMS, FEWEST, save, train_all
+from normplug.bench import nets, rivals
 from normplug.bench.kernels import OPS, PROVIDERS, run
-from normplug.bench.results import KERNELS, MODELS, PROFILE, Kind, read, write_at_once
+from normplug.bench.results import KERNELS, MODELS, PROFILE, Kind, read
 from normplug.bench.suites import DTYPES, SUITES, select
 from normplug.bench.table import render
 from normplug.bench.trace import trace
@@ -29,10 +29,10 @@ def kernels(arguments: argparse.Namespace) -> None:
     _require_cuda()
     cases = select(arguments.suite, arguments.op, arguments.dtype, arguments.only)
     if not cases:
-        raise SystemExit(f"normplug.bench: no case of the suite {arguments.suite} is left.")
+        raise SystemExit(f"normplug.bench: no case of suite {arguments.suite} passes the filters.")
     results = run(cases, arguments.provider or (*PROVIDERS, *there), arguments.json)
     if arguments.markdown:
-        write_at_once(arguments.markdown, render(results.content))
+        write_file(arguments.markdown, render(results.content))
     if arguments.trace:
         trace(cases, arguments.trace, "cuda")
 
@@ -43,60 +43,31 @@ def models(arguments: argparse.Namespace) -> None:
         import torchvision  # noqa: F401
     _require_cuda()
     arms = [arm for arm in steps.ARMS if arm in (arguments.arm or steps.ARMS)]
-    cases = steps.select(arguments.model, arguments.batch)
+    cases = nets.select(arguments.model, arguments.batch)
     results = steps.run(cases, arms, arguments.json, arguments.profile)
     if not results.content["rows"]:
         raise SystemExit("normplug.bench: every arm was left out.")
     if arguments.markdown:
-        write_at_once(arguments.markdown, render(results.content))
+        write_file(arguments.markdown, render(results.content))
 
 
 def table(arguments: argparse.Namespace) -> None:
-    """Show the rows of a file."""
+    """Print or write the Markdown table of a JSON file."""
     kinds = (KERNELS, MODELS, PROFILE)
     markdown = _shown("table", arguments.file, kinds, render)
     if arguments.out:
-        write_at_once(arguments.out, markdown)
+        write_file(arguments.out, markdown)
     else:
         print(markdown, end="")
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Draw the rows of a file."""
+    """Draw the picture of a JSON file."""
     with needs("normplug.bench plot", "bench", SystemExit):
-        from normplug.bench.plot import speed_figure
-    figure = _shown("plot", arguments.file, (KERNELS,), speed_figure)
-    path = arguments.out or arguments.file.with_suffix(".png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=150)
-
-
-def autocast(arguments: argparse.Namespace) -> None:
-    """Train with either dtype of LayerNorm's output."""
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("normplug.bench: torch.cuda.is_available() is False; give --device cpu.")
-    try:
-        with needs("normplug.bench autocast", "bench", SystemExit):
-            from normplug.bench import curves
-            from normplug.bench.tasks import make_tasks
-
-            tasks = make_tasks(
-                device, text=arguments.text, size=arguments.size, steps=arguments.steps
-            )
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"normplug.bench: {error}") from None
-    if arguments.text is None:
-        print("No --text FILE was given: the ViT is trained, the GPT is not.", flush=True)
-    arms = [arm for arm in ARMS if arm in (arguments.arm or ARMS)]
-    content = train_all(tasks, arms, range(arguments.seeds), arguments.json)
-    content["summary"] = curves.summarise(content)
-    print(f"\n{curves.render(content)}", end="")
-    if arguments.json:
-        save(content, arguments.json)
-    if arguments.plot:
-        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
-        curves.loss_figure(content).savefig(arguments.plot, format="png", dpi=150)
+        from normplug._report.figures import save_figure
+        from normplug.bench.plot import draw
+    figure = _shown("plot", arguments.file, (KERNELS, MODELS), draw)
+    save_figure(figure, arguments.out or arguments.file.with_suffix(".png"))
 
 
 def _require_cuda() -> None:
@@ -119,8 +90,13 @@ def _add_choices(command: argparse.ArgumentParser, **options: Iterable[str]) -> 
             f"--{name}",
             choices=tuple(choices),
             action="append",
-            help="may be repeated; default: all there are",
+            help="may be repeated; default: all",
         )
+
+
+def _add_outputs(command: argparse.ArgumentParser) -> None:
+    for name, what in (("json", "all rows, written after each"), ("markdown", "the table")):
+        command.add_argument(f"--{name}", metavar="FILE", type=Path, help=what)
 
 
 def _shown(
@@ -150,22 +126,23 @@ def parser() -> argparse.ArgumentParser:
     providers = (*PROVIDERS, *rivals.PACKAGES)
     _add_choices(command, op=OPS, dtype=DTYPES, provider=providers)
     command.add_argument(
-        "--only", metavar="SUBSTRING", default="", help="of a case, such as 'NHWC 256x512x28x28'"
+        "--only",
+        metavar="TEXT",
+        default="",
+        help="only cases whose name contains this, such as 'NHWC 256x512x28x28'",
     )
-    command.add_argument("--json", metavar="FILE", type=Path, help="every row, as it is measured")
-    command.add_argument("--markdown", metavar="FILE", type=Path, help="the table, at the end")
-    command.add_argument("--trace", metavar="FILE", type=Path, help="a Chrome trace of normplug")
+    _add_outputs(command)
+    command.add_argument("--trace", metavar="FILE", type=Path, help="a Chrome trace of our calls")
 
     command = commands.add_parser("models", help="time whole training steps, swapped and not")
     command.set_defaults(command=models)
-    _add_choices(command, model=steps.MODELS, arm=steps.ARMS)
+    _add_choices(command, model=nets.MODELS, arm=steps.ARMS)
     command.add_argument(
-        "--batch", metavar="N", type=_at_least(1), help="images a step; default: as the model has"
+        "--batch", metavar="N", type=_at_least(1), help="images a step; default: each model's own"
     )
-    command.add_argument("--json", metavar="FILE", type=Path, help="every row, as it is measured")
-    command.add_argument("--markdown", metavar="FILE", type=Path, help="the table, at the end")
+    _add_outputs(command)
     command.add_argument(
-        "--profile", metavar="FILE.json", type=Path, help="where the GPU's time goes, for `table`"
+        "--profile", metavar="FILE.json", type=Path, help="GPU time by kind of kernel; see `table`"
     )
 
     command = commands.add_parser("table", help="make the Markdown table of a JSON file")
@@ -173,27 +150,12 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("file", metavar="FILE.json", type=Path)
     command.add_argument("-o", "--out", metavar="FILE.md", type=Path, help="default: print it")
 
-    command = commands.add_parser("plot", help="draw the speed of LayerNorm over its width")
+    command = commands.add_parser("plot", help="draw the speed of LayerNorm or of training steps")
     command.set_defaults(command=plot)
     command.add_argument("file", metavar="FILE.json", type=Path)
-    command.add_argument("-o", "--out", metavar="FILE.png", type=Path, help="default: beside it")
-
-    command = commands.add_parser(
-        "autocast", help="train with either dtype of LayerNorm's output under autocast"
-    )
-    command.set_defaults(command=autocast)
-    command.add_argument("--text", metavar="FILE", type=Path, help="train a GPT on it, too")
-    command.add_argument("--arm", choices=ARMS, action="append", help="default: all")
-    command.add_argument("--seeds", metavar="N", type=_at_least(1), default=3)
-    command.add_argument("--steps", metavar="N", type=_at_least(FEWEST), help="of each training")
-    command.add_argument("--size", choices=("full", "small"), help="of the GPT; small on a CPU")
     command.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
+        "-o", "--out", metavar="FILE.png", type=Path, help="default: beside the JSON file"
     )
-    command.add_argument("--json", metavar="FILE", type=Path, help="every curve and the summary")
-    command.add_argument("--plot", metavar="FILE.png", type=Path, help="the curves as a figure")
     return top
 
 

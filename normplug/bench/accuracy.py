@@ -1,4 +1,4 @@
-"""Refuse to time what computes something else: the yardstick is torch's own error to float64."""
+"""Refuse to time what computes something else; torch's own error to float64 is the yardstick."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from normplug.reference import accumulator_dtype
 
-# Mean, rstd, the weight times sqrt(tv) and the sums of gradients each have their own, and a float64
-# truth as many.
+# Roundings in the dtype of sums: of mean, rstd, weight * sqrt(tv) and the sums of gradients, and as
+# many in a truth that is itself float64.
 ROUNDINGS_OF_SUMS = 8
 
 
 class Piece(NamedTuple):
-    """A part of the exact result: a float64 copy of all of it may not fit.
+    """A part of the exact result, as a float64 copy of all of it may not fit in memory.
 
     Attributes:
-        name: of the output that it is a part of.
-        where: the index of that part.
+        name: of the output.
+        where: the index of this part in the output.
         value: float64.
     """
 
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 def relative_errors(outputs: Mapping[str, Tensor], truth: Iterable[Piece]) -> dict[str, float]:
-    """Name -> relative error in the Euclidean norm; absolute where the truth is zero."""
+    """Name -> relative error in the Euclidean norm; absolute if the truth is zero."""
     wrong: dict[str, Tensor] = {}
     size: dict[str, Tensor] = {}
     for name, where, value in truth:
@@ -45,10 +45,10 @@ def relative_errors(outputs: Mapping[str, Tensor], truth: Iterable[Piece]) -> di
 
 
 def bound(theirs: float, dtype: torch.dtype) -> float:
-    """How far from the truth a result may be, where torch's is `theirs` away.
+    """The largest error that is allowed if torch's is `theirs`.
 
-    Twice as far, half a rounding to the result's dtype, and a few of the sums' dtype: with few
-    channels, `theirs` is small by luck as often as not.
+    Twice `theirs`, plus half a rounding to the result's dtype and a few roundings to the dtype of
+    sums: with few channels `theirs` may be small by luck.
     """
     if not dtype.is_floating_point:
         return 0.0
@@ -66,12 +66,12 @@ def require_accurate(
 
     Args:
         what: provider and case, for the message.
-        outputs: what was computed.
-        truth: what should have been.
+        outputs: the computed values.
+        truth: the exact values.
         yardstick: the errors of torch eager, by output.
 
     Raises:
-        AssertionError: an output is further off than `bound` allows, or nan.
+        AssertionError: an output's error is above `bound`, or NaN.
     """
     for name, error in relative_errors(outputs, truth).items():
         allowed = bound(yardstick[name], outputs[name].dtype)

@@ -18,14 +18,15 @@ from normplug.bench.suites import Case
 
 EPS = 1e-5
 MOMENTUM = 0.1
-CHUNK_ELEMENTS = 2**25  # of float64: 256 MiB a tensor, whatever the case's size
+CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB of float64 a tensor
 
 
 def make(case: Case, device: str, activation: str | None, has_residual: bool) -> Problem:
-    """Random tensors, the same for every call; a mean away from 0, float32 beside half input.
+    """Random tensors, the same in every call, with a mean away from 0.
 
-    With an activation, dy is 0 where the sign of its input is a matter of rounding, so that
-    all ways to compute it have the same gradients.
+    Weight, bias and statistics of a half input are float32. With an activation, dy is 0 where
+    rounding decides the sign of the activation's input, so that every way to compute it has the
+    same gradients.
     """
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.dtype)
@@ -69,7 +70,7 @@ def normplug_batch_norm(
     activation: str | None,
     backend: str,
 ) -> Tensor:
-    """One call, whatever is fused."""
+    """The norm in one call, with the residual and the activation if there are any."""
     return functional.batch_norm(
         x,
         running_mean,
@@ -143,7 +144,7 @@ def truth(problem: Problem, variance: float, activation: str | None) -> Iterator
 
 
 def aten_backend(problem: Problem) -> dict[str, str]:
-    """Which of ATen's kernels eager takes: it changes with shape, layout and dtype."""
+    """Which of ATen's kernels eager takes; it depends on shape, layout and dtype."""
     x, weight, bias = (problem.leaves[name] for name in ("x", "weight", "bias"))
     running = (problem.state["running_mean"], problem.state["running_var"])
     chosen = select_batch_norm_backend(x, weight, bias, *running, True, EPS)
@@ -161,7 +162,7 @@ def _mask_the_undecided(problem: Problem) -> None:
 
 
 def _forward(exact: dict[str, Tensor], variance: float) -> tuple[reference.Normalized, Tensor]:
-    """The norm, and what the activation gets."""
+    """The norm, and the input of the activation."""
     normalized = reference.batch_norm(
         exact["x"], exact["weight"], exact["bias"], eps=EPS, target_variance=variance
     )
@@ -201,8 +202,8 @@ def _op(
     )
 
 
-# Forward reads x and writes y; backward reads dy and x and writes dx. A residual is one more read,
-# and its gradient one more write.
+# Forward reads x and writes y; backward reads dy and x, and writes dx. A residual adds a read, and
+# its gradient a write.
 OPS = (
     _op("bn", {"F": 2, "F+B": 5}, eager_bn),
     _op("bn_relu", {"F": 2, "F+B": 5}, eager_bn_relu, "relu"),

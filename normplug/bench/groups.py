@@ -1,4 +1,4 @@
-"""Where the GPU's time in a training step goes: its kernels, in groups by their names."""
+"""The GPU's time in a training step, by groups of kernels; a kernel's name says its group."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from normplug.bench.results import Row
 from normplug.bench.timing import Call
 
 STEPS = 3
-LARGEST = 12  # kernels that are listed by name
+LARGEST = 12  # the kernels that are listed by name
 
 OTHER = "other"
-# The first that is found in a kernel's name counts; attention is with the products it is made of.
+# The first rule that matches a kernel's name counts. Attention counts as the products in it.
 LIBRARIES = {
     "optimizer": r"multi_tensor_apply",
     "norm": r"norm(?!al)|\bbn_|GammaBeta|RowwiseMoments",
@@ -30,7 +30,7 @@ LIBRARIES = {
     ),
     "elementwise": r"elementwise",
 }
-# Inductor names a kernel after all that it fused: one with a norm in it is in `norm` as a whole.
+# Inductor names a kernel after all that it fused: a kernel with a norm counts as `norm` whole.
 INDUCTOR = {
     "conv/gemm": r"^triton_tem_",
     "norm": r"norm|var_mean",
@@ -42,14 +42,14 @@ ON_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}  # a trace's categories
 
 
 def group(kernel: str) -> str:
-    """The group of `GROUPS` that a kernel's name speaks for."""
+    """The group of `GROUPS` that a kernel belongs to, by its name."""
     rules = INDUCTOR if kernel.startswith("triton_") else LIBRARIES
     found = (name for name, rule in rules.items() if re.search(rule, kernel, re.IGNORECASE))
     return next(found, OTHER)
 
 
 def profiled(step: Call) -> Row:
-    """The GPU's milliseconds a step in each group, and its largest kernels."""
+    """The GPU's milliseconds a step in each group, and the kernels that take longest."""
     with profile() as profiler:
         for _ in range(STEPS):
             step()
@@ -63,7 +63,7 @@ def profiled(step: Call) -> Row:
 
 
 def summed(events: Iterable[Mapping[str, Any]], steps: int) -> Row:
-    """What a Chrome trace of so many steps says of one."""
+    """The same from the events of a Chrome trace of `steps` steps."""
     ms: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for event in events:

@@ -1,4 +1,4 @@
-"""Measure the norms, each next to what torch has for the same work."""
+"""Measure the norms next to what torch and other packages have for the same work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(cases: Iterable[Case], providers: Collection[str], json: Path | None) ->
     Args:
         cases: what to measure.
         providers: of `PROVIDERS` and `rivals.PACKAGES`.
-        json: where to keep the rows; None for nowhere.
+        json: the file for the rows; None to write none.
     """
     stopwatch = Stopwatch()
     results = Results(json, copy_gbps=stopwatch.copy_gbps())
@@ -49,11 +49,11 @@ def run(cases: Iterable[Case], providers: Collection[str], json: Path | None) ->
 
 @contextlib.contextmanager
 def memory_for(case: Case) -> Iterator[None]:
-    """Skip what does not fit, aloud; leave the memory free for the next."""
+    """Print and skip a case that does not fit; free its memory for the next."""
     try:
         yield
     except torch.OutOfMemoryError:
-        print(f"{case}: skipped, the GPU's memory does not hold it", file=sys.stderr, flush=True)
+        print(f"{case}: skipped, as it does not fit the GPU's memory", file=sys.stderr, flush=True)
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -61,10 +61,10 @@ def memory_for(case: Case) -> Iterator[None]:
 def measure(
     case: Case, providers: Collection[str], stopwatch: Stopwatch, copy_gbps: float, device: str
 ) -> Iterator[list[Row]]:
-    """The rows of each direction, one a provider; a provider without a kernel for this has none.
+    """Yield the rows of each direction: one for each provider that has a kernel for the case.
 
     Raises:
-        AssertionError: a kernel of ours is less accurate than it has to be.
+        AssertionError: one of our kernels is less accurate than `accuracy.bound` allows.
     """
     op = OPS[case.op]
     problem = op.make(case, device)
@@ -73,7 +73,7 @@ def measure(
     if "eager" in providers:
         functions["eager"] = op.eager
     if "compile" in providers:
-        torch.compiler.reset()  # earlier cases would count towards its limit of recompilations
+        torch.compiler.reset()  # earlier cases count towards the limit of recompilations
         functions["compile"] = torch.compile(op.eager, fullgraph=True, dynamic=False)
     functions |= accurate_rivals(case, op, problem, providers, yardstick)
     facts = {"eager": op.eager_facts(problem)}
@@ -99,7 +99,7 @@ def accurate_functions(
     providers: Collection[str],
     yardstick: Mapping[str, float],
 ) -> dict[str, Function]:
-    """Those of `OURS` that have a kernel for the problem, once their results are found right."""
+    """Those of `OURS` that have a kernel for the problem, checked against the truth."""
     functions: dict[str, Function] = {}
     for name, backend in OURS.items():
         if name not in providers:
@@ -122,7 +122,7 @@ def accurate_rivals(
     providers: Collection[str],
     yardstick: Mapping[str, float],
 ) -> dict[str, Function]:
-    """The rivals that are found right; of the others, what is wrong is printed."""
+    """The rivals whose results are right; print what is wrong with the others."""
     functions: dict[str, Function] = {}
     for name, load in op.rivals.items():
         if name not in providers:
@@ -131,7 +131,7 @@ def accurate_rivals(
             function = load()
             outputs = problem.outputs(function)
             require_accurate(f"{name}, {case}", outputs, op.truth(problem, 1.0), yardstick)
-        except Exception as error:  # of whatever kind: it is not ours to stop for
+        except Exception as error:  # of any kind: a rival must not stop the run
             print(f"{case}: {name} is left out: {error!r}", file=sys.stderr, flush=True)
         else:
             functions[name] = function
@@ -139,7 +139,7 @@ def accurate_rivals(
 
 
 def identity(case: Case, direction: str, passes: int) -> Row:
-    """What a row is about."""
+    """The keys of a row that say what was measured."""
     return {
         "op": case.op,
         "direction": direction,
@@ -152,12 +152,12 @@ def identity(case: Case, direction: str, passes: int) -> Row:
 
 
 def floor_bytes(case: Case, passes: int) -> int:
-    """The fewest bytes that can be moved: vectors of statistics and parameters are left out."""
+    """The fewest bytes to move; vectors of statistics and parameters do not count."""
     return passes * math.prod(case.shape) * getattr(torch, case.dtype).itemsize
 
 
 def figures(floor: int, samples_us: list[float], copy_gbps: float) -> Row:
-    """What repetitions on the GPU say; speeds count no more than the floor's bytes."""
+    """Median and spread of the repetitions, and the speed at which the floor's bytes moved."""
     us = statistics.median(samples_us)
     quintiles = statistics.quantiles(samples_us, n=5, method="inclusive")
     gbps = floor / us / 1e3
@@ -172,7 +172,7 @@ def figures(floor: int, samples_us: list[float], copy_gbps: float) -> Row:
 
 
 def line(case: Case, rows: list[Row]) -> str:
-    """The rows of a case and direction as they are printed."""
+    """The rows of a case and direction as one line of text."""
     cells = [
         f"{row['provider']} {row['us']:.1f} us {row['percent_of_copy']:.0f}% "
         f"host {row['host_us']:.0f} us"

@@ -18,11 +18,11 @@ from normplug.bench.suites import Case
 
 EPS = 1e-5
 MOMENTUM = 0.1
-CHUNK_ELEMENTS = 2**25  # of float64: 256 MiB a tensor, whatever the case's size
+CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB of float64 a tensor
 
 
 def make(case: Case, device: str, extra: str | None = None) -> Problem:
-    """Random tensors, the same for every call; a mean away from 0, all of the input's dtype."""
+    """Random tensors of the case's dtype, the same in every call, with a mean away from 0."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.dtype)
     normal = partial(torch.randn, generator=generator, device=device, dtype=dtype)
@@ -43,7 +43,7 @@ def make(case: Case, device: str, extra: str | None = None) -> Problem:
 def normplug_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, *, backend: str, **others: Any
 ) -> Tensor:
-    """One call, with whatever of running statistics and input bias there is."""
+    """The norm in one call, with running statistics or the input bias if there are any."""
     return functional.layer_norm(
         x,
         x.shape[-1:],
@@ -79,7 +79,7 @@ def eager_ln_stats(
     running_var: Tensor,
     num_batches_tracked: Tensor,
 ) -> Tensor:
-    """The same, and moving averages of the rows' mean and variance."""
+    """The same, plus moving averages of the rows' mean and variance."""
     with torch.no_grad():
         var, mean = torch.var_mean(x, -1, correction=0)
         running_mean.lerp_(mean.mean(dtype=running_mean.dtype), MOMENTUM)
@@ -91,18 +91,18 @@ def eager_ln_stats(
 def eager_add_ln(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What a pre-norm block does with the stream between its parts."""
+    """What a pre-norm block does between its parts."""
     total = x + residual
     return eager_ln(total, weight, bias), total
 
 
 def eager_bias_ln(x: Tensor, weight: Tensor, bias: Tensor, input_bias: Tensor) -> Tensor:
-    """A bias that the layer before left to be added."""
+    """The layer before without its bias, which is added here."""
     return eager_ln(x + input_bias, weight, bias)
 
 
 def truth(problem: Problem, variance: float) -> Iterator[Piece]:
-    """The exact outputs, by groups of rows; what is summed over rows comes last."""
+    """The exact outputs by groups of rows; sums over rows come last."""
     x = problem.leaves["x"]
     sums: dict[str, Tensor] = {}
     for part in _row_groups(x):
@@ -139,7 +139,7 @@ def _row_groups(x: Tensor) -> Iterator[slice]:
 def _exact(
     problem: Problem, part: slice, variance: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What some rows come to, and what they add to sums over all rows."""
+    """The exact values of some rows, and what they add to sums over all rows."""
     leaves = {name: leaf.detach() for name, leaf in problem.leaves.items()}
     weight, bias = leaves["weight"].double(), leaves["bias"].double()
     h = _normalised(leaves, part)
@@ -160,15 +160,15 @@ def _exact(
 
 
 def _normalised(leaves: dict[str, Tensor], part: slice) -> Tensor:
-    """What the norm gets: a sum that is an output too is rounded before it is normalised."""
+    """The norm's input; a sum that is also an output is rounded before it is normalised."""
     x = leaves["x"][part]
     if "residual" in leaves:
         x = x + leaves["residual"][part]
     return x.double() + leaves["input_bias"].double() if "input_bias" in leaves else x.double()
 
 
-# Forward reads x and writes y; backward reads dy and x and writes dx. A residual is one more read,
-# the total one more write, and its gradient one more read.
+# Forward reads x and writes y; backward reads dy and x, and writes dx. A residual adds a read, the
+# total a write, and the total's gradient a read.
 OPS = (
     Op(
         "ln",

@@ -1,6 +1,6 @@
 """Measure whole training steps: a model as it is, compiled, swapped, fused, and without its norms.
 
-All arms of a model start from the same weights, are resident at once, and take turns.
+All arms of a model start from the same weights, are in memory together, and take turns.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +23,15 @@ from torch.optim import SGD
 
 import normplug
 from normplug.bench.groups import profiled
+from normplug.bench.nets import MODELS, Case, Model
 from normplug.bench.results import Results, Row
 from normplug.bench.timing import StepStopwatch
 
 MODE = "golden"
 DTYPE = torch.bfloat16  # of autocast
 MOMENTUM = 0.9
-# The work of a step is the same at any rate. At this one the weights stay what they are, where
-# without norms they would soon be infinite, and infinities take the GPU less power and time.
+# A step's work does not depend on the rate. Rate 0 keeps the weights finite: without norms they
+# would soon be infinite, and a GPU computes infinities with less power, so faster.
 LEARNING_RATE = 0.0
 WARM_UPS = 10  # steps, compilation among them
 ROUNDS, TURN = 8, 5  # rounds of turns, measured steps in each
@@ -48,75 +48,11 @@ SETTINGS = {
 
 T = TypeVar("T")
 Change = Callable[[nn.Module], Any]
-Step = Callable[..., Tensor]  # takes what to call between its parts, or nothing
+Step = Callable[..., Tensor]  # its optional argument is called between its parts
 
 
 def _nothing() -> None:
     pass
-
-
-@dataclass(frozen=True)
-class Model:
-    """What is trained.
-
-    Attributes:
-        build: takes classes and image_size; the network with random weights.
-        batches: images a step, in the order of measuring.
-        image_size: height and width, in pixels.
-        classes: outputs.
-        channels_last: how images and weights lie in memory.
-    """
-
-    build: Callable[..., nn.Module]
-    batches: tuple[int, ...]
-    image_size: int
-    classes: int
-    channels_last: bool
-
-
-class Case(NamedTuple):
-    """A model and a number of images a step."""
-
-    model: str
-    batch: int
-
-    def __str__(self) -> str:
-        return f"{self.model}, batch {self.batch}"
-
-
-# torchvision is imported where it is used: the command line names the models without it.
-def _resnet(arch: str, *, classes: int, image_size: int) -> nn.Module:
-    from normplug.experiment.models import resnet
-
-    return resnet(arch, num_classes=classes, image_size=image_size)
-
-
-def _vit_b_16(*, classes: int, image_size: int) -> nn.Module:
-    from normplug.experiment.models import vit
-
-    return vit(
-        num_classes=classes,
-        image_size=image_size,
-        patch_size=16,
-        hidden_dim=768,
-        depth=12,
-        heads=12,
-        mlp_ratio=4,
-    )
-
-
-def _convnext_tiny(*, classes: int, image_size: int) -> nn.Module:
-    from torchvision.models import convnext_tiny
-
-    return convnext_tiny(num_classes=classes)
-
-
-MODELS = {
-    "resnet50": Model(partial(_resnet, "resnet50"), (256,), 224, 1000, channels_last=True),
-    "resnet18-cifar": Model(partial(_resnet, "resnet18"), (512, 128), 32, 10, channels_last=True),
-    "vit_b_16": Model(_vit_b_16, (128,), 224, 1000, channels_last=False),
-    "convnext_tiny": Model(_convnext_tiny, (128,), 224, 1000, channels_last=True),
-}
 
 
 def _swap(net: nn.Module) -> nn.Module:
@@ -132,14 +68,14 @@ def _fuse_and_recompute(net: nn.Module) -> nn.Module:
 
 
 def without_norms(net: nn.Module) -> nn.Module:
-    """Put an `nn.Identity` in the place of every norm layer, subclasses included."""
+    """Replace every norm layer, subclasses too, by an `nn.Identity`."""
     for row in normplug.plan(net):
         for path in (row.path, *row.aliases):
             net.set_submodule(path, nn.Identity())
     return net
 
 
-# name -> what is done to the stock model, in this order.
+# name -> the changes made to the stock model, in this order
 ARMS: dict[str, tuple[Change, ...]] = {
     "eager": (),
     "compile": (torch.compile,),
@@ -151,23 +87,8 @@ ARMS: dict[str, tuple[Change, ...]] = {
     "swap+fuse+graph": (_swap, _fuse),
     "no-norm": (without_norms,),
 }
-# Their whole step, optimizer included, is one CUDA graph: what the GPU takes without the host.
+# The whole step, optimizer included, is one CUDA graph: the GPU does not wait for the host.
 GRAPHED = ("eager+graph", "swap+fuse+graph")
-
-
-def select(models: Sequence[str] | None, batch: int | None) -> list[Case]:
-    """The cases of the models named, in the order of `MODELS`.
-
-    Args:
-        models: names in `MODELS`; None for all.
-        batch: images a step; None for each model's own.
-    """
-    return [
-        Case(name, size)
-        for name, model in MODELS.items()
-        if models is None or name in models
-        for size in (model.batches if batch is None else (batch,))
-    ]
 
 
 def run(
@@ -178,8 +99,8 @@ def run(
     Args:
         cases: what to measure.
         arms: names in `ARMS`.
-        json: where to keep the rows; None for nowhere.
-        profile: where to keep the GPU's time by groups of kernels; None to do without.
+        json: the file for the rows; None to write none.
+        profile: the file for the GPU's time by groups of kernels; None to measure none.
     """
     stopwatch = StepStopwatch()
     results = Results(json, PACKAGES, settings=SETTINGS)
@@ -200,7 +121,7 @@ def measure(
     results: Results,
     profiles: Results | None,
 ) -> None:
-    """Add a row for each arm that works; of the others, what is wrong is printed."""
+    """Add a row for each arm that works; print why the others do not."""
     steps, facts = warmed(case, arms, stopwatch, device)
     times, host = in_turns(case, steps, stopwatch)
     rows = [
@@ -221,15 +142,15 @@ def measure(
 def warmed(
     case: Case, arms: Sequence[str], stopwatch: StepStopwatch, device: str
 ) -> tuple[dict[str, Step], dict[str, Row]]:
-    """Arm -> its training step, ready to be measured; and arm -> its peak memory and loss."""
-    torch.compiler.reset()  # earlier cases would count towards its limit of recompilations
+    """Arm -> its step after the warm-up, and arm -> its peak memory and loss."""
+    torch.compiler.reset()  # earlier cases count towards the limit of recompilations
     model = MODELS[case.model]
     torch.manual_seed(SEED)
-    stock = model.build(classes=model.classes, image_size=model.image_size)
+    stock = model.build()
     nothing = stopwatch.held_bytes()
-    batch = make_batch(case, device)
+    batch = model.random_batch(case.batch, device)
     batch_bytes = stopwatch.held_bytes() - nothing
-    # The libraries' workspaces stay: they are there before the first arm, so none is charged.
+    # The libraries allocate workspaces in the first step and keep them: no arm is charged for them.
     attempt(
         f"{case}: the first step",
         lambda: make_step(build(stock, "eager", model, device), *batch)(),
@@ -253,38 +174,30 @@ def warm(
     batch: tuple[Tensor, Tensor],
     stopwatch: StepStopwatch,
 ) -> tuple[Step, int, float]:
-    """An arm's step after the warm-up, the bytes at its peak, the other arms' too, and its loss.
+    """An arm's step after the warm-up, the bytes held at its peak (by all arms), and its loss.
 
     Raises:
-        ArithmeticError: the loss is no finite number.
+        ArithmeticError: the loss is not finite.
     """
     step = make_step(build(stock, arm, model, batch[0].device.type), *batch)
     for _ in range(WARM_UPS):
         loss = step()
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss.item()}, which would make the step faster")
-    peak = stopwatch.peak_bytes(step)  # before capture: a graph's memory is its own, and not seen
+    peak = stopwatch.peak_bytes(step)  # before capture: a graph's own memory is not counted
     return Captured(step) if arm in GRAPHED else step, peak, loss.item()
 
 
 def build(stock: nn.Module, arm: str, model: Model, device: str) -> nn.Module:
-    """A copy of `stock`, changed as the arm says, on the device."""
-    net = copy.deepcopy(stock).to(device).to(memory_format=_memory_format(model)).train()
+    """A copy of `stock` on the device, with the changes of the arm."""
+    net = copy.deepcopy(stock).to(device).to(memory_format=model.memory_format).train()
     for change in ARMS[arm]:
         net = change(net)
     return net
 
 
-def make_batch(case: Case, device: str) -> tuple[Tensor, Tensor]:
-    """Random images and labels."""
-    model = MODELS[case.model]
-    images = torch.randn(case.batch, 3, model.image_size, model.image_size, device=device)
-    labels = torch.randint(model.classes, (case.batch,), device=device)
-    return images.contiguous(memory_format=_memory_format(model)), labels
-
-
 def make_step(net: nn.Module, images: Tensor, labels: Tensor) -> Step:
-    """A whole training step, which returns its loss and does not wait for the GPU."""
+    """A whole training step; it returns the loss and does not wait for the GPU."""
     optimizer = SGD(net.parameters(), LEARNING_RATE, momentum=MOMENTUM, foreach=True)
 
     def step(between: Callable[[], None] = _nothing) -> Tensor:
@@ -303,8 +216,7 @@ def make_step(net: nn.Module, images: Tensor, labels: Tensor) -> Step:
 class Captured:
     """A step as one CUDA graph, replayed at each call; the loss is overwritten each time.
 
-    It holds on to the step, whose weights and whose optimizer's state lie outside the graph's own
-    memory, and which nothing else may hold.
+    It keeps the step alive: the graph reads weights and optimizer state that it does not own.
     """
 
     def __init__(self, step: Step) -> None:
@@ -319,7 +231,7 @@ class Captured:
             self._loss = step()
 
     def __call__(self, between: Callable[[], None] = _nothing) -> Tensor:
-        """Replay; there are no parts to call anything between."""
+        """Replay the graph; `between` is not called, as the replay has no parts."""
         self._graph.replay()
         return self._loss
 
@@ -327,7 +239,7 @@ class Captured:
 def in_turns(
     case: Case, steps: Mapping[str, Step], stopwatch: StepStopwatch
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Arm -> milliseconds of each step, and of the host in each round; in shuffled order."""
+    """Arm -> milliseconds of each step, and of the host in each round; turns are shuffled."""
     times: dict[str, list[float]] = {arm: [] for arm in steps}
     host: dict[str, list[float]] = {arm: [] for arm in steps}
 
@@ -345,19 +257,19 @@ def in_turns(
 
 
 def attempt(what: str, call: Callable[[], T]) -> T | None:
-    """What `call` returns; where it fails, None, and why is printed."""
+    """What `call` returns; if it raises, print why and return None."""
     try:
         return call()
-    except Exception as error:  # of whatever kind: the others go on
+    except Exception as error:  # of any kind: the other arms go on
         print(f"{what} is left out: {error!r}", file=sys.stderr, flush=True)
-    # Only here, where the traceback that held the tensors is gone.
+    # Not in the except block: the traceback there keeps tensors alive.
     gc.collect()
     torch.cuda.empty_cache()
     return None
 
 
 def figures(batch: int, samples_ms: list[float]) -> Row:
-    """What the measured steps say."""
+    """Median, spread and speed of the measured steps."""
     ms = statistics.median(samples_ms)
     quintiles = statistics.quantiles(samples_ms, n=5, method="inclusive")
     return {
@@ -370,14 +282,10 @@ def figures(batch: int, samples_ms: list[float]) -> Row:
 
 
 def line(case: Case, rows: list[Row]) -> str:
-    """The rows of a case as they are printed."""
+    """The rows of a case as one line of text."""
     cells = [
         f"{row['arm']} {row['ms']:.2f} ms {row['images_per_s']:.0f} images/s "
         f"{row['peak_gib']:.2f} GiB host {row['host_ms']:.1f} ms"
         for row in rows
     ]
     return f"{case} | {' | '.join(cells)}"
-
-
-def _memory_format(model: Model) -> torch.memory_format:
-    return torch.channels_last if model.channels_last else torch.contiguous_format

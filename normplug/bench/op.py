@@ -23,7 +23,7 @@ class Problem:
     Attributes:
         leaves: arguments that get a gradient.
         state: arguments that a call updates in place.
-        gradients: output -> what comes back for it, in the order of the outputs.
+        gradients: output -> the gradient that the backward starts from, in the outputs' order.
     """
 
     leaves: dict[str, Tensor]
@@ -31,12 +31,12 @@ class Problem:
     gradients: dict[str, Tensor]
 
     def calls(self, function: Function) -> dict[str, Call]:
-        """Direction -> a call of `function` in that direction, as a training step makes it."""
+        """Direction ("F", "F+B") -> a call of `function` as in a training step."""
         forward = partial(function, **self.leaves, **self.state)
         return {"F": forward, "F+B": lambda: self._backward(forward())}
 
     def outputs(self, function: Function) -> dict[str, Tensor]:
-        """All that `function` computes: its outputs, gradients and the state, which is spared."""
+        """All that `function` computes: outputs, gradients and a new state; ours stays as it is."""
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         made = function(**self.leaves, **state)
         outputs = [made] if isinstance(made, Tensor) else made
@@ -55,14 +55,13 @@ class Op:
 
     Attributes:
         name: as in `Case.op`.
-        passes: direction -> the fewest passes over the input's bytes that it can be done in.
-        make: the tensors of a case, on a device.
-        normplug: takes what a problem holds, and `backend`; golden.
-        eager: takes what a problem holds; the stock norm, as separate calls of torch.
-        truth: what a problem's outputs are under a target variance.
-        eager_facts: what else a row about `eager` should say.
-        rivals: provider of `rivals.PACKAGES` -> loads its stock norm, which takes what a problem
-            holds.
+        passes: direction -> the fewest passes over the input's bytes.
+        make: makes the tensors of a case on a device.
+        normplug: our function, golden; takes a problem's tensors by name, and `backend`.
+        eager: the stock norm in separate calls of torch; takes a problem's tensors by name.
+        truth: a problem's exact outputs for a target variance.
+        eager_facts: more keys for the rows of `eager`.
+        rivals: provider of `rivals.PACKAGES` -> loads its stock norm, which is called as `eager`.
     """
 
     name: str

@@ -1,21 +1,21 @@
-"""The speed of LayerNorm over the width of its rows, as a picture."""
+"""Pictures of what was measured: the speed of LayerNorm by width, and of whole training steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from normplug._report.figures import new_figure
+from normplug._report.figures import FIXED, Style, draw_line, legend_below, new_figure
 from normplug.bench.suites import WIDTHS_ROWS
-from normplug.compare.canvas import FIXED, Style, draw_line, legend_below
 
 Row = Mapping[str, Any]
 
 OP = "ln"
-# In the order of drawing, in the palette of `compare`: normplug is on top of what it equals.
+# In the order of drawing: normplug is on top of what it equals.
 STYLES = {
     "eager": FIXED["baseline"],
     "compile": FIXED["standard"],
@@ -24,10 +24,27 @@ STYLES = {
     "normplug-triton": Style("#56B4E9", "P", 1.6),
     "normplug": FIXED["golden"],
 }
+# The arms whose steps are drawn, from left to right.
+ARM_COLOURS = {
+    "eager": FIXED["baseline"].colour,
+    "compile": FIXED["standard"].colour,
+    "swap": "#F5D080",
+    "swap+fuse": FIXED["golden"].colour,
+    "swap+fuse+compile": "#009E73",
+}
+
+
+def draw(content: Mapping[str, Any]) -> Figure:
+    """The picture of a JSON file that `normplug.bench kernels` or `models` writes.
+
+    Raises:
+        ValueError: it has no row to draw.
+    """
+    return speed_figure(content) if "copy_gbps" in content else step_figure(content)
 
 
 def speed_figure(content: Mapping[str, Any]) -> Figure:
-    """GB/s over width: a column for each direction, a row for each dtype, a line each provider.
+    """LayerNorm's GB/s by width: a column a direction, a row a dtype, a line a provider.
 
     Args:
         content: of the JSON file that `python -m normplug.bench kernels` writes.
@@ -51,15 +68,77 @@ def speed_figure(content: Mapping[str, Any]) -> Figure:
         for j, direction in enumerate(directions):
             axes = panels[i, j]
             shown = [row for row in rows if (row["dtype"], row["direction"]) == (dtype, direction)]
-            _draw(axes, shown, providers, content["copy_gbps"])
+            _draw_lines(axes, shown, providers, content["copy_gbps"])
             axes.set_title(f"{direction}, {dtype}", loc="left", fontsize="medium")
             axes.label_outer()
     legend_below(figure)
     return figure
 
 
-def _draw(axes: Axes, rows: Iterable[Row], providers: Iterable[str], copy_gbps: float) -> None:
-    """One panel; a provider that has no row here is in its legend, as in that of the others."""
+def step_figure(content: Mapping[str, Any]) -> Figure:
+    """The speed of training steps over eager: a group of bars a case, a bar an arm.
+
+    Args:
+        content: of the JSON file that `python -m normplug.bench models` writes.
+
+    Raises:
+        ValueError: no case has a row of eager.
+    """
+    cases: dict[str, dict[str, Row]] = {}
+    for row in content["rows"]:
+        cases.setdefault(f"{row['model']}\nbatch {row['batch']}", {})[row["arm"]] = row
+    cases = {name: rows for name, rows in cases.items() if "eager" in rows}
+    if not cases:
+        raise ValueError("no row of eager")
+    arms = [arm for arm in ARM_COLOURS if any(arm in rows for rows in cases.values())]
+    how = content["settings"]
+    figure = new_figure(
+        f"Speed of a whole training step over eager PyTorch's, {content['device']}",
+        f"{how['autocast']} autocast, {how['mode']}, torch {content['versions']['torch']}, "
+        f"{content['date'][:10]}; bar: median, line: 20th to 80th percentile",
+        1 + 2 * len(cases),
+        4.4,
+    )
+    axes = figure.subplots()
+    width = 0.82 / len(arms)
+    for place, arm in enumerate(arms, start=1):
+        offset = (place - (len(arms) + 1) / 2) * width
+        shown = {i: rows for i, rows in enumerate(cases.values()) if arm in rows}
+        _draw_bars(axes, [i + offset for i in shown], 0.92 * width, arm, shown.values())
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xticks(range(len(cases)), list(cases))
+    axes.set_ylabel("speed over eager")
+    axes.margins(y=0.1)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    legend_below(figure, columns=len(arms))
+    return figure
+
+
+def _draw_bars(
+    axes: Axes, x: Sequence[float], width: float, arm: str, cases: Collection[Mapping[str, Row]]
+) -> None:
+    """The bars of an arm, each with its height, and a line over the middle 60% of its steps."""
+    speed, slow, fast = (
+        np.array([rows["eager"]["ms"] / rows[arm][key] for rows in cases])
+        for key in ("ms", "ms_p80", "ms_p20")
+    )
+    bars = axes.bar(
+        x,
+        speed,
+        width,
+        yerr=(speed - slow, fast - speed),
+        color=ARM_COLOURS[arm],
+        label=arm,
+        error_kw={"ecolor": "0.25", "elinewidth": 1, "capsize": 2},
+    )
+    axes.bar_label(bars, fmt="%.2f", padding=2, fontsize="x-small")
+
+
+def _draw_lines(
+    axes: Axes, rows: Iterable[Row], providers: Iterable[str], copy_gbps: float
+) -> None:
+    """One panel; a provider without a row here is in the legend all the same."""
     for provider in providers:
         points = {row["shape"][1]: row["gbps"] for row in rows if row["provider"] == provider}
         x = sorted(points)

@@ -1,9 +1,8 @@
-"""What was measured, on what: kept on disk row by row, so that a run cut off loses nothing."""
+"""JSON files of results: written after each row, so that an interrupted run loses nothing."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import normplug
+from normplug._report.files import write_file
 from normplug._report.provenance import versions
 from normplug.bench import rivals
 
@@ -21,15 +21,15 @@ PACKAGES = ("torch", "triton", "cuda", "python", "normplug", *rivals.PACKAGES.va
 
 
 class Results:
-    """The contents of the JSON file.
+    """Rows of measurements, and the JSON file they are in.
 
     Args:
-        path: where to keep them; None for nowhere.
-        packages: whose versions to write down, too.
-        **facts: what else holds for all rows, such as the copy speed they are measured against.
+        path: the file; None to write none.
+        packages: record the versions of these packages, too.
+        **facts: what else holds for all rows, such as the speed of a copy.
 
     Attributes:
-        content: as in the file.
+        content: what the file holds.
     """
 
     def __init__(self, path: Path | None, packages: Sequence[str] = (), **facts: Any) -> None:
@@ -38,24 +38,24 @@ class Results:
         self._save()
 
     def add(self, row: Row) -> None:
-        """One more row, in the file at once."""
+        """Add a row and write the file."""
         self.content["rows"].append(row)
         self._save()
 
     def _save(self) -> None:
         if self._path is not None:
-            write_at_once(self._path, json.dumps(self.content, indent=1) + "\n")
+            write_file(self._path, json.dumps(self.content, indent=1) + "\n")
 
 
 class Kind(NamedTuple):
     """A kind of JSON file.
 
     Attributes:
-        what: what it holds, in words.
+        what: what it holds, for error messages.
         writer: the command that writes it.
-        use: what to do with it, in words.
-        keys: of its object.
-        row_keys: of each of its rows, if it has rows.
+        use: what reads it, for error messages.
+        keys: the keys that its object has at least.
+        row_keys: the keys that each of its rows has at least.
     """
 
     what: str
@@ -87,7 +87,7 @@ KERNELS = Kind(
 MODELS = Kind(
     "times of training steps",
     "normplug.bench models",
-    "`normplug.bench table` takes it",
+    "`normplug.bench table` and `normplug.bench plot` take it",
     ORIGIN | {"settings", "rows"},
     frozenset({"model", "batch", "arm", "ms"}),
 )
@@ -103,15 +103,9 @@ KINDS = (
     MODELS,
     PROFILE,
     Kind(
-        "losses under autocast",
-        "normplug.bench autocast",
-        "that command prints their table, and its --plot draws them",
-        ORIGIN | {"settings", "runs"},
-    ),
-    Kind(
         "a comparison of architectures",
-        "normplug.zoo",
-        "that command's --markdown writes its table",
+        "python tests/zoo",
+        "its option --markdown writes the table",
         ORIGIN | {"rows"},
         frozenset({"library", "name", "result"}),
     ),
@@ -134,7 +128,7 @@ def read(path: Path, kinds: Collection[Kind]) -> dict[str, Any]:
     """The contents of a JSON file of one of `kinds`.
 
     Raises:
-        ValueError: it cannot be read, is no JSON, or is of another kind; the message says which.
+        ValueError: it cannot be read, is not JSON, or is of another kind; the message says which.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -159,7 +153,7 @@ def read(path: Path, kinds: Collection[Kind]) -> dict[str, Any]:
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """Device, versions, those of `packages` too, and date."""
+    """The device, the versions (of `packages`, too) and the date of a measurement."""
     found = versions(*rivals.PACKAGES.values())
     found |= {"cuda": str(torch.version.cuda), "normplug": normplug.__version__}
     return {
@@ -167,11 +161,3 @@ def provenance(*packages: str) -> dict[str, Any]:
         "versions": {name: found[name] for name in (*PACKAGES, *packages) if name in found},
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def write_at_once(path: Path, text: str) -> None:
-    """Write a file such that a reader finds the old text or the new, whatever happens."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half_written = path.with_name(f".{path.name}.{os.getpid()}")
-    half_written.write_text(text, encoding="utf-8")
-    os.replace(half_written, path)

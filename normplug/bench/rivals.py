@@ -1,4 +1,4 @@
-"""The stock norm by other packages, which are measured where they are installed."""
+"""The stock norm of other packages, measured if they are installed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PACKAGES = {"liger": "liger_kernel", "flaggems": "flag_gems"}  # provider -> wha
 
 
 def installed() -> tuple[str, ...]:
-    """The providers whose package is there."""
+    """The providers whose package is installed."""
     return tuple(provider for provider, package in PACKAGES.items() if find_spec(package))
 
 
 def liger_layer_norm(eps: float) -> Function:
-    """That of Liger-Kernel."""
+    """LayerNorm of Liger-Kernel."""
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
     def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def liger_layer_norm(eps: float) -> Function:
 
 
 def flaggems_layer_norm(eps: float) -> Function:
-    """That of FlagGems: its operators called by hand, since enabling them replaces eager's too."""
+    """LayerNorm of FlagGems: its operators called by hand, as enabling them replaces eager's."""
     import flag_gems
 
     class LayerNorm(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Which operations are measured, on which shapes."""
+"""Which operations are measured on which inputs."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ OTHER_SHAPES: tuple[Shape, ...] = (
     (256, 1024, 14, 14),  # ResNet-50, third stage
     (32, 1024, 14, 14),  # the same of a small batch
     (512, 512, 4, 4),  # ResNet-18 on CIFAR: last stage
-    (100, 33, 17, 19),  # no power of two anywhere
+    (100, 33, 17, 19),  # no powers of two
 )
 
 WIDTHS = (256, 768, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-WIDTHS_ROWS = 4096  # of each of these
+WIDTHS_ROWS = 4096  # rows of each width
 VIT_ROWS: Shape = (50432, 768)  # ViT-B/16 at 224 px, batch 256
 FEW_WIDE_ROWS: Shape = (512, 8192)
 # ConvNeXt-T at 224 px, batch 128: its first three stages.
 CONVNEXT_ROWS: tuple[Shape, ...] = ((401_408, 96), (100_352, 192), (25_088, 384))
 SMALL_ROWS: tuple[Shape, ...] = ((32, 128), (512, 256), (4096, 256))
 OTHER_ROWS: tuple[Shape, ...] = (
-    (1_000_000, 64),  # the heads of an attention
-    (1024, 1000),  # no power of two, and no multiple of 16 bytes beyond 8
+    (1_000_000, 64),  # attention heads
+    (1024, 1000),  # divisible by 8, not by 16, and no power of two
     (4096, 12288),  # GPT-3
     (16, 262144),
     (1, 1048576),
@@ -64,8 +64,8 @@ class Case(NamedTuple):
 
     Attributes:
         op: a key of `kernels.OPS`.
-        layout: "NCHW" for contiguous, "NHWC" for channels last, whatever the number of dimensions
-            of space; "NC" where there is none. "rows" for LayerNorm.
+        layout: "NCHW" for contiguous and "NHWC" for channels_last with any number of spatial
+            dimensions, "NC" without them; "rows" for LayerNorm.
         shape: of the input.
         dtype: of the input, by its name in torch.
     """
@@ -85,7 +85,7 @@ def shape_name(shape: Sequence[int]) -> str:
 
 
 def layouts(shape: Shape) -> tuple[str, ...]:
-    """The memory layouts that torch has for a shape."""
+    """The memory layouts of a BatchNorm's input of this shape."""
     if len(shape) == 2:
         return ("NC",)
     return ("NCHW",) if len(shape) == 3 else ("NCHW", "NHWC")
@@ -154,13 +154,13 @@ SUITES: dict[str, tuple[Case, ...]] = {
 def select(
     suite: str, ops: Sequence[str] | None, dtypes: Sequence[str] | None, only: str
 ) -> list[Case]:
-    """The cases of a suite that are wanted.
+    """The cases of a suite that pass all filters.
 
     Args:
         suite: a key of `SUITES`.
         ops: None for all.
         dtypes: None for all.
-        only: part of a case as it is printed: a shape, a layout; "" for all.
+        only: text within the printed case, such as a shape or a layout; "" for all.
     """
     return [
         case

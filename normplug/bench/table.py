@@ -1,10 +1,11 @@
-"""The rows of a run as Markdown."""
+"""The rows of a JSON file as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from normplug._report.markdown import table
 from normplug.bench.suites import SUITES, shape_name
 
 NOTHING = "-"
@@ -20,8 +21,8 @@ def render(content: Mapping[str, Any]) -> str:
     """The whole document.
 
     Args:
-        content: of a JSON file that `python -m normplug.bench` writes: from `kernels`, from
-            `models` or from its `--profile`.
+        content: of a JSON file that `normplug.bench kernels`, `models` or `models --profile`
+            writes.
     """
     if "copy_gbps" in content:
         return _kernels(content)
@@ -98,7 +99,7 @@ def _origin(content: Mapping[str, Any]) -> str:
 
 
 def _floors(rows: Iterable[Row]) -> str:
-    """Each operation's passes over its input."""
+    """The fewest passes over the input, by operation and direction."""
     found: dict[str, dict[str, int]] = {}
     for row in rows:
         found.setdefault(row["op"], {})[row["direction"]] = row["floor_passes"]
@@ -109,7 +110,7 @@ def _floors(rows: Iterable[Row]) -> str:
 
 
 def _table(rows: Iterable[Row], cell: Callable[[Row], str]) -> str:
-    """Of kernels."""
+    """A line for each case of the kernels, a column for each provider."""
     shown = ({**row, "shape": shape_name(row["shape"])} for row in rows)
     return _pivot(shown, COLUMNS, "provider", cell)
 
@@ -117,18 +118,14 @@ def _table(rows: Iterable[Row], cell: Callable[[Row], str]) -> str:
 def _pivot(
     rows: Iterable[Row], columns: Sequence[str], series: str, cell: Callable[[Row], str]
 ) -> str:
-    """A line for each value of `columns`, with a cell for each value of `series`."""
+    """A line for each combination of `columns`, a column for each value of `series`."""
     by_key: dict[Key, dict[str, str]] = {}
     for row in rows:
         key = tuple(str(row[column]) for column in columns)
         by_key.setdefault(key, {})[row[series]] = cell(row)
     names = list(dict.fromkeys(name for cells in by_key.values() for name in cells))
-    lines = [
-        [*columns, *names],
-        ["---"] * len(columns) + ["---:"] * len(names),
-        *([*key, *(cells.get(name, NOTHING) for name in names)] for key, cells in by_key.items()),
-    ]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    lines = ([*key, *(cells.get(name, NOTHING) for name in names)] for key, cells in by_key.items())
+    return table([*columns, *names], lines, text=len(columns))
 
 
 def _us(value: float) -> str:

@@ -1,7 +1,7 @@
-"""How long a call takes: on the GPU alone, on the host alone, and both as a training loop has them.
+"""How long a call takes: on the GPU alone, on the host alone, and on both in a training loop.
 
-Calls that are compared are timed in turns, a few repetitions each, so that a drift of clocks or of
-a shared host falls on all of them.
+Calls to be compared take turns of a few repetitions each, so that a drift of the clocks, or load on
+a shared host, affects all of them.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ Call = Callable[[], Any]
 WARM_UPS = 5
 TURN = 5  # repetitions before the next call's turn
 FEWEST, MOST = 3 * TURN, 10 * TURN  # repetitions
-BUDGET_S = 0.5  # a call, after which FEWEST is enough
+BUDGET_S = 0.5  # seconds for one call's repetitions; a slow call has fewer, but FEWEST at least
 HOST_TURNS = 9
-HOST_CALLS = (5, 50)  # in one turn: few enough that no launch waits for room in the queue
+HOST_CALLS = (5, 50)  # in one turn: so few that no launch waits for a full queue
 HOST_TURN_S = 0.02
-# How long the GPU sleeps before a call, so that all of it is queued by then: from the host's time,
-# with room for a host that is slower now than when it was measured. Seen to fail: it is doubled.
+# The GPU sleeps before a call until the host has queued all of it: LEAD times the host's time, plus
+# LEAD_US. If that was too short, the measurement is repeated with twice the sleep.
 LEAD, LEAD_US = 2.0, 50.0
 LEAD_DOUBLINGS = 8
 COPY_BYTES = 512 * 2**20
-SETTLING = 2  # training steps after another's turn: caches and freed memory were the other's
-SCRATCH_BYTES = 128 * 2**20  # at least; twice the L2 cache where that is more
+SETTLING = 2  # steps not timed at the start of a turn: caches hold another model's data
+SCRATCH_BYTES = 128 * 2**20  # at least; twice the L2 cache if that is more
 
 
 class HostTime(NamedTuple):
     """Microseconds a call.
 
     Attributes:
-        host_us: until the host is free again, the GPU still at work.
-        wall_us: in calls back to back, the slower of host and GPU.
+        host_us: until the host is free again, while the GPU may still work.
+        wall_us: in calls back to back: the time of the slower of host and GPU.
     """
 
     host_us: float
     wall_us: float
 
 
-class Stopwatch:
-    """Times calls on the current CUDA device."""
+class Gpu:
+    """The current CUDA device, as a stopwatch uses it."""
 
     def __init__(self) -> None:
         l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
@@ -56,8 +56,54 @@ class Stopwatch:
         self._scratch = torch.empty(size, dtype=torch.uint8, device="cuda")
         self._cycles_per_us = _cycles_per_us()
 
+    def time_us(self, call: Call, lead_us: float) -> float | None:
+        """Microseconds on the GPU, with a cold L2 cache; None if it had to wait for the host.
+
+        Args:
+            call: what to time.
+            lead_us: how long the GPU sleeps before, while the host queues the call.
+        """
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # The cache is left dirty: the call pays to write this back, as others pay for its output.
+        self._scratch.zero_()
+        gpu_sleep(int(lead_us * self._cycles_per_us))
+        start.record()
+        call()
+        end.record()
+        waited = start.query()
+        end.synchronize()
+        return None if waited else start.elapsed_time(end) * 1e3
+
+    def back_to_back(self, call: Call, count: int) -> HostTime:
+        """Make `count` calls; the GPU is idle before and after them."""
+        start = _at_rest()
+        for _ in range(count):
+            call()
+        queued = time.perf_counter()
+        done = _at_rest()
+        return HostTime((queued - start) / count * 1e6, (done - start) / count * 1e6)
+
+
+class Stopwatch:
+    """Times calls.
+
+    Args:
+        gpu: where they run; None for the current CUDA device.
+        clock: seconds, to see how many repetitions are affordable.
+    """
+
+    def __init__(
+        self, gpu: Gpu | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._gpu = gpu or Gpu()
+        self._clock = clock
+
     def gpu_us(self, calls: Mapping[str, Call]) -> dict[str, list[float]]:
-        """Name -> microseconds of each repetition, from a cold L2 cache, launches excluded."""
+        """Name -> microseconds of each repetition, with a cold L2 cache and without the launch.
+
+        Raises:
+            RuntimeError: the GPU waits for the host however long it sleeps before a call.
+        """
         plans = {name: self._plan(call) for name, call in calls.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for done in range(0, MOST, TURN):
@@ -68,61 +114,53 @@ class Stopwatch:
 
     def host_time(self, calls: Mapping[str, Call]) -> dict[str, HostTime]:
         """Name -> medians over turns of calls back to back."""
-        counts = {name: _calls_in_a_turn(call) for name, call in calls.items()}
+        counts = {name: self._calls_in_a_turn(call) for name, call in calls.items()}
         turns: dict[str, list[HostTime]] = {name: [] for name in calls}
         for _ in range(HOST_TURNS):
             for name, call in calls.items():
-                turns[name].append(_back_to_back(call, counts[name]))
+                turns[name].append(self._gpu.back_to_back(call, counts[name]))
         return {
             name: HostTime(*(statistics.median(column) for column in zip(*times, strict=True)))
             for name, times in turns.items()
         }
 
     def copy_gbps(self) -> float:
-        """The speed of a large copy, read and written, in 1e9 bytes a second."""
+        """The speed of a large copy in 1e9 bytes a second, read and written bytes together."""
         source = torch.randn(COPY_BYTES // 2, device="cuda").to(torch.bfloat16)
         target = torch.empty_like(source)
         samples = self.gpu_us({"copy": lambda: target.copy_(source)})["copy"]
         return 2 * COPY_BYTES / statistics.median(samples) / 1e3
 
     def _plan(self, call: Call) -> tuple[int, float]:
-        """How often to repeat, and how long the GPU has to be kept busy for the host to queue."""
-        _back_to_back(call, WARM_UPS)
-        lead_us = LEAD_US + LEAD * _back_to_back(call, WARM_UPS).host_us
-        start = time.perf_counter()
+        """How often to repeat the call, and how long the GPU must sleep before it."""
+        self._gpu.back_to_back(call, WARM_UPS)
+        lead_us = LEAD_US + LEAD * self._gpu.back_to_back(call, WARM_UPS).host_us
+        start = self._clock()
         self._sample(call, lead_us)
-        affordable = int(BUDGET_S / (time.perf_counter() - start))
+        affordable = int(BUDGET_S / (self._clock() - start))
         return min(max(affordable, FEWEST), MOST), lead_us
 
     def _sample(self, call: Call, lead_us: float) -> float:
         for doubling in range(LEAD_DOUBLINGS):
-            us = self._attempt(call, lead_us * 2**doubling)
+            us = self._gpu.time_us(call, lead_us * 2**doubling)
             if us is not None:
                 return us
         raise RuntimeError(
-            "normplug.bench: the GPU waits for the host however far that runs ahead: "
+            "normplug.bench: the GPU waits for the host, however long it sleeps before the call: "
             "does the call synchronise?"
         )
 
-    def _attempt(self, call: Call, lead_us: float) -> float | None:
-        """Microseconds on the GPU; None where it had to wait for the host."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Left dirty: the call pays to write back as much of this as it leaves behind of its own.
-        self._scratch.zero_()
-        gpu_sleep(int(lead_us * self._cycles_per_us))
-        start.record()
-        call()
-        end.record()
-        waited = start.query()
-        end.synchronize()
-        return None if waited else start.elapsed_time(end) * 1e3
+    def _calls_in_a_turn(self, call: Call) -> int:
+        fewest, most = HOST_CALLS
+        wall_s = self._gpu.back_to_back(call, fewest).wall_us / 1e6
+        return min(max(int(HOST_TURN_S / wall_s), fewest), most)
 
 
 class StepStopwatch:
     """Times and weighs whole training steps on the current CUDA device."""
 
     def turn_ms(self, step: Call, count: int) -> list[float]:
-        """Milliseconds of each of `count` steps back to back, the slower of host and GPU."""
+        """Milliseconds of each of `count` steps back to back: the slower of host and GPU."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         for _ in range(SETTLING):
             step()
@@ -134,10 +172,10 @@ class StepStopwatch:
         return [start.elapsed_time(end) for start, end in pairwise(marks)]
 
     def host_ms(self, step: Callable[[Callable[[], None]], Any]) -> float:
-        """Milliseconds that the host takes over a step, the GPU idle before it.
+        """Milliseconds of the host for one step; the GPU is idle at its start.
 
-        The step calls what it is given between its parts, where the host waits for the GPU and is
-        not timed: in a queue without room for a part's launches it would wait, and be timed.
+        The step calls its argument between its parts. There the host waits for the GPU, untimed, so
+        that the queue has room for the next part's launches: a full queue would add to the time.
         """
         total, start = 0.0, _at_rest()
 
@@ -151,44 +189,27 @@ class StepStopwatch:
         return total * 1e3
 
     def peak_bytes(self, step: Call) -> int:
-        """The most that tensors hold during a step, whosever they are."""
+        """The most bytes that all tensors on the device hold during a step."""
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
 
     def held_bytes(self) -> int:
-        """What tensors hold now, garbage collected."""
+        """The bytes that tensors hold now, after garbage collection."""
         gc.collect()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
 
 def _at_rest() -> float:
-    """The time, when the GPU has nothing left to do."""
+    """Wait for the GPU, then return the time."""
     torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def _back_to_back(call: Call, count: int) -> HostTime:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    queued = time.perf_counter()
-    torch.cuda.synchronize()
-    done = time.perf_counter()
-    return HostTime((queued - start) / count * 1e6, (done - start) / count * 1e6)
-
-
-def _calls_in_a_turn(call: Call) -> int:
-    fewest, most = HOST_CALLS
-    wall_s = _back_to_back(call, fewest).wall_us / 1e6
-    return min(max(int(HOST_TURN_S / wall_s), fewest), most)
-
-
 def _cycles_per_us() -> float:
-    """The clock that `gpu_sleep` counts in; the first sleep also wakes an idle GPU."""
+    """Cycles of `gpu_sleep` in a microsecond; the first sleep also wakes an idle GPU."""
     cycles, rates = 20_000_000, []
     for _ in range(4):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

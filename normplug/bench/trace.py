@@ -1,4 +1,4 @@
-"""What a call of ours puts on the GPU, as a timeline."""
+"""A timeline of what our calls put on the GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from normplug.bench.suites import Case
 
 
 def trace(cases: Iterable[Case], path: Path, device: str) -> None:
-    """Write a Chrome trace of one warm call of normplug for each case and direction.
+    """Write a Chrome trace: one call of normplug, after a warm-up, for each case and direction.
 
     Args:
         cases: what to call.
-        path: of the trace, for chrome://tracing or Perfetto.
+        path: of the trace; Perfetto and chrome://tracing show it.
         device: "cuda", or "cpu".
     """
     with profile() as profiler:

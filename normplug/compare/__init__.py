@@ -1,4 +1,7 @@
-"""Gather the runs of a sweep into one honest table and its plots (needs the `train` extra)."""
+"""A tool: gather the runs of a sweep into one honest table and its plots (needs the `train` extra).
+
+It imports `_report`; train.py calls it at the end of a sweep.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normplug._extras import needs
+from normplug._report.files import write_file
 from normplug.compare.gather import find_runs, group_runs
 
 if TYPE_CHECKING:
@@ -68,9 +72,8 @@ def compare(
     rows = [row for group in groups for row in summarise(group)]
 
     target = root if out is None else Path(out)
-    target.mkdir(parents=True, exist_ok=True)
     paths = [target / name for name in ("summary.md", "summary.csv", "runs.csv")]
-    paths[0].write_text(markdown, encoding="utf-8")
+    write_file(paths[0], markdown)
     write_summary(paths[1], rows)
     write_runs(paths[2], groups, unreadable, root)
     styles = arm_styles(groups)

@@ -1,11 +1,11 @@
-"""Rows of dots: a row for each arm, a dot for each seed, and what stands for all of them."""
+"""Rows of dots: a row for each arm, a dot for each seed, and a bar for all of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 
-from normplug._report.figures import wrapped
-from normplug.compare.canvas import Style, seed_count
+from normplug._report.figures import Style, wrapped
+from normplug.compare.canvas import seed_count
 from normplug.compare.gather import Group
 
 
@@ -20,7 +20,7 @@ def row_height(names: Iterable[str]) -> float:
 
 
 def say_no_pair(axes: Axes, group: Group) -> None:
-    """Say it in place of a panel."""
+    """Replace a panel by the sentence that no seed can be compared."""
     axes.set_axis_off()
     text = f"no seed to compare with {group.reference or 'a reference'}"
     axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes)
@@ -36,6 +36,6 @@ def draw_dots(
 
 
 def draw_bar(axes: Axes, row: int, middle: float, low: float, high: float) -> None:
-    """What stands for all dots of a row, below them; `low` and `high` may round past `middle`."""
+    """A bar below the dots of a row; rounding may put `low` above `middle`, or `high` below."""
     spread = [[max(middle - low, 0.0)], [max(high - middle, 0.0)]]
     axes.errorbar(middle, row + 0.28, xerr=spread, color="black", marker="|", ms=12, capsize=3)

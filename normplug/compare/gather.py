@@ -8,11 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-BASELINE = "baseline"
-REFUSAL = "refused.txt"  # beside a finished result: why the sweep under way could not use it
-ARM_ORDER = (BASELINE, "standard", "golden")
-# What the other arms are compared with: the first that has a finished run. Both are stock norms.
-REFERENCES = (BASELINE, "standard")
+from normplug._report.arms import ARM_ORDER, REFERENCES, REFUSAL
+from normplug._report.arms import BASELINE as BASELINE  # for normplug.experiment
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Group:
         model: name of the network.
         data: name of the data set.
         arms: arm -> seed -> the run used; arms in the order of the table.
-        left_out: runs that gave way to another of the same arm and seed.
+        left_out: runs replaced by a finished or newer run of the same arm and seed.
     """
 
     model: str
@@ -100,7 +97,7 @@ class Group:
 
 
 def find_runs(directory: Path) -> tuple[list[Run], dict[Path, str]]:
-    """Read every `result.json` at any depth: the runs, and the files that are none and why."""
+    """The runs of every `result.json` at any depth, and unreadable files with the reason."""
     if not directory.is_dir():
         raise FileNotFoundError(
             f"normplug.compare: {directory} is not a directory. "

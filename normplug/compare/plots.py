@@ -7,11 +7,19 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from normplug._report.figures import new_figure, whole_numbers
-from normplug.compare.canvas import Style, draw_line, legend_below, seed_count
+from normplug._report.figures import (
+    Style,
+    draw_line,
+    legend_below,
+    new_figure,
+    save_figure,
+    whole_numbers,
+)
+from normplug._report.intervals import t_interval
+from normplug.compare.canvas import seed_count
 from normplug.compare.dots import draw_bar, draw_dots, row_height, row_name, say_no_pair
 from normplug.compare.gather import Group
-from normplug.compare.stats import accuracies, paired_differences, t_interval
+from normplug.compare.stats import accuracies, paired_differences
 from normplug.compare.throughput import speeds_by_hardware, throughput_figure
 from normplug.compare.variance import Variance
 from normplug.compare.variance_plots import variance_by_depth_figure, variance_by_step_figure
@@ -38,7 +46,7 @@ def draw(
     paths = []
     for name, figure in figures.items():
         paths.append(out / f"{name}_{stem}.png")
-        figure.savefig(paths[-1], dpi=150)
+        save_figure(figure, paths[-1])
     return paths
 
 

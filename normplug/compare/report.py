@@ -4,8 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from normplug.compare.gather import REFERENCES, Group, Run
-from normplug.compare.stats import Interval, Row, summarise
+from normplug._report.arms import REFERENCES
+from normplug._report.intervals import Interval
+from normplug._report.markdown import table
+from normplug.compare.gather import Group, Run
+from normplug.compare.stats import Row, summarise
 
 NOTHING = "-"
 HOW_TO_READ = f"""## How to read the tables
@@ -70,16 +73,7 @@ def _table(group: Group) -> str:
         "peak, MiB",
         "norms swapped",
     )
-    lines = [header, *(_cells(row) for row in summarise(group))]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-
-    def join(cells: Sequence[str]) -> str:
-        first = cells[0].ljust(widths[0])
-        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return f"| {' | '.join([first, *rest])} |\n"
-
-    rule = f"|{'-' * (widths[0] + 2)}|{'|'.join('-' * (w + 1) + ':' for w in widths[1:])}|\n"
-    return join(lines[0]) + rule + "".join(join(line) for line in lines[1:])
+    return table(header, map(_cells, summarise(group)), padded=True)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -94,7 +88,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.arm == row.reference:
         difference = ratio = "reference"
     return (
-        row.arm.replace("|", "/"),
+        row.arm,
         f"{row.n_finished} of {row.n_expected}",
         accuracy,
         difference,

@@ -4,8 +4,10 @@ import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from normplug._report.files import replace_file
+from normplug._report.intervals import Interval
 from normplug.compare.gather import Group, Run
-from normplug.compare.stats import Interval, Row
+from normplug.compare.stats import Row
 
 REFERENCE_COLUMNS = ("reference", "why_reference")
 SUMMARY_COLUMNS = (
@@ -103,7 +105,7 @@ def _run_line(run: Run, root: Path, averaged: bool) -> dict[str, object]:
 
 
 def _write(path: Path, columns: Sequence[str], lines: Iterable[Mapping[str, object]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with replace_file(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=columns)
         writer.writeheader()
         writer.writerows(lines)

@@ -1,23 +1,14 @@
 """Means, 95% t-intervals, and differences to the reference paired by seed."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtrit
 
+from normplug._report.intervals import Interval, geometric_mean, t_interval
 from normplug.compare.gather import Group, Run
 
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over `n` values, and half the width of its 95% t-interval (None for one value)."""
-
-    n: int
-    mean: float
-    half_width: float | None
 
 
 @dataclass(frozen=True)
@@ -59,18 +50,6 @@ class Row:
     norms_swapped: list[int]
 
 
-def t_interval(values: Collection[float]) -> Interval | None:
-    """The mean of `values`, plus or minus t(0.975, n - 1) * s / sqrt(n)."""
-    sample = np.array(list(values), dtype=float)
-    n = sample.size
-    if n == 0:
-        return None
-    if n == 1:
-        return Interval(1, float(sample[0]), None)
-    half_width = stdtrit(n - 1, 0.975) * sample.std(ddof=1) / np.sqrt(n)
-    return Interval(n, float(sample.mean()), float(half_width))
-
-
 def accuracies(group: Group, arm: str) -> dict[int, float]:
     """Test accuracy by seed, of the finished runs that have one."""
     return _values(group.finished(arm), "test_accuracy")
@@ -97,11 +76,6 @@ def speed_ratios(group: Group, arm: str) -> dict[int, float]:
         if runs[seed].hardware == references[seed].hardware
         and min(found[seed], reference[seed]) > 0
     }
-
-
-def geometric_mean(ratios: Collection[float]) -> float:
-    """The mean of ratios: that of their inverses is its inverse."""
-    return float(np.exp(np.mean(np.log(list(ratios)))))
 
 
 def summarise(group: Group) -> list[Row]:

@@ -6,17 +6,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from normplug._report.figures import new_figure, wrapped
-from normplug.compare.canvas import Style
+from normplug._report.figures import Style, new_figure, wrapped
+from normplug._report.intervals import geometric_mean
 from normplug.compare.dots import draw_bar, draw_dots, row_height, row_name, say_no_pair
 from normplug.compare.gather import Group
-from normplug.compare.stats import geometric_mean, speed_ratios
+from normplug.compare.stats import speed_ratios
 
 Speeds = Mapping[str, Mapping[int, float]]  # arm -> seed -> images/s, on one hardware
 
 
 def throughput_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
-    """Images/s of every run, and its ratio to the reference's: a row of panels each hardware."""
+    """Images/s of each run, and its ratio to the reference's; a row of panels a hardware."""
     by_hardware = speeds_by_hardware(group)
     names = {
         hardware: [row_name(arm, len(by_seed), group) for arm, by_seed in arms.items()]

@@ -37,7 +37,7 @@ class Variance:
 
 @dataclass(frozen=True)
 class GroupVariance:
-    """The mean variances of each arm that has any, and what is lacking."""
+    """The mean variances of each arm that has any, and notes on what is missing."""
 
     by_arm: dict[str, Variance]
     notes: list[str]
@@ -100,7 +100,7 @@ def read_variance(path: Path) -> Variance:
 
 
 def mean_variance(runs: list[Variance]) -> Variance | None:
-    """The mean over runs at the steps that all of them logged; None where there is none."""
+    """The mean over runs at the steps that all of them logged; None if they share no step."""
     steps = reduce(np.intersect1d, [run.steps for run in runs])
     depths = reduce(np.intersect1d, [run.depths for run in runs])
     if not steps.size or not depths.size:

@@ -8,16 +8,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from normplug._report.figures import (
+    Style,
     colour_bar,
     colour_scale,
+    draw_line,
     heat_map,
+    legend_below,
     log_span,
     new_figure,
     plain_ticks,
     whole_numbers,
     wrapped,
 )
-from normplug.compare.canvas import Style, draw_line, legend_below, seed_count
+from normplug.compare.canvas import seed_count
 from normplug.compare.variance import Variance
 
 PANELS = {

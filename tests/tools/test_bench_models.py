@@ -3,44 +3,31 @@
 import copy
 import gc
 import json
-import subprocess
 import sys
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import normplug
-from normplug.bench import groups, models
+from bench_cases import command
+from normplug.bench import models
 from normplug.bench.__main__ import main
-from normplug.bench.groups import GROUPS, group, profiled, summed
 from normplug.bench.models import (
     ARMS,
     GRAPHED,
-    MODELS,
     ROUNDS,
     TURN,
     WARM_UPS,
     Captured,
-    Case,
-    Model,
-    select,
 )
+from normplug.bench.nets import MODELS, Case, Model, select
 from normplug.bench.results import Results
-from normplug.bench.table import render
 
-ROOT = Path(__file__).parents[2]
 TINY = Case("tiny", 4)
 UNFUSED = ["eager", "swap", "no-norm"]  # and uncompiled
-CONTENT = {
-    "device": "a GPU",
-    "versions": {"torch": "2.15"},
-    "date": "2026-11-22T01:02:03+00:00",
-    "settings": models.SETTINGS,
-}
 
 
 class SubLayerNorm(nn.LayerNorm):
@@ -48,18 +35,20 @@ class SubLayerNorm(nn.LayerNorm):
 
 
 class TinyNet(nn.Sequential):
-    def __init__(self, *, classes, image_size):
-        shared = SubLayerNorm(image_size)
+    """5 classes of images of 6x6 pixels."""
+
+    def __init__(self):
+        shared = SubLayerNorm(6)
         super().__init__(
             nn.Conv2d(3, 4, 3, padding=1),
             nn.BatchNorm2d(4),
             nn.ReLU(),
-            nn.LayerNorm(image_size),
+            nn.LayerNorm(6),
             shared,
             nn.Identity(),
             shared,
             nn.Flatten(),
-            nn.Linear(4 * image_size**2, classes),
+            nn.Linear(4 * 6**2, 5),
         )
 
 
@@ -87,7 +76,7 @@ class Still:
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    model = Model(TinyNet, (4, 2), image_size=6, classes=5, channels_last=True)
+    model = Model(TinyNet, (4, 2), image_size=6, classes=5)
     monkeypatch.setitem(MODELS, "tiny", model)
     return model
 
@@ -102,18 +91,16 @@ def measured(arms, tmp_path, stopwatch=None, profiles=None):
 @pytest.mark.parametrize("name", ["resnet50", "vit_b_16", "convnext_tiny"])
 def test_a_network_has_the_weights_of_torchvisions(name):
     get_model = pytest.importorskip("torchvision.models").get_model
-    model = MODELS[name]
     with torch.device("meta"):
-        ours = model.build(classes=model.classes, image_size=model.image_size).state_dict()
+        ours = MODELS[name].build().state_dict()
         theirs = get_model(name).state_dict()
     assert {key: t.shape for key, t in ours.items()} == {k: t.shape for k, t in theirs.items()}
 
 
 def test_the_network_for_cifar_has_a_stem_for_small_images():
     pytest.importorskip("torchvision")
-    model = MODELS["resnet18-cifar"]
     with torch.device("meta"):
-        net = model.build(classes=model.classes, image_size=model.image_size)
+        net = MODELS["resnet18-cifar"].build()
         assert net(torch.empty(2, 3, 32, 32)).shape == (2, 10)
     assert (net.conv1.kernel_size, net.conv1.stride) == ((3, 3), (1, 1))
     assert not any(isinstance(module, nn.MaxPool2d) for module in net.modules())
@@ -146,7 +133,7 @@ def fused(monkeypatch):
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_arm_is_what_it_is_named_for(arm, tiny, fused):
     torch.manual_seed(1)
-    stock = TinyNet(classes=5, image_size=6)
+    stock = TinyNet()
     before = copy.deepcopy(stock.state_dict())
     net = models.build(stock, arm, tiny, "cpu")
     compiled = isinstance(net, torch._dynamo.eval_frame.OptimizedModule)
@@ -180,8 +167,8 @@ def test_the_fused_arm_trains_as_the_swapped_one(tmp_path):
 
 def test_a_step_trains_under_autocast_and_leaves_the_weights(tiny):
     torch.manual_seed(0)
-    net = models.build(TinyNet(classes=5, image_size=6), "swap", tiny, "cpu")
-    images, labels = models.make_batch(TINY, "cpu")
+    net = models.build(TinyNet(), "swap", tiny, "cpu")
+    images, labels = tiny.random_batch(4, "cpu")
     assert images.shape == (4, 3, 6, 6)
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert set(labels.tolist()) <= set(range(5))
@@ -315,70 +302,6 @@ def test_a_compiled_arm_trains_as_the_eager_one(tmp_path, monkeypatch):
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=0.02)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "expected"),
-    [
-        ("batch_norm_columns_forward", "norm"),
-        ("layer_norm_wide_backward", "norm"),
-        ("void at::native::batch_norm_transform_input_channels_last_kernel<c10::BFloat16>", "norm"),
-        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>", "norm"),
-        ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernel<float>", "norm"),
-        ("void cudnn::bn_fw_tr_1C11_kernel_NHWC<__nv_bfloat16, float>", "norm"),
-        ("triton_red_fused__native_batch_norm_legit_functional_add_relu_4", "norm"),
-        ("triton_per_fused__to_copy_add_native_layer_norm_7", "norm"),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "conv/gemm"),
-        ("sm90_xmma_dgrad_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "conv/gemm"),
-        ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop>", "conv/gemm"),
-        ("void wgrad2d_grouped_direct_kernel<__nv_bfloat16, float>", "conv/gemm"),
-        ("void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits>", "conv/gemm"),
-        ("triton_tem_fused_mm_0", "conv/gemm"),
-        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", "elementwise"),
-        ("void at::native::vectorized_elementwise_kernel<4, normal_and_transform>", "elementwise"),
-        ("triton_poi_fused__to_copy_add_convolution_relu_3", "elementwise"),
-        ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copy"),
-        ("void cudnn::engines_precompiled::nchwToNhwcKernel<float>", "copy"),
-        ("Memcpy DtoD (Device -> Device)", "copy"),
-        ("Memset (Device)", "copy"),
-        ("triton_poi_fused__to_copy_convolution_12", "copy"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<copy>", "optimizer"),
-        ("void at::native::(anonymous namespace)::max_pool_forward_nhwc<float>", "other"),
-        ("triton_red_fused_sum_5", "other"),
-    ],
-)
-def test_a_kernel_is_in_the_group_that_its_name_speaks_for(kernel, expected):
-    assert group(kernel) == expected
-    assert {expected, *groups.LIBRARIES, *groups.INDUCTOR} <= set(GROUPS)
-
-
-def test_a_profile_counts_the_gpus_work_once_and_nothing_else():
-    events = [
-        {"ph": "X", "cat": "kernel", "name": "layer_norm_rows_forward", "dur": 3000.0},
-        {"ph": "X", "cat": "kernel", "name": "layer_norm_rows_forward", "dur": 1000.0},
-        {"ph": "X", "cat": "kernel", "name": "some_gemm", "dur": 6000.0},
-        {"ph": "X", "cat": "gpu_memset", "name": "Memset (Device)", "dur": 200.0},
-        {"ph": "X", "cat": "gpu_user_annotation", "name": "Optimizer.step#SGD.step", "dur": 9e9},
-        {"ph": "X", "cat": "cpu_op", "name": "aten::layer_norm", "dur": 9e9},
-        {"ph": "M", "name": "process_name"},
-    ]
-    found = summed(events, 2)
-    assert found["groups_ms"] == dict.fromkeys(GROUPS, 0.0) | {
-        "norm": 2.0,
-        "conv/gemm": 3.0,
-        "copy": pytest.approx(0.1),
-    }
-    assert found["kernels"][:2] == [
-        {"name": "some_gemm", "group": "conv/gemm", "ms": 3.0, "calls": 0.5},
-        {"name": "layer_norm_rows_forward", "group": "norm", "ms": 2.0, "calls": 1.0},
-    ]
-
-
-def test_profiling_calls_the_step_so_often_and_reads_the_trace():
-    done = []
-    found = profiled(lambda: done.append(torch.ones(3) + 1))
-    assert len(done) == groups.STEPS
-    assert list(found["groups_ms"]) == list(GROUPS)
-
-
 def test_there_is_a_profile_of_each_arm(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "profiled", lambda step: {"groups_ms": {"norm": float(step())}})
     path = tmp_path / "profile.json"
@@ -390,49 +313,11 @@ def test_there_is_a_profile_of_each_arm(tmp_path, monkeypatch):
     assert all(row["groups_ms"]["norm"] > 0 for row in rows)
 
 
-def a_row(model, batch, arm, ms):
-    figures = {"images_per_s": 1e3 * batch / ms, "peak_gib": ms / 10, "host_ms": ms / 4}
-    return {"model": model, "batch": batch, "arm": arm, "ms": ms, **figures}
-
-
-def test_the_table_has_a_line_for_each_case_and_a_cell_for_each_arm():
-    rows = [
-        a_row("net", 8, "eager", 20.0),
-        a_row("net", 8, "swap", 16.0),
-        a_row("net", 4, "swap", 10.0),
-    ]
-    lines = render({**CONTENT, "rows": rows}).splitlines()
-    assert lines[0] == (
-        "a GPU, torch 2.15, 2026-11-22. Training under bfloat16 autocast, SGD, momentum 0.9, "
-        "foreach; swapped in mode golden."
-    )
-    tables = [line for line in lines if line.startswith("| net")]
-    assert tables == [
-        "| net | 8 | 20.00 ms, 400/s (1.00x) | 16.00 ms, 500/s (1.25x) |",
-        "| net | 4 | - | 10.00 ms, 400/s |",
-        "| net | 8 | 2.00 | 1.60 |",
-        "| net | 4 | - | 1.00 |",
-        "| net | 8 | 5.00 | 4.00 |",
-        "| net | 4 | - | 2.50 |",
-    ]
-    assert lines.count("| model | batch | eager | swap |") == 3
-
-
-def test_the_table_of_a_profile_has_a_line_for_each_arm_and_a_cell_for_each_group(tmp_path, capsys):
-    row = {"model": "net", "batch": 8, "arm": "swap", "kernels": []}
-    row["groups_ms"] = {name: float(place) for place, name in enumerate(GROUPS)}
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps({**CONTENT, "rows": [row]}))
-    main(["table", str(path)])
-    lines = capsys.readouterr().out.splitlines()
-    assert f"| model | batch | arm | {' | '.join(GROUPS)} |" in lines
-    assert lines[-1] == "| net | 8 | swap | 0.00 | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 |"
-
-
 @pytest.fixture
 def runs(monkeypatch):
     """Let the command line run where there is no GPU; what it would measure, and the rows."""
-    asked, rows = [], [a_row("tiny", 4, "eager", 20.0)]
+    figures = dict.fromkeys(("ms", "images_per_s", "peak_gib", "host_ms"), 20.0)
+    asked, rows = [], [{"model": "tiny", "batch": 4, "arm": "eager", **figures}]
 
     def run(*arguments):
         asked.append(arguments)
@@ -478,29 +363,12 @@ def test_without_torchvision_it_says_what_to_install(runs, monkeypatch):
     assert runs[0] == []
 
 
-def command(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "normplug.bench", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        **options,
-    )
-
-
-def test_without_a_gpu_it_says_so():
-    done = command("models", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 1
-    message = "normplug.bench needs a CUDA device; torch.cuda.is_available() is False."
-    assert done.stderr.splitlines()[-1] == message
-
-
 @pytest.mark.gpu
 # A graph is captured on a stream of its own, and gradients then accumulate on another.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_a_captured_step_holds_on_to_the_weights_that_it_reads(tiny):
-    batch = models.make_batch(TINY, "cuda")
-    net = TinyNet(classes=tiny.classes, image_size=tiny.image_size).cuda()
+    batch = tiny.random_batch(4, "cuda")
+    net = TinyNet().cuda()
     step = models.make_step(net, *batch)
     expected = step().item()
     captured = Captured(step)

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats as scipy_stats
 
+from normplug._report.intervals import t_interval
 from normplug.compare import compare
 from normplug.compare.__main__ import main
 from normplug.compare.gather import find_runs, group_runs
 from normplug.compare.plots import file_stems
 from normplug.compare.report import render
-from normplug.compare.stats import Row, summarise, t_interval
+from normplug.compare.sheets import write_runs, write_summary
+from normplug.compare.stats import Row, summarise
 from normplug.compare.variance import gather_variance, mean_variance, read_variance
 
 VARIANCE_HEADER = (
@@ -70,20 +71,20 @@ def report_of(root: Path) -> str:
     return render(groups, [[] for _ in groups], unreadable, root)
 
 
+def tables_of(root: Path) -> tuple[list[Row], str, dict[str, list[dict[str, str]]]]:
+    """What `compare` finds and writes, but for the plots: rows, report, name of a CSV -> lines."""
+    runs, unreadable = find_runs(root)
+    groups = group_runs(runs)
+    rows = [row for group in groups for row in summarise(group)]
+    write_summary(root / "summary.csv", rows)
+    write_runs(root / "runs.csv", groups, unreadable, root)
+    tables = {name: read_csv(root / f"{name}.csv") for name in ("summary", "runs")}
+    return rows, report_of(root), tables
+
+
 def read_csv(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
-
-
-@pytest.mark.parametrize("n", [2, 3, 10])
-def test_interval_is_scipys(n: int) -> None:
-    values = np.random.default_rng(n).normal(0.9, 0.01, n)
-    expected = scipy_stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-    found = t_interval(values)
-    assert found is not None
-    assert found.half_width is not None
-    assert found.mean - found.half_width == pytest.approx(expected.low, rel=1e-12)
-    assert found.mean + found.half_width == pytest.approx(expected.high, rel=1e-12)
 
 
 def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
@@ -116,8 +117,8 @@ def test_only_finished_runs_are_averaged_and_all_others_are_listed(tmp_path: Pat
     cut.mkdir()
     (cut / "result.json").write_text('{"arm": "golden", ')
 
-    comparison = compare(tmp_path)
-    rows = {row.arm: row for row in comparison.rows}
+    found, markdown, tables = tables_of(tmp_path)
+    rows = {row.arm: row for row in found}
     assert (rows["golden"].n_finished, rows["golden"].n_expected) == (1, 4)
     assert rows["golden"].test_accuracy == t_interval([0.8])
     assert rows["standard"].test_accuracy == t_interval([0.7, 0.7])
@@ -132,8 +133,8 @@ def test_only_finished_runs_are_averaged_and_all_others_are_listed(tmp_path: Pat
         "70.00 ± 0.00 (n = 2)",
         "# Comparison of 12 runs in ",
     ):
-        assert line in comparison.markdown
-    averaged = [line["averaged"] for line in read_csv(tmp_path / "runs.csv")]
+        assert line in markdown
+    averaged = [line["averaged"] for line in tables["runs"]]
     assert averaged.count("False") == 4
     assert len(averaged) == 12
 
@@ -185,8 +186,8 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(
     write_run(tmp_path, "baseline", 0, model="other", test_accuracy=0.5)
     write_run(tmp_path, "standard", 0, model="other", test_accuracy=0.6)
 
-    comparison = compare(tmp_path)
-    rows = {(row.model, row.arm): row for row in comparison.rows}
+    found, markdown, tables = tables_of(tmp_path)
+    rows = {(row.model, row.arm): row for row in found}
     golden = rows["resnet18", "golden"]
     assert golden.reference == "standard"
     assert golden.difference is not None
@@ -196,18 +197,15 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(
     assert rows["resnet18", "standard"].difference is None
     assert rows["other", "standard"].reference == "baseline"
     why = f"baseline has {'no run' if status == 'none' else 'no finished run'}"
-    other, ours = comparison.markdown.split("## resnet18 on digits")
+    other, ours = markdown.split("## resnet18 on digits")
     for words in (" minus standard, points ", f"Reference: standard, since {why}.\n"):
         assert words in ours
     for words in (" minus baseline, points ", "Reference: baseline, since it has finished runs.\n"):
         assert words in other
     (line,) = [line for line in ours.splitlines() if line.startswith("| standard")]
     assert line.count("reference") == 2
-    for name in ("summary.csv", "runs.csv"):
-        stated = {
-            (line["model"], line["reference"], line["why_reference"])
-            for line in read_csv(tmp_path / name)
-        }
+    for lines in tables.values():
+        stated = {(line["model"], line["reference"], line["why_reference"]) for line in lines}
         assert stated == {
             ("resnet18", "standard", why),
             ("other", "baseline", "it has finished runs"),
@@ -217,11 +215,12 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(
 def test_one_seed_has_a_mean_and_no_interval(tmp_path: Path) -> None:
     write_run(tmp_path, "baseline", 0, test_accuracy=0.9)
     write_run(tmp_path, "golden", 0, test_accuracy=0.91)
-    table = [line for line in compare(tmp_path).markdown.splitlines() if line.startswith("| g")]
-    assert "91.00 " in table[0]
-    assert "+1.00 (1 pair)" in table[0]
-    assert "±" not in table[0]
-    assert read_csv(tmp_path / "summary.csv")[1]["test_accuracy_t95_half_width"] == ""
+    _, markdown, tables = tables_of(tmp_path)
+    (line,) = [line for line in markdown.splitlines() if line.startswith("| g")]
+    assert "91.00 " in line
+    assert "+1.00 (1 pair)" in line
+    assert "±" not in line
+    assert tables["summary"][1]["test_accuracy_t95_half_width"] == ""
 
 
 def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(tmp_path: Path) -> None:

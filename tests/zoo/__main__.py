@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as `python tests/zoo`
+sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])  # `zoo` and the checkout's normplug
 
-from normplug.bench.results import write_at_once  # noqa: E402
+from normplug._report.files import write_file  # noqa: E402
 from zoo.run import LIBRARIES, run  # noqa: E402
 from zoo.table import render, summary  # noqa: E402
 
@@ -25,11 +25,11 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--library", choices=LIBRARIES, action="append", help="may be repeated; default: all"
     )
-    top.add_argument("--only", metavar="GLOB", default="*", help="of an architecture's name")
-    top.add_argument("--all", action="store_true", help="those that are too large for CI, too")
-    top.add_argument("--device", default="cpu", help="in float64 where it is not the CPU")
-    top.add_argument("--json", metavar="FILE", type=Path, help="every row, as it is made")
-    top.add_argument("--markdown", metavar="FILE", type=Path, help="the table, at the end")
+    top.add_argument("--only", metavar="GLOB", default="*", help="only those whose name fits")
+    top.add_argument("--all", action="store_true", help="take large architectures, too")
+    top.add_argument("--device", default="cpu", help="others than cpu compute in float64")
+    top.add_argument("--json", metavar="FILE", type=Path, help="all rows, written after each")
+    top.add_argument("--markdown", metavar="FILE", type=Path, help="the table")
     return top
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"zoo: no architecture matches {arguments.only!r}", file=sys.stderr)
         return 1
     if arguments.markdown:
-        write_at_once(arguments.markdown, render(content))
+        write_file(arguments.markdown, render(content))
     print(summary(content))
     lacking = bool(arguments.library and content["passed_over"])
     return int(lacking or any(row["result"] == "failed" for row in content["rows"]))

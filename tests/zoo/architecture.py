@@ -1,4 +1,4 @@
-"""What a library's list of architectures is made of."""
+"""An entry of a library's list of architectures."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Architecture:
     """One row of the table.
 
     Attributes:
-        library: the package it is from.
-        name: as the library calls it.
-        build: makes it, with random weights; on the meta device, too.
-        inputs: what to call it with, by name, tensors on the CPU.
+        library: its package.
+        name: its name in that package.
+        build: makes it with random weights, under `torch.device("meta")` too.
+        inputs: arguments of its forward by name; tensors are on the CPU.
     """
 
     library: str

@@ -17,8 +17,8 @@ from zoo.architecture import Inputs
 
 SEED = 0
 GOLDEN = math.sqrt(target_variance("golden"))
-# A tensor of nothing but rounding errors (the gradient of a bias that the next norm cancels) is
-# measured against the largest tensor of its kind.
+# Some tensors are rounding errors only, such as the gradient of a bias that the next norm cancels.
+# So no tensor is measured against less than this part of the largest tensor of its kind.
 NOISE = 1e-3
 
 # "output in training/0" -> its value
@@ -27,14 +27,14 @@ Observed: TypeAlias = dict[str, Tensor]
 
 @dataclass
 class Report:
-    """What was seen of one model.
+    """What the check of a model found.
 
     Attributes:
-        taken: class of norm -> how many a swap takes.
-        left: class of norm and why -> how many it leaves.
+        taken: class of norm -> how many `swap` takes.
+        left: class of norm and reason -> how many it leaves.
         error: the largest relative difference between the golden model and the stock model with
             folded weights, and between unswapped and swapped.
-        failures: what is not as it must be, one sentence each.
+        failures: what is wrong, one sentence each.
     """
 
     taken: dict[str, int] = field(default_factory=dict)
@@ -46,14 +46,14 @@ class Report:
 def check(model: nn.Module, inputs: Inputs) -> Report:
     """Compare standard, golden, unswapped and unfolded models with the stock one.
 
-    In evaluation and training: outputs, gradients of all parameters, running statistics after the
-    training step, and after `unswap` classes, attributes and `state_dict` keys. Each forward starts
-    from the same seed, so that dropout draws the same.
+    It compares outputs in evaluation and training, gradients of all parameters and running
+    statistics after the training step; after `unswap` also classes, attributes and `state_dict`
+    keys. Each forward starts from the same seed, so that dropout draws the same.
 
     Args:
-        model: made random in what it starts constant (weights and biases of norms, layer scales,
-            running statistics), so that no factor is hidden by a 0; else left as it is.
-        inputs: what to call it with.
+        model: its constant parameters and its running statistics are made random, so that no 0
+            hides a factor; otherwise it stays as it is.
+        inputs: arguments of its forward.
     """
     planned = plan(model)
     report = Report(
@@ -64,7 +64,7 @@ def check(model: nn.Module, inputs: Inputs) -> Report:
         return report
     randomise(model)
     taken = [row.path for row in planned if row.becomes]
-    # On a GPU torch's own sums, in convolutions and norms, are in another order than ours.
+    # On a GPU torch sums in another order than our kernels.
     on_gpu = next(model.parameters()).is_cuda
     tolerance = (1024 if on_gpu else 64) * torch.finfo(_dtype(model)).eps
 
@@ -108,7 +108,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def randomise(model: nn.Module) -> None:
-    """Move what starts constant: norms' affines and statistics, layer scales, biases, heads."""
+    """Add noise to constant parameters (norms, layer scales, biases) and to running statistics."""
     generator = torch.Generator().manual_seed(SEED)
 
     def noise(tensor: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def _is_constant(tensor: Tensor) -> bool:
 
 
 def fold(model: nn.Module, paths: list[str]) -> nn.Module:
-    """Multiply the weight of the norms at `paths` by sqrt(tv): what golden must equal."""
+    """Multiply the weights of the norms at `paths` by sqrt(tv); golden must equal the result."""
     done: set[int] = set()
     for path in paths:
         module = model.get_submodule(path)
@@ -151,7 +151,7 @@ def _constant_weight(module: nn.Module) -> nn.Parameter:
 
 
 def _weights(model: nn.Module, paths: list[str]) -> set[str]:
-    """The keys of the gradients of the norms' weights, each weight by its first name."""
+    """The keys of the gradients of the norms' weights; a shared weight has its first name."""
     norms = {id(model.get_submodule(path).weight) for path in paths}
     return {f"gradient/{name}" for name, p in model.named_parameters() if id(p) in norms}
 
@@ -196,7 +196,7 @@ def _flat(name: str, result: Any) -> Observed:
 
 
 def _loss(outputs: Observed) -> Tensor:
-    """A sum in which every element has a weight of its own, as norms cancel a plain one."""
+    """A weighted sum of all elements: the gradient of a plain sum vanishes behind a norm."""
     total = torch.zeros(())
     for y in outputs.values():
         if y.is_floating_point() and y.requires_grad:
@@ -206,7 +206,7 @@ def _loss(outputs: Observed) -> Tensor:
 
 
 def compare(ours: Observed, theirs: Observed) -> dict[str, float]:
-    """The relative difference of each of `theirs`; inf where a value is missing or not finite."""
+    """The relative difference of each of `theirs`; inf if a value is missing or not finite."""
     largest: dict[str, float] = {}
     for key, value in theirs.items():
         kind = key.partition("/")[0]
@@ -232,7 +232,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _hold(what: str, errors: dict[str, float], tolerance: float, report: Report) -> float:
-    """Note the worst of the errors where it is too large; return it."""
+    """Return the largest error, and report it if it is above `tolerance`."""
     worst = max(errors, key=lambda key: errors[key])
     if errors[worst] > tolerance:
         count = sum(error > tolerance for error in errors.values())
@@ -243,11 +243,11 @@ def _hold(what: str, errors: dict[str, float], tolerance: float, report: Report)
 
 
 def differences(ours: nn.Module, stock: nn.Module, *, affine: bool) -> list[str]:
-    """What an unswapped model has other than the stock one: classes, attributes, keys, values.
+    """Where an unswapped model differs from the stock one in classes, attributes, keys, values.
 
     Args:
         ours: the unswapped model.
-        stock: as it was.
+        stock: the model before the swap.
         affine: whether the norms' weights and running statistics may differ.
     """
     found = []

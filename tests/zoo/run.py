@@ -1,4 +1,4 @@
-"""Architecture after architecture, one that fails as little as possible in the way of the next."""
+"""Check one architecture after another; a failure does not stop the next."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from normplug._extras import MissingPackage, needs
+from normplug._report.files import write_file
 from normplug._report.provenance import hardware, versions
-from normplug.bench.results import write_at_once
 from zoo.architecture import Architecture, Inputs
 from zoo.check import SEED, check
 
 LIBRARIES = ("torchvision", "timm", "transformers")
-# Parameters: five copies of a model and two of its gradients are alive at once, in 16 GiB.
+# Parameters. In 16 GiB lie five copies of a model and two of its gradients.
 LARGE = 150_000_000
 
 
@@ -37,14 +37,14 @@ def run(
     device: torch.device,
     path: Path | None = None,
 ) -> dict[str, Any]:
-    """Check what the libraries have.
+    """Check the libraries' architectures.
 
     Args:
-        libraries: some of `LIBRARIES`; one that is not installed is passed over, and says so.
+        libraries: some of `LIBRARIES`; one that is not installed is named and passed over.
         only: a glob on the architecture's name.
-        large: take those with more than `LARGE` parameters, too.
-        device: where; on the CPU, both sides run the same kernels, and float32 is exact enough.
-        path: a JSON file for the result, rewritten after each row.
+        large: take architectures with more than `LARGE` parameters, too.
+        device: on the CPU both sides run the same kernels, so float32 is exact enough there.
+        path: the JSON file of the result, rewritten after each row.
 
     Returns:
         The contents of that file. `passed_over` has a sentence for each library that is missing.
@@ -64,7 +64,7 @@ def run(
         content["rows"].append(row)
         print(_line(row), flush=True)
         if path is not None:
-            write_at_once(path, json.dumps(content, indent=1) + "\n")
+            write_file(path, json.dumps(content, indent=1) + "\n")
         gc.collect()
     return content
 
@@ -86,10 +86,10 @@ def check_one(architecture: Architecture, *, large: bool, device: torch.device) 
     start = time.monotonic()
     row: dict[str, Any] = {"library": architecture.library, "name": architecture.name}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the libraries' own
+        warnings.simplefilter("ignore")  # from the libraries
         try:
             row |= _check(architecture, large=large, device=device)
-        except Exception as error:  # whatever a library's model raises: the next one is waiting
+        except Exception as error:  # of any kind: the next architecture is waiting
             row |= {"result": "failed", "reason": f"{type(error).__name__}: {error}"[:300]}
     return row | {"seconds": round(time.monotonic() - start, 1)}
 
@@ -117,11 +117,11 @@ def _check(architecture: Architecture, *, large: bool, device: torch.device) -> 
 
 
 def _size(architecture: Architecture) -> int:
-    """The number of parameters; 0 where the model cannot be built without memory for them."""
+    """The number of parameters; 0 if the model cannot be built on the meta device."""
     try:
         with torch.device("meta"):
             return sum(p.numel() for p in architecture.build().parameters())
-    except Exception:  # of a constructor that reads the values of its tensors
+    except Exception:  # a constructor that reads the values of its tensors
         return 0
 
 

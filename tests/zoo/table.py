@@ -6,7 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from normplug._report.markdown import table
+
 Row = Mapping[str, Any]
+
+SUMMARY = (
+    *("library", "architectures", "ok", "no norms taken", "failed", "skipped"),
+    *("norms taken", "left"),
+)
+ARCHITECTURES = ("architecture", "norms taken", "norms left", "result", "error")
 
 
 def render(content: Mapping[str, Any]) -> str:
@@ -49,30 +57,23 @@ def summary(content: Mapping[str, Any]) -> str:
 
 
 def _summary_table(rows: Iterable[Row], libraries: Iterable[str]) -> str:
-    lines = [
-        "| library | architectures | ok | no norms taken | failed | skipped | norms taken | left |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    lines = []
     for library in libraries:
         own = [row for row in rows if row["library"] == library]
         results = Counter(row["result"] for row in own)
         counts = [results[result] for result in ("ok", "none taken", "failed", "skipped")]
         norms = [sum(sum(row.get(key, {}).values()) for row in own) for key in ("taken", "left")]
-        lines.append(f"| {' | '.join(map(str, [library, len(own), *counts, *norms]))} |")
-    return "\n".join(lines) + "\n"
+        lines.append([library, *map(str, (len(own), *counts, *norms))])
+    return table(SUMMARY, lines)
 
 
 def _table(rows: Iterable[Row]) -> str:
-    lines = [
-        "| architecture | norms taken | norms left | result | error |",
-        "| --- | --- | --- | --- | ---: |",
-    ]
+    lines = []
     for row in rows:
         error = f"{row['error']:.0e}" if row.get("error") else "0" if "error" in row else ""
         result = f"{row['result']}: {row['reason']}" if row["reason"] else row["result"]
-        cells = [row["name"], _kinds(row, "taken"), _kinds(row, "left"), result, error]
-        lines.append(f"| {' | '.join(cell.replace('|', ' ') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([row["name"], _kinds(row, "taken"), _kinds(row, "left"), result, error])
+    return table(ARCHITECTURES, lines, text=4)
 
 
 def _kinds(row: Row, key: str) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 
 from zoo.architecture import Architecture, Inputs
 
-# The smallest of each family of timm 1.0.31, and more where another has norms that it has not.
+# The smallest of each family of timm 1.0.31, and others that have norms which it has not.
 _NAMES = """
 beit_base_patch16_224 caformer_s18 cait_xxs24_224 coat_tiny convit_tiny convmixer_768_32
 cpubone_nano crossvit_tiny_240 cs3darknet_focus_s csatv2 cspnext_tiny davit_tiny deepseek_vit_412m
@@ -34,11 +34,11 @@ visformer_tiny vit_medium_patch16_reg4_gap_256 vit_tiny_patch16_dinov3_qkvb vit_
 vitamin_small_224 volo_d1_224 xception41p xcit_nano_12_p8_224
 """
 _SIZES = (64, 128)
-_OWN_SIZE = ("crossvit",)  # a smaller one is taken, and fails
+_OWN_SIZE = ("crossvit",)  # accepts a smaller size when built, then fails
 
 
 def architectures() -> Iterator[Architecture]:
-    """One or more a family, by name; of a family that is not known here, its first."""
+    """The known ones of each family; of an unknown family, its first."""
     known = set(_NAMES.split())
     families: dict[str, list[str]] = {}
     for name in timm.list_models():
@@ -53,7 +53,7 @@ def _build(name: str) -> nn.Module:
         try:
             return timm.create_model(name, num_classes=5, img_size=_SIZES[0])
         except (TypeError, ValueError, AssertionError, RuntimeError):
-            pass  # takes any size, or only its own
+            pass  # it has no such argument, or takes its own size only
     return timm.create_model(name, num_classes=5)
 
 
@@ -64,7 +64,7 @@ def _inputs(model: nn.Module) -> Inputs:
         try:
             with torch.no_grad():
                 copy.deepcopy(model).train()(x)
-        except (RuntimeError, ValueError, AssertionError, IndexError):  # of shapes, most of them
+        except (RuntimeError, ValueError, AssertionError, IndexError):  # most are about shapes
             continue
         return {"x": x}
     return {"x": torch.rand(2, *model.default_cfg["input_size"])}  # type: ignore[index]

@@ -1,0 +1,296 @@
+"""The bench of kernels: what is measured, next to whom, and how time is taken."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import torch
+
+from bench_cases import command
+from normplug.bench import results, rivals
+from normplug.bench.__main__ import main
+from normplug.bench.kernels import OPS, PROVIDERS, figures, measure, memory_for
+from normplug.bench.suites import (
+    BATCH_NORMS,
+    DTYPES,
+    LAYER_NORMS,
+    SUITES,
+    Case,
+    layouts,
+    select,
+)
+from normplug.bench.timing import BUDGET_S, FEWEST, LEAD, LEAD_US, MOST, TURN, HostTime, Stopwatch
+from normplug.bench.trace import trace
+
+SMALL = Case("bn_add_relu", "NHWC", (8, 16, 4, 4), "bfloat16")
+ROWS = Case("ln", "rows", (37, 64), "float32")
+
+
+class Still:
+    """A stopwatch that calls once and shows the same every time."""
+
+    def gpu_us(self, calls):
+        for call in calls.values():
+            call()
+        return {name: [10.0, 30.0, 20.0] for name in calls}
+
+    def host_time(self, calls):
+        return dict.fromkeys(calls, HostTime(7.0, 25.0))
+
+
+def rows_of(case, providers=("normplug", "eager")):
+    return [row for rows in measure(case, providers, Still(), 100.0, "cpu") for row in rows]
+
+
+def test_the_ops_are_those_of_the_suites():
+    assert tuple(OPS) == (*BATCH_NORMS, *LAYER_NORMS)
+    for cases in SUITES.values():
+        assert len(set(cases)) == len(cases)
+        assert {case.op for case in cases} <= set(OPS)
+        assert {case.dtype for case in cases} <= set(DTYPES)
+    for suite in ("headline", "full"):
+        assert {case.op for case in SUITES[suite]} == set(OPS)
+
+
+def test_select_takes_what_fits_every_filter():
+    chosen = select("small", ["bn", "bn_relu"], ["float32"], "NHWC 32x64x14x14")
+    assert list(map(str, chosen)) == [
+        "bn NHWC 32x64x14x14 float32",
+        "bn_relu NHWC 32x64x14x14 float32",
+    ]
+    assert select("seed", None, None, "") == list(SUITES["seed"])
+
+
+def test_figures():
+    # 4e6 bytes in 2 us are 2e12 bytes a second.
+    made = figures(4_000_000, [1.0, 2.0, 3.0, 2.0, 2.0, 9.0], copy_gbps=4000.0)
+    assert made["us"] == 2.0
+    assert (made["us_p20"], made["us_p80"]) == (2.0, 3.0)
+    assert made["gbps"] == pytest.approx(2000.0)
+    assert made["percent_of_copy"] == pytest.approx(50.0)
+
+
+def test_a_row_says_what_was_measured():
+    rows = rows_of(SMALL)
+    assert [(row["direction"], row["provider"]) for row in rows] == [
+        ("F", "normplug"),
+        ("F", "eager"),
+        ("F+B", "normplug"),
+        ("F+B", "eager"),
+    ]
+    assert (
+        rows[0].items()
+        >= {
+            "op": "bn_add_relu",
+            "layout": "NHWC",
+            "shape": [8, 16, 4, 4],
+            "dtype": "bfloat16",
+            "us": 20.0,
+            "host_us": 7.0,
+            "wall_us": 25.0,
+            "floor_bytes": 3 * 8 * 16 * 4 * 4 * 2,
+        }.items()
+    )
+    assert rows[1]["aten_backend"] == "Native"
+    assert "aten_backend" not in rows[0]
+
+
+def test_a_provider_without_a_kernel_has_no_row(monkeypatch):
+    def no_kernel(**tensors):
+        raise NotImplementedError
+
+    without = dataclasses.replace(OPS["bn_add_relu"], normplug=no_kernel)
+    monkeypatch.setitem(OPS, "bn_add_relu", without)
+    assert [row["provider"] for row in rows_of(SMALL)] == ["eager", "eager"]
+    assert rows_of(SMALL, ["normplug-triton"]) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(32, 33), (6, 33, 7), (6, 33, 4, 5), (3, 33, 2, 4, 5)], ids=str)
+@pytest.mark.parametrize("op", BATCH_NORMS)
+def test_normplug_is_found_right_on_any_shape(op, shape, dtype):
+    for layout in layouts(shape):
+        assert rows_of(Case(op, layout, shape, dtype), ["normplug"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 33), (37, 64), (300, 5)], ids=str)
+@pytest.mark.parametrize("op", LAYER_NORMS)
+def test_normplug_is_found_right_on_any_rows(op, shape, dtype):
+    assert rows_of(Case(op, "rows", shape, dtype), ["normplug"])
+
+
+def test_channels_last_is_channels_last():
+    problem = OPS["bn_add_relu"].make(SMALL, "cpu")
+    for tensor in (problem.leaves["x"], problem.leaves["residual"], problem.gradients["y"]):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_does_not_fit_is_skipped_aloud(capsys):
+    with memory_for(SMALL):
+        raise torch.OutOfMemoryError
+    assert f"{SMALL}: skipped" in capsys.readouterr().err
+
+
+class FakeGpu:
+    """A GPU whose time is made up: a call returns the seconds that it takes.
+
+    Args:
+        needs: microseconds of sleep that it takes to queue any call.
+    """
+
+    def __init__(self, needs=0.0):
+        self.needs = needs
+        self.now = 0.0
+        self.leads = []
+        self.called = []
+
+    def time_us(self, call, lead_us):
+        self.leads.append(lead_us)
+        self.called.append(call())
+        self.now += self.called[-1]
+        return 5.0 if lead_us >= self.needs else None
+
+    def back_to_back(self, call, count):
+        return HostTime(25.0, 25.0)
+
+    def samples(self, **calls):
+        return Stopwatch(self, clock=lambda: self.now).gpu_us(calls)
+
+
+def test_a_repetition_that_the_gpu_waited_in_is_repeated_with_more_lead():
+    lead = LEAD_US + LEAD * 25.0
+    gpu = FakeGpu(needs=4 * lead)
+    assert set(gpu.samples(a=lambda: 0.1)["a"]) == {5.0}
+    assert gpu.leads[:6] == [lead, 2 * lead, 4 * lead] * 2
+    with pytest.raises(RuntimeError, match="does the call synchronise"):
+        FakeGpu(needs=float("inf")).samples(a=lambda: 0.1)
+
+
+def test_calls_take_turns_and_slow_ones_stop_sooner():
+    gpu = FakeGpu()
+    fast, slow = BUDGET_S / (2 * MOST), BUDGET_S / 2
+    samples = gpu.samples(a=lambda: fast, b=lambda: slow)
+    assert {name: len(found) for name, found in samples.items()} == {"a": MOST, "b": FEWEST}
+    assert gpu.called[2 : 2 + 4 * TURN] == ([fast] * TURN + [slow] * TURN) * 2
+
+
+LIGER = """
+import torch.nn.functional as F
+
+class LigerLayerNormFunction:
+    @staticmethod
+    def apply(x, weight, bias, eps):
+        if x.shape[1] > 65536:
+            raise RuntimeError("Cannot launch Triton kernel")
+        return F.layer_norm(x, x.shape[1:], weight, bias, eps) {tampered}
+"""
+FLAGGEMS = """
+import torch
+
+def layer_norm(x, shape, weight, bias, eps):
+    return torch.native_layer_norm(x, shape, weight, bias, eps)
+
+def layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, mask):
+    return torch.ops.aten.native_layer_norm_backward(
+        dy, x, shape, mean, rstd, weight, bias, mask
+    )
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Make packages of given text, the rivals' names free before and after."""
+
+    def forget():
+        for name in list(sys.modules):
+            if name.split(".")[0] in rivals.PACKAGES.values():
+                del sys.modules[name]
+
+    def packages(**modules):
+        for name, text in modules.items():
+            path = tmp_path.joinpath(*name.split("__")).with_suffix(".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            info = tmp_path / f"{name.split('__')[0]}-9.8.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Name: {name.split('__')[0]}\nVersion: 9.8\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    forget()
+    yield packages
+    forget()
+
+
+def test_rivals_that_are_there_are_measured(install):
+    install(liger_kernel__ops__layer_norm=LIGER.format(tampered=""), flag_gems=FLAGGEMS)
+    assert rivals.installed() == ("liger", "flaggems")
+    assert results.provenance()["versions"].items() >= {
+        ("liger_kernel", "9.8"),
+        ("flag_gems", "9.8"),
+    }
+    for provider in rivals.PACKAGES:
+        rows = rows_of(ROWS, [provider])
+        assert [(row["provider"], row["direction"]) for row in rows] == [
+            (provider, "F"),
+            (provider, "F+B"),
+        ]
+    assert rows_of(ROWS._replace(op="add_ln"), rivals.PACKAGES) == []
+
+
+@pytest.mark.parametrize(
+    ("tampered", "shape", "reason"),
+    [("+ 0.001", (37, 64), "y is wrong"), ("", (1, 70_000), "Cannot launch Triton kernel")],
+)
+def test_a_rival_that_is_wrong_or_fails_is_left_out_aloud(install, capsys, tampered, shape, reason):
+    install(liger_kernel__ops__layer_norm=LIGER.format(tampered=tampered))
+    rows = rows_of(ROWS._replace(shape=shape), ["liger", "eager"])
+    assert [row["provider"] for row in rows] == ["eager", "eager"]
+    error = capsys.readouterr().err
+    assert error.startswith(f"{ROWS._replace(shape=shape)}: liger is left out: ")
+    assert reason in error
+
+
+def test_a_rival_that_is_not_there_is_asked_for_in_vain(monkeypatch):
+    monkeypatch.setattr(rivals, "find_spec", lambda name: None)
+    assert rivals.installed() == ()
+    with pytest.raises(SystemExit, match="liger needs the package liger_kernel"):
+        main(["kernels", "--provider", "liger"])
+
+
+def test_the_trace_names_every_call(tmp_path):
+    path = tmp_path / "made" / "trace.json"
+    trace([SMALL], path, "cpu")
+    names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
+    for direction in ("F", "F+B"):
+        assert names.count(f"{SMALL} {direction}") == 1
+
+
+@pytest.mark.gpu
+def test_a_small_suite_from_end_to_end(tmp_path):
+    files = {name: tmp_path / f"rows.{name}" for name in ("json", "markdown", "trace")}
+    options = [word for name, path in files.items() for word in (f"--{name}", path)]
+    chosen = ["--suite", "small", "--only", "32x64x14x14", "--dtype", "bfloat16"]
+    done = command("kernels", *chosen, "--op", "bn", "--op", "bn_add_relu", *options)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(files["json"].read_text())
+    assert content["device"] == torch.cuda.get_device_name()
+    assert 100 < content["copy_gbps"] < 20_000
+    combinations = {(r["op"], r["layout"], r["direction"], r["provider"]) for r in content["rows"]}
+    for op in ("bn", "bn_add_relu"):
+        for layout in ("NCHW", "NHWC"):
+            for direction in ("F", "F+B"):
+                for provider in ("normplug", "eager", "compile"):
+                    assert (op, layout, direction, provider) in combinations
+    for row in content["rows"]:
+        assert row["provider"] in PROVIDERS
+        assert row["shape"] == [32, 64, 14, 14]
+        assert row["dtype"] == "bfloat16"
+        assert 0 < row["us_p20"] <= row["us"] <= row["us_p80"] < 10_000
+        assert 0 < row["host_us"] <= row["wall_us"]
+        assert 0 < row["percent_of_copy"] < 200
+        assert FEWEST <= row["repetitions"] <= MOST
+        assert ("aten_backend" in row) == (row["provider"] == "eager")
+    assert files["markdown"].read_text().count("32x64x14x14") == 2 * 8
+    assert "bn NHWC 32x64x14x14 bfloat16 F+B" in files["trace"].read_text()

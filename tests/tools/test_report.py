@@ -1,0 +1,53 @@
+"""What the tools share: whole files, Markdown tables, intervals."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from normplug._report import markdown
+from normplug._report.files import replace_file, write_file
+from normplug._report.intervals import t_interval
+
+
+@pytest.mark.parametrize("content", ["ä\r\nb\n", b"\x00\xff"], ids=["text", "bytes"])
+def test_a_file_is_written_as_it_is_into_a_directory_that_is_made(content, tmp_path):
+    path = tmp_path / "made" / "file"
+    write_file(path, "something else")
+    write_file(path, content)
+    assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("stop", [OSError, KeyboardInterrupt])
+def test_a_write_that_is_cut_off_leaves_the_old_file_and_nothing_else(stop, tmp_path):
+    path = tmp_path / "file"
+    write_file(path, "old")
+
+    def cut_off():
+        with replace_file(path) as part:
+            part.write_text("new, but not all of")
+            raise stop
+
+    with pytest.raises(stop):
+        cut_off()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_table_aligns_numbers_to_the_right_and_keeps_its_columns():
+    rows = [("a|b", "x", "1.5"), ("c", "yy", "10")]
+    assert markdown.table(("arm", "kind", "ms"), rows, text=2) == (
+        "| arm | kind | ms |\n| --- | --- | ---: |\n| a/b | x | 1.5 |\n| c | yy | 10 |\n"
+    )
+    assert markdown.table(("arm", "kind", "ms"), rows, text=2, padded=True) == (
+        "| arm | kind |  ms |\n|-----|------|----:|\n| a/b | x    | 1.5 |\n| c   | yy   |  10 |\n"
+    )
+
+
+@pytest.mark.parametrize("n", [2, 3, 10])
+def test_an_interval_is_scipys(n):
+    values = np.random.default_rng(n).normal(0.9, 0.01, n)
+    expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    found = t_interval(values)
+    assert found.mean - found.half_width == pytest.approx(expected.low, rel=1e-12)
+    assert found.mean + found.half_width == pytest.approx(expected.high, rel=1e-12)
