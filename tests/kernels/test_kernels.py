@@ -41,9 +41,9 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from normplug._kernels import schedule  # noqa: E402
-from normplug._kernels.batch_norm import columns  # noqa: E402
+from normplug._kernels import device  # noqa: E402
 from normplug._kernels.batch_norm import launches as kernels  # noqa: E402
+from normplug._kernels.batch_norm import schedule, slabs  # noqa: E402
 from normplug._ops import choice  # noqa: E402
 from normplug._ops.batch_norm import compiled as library  # noqa: E402
 from normplug._ops.batch_norm import eager as gpu  # noqa: E402
@@ -174,7 +174,7 @@ def test_every_setup_is_as_close_to_float64_as_torch(setup, options, prepared):
 
 @EVERY_SETUP
 def test_offsets_of_64_bits(setup, prepared, monkeypatch):
-    monkeypatch.setattr(schedule, "_INT32", 0)
+    monkeypatch.setattr(device, "_INT32", 0)
     assert_accurate(prepared(setup, activation="relu", residual="contiguous"))
 
 
@@ -461,7 +461,7 @@ def test_the_backward_keeps_the_input_and_a_bit_an_element_for_relu_of_a_residua
 @triton.jit
 def _decode(out_ptr, SLABS, NS, NA, GROUP, HEAD, GRID, SIZE: tl.constexpr):
     t = tl.arange(0, SIZE)
-    slab, item, late = columns._schedule(t, SLABS, NS, NA, GROUP, HEAD)
+    slab, item, late = slabs.assignment(t, SLABS, NS, NA, GROUP, HEAD)
     there = t < GRID
     tl.store(out_ptr + 3 * t, slab, mask=there)
     tl.store(out_ptr + 3 * t + 1, item, mask=there)
@@ -497,8 +497,8 @@ def test_programs_gather_and_write_each_item_once_and_never_wait_for_a_later_one
 
 @triton.jit
 def _merge(out_ptr, parts_ptr, items, rows_each, rows, BCH: tl.constexpr, F: tl.constexpr):
-    mean, m2 = columns._merge_moments(parts_ptr, items, rows_each, rows, BCH, F, tl.float64)
-    a, b = columns._merge_sums(parts_ptr, items, BCH, F, tl.float64)
+    mean, m2 = slabs.merge_part_moments(parts_ptr, items, rows_each, rows, BCH, F, tl.float64)
+    a, b = slabs.merge_part_sums(parts_ptr, items, BCH, F, tl.float64)
     places = tl.arange(0, BCH)
     tl.store(out_ptr + places, mean)
     tl.store(out_ptr + BCH + places, m2)

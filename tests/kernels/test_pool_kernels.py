@@ -16,7 +16,7 @@ from pool_cases import PoolCase, Stem, assert_accurate, check_compiled, check_op
 
 pytest.importorskip("triton")
 
-from normplug._kernels import schedule  # noqa: E402
+from normplug._kernels.batch_norm import schedule  # noqa: E402
 from normplug._kernels.launch import Launch  # noqa: E402
 from normplug._ops import choice  # noqa: E402
 from normplug._ops.batch_norm import pooled as pool_gpu  # noqa: E402

@@ -45,11 +45,15 @@ from row_cases import (
 
 triton = pytest.importorskip("triton")
 
-from normplug._kernels import schedule  # noqa: E402
+from normplug._kernels import device  # noqa: E402
 from normplug._kernels.launch import Workspace  # noqa: E402
 from normplug._kernels.layer_norm import launches as kernels  # noqa: E402
-from normplug._kernels.layer_norm import rows  # noqa: E402
-from normplug._kernels.schedule import Rows, WideBackward, WideForward  # noqa: E402
+from normplug._kernels.layer_norm import rows, schedule  # noqa: E402
+from normplug._kernels.layer_norm.schedule import (  # noqa: E402
+    Rows,
+    WideBackward,
+    WideForward,
+)
 from normplug._ops import choice  # noqa: E402
 from normplug._ops import eligible as gpu  # noqa: E402
 from normplug._ops.layer_norm import compiled as library  # noqa: E402
@@ -188,7 +192,7 @@ def test_the_result_is_had_again_from_what_the_backward_needs(setup, options, pr
 @EVERY_SETUP
 @pytest.mark.parametrize("residual", [None, "contiguous"])
 def test_offsets_of_64_bits(setup, residual, prepared, monkeypatch):
-    monkeypatch.setattr(schedule, "_INT32", 0)
+    monkeypatch.setattr(device, "_INT32", 0)
     assert_accurate(prepared(setup, residual=residual, running=torch.float32))
 
 
@@ -252,7 +256,7 @@ def test_permuted_rows_by_offsets_of_32_and_64_bits(setup, options, prepared, mo
     shape = (2, 3, SETUPS[setup].shape[-1])
     case = prepared(setup, **{"shape": shape, "layout": "permuted", **options})
     ours = assert_accurate(case)
-    monkeypatch.setattr(schedule, "_INT32", 0)
+    monkeypatch.setattr(device, "_INT32", 0)
     force(monkeypatch)
     assert_same_bits(run(case, make(case), "triton"), ours)
 

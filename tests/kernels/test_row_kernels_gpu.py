@@ -84,12 +84,13 @@ SHARED = [(132, 8704), (133, 12288), (300, 16384), (1024, 20480), (150, 40000), 
 
 
 def shares_columns(shape, dtype):
-    from normplug._kernels import schedule
+    from normplug._kernels.device import processors, shared_memory, unit_of
     from normplug._kernels.launch import COOPERATIVE
+    from normplug._kernels.layer_norm import schedule
 
     device = torch.device("cuda", torch.cuda.current_device())
-    machine = (schedule.processors(device), schedule.shared_memory(device), COOPERATIVE)
-    unit = schedule.unit_of(shape[-1])
+    machine = (processors(device), shared_memory(device), COOPERATIVE)
+    unit = unit_of(shape[-1])
     cut = schedule.layer_norm_backward(*shape, unit, dtype.itemsize, False, *machine)
     return isinstance(cut, schedule.Rows) and cut.k > 1
 
@@ -189,11 +190,11 @@ def test_any_of_the_tensors_may_be_permuted(shape, layouts):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", PERMUTED_SHAPES, ids=str)
 def test_permuted_rows_with_every_option_and_offsets_of_64_bits(shape, dtype, monkeypatch):
-    from normplug._kernels import schedule
+    from normplug._kernels import device
 
     case = Case(shape, dtype, layout="permuted", vectors=FULL, running=torch.float32, offset=1e3)
     assert_accurate(case, GPU)
-    monkeypatch.setattr(schedule, "_INT32", 0)
+    monkeypatch.setattr(device, "_INT32", 0)
     force(monkeypatch)
     assert_accurate(case, GPU)
 

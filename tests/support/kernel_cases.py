@@ -188,7 +188,7 @@ def check_recomputed(case: Case, device: str = "cpu") -> None:
 
 def force(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
     """Have every call cut into work as `change` makes of the schedule that it would have had."""
-    from normplug._kernels import schedule
+    from normplug._kernels.batch_norm import schedule
     from normplug._ops import choice
     from normplug._ops import eligible as gpu
     from normplug._ops.batch_norm import eager as batch_norm_gpu

@@ -257,7 +257,7 @@ def force(
     backward: Callable[[Any], Any] = lambda shape: shape,
 ) -> None:
     """Have every call cut into work as these make of the schedules that it would have had."""
-    from normplug._kernels import schedule
+    from normplug._kernels.layer_norm import schedule
     from normplug._ops import choice
     from normplug._ops import eligible as gpu
     from normplug._ops.layer_norm import eager as layer_norm_gpu

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from normplug._kernels import schedule
+from normplug._kernels.activation import ACTIVATIONS
 from normplug._kernels.batch_norm import columns, planes
+from normplug._kernels.batch_norm.schedule import Columns, Geometry, Planes
+from normplug._kernels.device import power_of_2
 from normplug._kernels.launch import Launch, number
-from normplug._kernels.primitives import ACTIVATIONS
-from normplug._kernels.schedule import Geometry
 
 _FORWARD = (
     "x", "residual", "weight", "bias", "running_mean", "running_var", "tracked", "y", "bits",
@@ -71,7 +71,7 @@ def forward_launch(
         "CUMULATIVE": flags.cumulative,
         "TRACKED": flags.tracked,
     }
-    if isinstance(shape, schedule.Planes):
+    if isinstance(shape, Planes):
         del constants["OWN"], constants["SOLO"]
         lag = shape.lag if flags.training and flags.normalize else 0
         grid = shape.tiles + lag
@@ -117,7 +117,7 @@ def backward_launch(
         "DWEIGHT": dweight,
         "DBIAS": dbias,
     }
-    if isinstance(shape, schedule.Planes):
+    if isinstance(shape, Planes):
         del constants["OWN"], constants["SOLO"]
         if late:
             lag, grid = shape.lag, shape.tiles + shape.lag
@@ -134,7 +134,7 @@ def backward_launch(
 def _planes(
     kernel: Any,
     pointers: tuple[str, ...],
-    shape: schedule.Planes,
+    shape: Planes,
     lag: int,
     grid: int,
     scalars: dict[str, float | int],
@@ -151,7 +151,7 @@ def _planes(
     head = {
         "UNIT": shape.unit,
         "BLOCK": shape.block,
-        "KP": min(schedule.power_of_2(shape.tiles_a_channel), 1024),
+        "KP": min(power_of_2(shape.tiles_a_channel), 1024),
     }
     constants = {**head, **constants, "WIDE": shape.wide}
     return Launch(
@@ -168,7 +168,7 @@ def _planes(
 def _columns(
     kernel: Any,
     pointers: tuple[str, ...],
-    shape: schedule.Columns,
+    shape: Columns,
     grid: int,
     scalars: dict[str, float | int],
     constants: dict[str, Any],
@@ -205,7 +205,7 @@ def _columns(
 
 def scratch(shape: Geometry) -> tuple[int, int]:
     """Counters and partial results that a launch needs."""
-    if isinstance(shape, schedule.Planes):
+    if isinstance(shape, Planes):
         return shape.c, 2 * shape.tiles
     items = shape.slabs * (shape.gathers + shape.batches)
     return shape.slabs * (shape.batches + 2), items * 2 * shape.bch + 2 * shape.c

@@ -9,8 +9,8 @@ import torch
 import triton.language as tl
 
 from normplug._kernels.batch_norm import windows
+from normplug._kernels.batch_norm.schedule import Pixels
 from normplug._kernels.launch import Launch, number
-from normplug._kernels.schedule import Pixels
 
 _UNROLLED = 25  # steps through a window, up to which their loads are all under way at once
 _FORWARD = (

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from normplug._kernels import schedule
+from normplug._kernels.device import needs_int64, power_of_2, unit_of
 from normplug._kernels.launch import Launch, number
 from normplug._kernels.layer_norm import rows, wide_rows
-from normplug._kernels.schedule import Rows, WideBackward, WideForward
+from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
 
 _FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
 
@@ -69,7 +69,7 @@ class Strides:
     def unit(self, width: int) -> int:
         """What the compiler may take as aligned."""
         sizes = (s[1:] if isinstance(s, TwoLevels) else (s,) for s in self._present)
-        return schedule.unit_of(width, *itertools.chain(*sizes))
+        return unit_of(width, *itertools.chain(*sizes))
 
     @property
     def inner(self) -> int | None:
@@ -113,7 +113,7 @@ def forward_launch(
     }
     if isinstance(shape, WideForward):
         lag = 0 if flags.given else shape.lag
-        head = {"BLOCK": shape.block, "KP": min(schedule.power_of_2(shape.k), 1024)}
+        head = {"BLOCK": shape.block, "KP": min(power_of_2(shape.k), 1024)}
         return Launch(
             wide_rows.layer_norm_wide_forward,
             shape.rows * shape.k + lag + finishers,
@@ -169,7 +169,7 @@ def backward_launch(
         head = {
             "RB": shape.rb,
             "CW": shape.cw,
-            "KF": min(schedule.power_of_2(shape.k), max(4096 // (2 * shape.rb), 1)),
+            "KF": min(power_of_2(shape.k), max(4096 // (2 * shape.rb), 1)),
             "SINGLE": shape.blocks == 1,
         }
         return Launch(
@@ -181,7 +181,7 @@ def backward_launch(
             constants={**head, **constants},
             warps=shape.warps,
         )
-    head = {**_tile(shape), "K": shape.k, "KP": schedule.power_of_2(shape.k)}
+    head = {**_tile(shape), "K": shape.k, "KP": power_of_2(shape.k)}
     head |= {"STAGES": shape.stages, "KEEP": shape.keep, "LANES": shape.lanes}
     head["FINISH"] = shape.finish
     finishers = -(-shape.width // shape.finish) if sums and shape.k == 1 else 0
@@ -221,7 +221,7 @@ def _sizes(
         "UNIT": unit,
         "TWO_LEVELS": strides.inner is not None,
         "EVEN": shape.even,
-        "WIDE": schedule.needs_int64(1, furthest),
+        "WIDE": needs_int64(1, furthest),
     }
     return sizes, placing
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from normplug._kernels import schedule
 from normplug._kernels.batch_norm import launches as kernels
+from normplug._kernels.batch_norm import schedule
+from normplug._kernels.device import processors
 from normplug._kernels.launch import COOPERATIVE, Launch, Workspace
 from normplug._ops import aten
 from normplug._ops import eligible as gpu
@@ -60,7 +61,7 @@ class _Plan:
         self.acc = accumulator_dtype(key.dtype)
         self._sizes = (shape[0], shape[1], math.prod(shape[2:]))
         self._innermost = not gpu.is_contiguous(shape, key.stride)
-        self._machine = (schedule.processors(device), COOPERATIVE and device.type == "cuda")
+        self._machine = (processors(device), COOPERATIVE and device.type == "cuda")
         geometry = self._geometry(1)
         self._forward = kernels.forward_launch(
             geometry, key.dtype, self.flags, key.momentum or 0.0, key.eps, key.target_variance
@@ -355,7 +356,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     x = dense(x.detach())
     n, c, hw = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     innermost, size = not x.is_contiguous(), x.element_size()
-    machine = (schedule.processors(x.device), COOPERATIVE and x.is_cuda)
+    machine = (processors(x.device), COOPERATIVE and x.is_cuda)
     geometry = schedule.geometry(n, c, hw, innermost, size, 1, *machine)
     flags = kernels.Flags(weight=False, bias=False, normalize=False, variance=True)
     launch = kernels.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)

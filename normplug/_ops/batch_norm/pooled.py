@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from normplug._kernels import schedule
 from normplug._kernels.batch_norm import launches as kernels
 from normplug._kernels.batch_norm import pool_launches as pool_kernels
-from normplug._kernels.batch_norm import windows
+from normplug._kernels.batch_norm import schedule, windows
+from normplug._kernels.device import MOST_PLACES, processors
 from normplug._kernels.launch import COOPERATIVE, Launch
 from normplug._ops import aten
 from normplug._ops import eligible as gpu
@@ -56,7 +56,7 @@ class _Plan:
         self._pooled = key.pool.size(*self._size)
         self.output_shape = (self._n, self._c, *self._pooled)
         self._machine = (
-            schedule.processors(key.device), COOPERATIVE and key.device.type == "cuda"
+            processors(key.device), COOPERATIVE and key.device.type == "cuda"
         )  # fmt: skip
         self._workspaces = gpu.Workspaces(key.device, self.acc)
         self._statistics: Launch | None = None
@@ -334,7 +334,7 @@ def refusal(
     pooled = pool.size(*size)
     if min(pooled) < 1:
         return "the output is empty"
-    if max(n * math.prod(pooled), size[1] * c, pooled[1] * c) > schedule.MOST_PLACES:
+    if max(n * math.prod(pooled), size[1] * c, pooled[1] * c) > MOST_PLACES:
         return "an axis is too long"
     return batch_norm_gpu.refusal(x, None, tracked, vectors)
 

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normplug._kernels import schedule
+from normplug._kernels.device import MOST_PLACES, processors, shared_memory
 from normplug._kernels.launch import COOPERATIVE, Launch
 from normplug._kernels.layer_norm import launches as kernels
+from normplug._kernels.layer_norm import schedule
 from normplug._kernels.layer_norm.launches import Spacing, TwoLevels
 from normplug._ops import aten
 from normplug._ops import eligible as gpu
@@ -67,7 +68,7 @@ class _Plan:
         widest = max(self.total.itemsize, key.out.itemsize)
         self.itemsize = 8 if self.acc == torch.float64 else widest
         device = key.device
-        self._machine = (schedule.processors(device), schedule.shared_memory(device))
+        self._machine = (processors(device), shared_memory(device))
         self._forward: dict[bool, tuple[Launch, tuple[int, int]]] = {}
         self._again: Launch | None = None
         self._backward: dict[tuple[Any, ...], tuple[Launch, tuple[int, int]]] = {}
@@ -533,7 +534,7 @@ def refusal(
     why = gpu.refusal(x, (residual,), tracked, vectors)
     if why is None:
         width = math.prod(x.shape[x.dim() - row_dims :])
-        if max(width, x.numel() // width) > schedule.MOST_PLACES:
+        if max(width, x.numel() // width) > MOST_PLACES:
             why = "a row has nearly 2^31 values or more, or there are so many rows"
     return why
 
