@@ -17,11 +17,11 @@ _MOST_PROGRAMS = 1 << 17  # with running statistics each has two words of its ow
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of `width` values that a program holds, `r` at a time as (r, u, bc); see `rows`.
+    """Rows of `width` values that a program holds, `r` at a time in u * bc columns; see `rows`.
 
     A thread takes `vector` adjacent values at a time. With `keep`, weight and bias stay in
-    registers. Of what is summed over rows, `lanes` sums a column are kept apart until the last
-    tile; `finish` columns of them are added up by one program.
+    registers. Sums over rows are kept in `lanes` sums a column until the last tile; then one
+    program adds up `finish` columns of them. `k` programs share a row.
     """
 
     rows: int
@@ -44,7 +44,7 @@ class Rows:
 
     @property
     def groups(self) -> int:
-        """Programs, or groups of `k` of them, that take tiles in turn."""
+        """Groups of `k` programs that take tiles in turn."""
         return self.programs // self.k
 
     @property
@@ -55,7 +55,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class WideForward:
-    """Rows of `width` values in tiles of `block`, written `lag` tiles after they were read."""
+    """Rows of `width` values in tiles of `block`, written `lag` programs after they were read."""
 
     rows: int
     width: int
@@ -76,7 +76,7 @@ class WideForward:
 
 @dataclass(frozen=True)
 class WideBackward:
-    """Blocks of `rb` rows in tiles of `cw` columns, written `lag` tiles after they were read."""
+    """Blocks of `rb` rows in tiles of `cw` columns, written `lag` programs after being read."""
 
     rows: int
     width: int
@@ -105,8 +105,9 @@ def layer_norm_forward(
 ) -> Rows | WideForward:
     """How the kernels take `rows` rows of `width` values.
 
-    unit: what divides width and strides. itemsize: of the widest tensor of rows. running: with
-    running statistics, to which each program adds its part.
+    unit: what divides width and strides. itemsize: bytes of a value of the widest tensor that has
+    rows. running: there are running statistics, to which each program adds its part. sms: the GPU's
+    multiprocessors.
     """
     padded = power_of_2(width)
     if padded > _HELD_BYTES // max(itemsize, 4) or (width > 8192 and 5 * width <= 4 * padded):
@@ -140,10 +141,11 @@ def layer_norm_backward(
     shared: int,
     together: bool,
 ) -> Rows | WideBackward:
-    """As `layer_norm_forward`.
+    """How the kernels take the backward; arguments as in `layer_norm_forward`, and further.
 
     input_bias: there is one, whose gradient is a third sum over the rows. shared: bytes of shared
-    memory that a program can have. together: programs that all run at once can be had.
+    memory that a program can have. together: a cooperative launch is possible, whose programs all
+    run at once.
     """
     padded = power_of_2(width)
     if padded * max(itemsize, 4) <= _SUMMED_BYTES:
@@ -151,7 +153,7 @@ def layer_norm_backward(
         at_once = 2 if warps == 4 and rows > _MANY_ROWS_EACH * sms else 1
         values = 32 if itemsize <= 4 and (padded >= 1024 or at_once == 2) else 16
         shape = _row_tile(rows, width, unit, itemsize, warps, warps, values)
-        # To fold a tile's rows takes time, and saves registers: needed for three sums and masks.
+        # Folding a tile's rows takes time and saves registers, which three sums and masks need.
         if padded <= 512 and not (input_bias and width < padded):
             shape = replace(shape, lanes=shape.r)
         programs = min(at_once * sms, _programs_for(rows, itemsize), shape.tiles)
@@ -184,9 +186,9 @@ def layer_norm_backward(
 def _row_tile(
     rows: int, width: int, unit: int, itemsize: int, warps: int, needed: int, values: int
 ) -> Rows:
-    """One program a tile, as far as there may be so many.
+    """Tiles of rows, with one program for each, up to the most programs there may be.
 
-    A row goes to `needed` warps at most, `values` values to a thread.
+    A row is spread over at most `needed` warps, with `values` values for each thread.
     """
     padded = power_of_2(width)
     vector = min(16 // itemsize, unit)
@@ -203,5 +205,5 @@ def _row_tile(
 
 
 def _programs_for(rows: int, itemsize: int) -> int:
-    """As many programs as write and read no more sums than the rows are worth."""
+    """The most programs whose sums are no more traffic than the rows."""
     return max(3 * rows * itemsize // 16, 1)
