@@ -165,7 +165,14 @@ Geometry = Planes | Columns
 
 
 def geometry(
-    n: int, c: int, hw: int, innermost: bool, itemsize: int, tensors: int, sms: int, together: bool
+    n: int,
+    c: int,
+    hw: int,
+    channels_last: bool,
+    itemsize: int,
+    tensors: int,
+    sms: int,
+    cooperative: bool,
 ) -> Geometry:
     """How the kernels take (N, C, *space) of hw values a plane.
 
@@ -173,24 +180,24 @@ def geometry(
         n: Batch size.
         c: Channels.
         hw: Values of a plane.
-        innermost: Channels are adjacent in memory.
+        channels_last: Channels are adjacent in memory.
         itemsize: Bytes of a value.
         tensors: How many tensors like this one are read at once.
         sms: The GPU's multiprocessors.
-        together: A cooperative launch is possible: all its programs run at once.
+        cooperative: A cooperative launch is possible: all its programs run at once.
     """
-    if innermost:
-        return _columns(n * hw, c, 1, itemsize, tensors, sms, together)
+    if channels_last:
+        return _columns(n * hw, c, 1, itemsize, tensors, sms, cooperative)
     if hw <= _SMALL_PLANE:
-        return _columns(n, c, hw, itemsize, tensors, sms, together)
+        return _columns(n, c, hw, itemsize, tensors, sms, cooperative)
     return _planes(n, c, hw, itemsize, tensors, sms)
 
 
-def mask_bytes(n: int, c: int, hw: int, innermost: bool, itemsize: int) -> int:
+def mask_bytes(n: int, c: int, hw: int, channels_last: bool, itemsize: int) -> int:
     """Bytes of the bit mask that a forward with residual and relu saves; sizes may be symbols."""
-    if not innermost and hw > _SMALL_PLANE:
+    if not channels_last and hw > _SMALL_PLANE:
         return c * ((n * hw + 7) // 8)
-    rows, hw = (n * hw, 1) if innermost else (n, hw)
+    rows, hw = (n * hw, 1) if channels_last else (n, hw)
     channels, bc = _slab(rows, c, hw, itemsize)
     return rows * -(-c // channels) * bc // 8
 
@@ -219,7 +226,7 @@ def _slab(rows: int, c: int, hw: int, itemsize: int) -> tuple[int, int]:
 
 
 def _columns(
-    rows: int, c: int, hw: int, itemsize: int, tensors: int, sms: int, together: bool
+    rows: int, c: int, hw: int, itemsize: int, tensors: int, sms: int, cooperative: bool
 ) -> Columns:
     channels, bc = _slab(rows, c, hw, itemsize)
     unit = unit_of(c * hw, channels * hw)
@@ -237,7 +244,7 @@ def _columns(
     slab_bytes = rows * channels * hw * itemsize
     if few and slabs >= sms // 2 and slab_bytes < _SOLO_SLAB:
         return cut(4, 3, programs=1)
-    if few and together and (slabs == 1 or slab_bytes < _PHASED_SLAB):
+    if few and cooperative and (slabs == 1 or slab_bytes < _PHASED_SLAB):
         return cut(4, 3, programs=max(sms // slabs, 1))
     shape = cut(4, 2)
     row_bytes = channels * hw * itemsize * tensors

@@ -139,13 +139,13 @@ def layer_norm_backward(
     input_bias: bool,
     sms: int,
     shared: int,
-    together: bool,
+    cooperative: bool,
 ) -> Rows | WideBackward:
     """How the kernels take the backward; arguments as in `layer_norm_forward`, and further.
 
     input_bias: there is one, whose gradient is a third sum over the rows. shared: bytes of shared
-    memory that a program can have. together: a cooperative launch is possible, whose programs all
-    run at once.
+    memory that a program can have. cooperative: a cooperative launch is possible, whose programs
+    all run at once.
     """
     padded = power_of_2(width)
     if padded * max(itemsize, 4) <= _SUMMED_BYTES:
@@ -163,7 +163,7 @@ def layer_norm_backward(
         stages = 4 if at_once == 1 and padded < 8192 else 3
         stages = max(min(stages, room // (2 * shape.r * padded * itemsize)), 1)
         return replace(shape, programs=programs, stages=stages, keep=True, finish=64)
-    if together and itemsize <= 4 and rows >= sms and width <= _SHARED_WIDTH:
+    if cooperative and itemsize <= 4 and rows >= sms and width <= _SHARED_WIDTH:
         share, r, warps = 4096, 4, 8
         if padded > 16384:
             share, r, warps = (4096, 2, 4) if itemsize == 4 else (padded // 32, 2**18 // padded, 4)
