@@ -1,9 +1,9 @@
 """Launching a Triton kernel at the cost of a native one.
 
 `kernel[grid](...)` binds, hashes and looks up its arguments on every call, which takes longer than
-many a norm runs. A `Launch` does that once, keeps the compiled kernel, and afterwards hands raw
-pointers to its launcher. That launcher is private to Triton: versions it is not known for, and
-pointers that the compiled kernel was not made for, take the public way.
+many norms run. A `Launch` does that once, keeps the compiled kernel, and then passes raw pointers
+to its launcher. That launcher is private to Triton. So a launch takes the public way in versions
+where the launcher is unknown, and for pointers that the compiled kernel was not made for.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ COOPERATIVE = _VERSION >= (3, 3) and torch.version.hip is None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes", "y")
 
 
-def number(value: float, double: bool) -> float | int:
-    """A float as the kernels take it: see `primitives.scalar`."""
-    return struct.unpack("<q", struct.pack("<d", value))[0] if double else float(value)
+def scalars(double: bool, **values: float) -> dict[str, float | int]:
+    """Numbers as the kernels take them: see `primitives.scalar`."""
+    if not double:
+        return {name: float(value) for name, value in values.items()}
+    return {n: struct.unpack("<q", struct.pack("<d", v))[0] for n, v in values.items()}
 
 
 class Launch:
@@ -40,7 +42,7 @@ class Launch:
         grid: How many programs run.
         pointers: Names of the tensors of a call; the kernel's argument of tensor `x` is `x_ptr`.
         sizes: Integers, by name.
-        scalars: Numbers as `number` makes them, by name.
+        scalars: Numbers, as `scalars` makes them.
         constants: What is compiled into the kernel, by name.
         warps: Warps of a program.
         cooperative: All programs run at once.
@@ -87,7 +89,7 @@ class Launch:
                         self._grid, 1, 1, stream, self._function, self._metadata, None, None, None,
                         *pointers, *self._tail,
                     )  # fmt: skip
-                except TypeError:  # not the launcher it was taken for
+                except TypeError:  # the launcher takes other arguments
                     self._run, self._direct = None, False
                 else:
                     return
@@ -113,11 +115,11 @@ def _check_names(kernel: Any, given: list[str]) -> None:
 
 
 class Workspace:
-    """Counters, all zero between launches, and room for what programs tell each other.
+    """Counters, which are zero between launches, and room for what programs tell each other.
 
-    One is kept for a device's default stream, on which launches follow each other. A launch on
-    another stream gets its own: it may run beside others, and what it allocates may belong to a
-    CUDA graph, as while one is captured and in the warm-up of mode="reduce-overhead".
+    One workspace is kept for a device's default stream, on which launches follow each other. A
+    launch on another stream gets its own. It may run beside others, and its memory may belong to a
+    CUDA graph: while one is captured, and in the warm-up of mode="reduce-overhead".
     """
 
     _kept: dict[tuple[int, torch.dtype], Workspace] = {}
@@ -128,7 +130,7 @@ class Workspace:
 
     @classmethod
     def get(cls, device: torch.device, dtype: torch.dtype, counters: int, room: int) -> Workspace:
-        """The default stream's, with at least `counters` and `room`."""
+        """The default stream's workspace, with at least `counters` and `room`."""
         key = (device.index, dtype)
         kept = cls._kept.get(key)
         if kept is None or not kept.fits(counters, room):
@@ -139,5 +141,5 @@ class Workspace:
         return kept
 
     def fits(self, counters: int, room: int) -> bool:
-        """Whether there is enough of both."""
+        """Whether it has enough of both."""
         return self.counters.numel() >= counters and self.partial.numel() >= room

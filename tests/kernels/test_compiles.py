@@ -12,9 +12,11 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from normplug._kernels import launch, primitives, schedule  # noqa: E402
+from normplug._kernels import launch, primitives  # noqa: E402
 from normplug._kernels.batch_norm import launches as batch_norm  # noqa: E402
+from normplug._kernels.batch_norm import schedule as bn  # noqa: E402
 from normplug._kernels.layer_norm import launches as layer_norm  # noqa: E402
+from normplug._kernels.layer_norm import schedule as ln  # noqa: E402
 from normplug._kernels.layer_norm.launches import Strides, TwoLevels  # noqa: E402
 
 pytestmark = [
@@ -66,7 +68,7 @@ BATCH_NORMS = {
 def test_batch_norm(name, dtype):
     flags = batch_norm.Flags(residual=True, activation="relu", running=True, tracked=True)
     forward, backward = (
-        schedule.geometry(*BATCH_NORMS[name], dtype.itemsize, tensors, SMS, launch.COOPERATIVE)
+        bn.geometry(*BATCH_NORMS[name], dtype.itemsize, tensors, SMS, launch.COOPERATIVE)
         for tensors in (1, 2)
     )
     made = batch_norm.forward_launch(forward, dtype, flags, 0.1, 1e-5, 0.6)
@@ -76,8 +78,8 @@ def test_batch_norm(name, dtype):
 
 
 def row_launches(rows, width, itemsize, dtype, spacing):
-    forward = schedule.layer_norm_forward(rows, width, 8, itemsize, True, SMS)
-    backward = schedule.layer_norm_backward(
+    forward = ln.layer_norm_forward(rows, width, 8, itemsize, True, SMS)
+    backward = ln.layer_norm_backward(
         rows, width, 8, itemsize, False, SMS, SHARED, launch.COOPERATIVE
     )
     flags = layer_norm.Flags(input_bias=False, residual=True, running=True, tracked=True)
@@ -122,8 +124,7 @@ def tile_of(made, lanes):
 def test_a_thread_of_batch_norm_holds_all_steps_of_its_lanes(shape, dtype):
     flags = batch_norm.Flags(running=True, tracked=True)
     forward, backward = (
-        schedule.geometry(*shape, dtype.itemsize, tensors, SMS, launch.COOPERATIVE)
-        for tensors in (1, 2)
+        bn.geometry(*shape, dtype.itemsize, tensors, SMS, launch.COOPERATIVE) for tensors in (1, 2)
     )
     for made in (
         batch_norm.forward_launch(forward, dtype, flags, 0.1, 1e-5, 0.6),
@@ -142,7 +143,7 @@ def test_a_thread_of_layer_norm_holds_all_steps_of_its_rows(rows, width):
 
 def test_layer_norm_of_narrow_rows_reads_a_bias_once():
     flags, needs = layer_norm.Flags(input_bias=True), (True, True, True, True)
-    cut = schedule.layer_norm_backward(100_352, 192, 8, 2, True, SMS, SHARED, launch.COOPERATIVE)
+    cut = ln.layer_norm_backward(100_352, 192, 8, 2, True, SMS, SHARED, launch.COOPERATIVE)
     assert 1 < cut.lanes < cut.r
     made = layer_norm.backward_launch(cut, FLOAT32, flags, Strides(192, dy=192), needs, 0.6)
     ahead = compiled(made, BFLOAT16).metadata.shared

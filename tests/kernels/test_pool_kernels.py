@@ -25,7 +25,7 @@ from pool_cases import (
 
 pytest.importorskip("triton")
 
-from normplug._kernels import schedule  # noqa: E402
+from normplug._kernels.batch_norm import schedule  # noqa: E402
 
 pytestmark = interpreted.MARKS
 

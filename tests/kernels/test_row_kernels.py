@@ -44,9 +44,9 @@ from row_cases import (
 
 triton = pytest.importorskip("triton")
 
-from normplug._kernels import schedule  # noqa: E402
-from normplug._kernels.layer_norm import rows  # noqa: E402
-from normplug._kernels.schedule import Rows, WideBackward, WideForward  # noqa: E402
+from normplug._kernels.device import power_of_2  # noqa: E402
+from normplug._kernels.layer_norm import rows, schedule  # noqa: E402
+from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward  # noqa: E402
 
 pytestmark = interpreted.MARKS
 
@@ -67,7 +67,7 @@ def held(r, bc, programs, **rest):
     """Tiles of r rows, in columns of bc, taken in turn by so many programs."""
 
     def change(shape):
-        u = -(-schedule.power_of_2(shape.width) // bc)
+        u = -(-power_of_2(shape.width) // bc)
         cut = {"r": r, "u": u, "bc": bc, "programs": programs, "warps": 1, "stages": 1, "k": 1}
         rest_of_it = {"keep": False, "lanes": r, "finish": 8, **rest}
         return Rows(shape.rows, shape.width, **{**cut, **rest_of_it})

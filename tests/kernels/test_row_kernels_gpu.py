@@ -84,12 +84,13 @@ SHARED = [(132, 8704), (133, 12288), (300, 16384), (1024, 20480), (150, 40000), 
 
 
 def shares_columns(shape, dtype):
-    from normplug._kernels import schedule
+    from normplug._kernels.device import processors, shared_memory, unit_of
+    from normplug._kernels.layer_norm import schedule
     from normplug._kernels.launch import COOPERATIVE
 
     device = torch.device("cuda", torch.cuda.current_device())
-    machine = (schedule.processors(device), schedule.shared_memory(device), COOPERATIVE)
-    unit = schedule.unit_of(shape[-1])
+    machine = (processors(device), shared_memory(device), COOPERATIVE)
+    unit = unit_of(shape[-1])
     cut = schedule.layer_norm_backward(*shape, unit, dtype.itemsize, False, *machine)
     return isinstance(cut, schedule.Rows) and cut.k > 1
 

@@ -39,9 +39,9 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
     """Cut every call into work as `changes` makes it of a schedule function's choice, by name."""
-    from normplug._kernels import schedule
-
     for name, change in changes.items():
+        room = "layer_norm" if name.startswith("layer_norm") else "batch_norm"
+        schedule = import_module(f"normplug._kernels.{room}.schedule")
         chosen = getattr(schedule, name)
         monkeypatch.setattr(
             schedule, name, lambda *sizes, chosen=chosen, change=change: change(chosen(*sizes))
@@ -51,9 +51,9 @@ def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any])
 
 def use_64_bit_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     """As tensors of 2^31 values and more need."""
-    from normplug._kernels import schedule
+    from normplug._kernels import device
 
-    monkeypatch.setattr(schedule, "_INT32", 0)
+    monkeypatch.setattr(device, "_INT32", 0)
     forget(monkeypatch)
 
 

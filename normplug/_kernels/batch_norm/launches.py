@@ -1,4 +1,4 @@
-"""BatchNorm by kernel: from a tensor's shape and layout to launches."""
+"""BatchNorm's launches: from a geometry and what a call asks for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 import triton.language as tl
 
 from normplug._activations import KERNEL_CODES
-from normplug._kernels import schedule
 from normplug._kernels.batch_norm import columns, planes
-from normplug._kernels.launch import Launch, number
-from normplug._kernels.schedule import Geometry
+from normplug._kernels.batch_norm.schedule import Columns, Geometry, Planes
+from normplug._kernels.device import power_of_2
+from normplug._kernels.launch import Launch, scalars
 
 _FORWARD = (
     "x", "residual", "weight", "bias", "running_mean", "running_var", "tracked", "y", "bits",
@@ -27,10 +27,15 @@ _BACKWARD = (
 
 @dataclass(frozen=True)
 class Flags:
-    """What a call asks for, beside its shape."""
+    """What a call has and asks for, besides its shape and dtype.
+
+    given: without training, mean and rstd are passed in. running, cumulative, tracked: as the
+    kernel's RUNNING, CUMULATIVE, TRACKED. normalize: without it only statistics are computed.
+    variance: these are saved as (mean, var), not as (mean, rstd).
+    """
 
     training: bool = True
-    given: bool = False  # the statistics, where it is no training
+    given: bool = False
     weight: bool = True
     bias: bool = True
     residual: bool = False
@@ -39,11 +44,11 @@ class Flags:
     cumulative: bool = False
     tracked: bool = False
     normalize: bool = True
-    variance: bool = False  # saved in place of rstd
+    variance: bool = False
 
     @property
     def bits(self) -> bool:
-        """Whether the forward saves relu's signs, which the residual would have to be kept for."""
+        """Whether the forward saves relu's signs, so that the residual need not be kept."""
         return self.residual and self.activation == "relu" and not self.given
 
 
@@ -52,12 +57,10 @@ def forward_launch(
 ) -> Launch:
     """Set up the forward kernel of a geometry."""
     double = dtype == torch.float64
-    given = {"momentum": momentum, "eps": eps, "root": math.sqrt(tv)}
-    scalars = {name: number(value, double) for name, value in given.items()}
+    numbers = scalars(double, momentum=momentum, eps=eps, root=math.sqrt(tv))
+    both = flags.training and flags.normalize
     constants: dict[str, Any] = {
         "ACC": tl.float64 if double else tl.float32,
-        "OWN": flags.training and flags.normalize,
-        "SOLO": False,
         "TRAINING": flags.training,
         "GIVEN": flags.given,
         "NORMALIZE": flags.normalize,
@@ -71,21 +74,19 @@ def forward_launch(
         "CUMULATIVE": flags.cumulative,
         "TRACKED": flags.tracked,
     }
-    if isinstance(shape, schedule.Planes):
-        del constants["OWN"], constants["SOLO"]
-        lag = shape.lag if flags.training and flags.normalize else 0
+    if isinstance(shape, Planes):
+        lag = shape.lag if both else 0
         grid = shape.tiles + lag
         if not flags.normalize:
             lag, grid = shape.tiles, shape.tiles + shape.c
         return _planes(
-            planes.batch_norm_planes_forward, _FORWARD, shape, lag, grid, scalars, constants
+            planes.batch_norm_planes_forward, _FORWARD, shape, lag, grid, numbers, constants
         )
-    constants["SOLO"] = shape.solo
-    if flags.training and flags.normalize:
-        grid = shape.grid
-    else:
-        grid = shape.slabs * (shape.gathers if flags.training else shape.writes)
-    return _columns(columns.batch_norm_columns_forward, _FORWARD, shape, grid, scalars, constants)
+    alone = shape.gathers if flags.training else shape.writes
+    grid = shape.grid if both else shape.slabs * alone
+    return _columns(
+        columns.batch_norm_columns_forward, _FORWARD, shape, grid, both, numbers, constants
+    )
 
 
 def backward_launch(
@@ -100,11 +101,9 @@ def backward_launch(
     dx, dweight, dbias, dresidual = needs
     late = flags.training and dx
     sums = late or dweight or dbias
-    scalars = {"root": number(math.sqrt(tv), double)}
+    numbers = scalars(double, root=math.sqrt(tv))
     constants: dict[str, Any] = {
         "ACC": tl.float64 if double else tl.float32,
-        "OWN": late,
-        "SOLO": False,
         "SUMS": sums,
         "LATE": late,
         "WEIGHT": flags.weight,
@@ -117,27 +116,27 @@ def backward_launch(
         "DWEIGHT": dweight,
         "DBIAS": dbias,
     }
-    if isinstance(shape, schedule.Planes):
-        del constants["OWN"], constants["SOLO"]
+    if isinstance(shape, Planes):
         if late:
             lag, grid = shape.lag, shape.tiles + shape.lag
         else:
             lag, grid = shape.tiles, shape.tiles + (shape.c if sums else 0)
         return _planes(
-            planes.batch_norm_planes_backward, _BACKWARD, shape, lag, grid, scalars, constants
+            planes.batch_norm_planes_backward, _BACKWARD, shape, lag, grid, numbers, constants
         )
-    constants["SOLO"] = shape.solo
     grid = shape.grid if late else shape.slabs * shape.gathers
-    return _columns(columns.batch_norm_columns_backward, _BACKWARD, shape, grid, scalars, constants)
+    return _columns(
+        columns.batch_norm_columns_backward, _BACKWARD, shape, grid, late, numbers, constants
+    )
 
 
 def _planes(
     kernel: Any,
     pointers: tuple[str, ...],
-    shape: schedule.Planes,
+    shape: Planes,
     lag: int,
     grid: int,
-    scalars: dict[str, float | int],
+    numbers: dict[str, float | int],
     constants: dict[str, Any],
 ) -> Launch:
     sizes = {
@@ -151,7 +150,7 @@ def _planes(
     head = {
         "UNIT": shape.unit,
         "BLOCK": shape.block,
-        "KP": min(schedule.power_of_2(shape.tiles_a_channel), 1024),
+        "KP": min(power_of_2(shape.tiles_a_channel), 1024),
     }
     constants = {**head, **constants, "WIDE": shape.wide}
     return Launch(
@@ -159,7 +158,7 @@ def _planes(
         grid,
         pointers=pointers,
         sizes=sizes,
-        scalars=scalars,
+        scalars=numbers,
         constants=constants,
         warps=shape.warps,
     )
@@ -168,11 +167,13 @@ def _planes(
 def _columns(
     kernel: Any,
     pointers: tuple[str, ...],
-    shape: schedule.Columns,
+    shape: Columns,
     grid: int,
-    scalars: dict[str, float | int],
+    both: bool,
+    numbers: dict[str, float | int],
     constants: dict[str, Any],
 ) -> Launch:
+    """both: the launch gathers each slab and then writes it."""
     sizes = {
         "ROWS": shape.rows,
         "C": shape.c,
@@ -187,17 +188,25 @@ def _columns(
         "GROUP": shape.group,
         "HEAD": shape.head,
     }
-    head = {"UNIT": shape.unit, "U": shape.u, "BT": shape.bt, "BC": shape.bc, "BCH": shape.bch}
-    head["STAGES"] = shape.stages
+    own = both and shape.programs > 0
+    head = {
+        "UNIT": shape.unit,
+        "U": shape.u,
+        "BT": shape.bt,
+        "BC": shape.bc,
+        "BCH": shape.bch,
+        "STAGES": shape.stages,
+        "OWN": own,
+        "SOLO": shape.solo,
+    }
     tail = {"SEGMENTS": shape.hw > 1, "EVEN": shape.even, "WIDE": shape.wide}
-    own = constants["OWN"] and shape.programs > 0
     return Launch(
         kernel,
         grid,
         pointers=pointers,
         sizes=sizes,
-        scalars=scalars,
-        constants={**head, **constants, "OWN": own, **tail},
+        scalars=numbers,
+        constants={**head, **constants, **tail},
         warps=shape.warps,
         cooperative=own and not shape.solo,
     )
@@ -205,7 +214,7 @@ def _columns(
 
 def scratch(shape: Geometry) -> tuple[int, int]:
     """Counters and partial results that a launch needs."""
-    if isinstance(shape, schedule.Planes):
+    if isinstance(shape, Planes):
         return shape.c, 2 * shape.tiles
     items = shape.slabs * (shape.gathers + shape.batches)
     return shape.slabs * (shape.batches + 2), items * 2 * shape.bch + 2 * shape.c

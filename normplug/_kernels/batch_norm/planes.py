@@ -1,34 +1,46 @@
 """BatchNorm over (N, C, *space) contiguous tensors, whose channels are planes of adjacent values.
 
-The N * HW values of a channel are cut into TILES_A_CHANNEL tiles of BLOCK. Program t reduces tile
-t, publishes its moments, and then normalises tile t - LAG (see `primitives`): by then the tile's channel is
-complete, and the tile is still in the L2 cache. DRAM traffic is one read and one write.
+The N * HW values of a channel are cut into tiles. Program t reduces tile t, publishes its moments,
+and then normalises tile t - LAG (see `waiting`): by then the tile's channel is complete, and the
+tile is still in the L2 cache. DRAM traffic is one read and one write.
 """
 
 import triton
 import triton.language as tl
 
-from normplug._kernels.primitives import (
+from normplug._kernels.activation import (
     activate,
     activation_gradient,
-    arrive,
-    merge_moments,
-    merge_sums,
     pack_bits,
     positive,
-    scalar,
-    tile_counts,
     unpack_bits,
-    wait,
 )
+from normplug._kernels.primitives import merge_moments, merge_sums, scalar, tile_counts
+from normplug._kernels.waiting import arrive, wait
 
-# Sizes are not compiled in: another batch size is no other kernel, and UNIT says what is aligned.
+# The arguments of both kernels.
+# Sizes. They are not compiled in, so another batch size needs no other kernel.
+#   N, C                 batch size; channels
+#   HW_UNITS             values of a plane / UNIT
+#   TILES_A_CHANNEL      tiles of a channel
+#   TILES                tiles of all channels
+#   LAG                  programs between a tile's first read and its second
+# Scalars.
+#   root                 square root of the target variance
+# Constants: how the work is cut.
+#   UNIT                 divides HW, so that the compiler sees the alignment of planes
+#   BLOCK                values of a tile
+#   KP                   tiles whose partial results are merged at a time
+#   ACC                  the dtype to compute in: float32, or float64 for float64
+#   WIDE                 offsets need 64 bits
+# Constants: what the call has or asks for. WEIGHT, BIAS, RESIDUAL: there is one, and it is needed.
+# BITS: relu's signs are saved, a bit a value. ACTIVATION: see `activation`.
 _SIZES = ["N", "C", "HW_UNITS", "TILES_A_CHANNEL", "TILES", "LAG"]
 
 
 @triton.jit
 def _offset(place, channel, C, HW):
-    """Where in the tensor a place in the channel, counted over batch and space, is found."""
+    """The offset in the tensor of a place in the channel, counted over batch and space."""
     n = place // HW
     return (n * C + channel) * HW + (place - n * HW)
 
@@ -45,50 +57,23 @@ def _tile(channel, k, N, C, HW, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES)
 def batch_norm_planes_forward(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    running_mean_ptr,
-    running_var_ptr,
-    tracked_ptr,
-    y_ptr,
-    bits_ptr,
-    stats_ptr,
-    partial_ptr,
-    counters_ptr,
-    N,
-    C,
-    HW_UNITS,
-    TILES_A_CHANNEL,
-    TILES,
-    LAG,
-    momentum,
-    eps,
-    root,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KP: tl.constexpr,
-    ACC: tl.constexpr,
-    TRAINING: tl.constexpr,
-    GIVEN: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    VARIANCE: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    RUNNING: tl.constexpr,
-    CUMULATIVE: tl.constexpr,
-    TRACKED: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, tracked_ptr,
+    y_ptr, bits_ptr, stats_ptr, partial_ptr, counters_ptr,
+    N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG,
+    momentum, eps, root,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr,
+    TRAINING: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, VARIANCE: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
+    TRACKED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
-    HW = HW_UNITS * UNIT tells the compiler how far rows are aligned. Without NORMALIZE (and with
-    LAG = TILES and one more program a channel) y is not written. VARIANCE: the stats are
-    (mean, var). GIVEN: they are there already, and are used.
+    TRAINING: mean and rstd are the batch's. Otherwise they are those of the running statistics or,
+    if GIVEN, read from stats. Without NORMALIZE, only statistics are written, by one more program a
+    channel after LAG = TILES. VARIANCE: stats are (mean, var). RUNNING: the running statistics are
+    updated, with CUMULATIVE as averages over `tracked` batches and else by momentum. TRACKED:
+    `tracked` is counted up.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT
@@ -171,18 +156,11 @@ def batch_norm_planes_forward(
 
 @triton.jit
 def _load_extra(
-    residual_ptr,
-    bits_ptr,
-    offsets,
-    inside,
-    channel,
-    k,
-    total,
-    BLOCK: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """What beside x the slope of the activation needs: the forward's bits, or its residual."""
+    residual_ptr, bits_ptr,
+    offsets, inside, channel, k, total,
+    BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """What the activation's slope needs beside x: the forward's bits, or its residual."""
     if BITS:
         stride = tl.cdiv(total, 8)
         byte = k * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
@@ -196,21 +174,13 @@ def _load_extra(
 
 @triton.jit
 def _gradient(
-    dy,
-    x,
-    extra,
-    mean,
-    scale,
-    bias,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BITS: tl.constexpr,
+    dy, x, extra, mean, scale, bias,
+    BLOCK: tl.constexpr, ACC: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-):
+):  # fmt: skip
     """dz, the gradient before the activation, and x - mean; `extra` is the bits or the residual."""
     centred = x.to(ACC) - mean
-    dz = dy.to(ACC)  # 0 where there is nothing, and so is all that is made of it
+    dz = dy.to(ACC)  # 0 past the end, and so is all that is computed from it
     if BITS:
         dz = tl.where(unpack_bits(extra, BLOCK) != 0, dz, 0.0)
     elif ACTIVATION:
@@ -223,48 +193,20 @@ def _gradient(
 
 @triton.jit(do_not_specialize=_SIZES)
 def batch_norm_planes_backward(
-    dy_ptr,
-    x_ptr,
-    residual_ptr,
-    bits_ptr,
-    weight_ptr,
-    bias_ptr,
-    stats_ptr,
-    dx_ptr,
-    dresidual_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    partial_ptr,
-    counters_ptr,
-    N,
-    C,
-    HW_UNITS,
-    TILES_A_CHANNEL,
-    TILES,
-    LAG,
+    dy_ptr, x_ptr, residual_ptr, bits_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dresidual_ptr,
+    dweight_ptr, dbias_ptr, partial_ptr, counters_ptr,
+    N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG,
     root,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KP: tl.constexpr,
-    ACC: tl.constexpr,
-    SUMS: tl.constexpr,
-    LATE: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DX: tl.constexpr,
-    DRESIDUAL: tl.constexpr,
-    DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """The gradients of `batch_norm_planes_forward`; those not asked for are not computed.
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr,
+    SUMS: tl.constexpr, LATE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr,
+    DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The gradients of `batch_norm_planes_forward` that DX, DRESIDUAL, DWEIGHT, DBIAS ask for.
 
-    LATE: dx depends on the sums (batch statistics), so tiles are written LAG programs later.
-    Otherwise the first read gives dx (constant statistics), and with SUMS one more program a
-    channel, LAG = TILES, writes dweight and dbias.
+    LATE: dx depends on sums over the batch, so tiles are written LAG programs later. Otherwise
+    statistics are constants, and the first read gives dx; with SUMS, one more program a channel
+    after LAG = TILES writes dweight and dbias.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT

@@ -1,4 +1,4 @@
-"""BatchNorm, relu and max pooling by kernel: from sizes and flags to launches."""
+"""Launches of BatchNorm with relu and max pooling: from sizes and what a call asks for."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 import triton.language as tl
 
 from normplug._kernels.batch_norm import windows
-from normplug._kernels.launch import Launch, number
-from normplug._kernels.schedule import Pixels
+from normplug._kernels.batch_norm.schedule import Pixels
+from normplug._kernels.launch import Launch, scalars
 
-_UNROLLED = 25  # steps through a window, up to which their loads are all under way at once
+_UNROLLED = 25  # most steps through a window whose loop is unrolled
 _FORWARD = (
     "x", "weight", "bias", "running_mean", "running_var", "y", "peaks", "places", "stats",
 )  # fmt: skip
 _BACKWARD = ("dy", "x", "places", "weight", "stats", "dweight", "dbias", "dx")
-# Kernel, stride and padding, by height and width each.
+# Kernel, stride and padding, each by height and width.
 Window: TypeAlias = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
 
 
@@ -34,24 +34,16 @@ def forward_launch(
     eps: float,
     tv: float,
 ) -> Launch:
-    """Set up the forward over the rows of the output; keep: what the backward needs as well.
+    """Set up the forward over the rows of the output.
 
-    size, pooled: height and width of the input and of the output.
+    size, pooled: height and width of the input and of the output. keep: what the backward needs is
+    written too.
     """
     constants = {"TRAINING": training, "WEIGHT": weight, "BIAS": bias, "KEEP": keep}
-    steps = math.prod(window[0])
-    scalars = {"eps": eps, "root": math.sqrt(tv)}
+    numbers = scalars(dtype == torch.float64, eps=eps, root=math.sqrt(tv))
+    kernel, steps = windows.batch_norm_pool_forward, math.prod(window[0])
     return _launch(
-        windows.batch_norm_pool_forward,
-        _FORWARD,
-        shape,
-        dtype,
-        window,
-        size,
-        pooled,
-        scalars,
-        constants,
-        steps,
+        kernel, _FORWARD, shape, dtype, window, (*size, *pooled), numbers, constants, steps
     )
 
 
@@ -68,18 +60,10 @@ def backward_launch(
     """Set up the backward over the input, in squares of the stride; sizes as above."""
     constants = {"TRAINING": training, "WEIGHT": weight}
     steps = max(math.prod(window[0]), math.prod(window[1]))
-    scalars = {"root": math.sqrt(tv)}
+    numbers = scalars(dtype == torch.float64, root=math.sqrt(tv))
+    kernel = windows.batch_norm_pool_backward
     return _launch(
-        windows.batch_norm_pool_backward,
-        _BACKWARD,
-        shape,
-        dtype,
-        window,
-        size,
-        pooled,
-        scalars,
-        constants,
-        steps,
+        kernel, _BACKWARD, shape, dtype, window, (*size, *pooled), numbers, constants, steps
     )
 
 
@@ -89,34 +73,28 @@ def _launch(
     shape: Pixels,
     dtype: torch.dtype,
     window: Window,
-    size: tuple[int, int],
-    pooled: tuple[int, int],
-    scalars: dict[str, float],
+    axes: tuple[int, int, int, int],
+    numbers: dict[str, float | int],
     constants: dict[str, Any],
     steps: int,
 ) -> Launch:
-    double = dtype == torch.float64
-    height, width, pooled_height, pooled_width = (*size, *pooled)
     head = {
         "UNIT": shape.unit,
         "BP": shape.bp,
         "BC": shape.bc,
         **dict(zip(("KH", "KW", "SH", "SW", "PH", "PW"), sum(window, ()), strict=True)),
-        "ACC": tl.float64 if double else tl.float32,
+        "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
     }
     return Launch(
         kernel,
         shape.grid,
         pointers=pointers,
         sizes={
-            "H": height,
-            "W": width,
-            "OH": pooled_height,
-            "OW": pooled_width,
+            **dict(zip(("H", "W", "OH", "OW"), axes, strict=True)),
             "C_UNITS": shape.c // shape.unit,
             "SLABS": shape.slabs,
         },
-        scalars={name: number(value, double) for name, value in scalars.items()},
+        scalars=numbers,
         constants={**head, **constants, "EVEN": shape.even, "UNROLL": steps <= _UNROLLED},
         warps=shape.warps,
     )

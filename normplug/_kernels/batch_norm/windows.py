@@ -1,23 +1,40 @@
-"""BatchNorm, relu and max pooling in one, of a channels_last tensor: the norm's result stays away.
+"""BatchNorm, relu and max pooling of a channels_last tensor: the norm's result is never written.
 
-Forward, the statistics come from `columns`. A program then takes a row of the output: for each
-window it computes the norm of all its values, and keeps the largest one's relu, its x (the peak)
-and its place in the window, which is NOWHERE where relu is 0.
+Forward, the statistics come from `columns`. Then each program takes a row of the output. For each
+window it normalises all the values and finds the largest. It keeps that value's relu, its x (the
+peak) and its place in the window, which is NOWHERE where relu is 0.
 
-Backward, only peaks have a gradient, so its sums by channel are those of BatchNorm + relu of the
-peaks, by `columns` again, over a tensor as small as the output. A program then takes as many rows
-of the input as windows are apart, and looks for each value into the windows over it: those whose
-place it is send their gradient.
+Backward, only peaks have a gradient. So the sums by channel are those of BatchNorm + relu of the
+peaks: `columns` computes them, over a tensor as small as the output. Then each program takes as
+many rows of the input as windows are apart. Each value adds up the gradients of those windows that
+have it in their place.
 """
 
 import triton
 import triton.language as tl
 
-from normplug._kernels.primitives import activate, affine, scalar
+from normplug._kernels.activation import activate
+from normplug._kernels.primitives import affine, scalar
 
 MOST_PLACES = 255  # in a window: a byte says which, or NOWHERE
 _NOWHERE = tl.constexpr(MOST_PLACES)
-# Sizes are not compiled in, and UNIT says what is aligned.
+# The arguments of both kernels.
+# Sizes. They are not compiled in, so another image size needs no other kernel.
+#   H, W                 height and width of the input
+#   OH, OW               height and width of the output
+#   C_UNITS              channels / UNIT
+#   SLABS                slabs of BC channels
+# Scalars.
+#   root                 square root of the target variance
+# Constants: how the work is cut.
+#   UNIT                 divides C, so that the compiler sees the alignment of pixels
+#   BP, BC               a tile: BP pixels (backward: squares of SH * SW) of BC channels
+#   KH, KW, SH, SW, PH, PW   kernel, stride and padding of the windows, by height and width
+#   ACC                  the dtype to compute in: float32, or float64 for float64
+#   EVEN                 every slab has BC channels
+#   UNROLL               unroll the loops over a window, so that all its loads are under way at once
+# Constants: what the call has or asks for. TRAINING: the statistics are the batch's, and else
+# constants. WEIGHT, BIAS: there is one.
 _SIZES = ["H", "W", "OH", "OW", "C_UNITS", "SLABS"]
 
 
@@ -28,8 +45,8 @@ def _higher(
 ):  # fmt: skip
     """Best, peak and place of windows after one more of their values.
 
-    A place that is past an edge stands for the nearest one in the image, which is in the window
-    too: so all of a window exists, and what is seen twice is not higher than itself.
+    A place past an edge stands for the nearest one in the image, which is in the window too. So
+    all of a window exists, and a value that is seen twice is not higher than itself.
     """
     column = tl.minimum(tl.maximum(left + kw, 0), W - 1)
     offsets = column[:, None] * C + channels[None, :]
@@ -47,51 +64,26 @@ def _higher(
 
 @triton.jit
 def _image_row(top, kh, image, H, row_stride):
-    """Offset of the row kh below `top`, or of the nearest one there is; its place in the window."""
+    """Offset of the row kh below `top`, or of the nearest that exists; its place in the window."""
     row = tl.minimum(tl.maximum(top + kh, 0), H - 1)
     return (image * H + row).to(tl.int64) * row_stride, row - top
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def batch_norm_pool_forward(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    running_mean_ptr,
-    running_var_ptr,
-    y_ptr,
-    peaks_ptr,
-    places_ptr,
+    x_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, y_ptr, peaks_ptr, places_ptr,
     stats_ptr,
-    H,
-    W,
-    OH,
-    OW,
-    C_UNITS,
-    SLABS,
-    eps,
-    root,
-    UNIT: tl.constexpr,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    ACC: tl.constexpr,
-    TRAINING: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    KEEP: tl.constexpr,
-    EVEN: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    H, W, OH, OW, C_UNITS, SLABS,
+    eps, root,
+    UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, ACC: tl.constexpr,
+    TRAINING: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
+    EVEN: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """Y = max over windows of relu(weight * root * (x - mean) * rstd + bias).
 
-    stats = (mean, rstd) are read in TRAINING, and otherwise those of the running statistics, and
-    written. KEEP: peaks and places are written too.
+    stats = (mean, rstd) are read in TRAINING. Otherwise they come from the running statistics, and
+    are written. KEEP: peaks and places are written too, for the backward.
     """
     t = tl.program_id(0)
     C = C_UNITS * UNIT
@@ -149,7 +141,7 @@ def _received(
     dz, dy_ptr, places_ptr, image, row, column, inside, below, beside, OH, OW, C, channels, live,
     KW: tl.constexpr, ACC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of values, with what windows send to the place `below` and `beside` in them."""
+    """The dz of values, plus dy of those windows that have them at row `below`, column `beside`."""
     first = (image * OH + row).to(tl.int64) * (OW * C)
     offsets = column[:, None] * C + channels[None, :]
     width = tl.where((row >= 0) & (row < OH), OW, 0)
@@ -168,9 +160,9 @@ def _gather(
     KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     ACC: tl.constexpr, TRAINING: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of what is i below and j beside `up * SH` and `left * SW`.
+    """Write dx of the values in row up * SH + i and columns left * SW + j.
 
-    All of it has the same places in the windows over it, of which each other is SH or SW on.
+    They all have the same places in the windows over them: windows are SH and SW apart.
     """
     row = up * SH + i
     column = left * SW + j
@@ -208,39 +200,16 @@ def _gather(
 
 @triton.jit(do_not_specialize=_SIZES)
 def batch_norm_pool_backward(
-    dy_ptr,
-    x_ptr,
-    places_ptr,
-    weight_ptr,
-    stats_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    dx_ptr,
-    H,
-    W,
-    OH,
-    OW,
-    C_UNITS,
-    SLABS,
+    dy_ptr, x_ptr, places_ptr, weight_ptr, stats_ptr, dweight_ptr, dbias_ptr, dx_ptr,
+    H, W, OH, OW, C_UNITS, SLABS,
     root,
-    UNIT: tl.constexpr,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    ACC: tl.constexpr,
-    TRAINING: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    EVEN: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """The gradient of x; in TRAINING from those of weight and bias, in ACC, which hold its sums.
+    UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, ACC: tl.constexpr,
+    TRAINING: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """The gradient of x. In TRAINING its sums are read from dweight and dbias, which are in ACC.
 
-    A program takes SH rows, by BP squares of SH times SW values.
+    A program takes SH rows, BP squares of SH * SW values at a time.
     """
     t = tl.program_id(0)
     C = C_UNITS * UNIT

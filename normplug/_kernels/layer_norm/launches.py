@@ -1,4 +1,4 @@
-"""LayerNorm by kernel: from a tensor's shape and strides to launches."""
+"""LayerNorm's launches: from a geometry, strides, and what a call asks for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from normplug._kernels import schedule
-from normplug._kernels.launch import Launch, number
+from normplug._kernels.device import needs_int64, power_of_2, unit_of
+from normplug._kernels.launch import Launch, scalars
 from normplug._kernels.layer_norm import rows, wide_rows
-from normplug._kernels.schedule import Rows, WideBackward, WideForward
+from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
 
 _FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
 
@@ -29,13 +29,17 @@ _BACKWARD = (
 
 @dataclass(frozen=True)
 class Flags:
-    """What a call asks for, beside its shape."""
+    """What a call has and asks for, besides its shape and dtypes.
+
+    given: the rows' mean and rstd are passed in. stats: they are saved. running, tracked,
+    cumulative: as the kernel's RUNNING, TRACKED, CUMULATIVE.
+    """
 
     weight: bool = True
     bias: bool = True
     input_bias: bool = False
     residual: bool = False
-    given: bool = False  # the rows' statistics
+    given: bool = False
     stats: bool = True
     running: bool = False
     tracked: bool = False
@@ -43,7 +47,7 @@ class Flags:
 
 
 class TwoLevels(NamedTuple):
-    """Row r lies at (r // inner) * outer + (r % inner) * step, in values."""
+    """Row r begins at (r // inner) * outer + (r % inner) * step, in values."""
 
     inner: int
     outer: int
@@ -54,12 +58,12 @@ class TwoLevels(NamedTuple):
         return self.outer == width and self.step == rows // self.inner * width
 
 
-Spacing = int | TwoLevels  # of rows: how far apart, or where they are not evenly spaced
+Spacing = int | TwoLevels  # of rows: values from one to the next, or two such numbers
 
 
 @dataclass(frozen=True)
 class Strides:
-    """How rows lie; what a call does not have counts as dense. All `inner` are the same."""
+    """How each tensor's rows lie; None for one that a call lacks. All `inner` are the same."""
 
     x: Spacing
     residual: Spacing | None = None
@@ -67,13 +71,13 @@ class Strides:
     dtotal: Spacing | None = None
 
     def unit(self, width: int) -> int:
-        """What the compiler may take as aligned."""
+        """What divides the width and all strides: the alignment the compiler may assume."""
         sizes = (s[1:] if isinstance(s, TwoLevels) else (s,) for s in self._present)
-        return schedule.unit_of(width, *itertools.chain(*sizes))
+        return unit_of(width, *itertools.chain(*sizes))
 
     @property
     def inner(self) -> int | None:
-        """That of all rows on two levels, if there are any."""
+        """The `inner` of the tensors whose rows lie on two levels, if there are any."""
         return next((s.inner for s in self._present if isinstance(s, TwoLevels)), None)
 
     @property
@@ -94,8 +98,7 @@ def forward_launch(
     """Set up the forward kernel of a geometry."""
     double = dtype == torch.float64
     sizes, placing = _sizes(shape, strides, X=strides.x, RESIDUAL=strides.residual)
-    given = {"momentum": momentum, "eps": eps, "root": math.sqrt(tv)}
-    scalars = {name: number(value, double) for name, value in given.items()}
+    numbers = scalars(double, momentum=momentum, eps=eps, root=math.sqrt(tv))
     finishers = _finishers(shape) if flags.running else 0
     constants: dict[str, Any] = {
         "FAN_IN": _FAN_IN * shape.warps,
@@ -113,13 +116,13 @@ def forward_launch(
     }
     if isinstance(shape, WideForward):
         lag = 0 if flags.given else shape.lag
-        head = {"BLOCK": shape.block, "KP": min(schedule.power_of_2(shape.k), 1024)}
+        head = {"BLOCK": shape.block, "KP": min(power_of_2(shape.k), 1024)}
         return Launch(
             wide_rows.layer_norm_wide_forward,
             shape.rows * shape.k + lag + finishers,
             pointers=_FORWARD,
             sizes={**sizes, "K": shape.k, "LAG": lag, "FINISHERS": finishers},
-            scalars=scalars,
+            scalars=numbers,
             constants={**head, **constants},
             warps=shape.warps,
         )
@@ -129,7 +132,7 @@ def forward_launch(
         shape.programs + finishers,
         pointers=_FORWARD,
         sizes={**sizes, "FINISHERS": finishers},
-        scalars=scalars,
+        scalars=numbers,
         constants={**head, **constants},
         warps=shape.warps,
     )
@@ -147,7 +150,7 @@ def backward_launch(
     double = dtype == torch.float64
     x = strides.x
     sizes, placing = _sizes(shape, strides, X=x, DY=strides.dy, DTOTAL=strides.dtotal)
-    scalars = {"root": number(math.sqrt(tv), double)}
+    numbers = scalars(double, root=math.sqrt(tv))
     dx, dweight, dbias, dinput_bias = needs
     sums = sum(needs[1:])
     constants: dict[str, Any] = {
@@ -169,7 +172,7 @@ def backward_launch(
         head = {
             "RB": shape.rb,
             "CW": shape.cw,
-            "KF": min(schedule.power_of_2(shape.k), max(4096 // (2 * shape.rb), 1)),
+            "KF": min(power_of_2(shape.k), max(4096 // (2 * shape.rb), 1)),
             "SINGLE": shape.blocks == 1,
         }
         return Launch(
@@ -177,11 +180,11 @@ def backward_launch(
             shape.blocks * shape.k + lag + finishers,
             pointers=_BACKWARD,
             sizes={**sizes, "K": shape.k, "LAG": lag},
-            scalars=scalars,
+            scalars=numbers,
             constants={**head, **constants},
             warps=shape.warps,
         )
-    head = {**_tile(shape), "K": shape.k, "KP": schedule.power_of_2(shape.k)}
+    head = {**_tile(shape), "K": shape.k, "KP": power_of_2(shape.k)}
     head |= {"STAGES": shape.stages, "KEEP": shape.keep, "LANES": shape.lanes}
     head["FINISH"] = shape.finish
     finishers = -(-shape.width // shape.finish) if sums and shape.k == 1 else 0
@@ -190,7 +193,7 @@ def backward_launch(
         shape.programs + finishers,
         pointers=_BACKWARD,
         sizes={**sizes, "PROGRAMS": shape.programs},
-        scalars=scalars,
+        scalars=numbers,
         constants={**head, **constants},
         warps=shape.warps,
         cooperative=shape.k > 1,
@@ -204,7 +207,7 @@ def _tile(shape: Rows) -> dict[str, Any]:
 def _sizes(
     shape: Rows | WideForward | WideBackward, strides: Strides, **spacings: Spacing | None
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """The sizes that a kernel takes, and what of them is compiled in; tensors by their names."""
+    """The sizes that a kernel takes, and what it compiles in; `spacings` by the tensors' names."""
     count, width = shape.rows, shape.width
     unit, inner = strides.unit(width), strides.inner or count
     sizes = {"ROWS": count, "INNER": inner, "WIDTH_UNITS": width // unit}
@@ -221,7 +224,7 @@ def _sizes(
         "UNIT": unit,
         "TWO_LEVELS": strides.inner is not None,
         "EVEN": shape.even,
-        "WIDE": schedule.needs_int64(1, furthest),
+        "WIDE": needs_int64(1, furthest),
     }
     return sizes, placing
 
@@ -235,12 +238,12 @@ def forward_scratch(shape: Rows | WideForward, flags: Flags) -> tuple[int, int]:
 
 
 def _parts(shape: Rows | WideForward) -> int:
-    """Parts that the running statistics are added up from."""
+    """Parts from which the running statistics are added up."""
     return shape.rows if isinstance(shape, WideForward) else shape.programs
 
 
 def _finishers(shape: Rows | WideForward) -> int:
-    """Programs that add them up; each has as many parts, about, as there are such programs."""
+    """Programs that add the parts up; each takes about as many parts as there are programs."""
     parts, at_a_time = _parts(shape), _FAN_IN * shape.warps
     times = -(-math.isqrt(parts) // at_a_time)
     return -(-parts // (times * at_a_time))

@@ -1,60 +1,44 @@
 """LayerNorm over rows that a program can hold: x is read once, forward and backward.
 
-The tensor is ROWS rows of WIDTH adjacent values, placed by one stride or two (see
-`primitives.row_places`). A tile is R rows of U times BC columns, with the axes that `primitives`
-explains: BC adjacent columns go to the threads of a row, U times over. Programs take tiles in turn,
-so that what is summed over rows (the running statistics; the gradients of weight and bias) stays in
-registers until a program's last tile. Then each program hands in its part, and further programs add
-the parts up in the programs' order.
+A tile is R rows of U * BC columns, with the axes that `primitives` explains: BC adjacent columns go
+to the threads of a row, U times over. Programs take tiles in turn, so sums over rows (the running
+statistics; the gradients of weight and bias) stay in registers until a program's last tile. Then
+each program publishes its part, and further programs add the parts up in the programs' order.
 
-Backward, where the sums of a whole row do not fit beside it, K programs that run at once share its
-columns, and tell each other the two sums that the row's dx depends on.
+Backward, the sums for weight and bias may not fit beside a whole row. Then K programs that run at
+once share its columns, and tell each other the two sums that the row's dx depends on.
 """
 
 import triton
 import triton.language as tl
 
-from normplug._kernels.primitives import (
-    LANE_AXIS,
-    STEP_AXIS,
-    arrive,
-    as_stored,
-    finish_columns,
-    finish_running,
-    meet,
-    publish,
-    row_places,
-    scalar,
-    size,
-    tile_of_zeros,
-    wait,
-)
+from normplug._kernels.layer_norm.shared import finish_columns, finish_running, row_places, size
+from normplug._kernels.primitives import LANE_AXIS, STEP_AXIS, as_stored, scalar, tile_of_zeros
+from normplug._kernels.waiting import arrive, meet, publish, wait
 
-# Sizes are not compiled in: another batch size is no other kernel, and UNIT says what is aligned.
+# The arguments of both kernels that `shared` does not explain.
+#   PROGRAMS             programs that take tiles
+#   R, U, BC             a tile: R rows of U * BC columns
+#   VECTOR               adjacent values that a thread takes at a time
+#   KEEP                 weight and bias stay in registers from tile to tile
+#   K, KP                programs that share a row; the same, padded to a power of two
+#   STAGES               tiles under way at once in the loop over tiles
+#   LANES                sums a column that are kept apart until the last tile
+#   FINISH               columns of a gradient that one program adds up
 _SIZES = [
-    "ROWS",
-    "INNER",
-    "WIDTH_UNITS",
-    "X_UNITS",
-    "X_OUTER_UNITS",
-    "RESIDUAL_UNITS",
-    "RESIDUAL_OUTER_UNITS",
-    "DY_UNITS",
-    "DY_OUTER_UNITS",
-    "DTOTAL_UNITS",
-    "DTOTAL_OUTER_UNITS",
-    "PROGRAMS",
-    "FINISHERS",
-]
+    "ROWS", "INNER", "WIDTH_UNITS", "X_UNITS", "X_OUTER_UNITS", "RESIDUAL_UNITS",
+    "RESIDUAL_OUTER_UNITS", "DY_UNITS", "DY_OUTER_UNITS", "DTOTAL_UNITS", "DTOTAL_OUTER_UNITS",
+    "PROGRAMS", "FINISHERS",
+]  # fmt: skip
 
 
 @triton.jit
 def _columns(start, WIDTH, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr):
     """U times BC columns, and which of them exist.
 
-    The compiler is told of no more than VECTOR adjacent ones. Where tensors differ in dtype it
-    would otherwise take one number for the narrow and another for the wide, and move values between
-    threads for that.
+    The compiler is told of no more than VECTOR adjacent ones. Otherwise, where tensors differ in
+    dtype, it would choose one number for the narrow and another for the wide, and move values
+    between threads for that.
     """
     columns = start + tl.arange(0, U)[:, None] * BC + tl.arange(0, BC)[None, :]
     return tl.max_contiguous(columns, [1, VECTOR]), columns < WIDTH
@@ -71,13 +55,13 @@ def _rows(tile, ROWS, R: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _all_rows(values):
-    """What each column of a tile has, (U, BC), beside the values of its rows."""
+    """A number of each column, (U, BC), beside the tile's values in that column."""
     return tl.expand_dims(values, LANE_AXIS)
 
 
 @triton.jit
 def _vector(pointer, columns, live, R: tl.constexpr, EVEN: tl.constexpr):
-    """Weights or the like, once for each row of a tile: every thread gets its own columns'."""
+    """Weights or the like, once for each row of a tile: every thread loads its own columns'."""
     places = _all_rows(columns) + tile_of_zeros(R, 1, 1, tl.int32)
     if EVEN:
         vector = tl.load(pointer + places)
@@ -88,7 +72,7 @@ def _vector(pointer, columns, live, R: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _load(pointer, places, inside, columns, live, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """A tile. EVEN: all its rows and columns exist. POLICY: of eviction from the caches."""
+    """A tile. EVEN: all its rows and columns exist. POLICY: how it leaves the caches."""
     offsets = _each(places) + _all_rows(columns)
     if EVEN:
         tile = tl.load(pointer + offsets, eviction_policy=POLICY)
@@ -111,7 +95,7 @@ def _store(pointer, value, places, inside, columns, live, EVEN: tl.constexpr):
 
 @triton.jit
 def _sum(values):
-    """Of each row of a tile: over what a thread holds, then over threads."""
+    """The sum of each row of a tile: over what a thread holds, then over threads."""
     return tl.sum(tl.sum(values, axis=STEP_AXIS), axis=1)
 
 
@@ -128,7 +112,7 @@ def _sums(a, b):
 
 @triton.jit
 def _folded(values, LANES: tl.constexpr):
-    """Values of a tile summed over every LANES-th of its rows: those that a thread has in turn."""
+    """A tile summed over every LANES-th of its rows: those that one thread holds."""
     R: tl.constexpr = values.shape[LANE_AXIS]
     U: tl.constexpr = values.shape[STEP_AXIS]
     BC: tl.constexpr = values.shape[2]
@@ -145,61 +129,26 @@ def _folded(values, LANES: tl.constexpr):
 
 @triton.jit
 def _each(values):
-    """A number of each row beside the row's values, in the layout that `_sum` leaves it in."""
+    """A number of each row, in the layout that `_sum` leaves it in, beside the row's values."""
     return tl.expand_dims(values[:, None], STEP_AXIS)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def layer_norm_rows_forward(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    input_bias_ptr,
-    running_mean_ptr,
-    running_var_ptr,
-    tracked_ptr,
-    y_ptr,
-    total_ptr,
-    stats_ptr,
-    partial_ptr,
-    counters_ptr,
-    ROWS,
-    INNER,
-    WIDTH_UNITS,
-    X_UNITS,
-    X_OUTER_UNITS,
-    RESIDUAL_UNITS,
-    RESIDUAL_OUTER_UNITS,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, input_bias_ptr, running_mean_ptr, running_var_ptr,
+    tracked_ptr, y_ptr, total_ptr, stats_ptr, partial_ptr, counters_ptr,
+    ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS,
     FINISHERS,
-    momentum,
-    eps,
-    root,
-    R: tl.constexpr,
-    U: tl.constexpr,
-    BC: tl.constexpr,
-    VECTOR: tl.constexpr,
-    KEEP: tl.constexpr,
-    FAN_IN: tl.constexpr,
-    ACC: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    INPUT_BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GIVEN: tl.constexpr,
-    STATS: tl.constexpr,
-    RUNNING: tl.constexpr,
-    TRACKED: tl.constexpr,
-    CUMULATIVE: tl.constexpr,
-    UNIT: tl.constexpr,
-    TWO_LEVELS: tl.constexpr,
-    EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    momentum, eps, root,
+    R: tl.constexpr, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr, KEEP: tl.constexpr,
+    FAN_IN: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    INPUT_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GIVEN: tl.constexpr, STATS: tl.constexpr,
+    RUNNING: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr, UNIT: tl.constexpr,
+    TWO_LEVELS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Y = weight * root * (h - mean) * rstd + bias, and stats = (mean, rstd) of all rows.
 
-    h = x + input_bias or, rounded and kept as total, x + residual. GIVEN: the stats are there
-    already, and are used.
+    h = x + input_bias. With a residual it is total = x + residual, rounded as it is stored.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0) - FINISHERS
@@ -244,7 +193,7 @@ def layer_norm_rows_forward(
                 if not EVEN:
                     d = tl.where(_all_rows(live), d, 0.0)
                 mean = _sum(d) / n + first
-                # Of the mean as it is saved: whoever is given that gets the same bits.
+                # From the mean as it is saved, so that GIVEN gives the same bits.
                 d -= _each(mean - first)
                 if not EVEN:
                     d = tl.where(_all_rows(live), d, 0.0)
@@ -280,7 +229,7 @@ def layer_norm_rows_forward(
 def _share_sums(
     partial_ptr, counters_ptr, tile, k, a, b, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
 ):
-    """Two sums over the rows of a tile, from those of the shares that K programs have of them."""
+    """Two sums for each row of a tile, from those that K programs have of its columns."""
     rows = tl.arange(0, R)
     shares = tl.arange(0, KP)[None, :]
     tile_ptr = partial_ptr + tile.to(tl.int64) * (2 * K * R)
@@ -295,65 +244,28 @@ def _share_sums(
 
 @triton.jit(do_not_specialize=_SIZES)
 def layer_norm_rows_backward(
-    dy_ptr,
-    dtotal_ptr,
-    x_ptr,
-    weight_ptr,
-    input_bias_ptr,
-    stats_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    dinput_bias_ptr,
-    partial_ptr,
-    counters_ptr,
-    ROWS,
-    INNER,
-    WIDTH_UNITS,
-    X_UNITS,
-    X_OUTER_UNITS,
-    DY_UNITS,
-    DY_OUTER_UNITS,
-    DTOTAL_UNITS,
-    DTOTAL_OUTER_UNITS,
-    PROGRAMS,
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, input_bias_ptr, stats_ptr, dx_ptr, dweight_ptr,
+    dbias_ptr, dinput_bias_ptr, partial_ptr, counters_ptr,
+    ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, DY_UNITS, DY_OUTER_UNITS, DTOTAL_UNITS,
+    DTOTAL_OUTER_UNITS, PROGRAMS,
     root,
-    R: tl.constexpr,
-    U: tl.constexpr,
-    BC: tl.constexpr,
-    VECTOR: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    STAGES: tl.constexpr,
-    KEEP: tl.constexpr,
-    LANES: tl.constexpr,
-    FINISH: tl.constexpr,
-    GB: tl.constexpr,
-    ACC: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    INPUT_BIAS: tl.constexpr,
-    DTOTAL: tl.constexpr,
-    DX: tl.constexpr,
-    DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr,
-    DINPUT_BIAS: tl.constexpr,
-    DX_AS_X: tl.constexpr,
-    UNIT: tl.constexpr,
-    TWO_LEVELS: tl.constexpr,
-    EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """The gradients of `layer_norm_rows_forward`; those not asked for are not computed.
+    R: tl.constexpr, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr,
+    FINISH: tl.constexpr, GB: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
+    INPUT_BIAS: tl.constexpr, DTOTAL: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr, DX_AS_X: tl.constexpr, UNIT: tl.constexpr,
+    TWO_LEVELS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The gradients of `layer_norm_rows_forward` that are wanted.
 
-    x is what was normalised, but for input_bias: the total, where there was a residual. dx is the
-    gradient of both then, and of input_bias its sum over the rows. DX_AS_X: it is placed as x is,
-    else its rows follow each other.
+    With a residual, x is the total, and dx the gradient of both. The gradient of input_bias is the
+    sum of dx over the rows.
     """
     program = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
     SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
     SHARE: tl.constexpr = U * BC
-    # Faster where few programs share a row, slower where many do, and all the same for one.
+    # Faster where few programs share a row, slower where many do, and the same for one.
     POLICY: tl.constexpr = "evict_first" if K > 1 and K <= 4 else ""
     groups = PROGRAMS // K
     group = program // K
@@ -372,7 +284,7 @@ def layer_norm_rows_backward(
         DTOTAL_OUTER = size(DTOTAL_OUTER_UNITS, UNIT, WIDE)
         n = WIDTH.to(ACC)
         columns, live = _columns(k * SHARE, WIDTH, U, BC, VECTOR)
-        # In the loop it would be read ahead of its turn like a tile, into as much shared memory.
+        # Inside the loop it would be prefetched like a tile, into as much shared memory.
         if KEEP and WEIGHT:
             weight = _vector(weight_ptr, columns, live, R, EVEN)
         if KEEP and INPUT_BIAS:
@@ -392,7 +304,7 @@ def layer_norm_rows_backward(
                 if not KEEP:
                     input_bias = _vector(input_bias_ptr, columns, live, R, EVEN)
                 h += input_bias.to(ACC)
-            # dy is 0 where there is nothing, and so is all that d is multiplied by.
+            # dy is 0 past the end, and so is all that d is multiplied by.
             d = h - _each(mean)
             if DWEIGHT:
                 dweight += _folded(dy * _each(rstd) * d, LANES)

@@ -1,95 +1,50 @@
-"""LayerNorm over rows too wide for a program to hold, or so few that they have to be shared.
+"""LayerNorm over rows that are too wide for one program, or too few to occupy the GPU.
 
 Forward, a row is cut into K tiles of BLOCK values; backward, a block of RB rows into K tiles of CW
 columns. Program t reduces tile t, publishes what it found, and then writes tile t - LAG (see
-`primitives`): by then the tile's rows are complete, and the tile is still in the L2 cache. DRAM
-traffic is one read and one write. Gradients of weight and bias are summed over the rows of a tile,
-and over the blocks of rows by further programs at the end, in order.
+`waiting`): by then the tile's rows are complete, and the tile is still in the L2 cache. DRAM
+traffic is one read and one write. Gradients of weight and bias are summed over the rows of a tile.
+At the end, further programs add them up over the blocks of rows, in order.
 """
 
 import triton
 import triton.language as tl
 
-from normplug._kernels.primitives import (
-    arrive,
-    as_stored,
-    finish_columns,
-    finish_running,
-    merge_moments,
-    publish,
-    row_places,
-    scalar,
-    size,
-    tile_counts,
-    wait,
-)
+from normplug._kernels.layer_norm.shared import finish_columns, finish_running, row_places, size
+from normplug._kernels.primitives import as_stored, merge_moments, scalar, tile_counts
+from normplug._kernels.waiting import arrive, publish, wait
 
-# Sizes are not compiled in: another batch size is no other kernel, and UNIT says what is aligned.
+# The arguments of both kernels that `shared` does not explain.
+#   K                    tiles of a row or, backward, of a block of rows
+#   LAG                  programs between a tile's first read and its second; 0 if it is read once
+#   BLOCK                values of a tile
+#   RB, CW               a tile of the backward: RB rows of CW columns
+#   KP, KF               tiles whose partial results are merged at a time, forward and backward
+#   SINGLE               there is one block of rows, so a tile's sums are the gradients
 _SIZES = [
-    "ROWS",
-    "INNER",
-    "WIDTH_UNITS",
-    "X_UNITS",
-    "X_OUTER_UNITS",
-    "RESIDUAL_UNITS",
-    "RESIDUAL_OUTER_UNITS",
-    "DY_UNITS",
-    "DY_OUTER_UNITS",
-    "DTOTAL_UNITS",
-    "DTOTAL_OUTER_UNITS",
-    "K",
-    "LAG",
-    "FINISHERS",
-]
+    "ROWS", "INNER", "WIDTH_UNITS", "X_UNITS", "X_OUTER_UNITS", "RESIDUAL_UNITS",
+    "RESIDUAL_OUTER_UNITS", "DY_UNITS", "DY_OUTER_UNITS", "DTOTAL_UNITS", "DTOTAL_OUTER_UNITS",
+    "K", "LAG", "FINISHERS",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def layer_norm_wide_forward(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    input_bias_ptr,
-    running_mean_ptr,
-    running_var_ptr,
-    tracked_ptr,
-    y_ptr,
-    total_ptr,
-    stats_ptr,
-    partial_ptr,
-    counters_ptr,
-    ROWS,
-    INNER,
-    WIDTH_UNITS,
-    X_UNITS,
-    X_OUTER_UNITS,
-    RESIDUAL_UNITS,
-    RESIDUAL_OUTER_UNITS,
-    K,
-    LAG,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, input_bias_ptr, running_mean_ptr, running_var_ptr,
+    tracked_ptr, y_ptr, total_ptr, stats_ptr, partial_ptr, counters_ptr,
+    ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, K, LAG,
     FINISHERS,
-    momentum,
-    eps,
-    root,
-    BLOCK: tl.constexpr,
-    KP: tl.constexpr,
-    FAN_IN: tl.constexpr,
-    ACC: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    INPUT_BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GIVEN: tl.constexpr,
-    STATS: tl.constexpr,
-    RUNNING: tl.constexpr,
-    TRACKED: tl.constexpr,
-    CUMULATIVE: tl.constexpr,
-    UNIT: tl.constexpr,
-    TWO_LEVELS: tl.constexpr,
-    EVEN: tl.constexpr,
+    momentum, eps, root,
+    BLOCK: tl.constexpr, KP: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, INPUT_BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    GIVEN: tl.constexpr, STATS: tl.constexpr, RUNNING: tl.constexpr, TRACKED: tl.constexpr,
+    CUMULATIVE: tl.constexpr, UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr,
-):
-    """As `rows.layer_norm_rows_forward`; RUNNING needs two words a row more."""
+):  # fmt: skip
+    """As `rows.layer_norm_rows_forward`.
+
+    Counters: arrivals of each row. With RUNNING, two words a row follow, and two a finisher.
+    """
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
     DENSE = size(WIDTH_UNITS, UNIT, WIDE)
@@ -133,7 +88,7 @@ def layer_norm_wide_forward(
         columns = k * BLOCK + tl.arange(0, BLOCK)
         live = columns < WIDTH
         if RESIDUAL:
-            wait(counters_ptr + row, K, K)  # not before the total is there
+            wait(counters_ptr + row, K, K)  # until the total is there
             h = tl.load(
                 total_ptr + row * DENSE + columns, mask=live, other=0.0, cache_modifier=".cg"
             )
@@ -179,7 +134,7 @@ def _columns_gradient(
     value, gradient_ptr, parts_ptr, which, block, columns, live, WIDTH, SUMS: tl.constexpr,
     SINGLE: tl.constexpr, factor,
 ):  # fmt: skip
-    """A gradient summed over the rows of a tile: all of it if SINGLE, else a part."""
+    """A gradient summed over the rows of a tile: the whole if SINGLE, else a part."""
     total = tl.sum(value, axis=0)
     if SINGLE:
         total = as_stored(total * factor, gradient_ptr)
@@ -191,7 +146,7 @@ def _columns_gradient(
 
 @triton.jit
 def _tile(pointer, places, columns, mask, EVEN: tl.constexpr, LAST: tl.constexpr):
-    """EVEN: all its rows and columns exist; LAST: nobody reads it again."""
+    """A tile. EVEN: all its rows and columns exist. LAST: it is not read again."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     offsets = places[:, None] + columns[None, :]
     if EVEN:
@@ -212,52 +167,20 @@ def _vector(pointer, columns, live, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES)
 def layer_norm_wide_backward(
-    dy_ptr,
-    dtotal_ptr,
-    x_ptr,
-    weight_ptr,
-    input_bias_ptr,
-    stats_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    dinput_bias_ptr,
-    partial_ptr,
-    counters_ptr,
-    ROWS,
-    INNER,
-    WIDTH_UNITS,
-    X_UNITS,
-    X_OUTER_UNITS,
-    DY_UNITS,
-    DY_OUTER_UNITS,
-    DTOTAL_UNITS,
-    DTOTAL_OUTER_UNITS,
-    K,
-    LAG,
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, input_bias_ptr, stats_ptr, dx_ptr, dweight_ptr,
+    dbias_ptr, dinput_bias_ptr, partial_ptr, counters_ptr,
+    ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, DY_UNITS, DY_OUTER_UNITS, DTOTAL_UNITS,
+    DTOTAL_OUTER_UNITS, K, LAG,
     root,
-    RB: tl.constexpr,
-    CW: tl.constexpr,
-    KF: tl.constexpr,
-    SINGLE: tl.constexpr,
-    GB: tl.constexpr,
-    ACC: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    INPUT_BIAS: tl.constexpr,
-    DTOTAL: tl.constexpr,
-    DX: tl.constexpr,
-    DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr,
-    DINPUT_BIAS: tl.constexpr,
-    DX_AS_X: tl.constexpr,
-    UNIT: tl.constexpr,
-    TWO_LEVELS: tl.constexpr,
-    EVEN: tl.constexpr,
+    RB: tl.constexpr, CW: tl.constexpr, KF: tl.constexpr, SINGLE: tl.constexpr, GB: tl.constexpr,
+    ACC: tl.constexpr, WEIGHT: tl.constexpr, INPUT_BIAS: tl.constexpr, DTOTAL: tl.constexpr,
+    DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr,
+    DX_AS_X: tl.constexpr, UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr,
-):
-    """As `rows.layer_norm_rows_backward`; LAG is 0 where dx is not needed.
+):  # fmt: skip
+    """As `rows.layer_norm_rows_backward`.
 
-    Counters: arrivals of each block of rows, its sums' readiness, arrivals of each tile of columns.
+    Counters: arrivals of each block of rows, a flag for its sums, arrivals of each tile of columns.
     """
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
@@ -295,7 +218,7 @@ def layer_norm_wide_backward(
         h = x.to(ACC)
         if INPUT_BIAS:
             h += _vector(input_bias_ptr, columns, live, EVEN).to(ACC)[None, :]
-        # dy is 0 where there is nothing, and so is all that d is multiplied by.
+        # dy is 0 past the end, and so is all that d is multiplied by.
         d = h - mean[:, None]
         g = dy
         if WEIGHT:
@@ -368,17 +291,7 @@ def layer_norm_wide_backward(
             )  # fmt: skip
         if DBIAS:
             _columns_gradient(
-                dy,
-                dbias_ptr,
-                parts_ptr,
-                DWEIGHT,
-                block,
-                columns,
-                live,
-                WIDTH,
-                SUMS,
-                SINGLE,
-                1.0,
+                dy, dbias_ptr, parts_ptr, DWEIGHT, block, columns, live, WIDTH, SUMS, SINGLE, 1.0
             )
         if SUMS > 0 and not SINGLE:
             arrive(done_ptr + k)
@@ -388,18 +301,9 @@ def layer_norm_wide_backward(
             wait(done_ptr + k, BLOCKS, 1)
             if DWEIGHT:
                 finish_columns(
-                    dweight_ptr,
-                    parts_ptr,
-                    0,
-                    k,
-                    WIDTH,
-                    BLOCKS,
-                    scalar(root, ACC),
-                    SUMS,
-                    GB,
-                    CW,
+                    dweight_ptr, parts_ptr, 0, k, WIDTH, BLOCKS, scalar(root, ACC), SUMS, GB, CW,
                     ACC,
-                )
+                )  # fmt: skip
             if DBIAS:
                 finish_columns(
                     dbias_ptr, parts_ptr, DWEIGHT, k, WIDTH, BLOCKS, 1.0, SUMS, GB, CW, ACC

@@ -48,7 +48,7 @@ class _BatchNorm(NormOperators):
         return spec.activation is None
 
     def fake(self, t: Tensors, spec: BatchNormSpec) -> tuple[Tensor, ...]:
-        from normplug._kernels import schedule
+        from normplug._kernels.batch_norm import schedule
 
         x = dense(t.x)
         n, c, planes = x.shape[0], x.shape[1], math.prod(x.shape[2:])

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normplug._kernels import schedule
-from normplug._kernels.batch_norm import launches
+from normplug._kernels.batch_norm import launches, schedule
+from normplug._kernels.device import processors
 from normplug._kernels.launch import COOPERATIVE, Launch, Workspace
 from normplug._layouts import dense, laid_out_like
 from normplug._ops.batch_norm import aten
@@ -222,7 +222,7 @@ def shape_of(x: Tensor) -> tuple[int, int, int, bool, int]:
 
 def machine_of(x: Tensor) -> tuple[int, bool]:
     """The number of multiprocessors, and whether they can wait for one another."""
-    return schedule.processors(x.device), COOPERATIVE and x.is_cuda
+    return processors(x.device), COOPERATIVE and x.is_cuda
 
 
 def constants_of(

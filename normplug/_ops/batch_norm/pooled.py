@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normplug._kernels import schedule
-from normplug._kernels.batch_norm import launches, pool_launches, windows
+from normplug._kernels.batch_norm import launches, pool_launches, schedule, windows
+from normplug._kernels.device import MOST_PLACES
 from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
 from normplug._ops.batch_norm import aten
@@ -73,7 +73,7 @@ class PooledPlan(Plan):
         pooled = pool.size(height, width)
         if min(pooled) < 1:
             return "the output is empty"
-        if max(n * math.prod(pooled), width * c, pooled[1] * c) > schedule.MOST_PLACES:
+        if max(n * math.prod(pooled), width * c, pooled[1] * c) > MOST_PLACES:
             return "an axis is too long"
         return BatchNormPlan.refusal(t, spec)
 

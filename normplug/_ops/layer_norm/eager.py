@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normplug._kernels import schedule
+from normplug._kernels.device import MOST_PLACES, processors, shared_memory
 from normplug._kernels.launch import COOPERATIVE, Launch
-from normplug._kernels.layer_norm import launches
+from normplug._kernels.layer_norm import launches, schedule
 from normplug._kernels.layer_norm.launches import Spacing, TwoLevels
 from normplug._layouts import is_contiguous
 from normplug._ops.plans import Gradients, KernelRoute, Plan
@@ -55,7 +55,7 @@ class LayerNormPlan(Plan):
         # What a thread holds decides how a row is cut.
         widest = max(self._total.itemsize, self._output.itemsize)
         self._itemsize = 8 if self.acc == torch.float64 else widest
-        self._machine = (schedule.processors(x.device), schedule.shared_memory(x.device))
+        self._machine = (processors(x.device), shared_memory(x.device))
         self._cooperative = COOPERATIVE and x.is_cuda
         self._x_spacing = _spacing(x, row_dims)
         self._residual_spacing = None if residual is None else _spacing(residual, row_dims)
@@ -75,7 +75,7 @@ class LayerNormPlan(Plan):
         why = super().refusal(t, spec)
         if why is None:
             width = math.prod(spec.normalized_shape)
-            if max(width, t.x.numel() // width) > schedule.MOST_PLACES:
+            if max(width, t.x.numel() // width) > MOST_PLACES:
                 why = "a row has nearly 2^31 values or more, or there are so many rows"
         return why
 

@@ -1,0 +1,62 @@
+"""Activations that a kernel applies to the norm's result, and relu's signs as bits."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    """relu, silu, exact gelu, relu6 or hardswish of z; nan stays nan."""
+    if ACTIVATION == 1:
+        y = tl.where(z <= 0, 0.0, z)
+    elif ACTIVATION == 2:
+        y = z * tl.sigmoid(z)
+    elif ACTIVATION == 3:
+        y = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif ACTIVATION == 4:
+        y = tl.where(z <= 0, 0.0, tl.where(z >= 6, 6.0, z))
+    elif ACTIVATION == 5:
+        y = tl.where(z <= -3, 0.0, tl.where(z >= 3, z, z * (z + 3.0) * 0.16666666666666666))
+    else:
+        y = z
+    return y
+
+
+@triton.jit
+def activation_gradient(dy, z, ACTIVATION: tl.constexpr):
+    """The gradient dy times the slope of the activation at z; 0 where relu and relu6 bend."""
+    if ACTIVATION == 1:
+        dz = tl.where(z <= 0, 0.0, dy)
+    elif ACTIVATION == 2:
+        gate = tl.sigmoid(z)
+        dz = dy * gate * (1.0 + z * (1.0 - gate))
+    elif ACTIVATION == 3:
+        density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
+        dz = dy * (0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * density)
+    elif ACTIVATION == 4:
+        dz = tl.where(z <= 0, 0.0, tl.where(z >= 6, 0.0, dy))
+    elif ACTIVATION == 5:
+        slope = tl.where(z <= -3, 0.0, tl.where(z >= 3, 1.0, z * 0.3333333333333333 + 0.5))
+        dz = dy * slope
+    else:
+        dz = dy
+    return dz
+
+
+@triton.jit
+def positive(z):
+    """1 where relu lets a gradient through, which is everywhere but at z <= 0."""
+    return tl.where(z <= 0, 0, 1)
+
+
+@triton.jit
+def pack_bits(bits, COUNT: tl.constexpr):
+    """COUNT zeros and ones, of any shape, as COUNT / 8 bytes."""
+    eights = tl.reshape(bits.to(tl.int32), [COUNT // 8, 8])
+    return tl.sum(eights << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
+
+
+@triton.jit
+def unpack_bits(packed, COUNT: tl.constexpr):
+    """COUNT / 8 bytes as COUNT zeros and ones."""
+    return tl.reshape((packed.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1, [COUNT])

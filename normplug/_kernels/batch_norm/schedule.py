@@ -1,0 +1,267 @@
+"""How BatchNorm cuts a tensor into work: a table from measurements, without a search at run time.
+
+A search would make results differ between ranks and runs, and cost a training loop its first
+seconds. The numbers come from sweeps over tile, warps, live set and items on an H100, described in
+docs/kernels.md. Any choice gives correct results; only speed depends on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from normplug._kernels.device import floor_2, needs_int64, power_of_2, unit_of
+
+FAN_IN = 32  # partial results of `columns` that one program merges
+
+_SMALL_PLANE = 100  # values: contiguous planes of up to so many are taken as columns
+_LAG_BYTES = 24 << 10  # a multiprocessor, between a tile's first read and its second
+_PHASED_SLAB = 64 << 20  # bytes from which items are faster than programs with rows of their own
+_ITEM_BYTES = 128 << 10  # times the itemsize: what an item gathers
+_SOLO_SLAB = 1 << 20  # bytes up to which one program is enough for a slab, if there are many
+_SEGMENT_COLUMNS = 256  # columns of a slab of small planes, at most
+_GROUP_BYTES = 12 << 20  # of slabs that are gathered before the first of them is written
+_FEW_ROWS = 2048
+_MANY_ROWS = 1 << 17
+
+
+@dataclass(frozen=True)
+class Planes:
+    """The n * hw values of each channel in tiles of `block`; see `planes`.
+
+    A tile is written `lag` programs after it was read. `unit` divides hw.
+    """
+
+    n: int
+    c: int
+    hw: int
+    unit: int
+    block: int
+    warps: int
+    tiles_a_channel: int
+    lag: int
+
+    @property
+    def tiles(self) -> int:
+        return self.c * self.tiles_a_channel
+
+    @property
+    def wide(self) -> bool:
+        """Whether offsets need 64 bits."""
+        return needs_int64(self.n * self.c, self.hw)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """`rows` rows of c * hw columns, in slabs of `channels`; see `columns`.
+
+    With `programs`, so many programs share a slab, and each writes the rows that it read first.
+    Otherwise an item of `gather_rows` rows is one program's.
+    """
+
+    rows: int
+    c: int
+    hw: int
+    unit: int
+    channels: int
+    bc: int
+    bt: int
+    u: int
+    warps: int
+    stages: int
+    programs: int = 0
+    gather_rows: int = 0
+    group: int = 1
+    head: int = 0
+
+    @property
+    def slabs(self) -> int:
+        return -(-self.c // self.channels)
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile."""
+        return self.u * self.bt
+
+    @property
+    def rows_each(self) -> int:
+        """Rows that a program gathers."""
+        return self.gather_rows or -(-self.rows // (self.programs * self.tile)) * self.tile
+
+    @property
+    def gathers(self) -> int:
+        """Programs that gather a slab."""
+        return -(-self.rows // self.rows_each)
+
+    @property
+    def solo(self) -> bool:
+        """Whether a single program takes each slab."""
+        return self.programs > 0 and self.gathers == 1
+
+    @property
+    def writes(self) -> int:
+        """Programs that write a slab, if other programs gather it."""
+        return -(-self.rows // self.tile)
+
+    @property
+    def batches(self) -> int:
+        """Partial results of a slab after the first level of merging."""
+        return -(-self.gathers // FAN_IN)
+
+    @property
+    def bch(self) -> int:
+        """Channels of a slab, padded to a power of two."""
+        return self.bc if self.hw == 1 else power_of_2(self.channels)
+
+    @property
+    def grid(self) -> int:
+        """Programs of a launch that gathers each slab and then writes it."""
+        if self.programs:
+            return self.slabs * self.gathers
+        groups = -(-self.slabs // self.group)
+        gathers, writes = self.group * self.gathers, self.group * self.writes
+        return gathers + groups * (gathers + writes) - (gathers - self.head)
+
+    @property
+    def even(self) -> bool:
+        """Whether slabs fill their padding."""
+        return self.c % self.channels == 0 and self.channels * self.hw == self.bc
+
+    @property
+    def wide(self) -> bool:
+        """Whether offsets need 64 bits."""
+        return needs_int64(self.rows, self.c * self.hw)
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """`rows` rows of `width` pixels of `c` adjacent channels; see `windows`.
+
+    A program takes `bc` channels of one row, `bp` pixels at a time.
+    """
+
+    rows: int
+    width: int
+    c: int
+    unit: int
+    bc: int
+    bp: int
+    warps: int
+
+    @property
+    def slabs(self) -> int:
+        return -(-self.c // self.bc)
+
+    @property
+    def grid(self) -> int:
+        return self.rows * self.slabs
+
+    @property
+    def even(self) -> bool:
+        """Whether slabs fill their padding."""
+        return self.c % self.bc == 0
+
+
+Geometry = Planes | Columns
+
+
+def geometry(
+    n: int,
+    c: int,
+    hw: int,
+    channels_last: bool,
+    itemsize: int,
+    tensors: int,
+    sms: int,
+    cooperative: bool,
+) -> Geometry:
+    """How the kernels take (N, C, *space) of hw values a plane.
+
+    Args:
+        n: Batch size.
+        c: Channels.
+        hw: Values of a plane.
+        channels_last: Channels are adjacent in memory.
+        itemsize: Bytes of a value.
+        tensors: How many tensors like this one are read at once.
+        sms: The GPU's multiprocessors.
+        cooperative: A cooperative launch is possible: all its programs run at once.
+    """
+    if channels_last:
+        return _columns(n * hw, c, 1, itemsize, tensors, sms, cooperative)
+    if hw <= _SMALL_PLANE:
+        return _columns(n, c, hw, itemsize, tensors, sms, cooperative)
+    return _planes(n, c, hw, itemsize, tensors, sms)
+
+
+def mask_bytes(n: int, c: int, hw: int, channels_last: bool, itemsize: int) -> int:
+    """Bytes of the bit mask that a forward with residual and relu saves; sizes may be symbols."""
+    if not channels_last and hw > _SMALL_PLANE:
+        return c * ((n * hw + 7) // 8)
+    rows, hw = (n * hw, 1) if channels_last else (n, hw)
+    channels, bc = _slab(rows, c, hw, itemsize)
+    return rows * -(-c // channels) * bc // 8
+
+
+def _planes(n: int, c: int, hw: int, itemsize: int, tensors: int, sms: int) -> Planes:
+    total = n * hw
+    block = 8192 if itemsize * tensors <= 4 else 4096 if itemsize * tensors <= 8 else 2048
+    while block > 1024 and (block >= 2 * total or c * -(-total // block) < 2 * sms):
+        block //= 2
+    warps = max(min(block // 1024, 4), 1)
+    tiles = -(-total // block)
+    lag = min(max(sms * _LAG_BYTES // (block * itemsize), tiles), c * tiles)
+    return Planes(n, c, hw, unit_of(hw), block, warps, tiles, lag)
+
+
+def _slab(rows: int, c: int, hw: int, itemsize: int) -> tuple[int, int]:
+    """Channels of a slab and columns, padded; the same forward and backward, for the mask."""
+    if hw > 1:
+        channels = min(floor_2(_SEGMENT_COLUMNS // hw), power_of_2(c))
+        return channels, max(power_of_2(channels * hw), 8)
+    width = 128 if itemsize == 2 or (itemsize == 4 and rows > _MANY_ROWS) else 64
+    if rows <= _FEW_ROWS:  # narrow slabs, so that there is one for each multiprocessor
+        width = min(max(floor_2(c * itemsize // 128), 32), 128) // itemsize
+    channels = max(min(width, power_of_2(c)), 8)
+    return channels, channels
+
+
+def _columns(
+    rows: int, c: int, hw: int, itemsize: int, tensors: int, sms: int, cooperative: bool
+) -> Columns:
+    channels, bc = _slab(rows, c, hw, itemsize)
+    unit = unit_of(c * hw, channels * hw)
+    vector = min(16 // itemsize, unit)
+    slabs = -(-c // channels)
+    u = 4 if itemsize == 8 else 8
+
+    def cut(warps: int, stages: int, **rest: int) -> Columns:
+        bt = max(warps * 32 * vector // bc, 1)
+        return Columns(rows, c, hw, unit, channels, bc, bt, u, warps, stages, **rest)
+
+    few = slabs < 8 * sms
+    if hw == 1 and rows <= _FEW_ROWS:
+        return cut(8, 1, programs=1)
+    slab_bytes = rows * channels * hw * itemsize
+    if few and slabs >= sms // 2 and slab_bytes < _SOLO_SLAB:
+        return cut(4, 3, programs=1)
+    if few and cooperative and (slabs == 1 or slab_bytes < _PHASED_SLAB):
+        return cut(4, 3, programs=max(sms // slabs, 1))
+    shape = cut(4, 2)
+    row_bytes = channels * hw * itemsize * tensors
+    items = max(1, _ITEM_BYTES * itemsize // row_bytes // shape.tile) * shape.tile
+    group = max(1, min(slabs, _GROUP_BYTES // (slab_bytes * tensors)))
+    head = min(4 * sms, group * -(-rows // items))
+    return replace(shape, gather_rows=items, group=group, head=head)
+
+
+def pixels(rows: int, width: int, c: int, itemsize: int) -> Pixels:
+    """How the kernels with max pooling take rows of pixels, 16 bytes to a thread."""
+    unit = unit_of(c)
+    bc = max(min(power_of_2(c), 128 // itemsize), 8)
+
+    def at_once(warps: int) -> int:
+        return max(warps * 32 * min(16 // itemsize, unit) // bc, 1)
+
+    # Those that take the fewest pixels past the end of a row.
+    warps = min((4, 2), key=lambda warps: -width % at_once(warps))
+    return Pixels(rows, width, c, unit, bc, at_once(warps), warps)

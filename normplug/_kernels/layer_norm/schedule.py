@@ -1,0 +1,209 @@
+"""How LayerNorm cuts rows into work: a table from measurements, as in `batch_norm.schedule`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from normplug._kernels.device import power_of_2
+
+_HELD_BYTES = 128 << 10  # of a row as float32 or wider, that a program holds forward
+_SUMMED_BYTES = 32 << 10  # the same backward, beside the sums for weight and bias
+_SHARED_WIDTH = 65536  # values up to which programs share rows backward, where they can
+# A multiprocessor, between a wide row's first read and its second.
+_WIDE_FORWARD_LAG, _WIDE_BACKWARD_LAG = 24 << 10, 32 << 10  # bytes
+_MANY_ROWS_EACH = 128  # rows a multiprocessor, from which two programs on it are faster than one
+_MOST_PROGRAMS = 1 << 17  # with running statistics each has two words of its own
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of `width` values that a program holds, `r` at a time in u * bc columns; see `rows`.
+
+    A thread takes `vector` adjacent values at a time. With `keep`, weight and bias stay in
+    registers. Sums over rows are kept in `lanes` sums a column until the last tile; then one
+    program adds up `finish` columns of them. `k` programs share a row.
+    """
+
+    rows: int
+    width: int
+    r: int
+    u: int
+    bc: int
+    warps: int
+    stages: int
+    programs: int
+    vector: int = 1
+    keep: bool = False
+    lanes: int = 1
+    k: int = 1
+    finish: int = 0
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // self.r)
+
+    @property
+    def groups(self) -> int:
+        """Groups of `k` programs that take tiles in turn."""
+        return self.programs // self.k
+
+    @property
+    def even(self) -> bool:
+        """Whether all of every tile exists."""
+        return self.k * self.u * self.bc == self.width and self.rows % self.r == 0
+
+
+@dataclass(frozen=True)
+class WideForward:
+    """Rows of `width` values in tiles of `block`, written `lag` programs after they were read."""
+
+    rows: int
+    width: int
+    block: int
+    warps: int
+    lag: int
+
+    @property
+    def k(self) -> int:
+        """Tiles of a row."""
+        return -(-self.width // self.block)
+
+    @property
+    def even(self) -> bool:
+        """Whether all of every tile exists."""
+        return self.width % self.block == 0
+
+
+@dataclass(frozen=True)
+class WideBackward:
+    """Blocks of `rb` rows in tiles of `cw` columns, written `lag` programs after being read."""
+
+    rows: int
+    width: int
+    rb: int
+    cw: int
+    warps: int
+    lag: int
+
+    @property
+    def k(self) -> int:
+        """Tiles of a block."""
+        return -(-self.width // self.cw)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.rows // self.rb)
+
+    @property
+    def even(self) -> bool:
+        """Whether all of every tile exists."""
+        return self.width % self.cw == 0 and self.rows % self.rb == 0
+
+
+def layer_norm_forward(
+    rows: int, width: int, unit: int, itemsize: int, running: bool, sms: int
+) -> Rows | WideForward:
+    """How the kernels take `rows` rows of `width` values.
+
+    unit: what divides width and strides. itemsize: bytes of a value of the widest tensor that has
+    rows. running: there are running statistics, to which each program adds its part. sms: the GPU's
+    multiprocessors.
+    """
+    padded = power_of_2(width)
+    if padded > _HELD_BYTES // max(itemsize, 4) or (width > 8192 and 5 * width <= 4 * padded):
+        block = 4096 if itemsize <= 4 else 2048
+        k = -(-width // block)
+        lag = min(max(sms * _WIDE_FORWARD_LAG // (block * itemsize), k), rows * k)
+        return WideForward(rows, width, block, 4, lag)
+    if padded == 1024 and itemsize <= 4 and rows > _MANY_ROWS_EACH * sms:
+        warps = 4 if running and itemsize == 2 else 1
+        shape = _row_tile(rows, width, unit, itemsize, warps, 1, 32)
+        return replace(shape, keep=itemsize == 4)
+    few = itemsize == 8 or padded <= (2048 if itemsize == 4 else 4096)
+    needed = max(padded // (512 if few else 1024), 1)
+    if itemsize == 4:
+        warps = max(needed, min(2 * needed, 8), 4)
+        shape = _row_tile(rows, width, unit, itemsize, warps, needed, 16)
+        return replace(shape, keep=padded <= 16384)
+    if itemsize == 2 and width < padded == 1024:
+        return replace(_row_tile(rows, width, unit, itemsize, 2, needed, 16), keep=True)
+    values = 32 if itemsize == 2 and padded >= 1024 else 16
+    return _row_tile(rows, width, unit, itemsize, max(needed, 2), needed, values)
+
+
+def layer_norm_backward(
+    rows: int,
+    width: int,
+    unit: int,
+    itemsize: int,
+    input_bias: bool,
+    sms: int,
+    shared: int,
+    cooperative: bool,
+) -> Rows | WideBackward:
+    """How the kernels take the backward; arguments as in `layer_norm_forward`, and further.
+
+    input_bias: there is one, whose gradient is a third sum over the rows. shared: bytes of shared
+    memory that a program can have. cooperative: a cooperative launch is possible, whose programs
+    all run at once.
+    """
+    padded = power_of_2(width)
+    if padded * max(itemsize, 4) <= _SUMMED_BYTES:
+        warps = 4 if padded <= 1024 else 8
+        at_once = 2 if warps == 4 and rows > _MANY_ROWS_EACH * sms else 1
+        values = 32 if itemsize <= 4 and (padded >= 1024 or at_once == 2) else 16
+        shape = _row_tile(rows, width, unit, itemsize, warps, warps, values)
+        # Folding a tile's rows takes time and saves registers, which three sums and masks need.
+        if padded <= 512 and not (input_bias and width < padded):
+            shape = replace(shape, lanes=shape.r)
+        programs = min(at_once * sms, _programs_for(rows, itemsize), shape.tiles)
+        room = shared // at_once - (4 << 10)
+        if shape.lanes > 1:
+            room -= max(itemsize, 4) * shape.lanes * padded  # to add them up at the end
+        stages = 4 if at_once == 1 and padded < 8192 else 3
+        stages = max(min(stages, room // (2 * shape.r * padded * itemsize)), 1)
+        return replace(shape, programs=programs, stages=stages, keep=True, finish=64)
+    if cooperative and itemsize <= 4 and rows >= sms and width <= _SHARED_WIDTH:
+        share, r, warps = 4096, 4, 8
+        if padded > 16384:
+            share, r, warps = (4096, 2, 4) if itemsize == 4 else (padded // 32, 2**18 // padded, 4)
+        k = -(-width // share)
+        # Programs of 4 warps run two at a time on any multiprocessor.
+        if (programs := (8 // warps) * sms // k * k) > 0:
+            vector = min(16 // itemsize, unit)
+            lanes = warps * 32 * vector
+            bc = min(lanes, share)
+            return Rows(
+                rows, width, r, share // bc, bc, warps, 1, programs, vector, lanes=lanes // bc, k=k,
+                finish=64,
+            )  # fmt: skip
+    cw, rb = (1024, 8) if itemsize == 2 and width >= 131072 else (512, 16)
+    k = -(-width // cw)
+    lag = max(sms * _WIDE_BACKWARD_LAG // (rb * cw * itemsize), k)
+    return WideBackward(rows, width, rb, cw, 4, min(lag, k * -(-rows // rb)))
+
+
+def _row_tile(
+    rows: int, width: int, unit: int, itemsize: int, warps: int, needed: int, values: int
+) -> Rows:
+    """Tiles of rows, with one program for each, up to the most programs there may be.
+
+    A row is spread over at most `needed` warps, with `values` values for each thread.
+    """
+    padded = power_of_2(width)
+    vector = min(16 // itemsize, unit)
+    bc = min(padded, needed * 32 * vector)
+    side_by_side = max(warps * 32 * vector // bc, 1)
+    u = padded // bc
+    in_turn = max(values // (vector * u), 1)
+    while in_turn > 1 and side_by_side * in_turn > rows:
+        in_turn //= 2
+    r = side_by_side * in_turn
+    programs = min(-(-rows // r), _MOST_PROGRAMS)
+    vector = min(vector, bc)
+    return Rows(rows, width, r, u, bc, warps, 1, programs, vector, lanes=side_by_side)
+
+
+def _programs_for(rows: int, itemsize: int) -> int:
+    """The most programs whose sums are no more traffic than the rows."""
+    return max(3 * rows * itemsize // 16, 1)

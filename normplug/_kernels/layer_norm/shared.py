@@ -1,0 +1,122 @@
+"""What the kernels of held and of wide rows share: arguments, where rows begin, sums over rows.
+
+The arguments of all four kernels.
+
+Sizes. They are not compiled in, so another number of rows needs no other kernel.
+    ROWS, WIDTH_UNITS: rows, and values of a row / UNIT.
+    X_UNITS, X_OUTER_UNITS, INNER: how the rows of x lie: see `row_places`. In values / UNIT. The
+        same for RESIDUAL, DY and DTOTAL.
+    FINISHERS: programs that add up the running statistics.
+
+Scalars.
+    root: square root of the target variance.
+
+Constants: how the work is cut.
+    FAN_IN: parts of the running statistics that a program adds at a time.
+    GB: parts of a gradient that a program adds at a time.
+    ACC: the dtype to compute in: float32, or float64 if a tensor is float64.
+    UNIT: divides width and strides, so that the compiler sees their alignment.
+    TWO_LEVELS: rows lie on two levels.
+    EVEN: every tile is full.
+    WIDE: offsets need 64 bits.
+
+Constants: what the call has or asks for.
+    WEIGHT, BIAS, INPUT_BIAS, RESIDUAL, DTOTAL: there is one.
+    GIVEN: the rows' statistics are read from stats. STATS: they are written there.
+    RUNNING: the running statistics are updated, with CUMULATIVE as averages over `tracked` batches
+        and else by momentum. TRACKED: `tracked` is counted up.
+    DX, DWEIGHT, DBIAS, DINPUT_BIAS: this gradient is wanted.
+    DX_AS_X: the rows of dx lie as those of x; else they follow each other.
+"""
+
+import triton
+import triton.language as tl
+
+from normplug._kernels.primitives import as_stored, scalar
+from normplug._kernels.waiting import collect, publish
+
+
+@triton.jit
+def size(units, UNIT: tl.constexpr, WIDE: tl.constexpr):
+    """A size or stride in values, from one in units; of 64 bits if WIDE."""
+    if WIDE:
+        units = units.to(tl.int64)
+    return units * UNIT
+
+
+@triton.jit
+def row_places(rows, INNER, OUTER, STEP, TWO_LEVELS: tl.constexpr):
+    """Where rows begin: STEP apart. On two levels, INNER rows are, and such groups OUTER apart."""
+    if TWO_LEVELS:
+        outer = rows.to(tl.int32) // INNER
+        places = outer * OUTER + (rows - outer * INNER) * STEP
+    else:
+        places = rows * STEP
+    return places
+
+
+@triton.jit
+def finish_columns(
+    gradient_ptr, parts_ptr, which, c, WIDTH, PARTS, factor,
+    SUMS: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """A gradient of CB columns from its parts, in their order.
+
+    Of PARTS parts, each is SUMS rows of WIDTH sums; this gradient's is row `which`.
+    """
+    columns = c * CB + tl.arange(0, CB)
+    live = columns < WIDTH
+    total = tl.zeros([GB, CB], ACC)
+    for start in range(0, PARTS, GB):
+        part = start + tl.arange(0, GB)
+        offsets = ((part * SUMS + which).to(tl.int64) * WIDTH)[:, None] + columns[None, :]
+        mask = (part < PARTS)[:, None] & live[None, :]
+        total += tl.load(parts_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+    gradient = as_stored(tl.sum(total, axis=0) * factor, gradient_ptr)
+    tl.store(gradient_ptr + columns, gradient, mask=live)
+
+
+@triton.jit
+def move_running(running_ptr, old, value, step):
+    """A moving average, whose value is `old`, takes one step towards `value`."""
+    old = old.to(value.dtype)
+    tl.store(running_ptr, as_stored(old + step * (value - old), running_ptr))
+
+
+@triton.jit
+def count_batch(
+    tracked_ptr, momentum, ACC: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr
+):
+    """Count a batch if TRACKED; return its weight in the running statistics."""
+    step = scalar(momentum, ACC)
+    if TRACKED:
+        count = tl.load(tracked_ptr) + 1
+        tl.store(tracked_ptr, count)
+        if CUMULATIVE:
+            step = 1.0 / count.to(ACC)
+    return step
+
+
+@triton.jit
+def finish_running(
+    running_mean_ptr, running_var_ptr, tracked_ptr, words_ptr, f, FINISHERS, PARTS, ROWS, momentum,
+    FAN_IN: tl.constexpr, ACC: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr,
+):  # fmt: skip
+    """Running statistics take a step to the mean of ROWS rows' means and of their variances.
+
+    `words` holds PARTS pairs, each a sum of means and one of variances, then a pair for each of
+    the FINISHERS. Each finisher adds up a stretch of the parts. The last also adds up the
+    finishers' sums.
+    """
+    old_mean = tl.load(running_mean_ptr)
+    old_var = tl.load(running_var_ptr)
+    stretch = tl.cdiv(PARTS, FINISHERS)
+    first = f * stretch
+    mean, var = collect(words_ptr + 2 * first, tl.minimum(PARTS - first, stretch), FAN_IN)
+    found_ptr = words_ptr + 2 * PARTS
+    publish(found_ptr, f, mean, var)
+    if f == FINISHERS - 1:
+        step = count_batch(tracked_ptr, momentum, ACC, TRACKED, CUMULATIVE)
+        mean, var = collect(found_ptr, FINISHERS, FAN_IN)
+        move_running(running_mean_ptr, old_mean, (mean / ROWS).to(ACC), step)
+        move_running(running_var_ptr, old_var, (var / ROWS).to(ACC), step)
