@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import normplug
 from accuracy import assert_no_worse
+from calls import INNER_RULES, check_one_graph
 from kernel_cases import Case, Tensors, _Exact
 from kernel_cases import make as make_norm
 from normplug import functional, fuse, reference, swap, target_variance
@@ -110,6 +110,20 @@ def assert_accurate(case: PoolCase, device: str = "cpu") -> dict[str, Tensor]:
     return ours
 
 
+OPERATOR_CASES = [
+    PoolCase((2, 3, 4, 5)),
+    PoolCase(
+        (2, 16, 4, 4),
+        torch.bfloat16,
+        params=torch.float32,
+        kernel=(2, 2),
+        padding=(0, 0),
+        affine="weight",
+    ),
+    PoolCase((2, 3, 4, 4), torch.float64, training=False, ceil_mode=True, needs=("x",)),
+]
+
+
 def check_operators(case: PoolCase, device: str) -> None:
     """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
     operators = torch.ops.normplug
@@ -121,11 +135,12 @@ def check_operators(case: PoolCase, device: str) -> None:
     torch.library.opcheck(operators.batch_norm_max_pool.default, (*inputs, *running, *constants))
     bare = [None if t is None else t.detach() for t in inputs]
     forward = operators.batch_norm_max_pool_forward.default
-    torch.library.opcheck(forward, (*bare, *running, *constants))
+    torch.library.opcheck(forward, (*bare, *running, *constants), test_utils=INNER_RULES)
     _, *kept = forward(*bare, *running, *constants)
     needs = [t is not None and t.requires_grad for t in inputs]
     backward = operators.batch_norm_max_pool_backward.default
-    torch.library.opcheck(backward, (tensors.dy, *bare, *kept, *constants, *needs))
+    arguments = (tensors.dy, *bare, *kept, *constants, *needs)
+    torch.library.opcheck(backward, arguments, test_utils=INNER_RULES)
 
 
 class Stem(nn.Module):
@@ -142,7 +157,7 @@ class Stem(nn.Module):
 
 
 def check_compiled(device: str, backend: str) -> None:
-    """One graph serves every batch size, gradients and statistics included."""
+    """One graph serves every batch size."""
     torch.manual_seed(0)
     # cuDNN's convolutions of float64 undo channels_last, and of float32 may take TF32.
     dtype = torch.double if device == "cpu" else torch.float32
@@ -152,24 +167,9 @@ def check_compiled(device: str, backend: str) -> None:
         for _ in range(2)
     )
     model.load_state_dict(eager.state_dict())
-    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    torch._dynamo.reset()
-    compiled = torch.compile(fuse(model), fullgraph=True, backend=graphs)
-    for batch in (2, 5, 6):
-        outputs = []
-        for module in (compiled, eager):
-            generator = torch.Generator().manual_seed(batch)
-            x = torch.randn((batch, 3, 9, 10), generator=generator, dtype=dtype).to(device)
-            x = x.contiguous(memory_format=torch.channels_last)
-            module.zero_grad()
-            y = module(x)
-            y.square().sum().backward()
-            outputs.append((y, *(p.grad.clone() for p in module.parameters())))
-        for ours, theirs in zip(*outputs, strict=True):
-            torch.testing.assert_close(ours, theirs, **close)
-    assert graphs.frame_count <= 2
-    called = [str(n.target) for g in graphs.graphs for n in g.graph.nodes]
+    values = [torch.randn((batch, 3, 9, 10), dtype=dtype).to(device) for batch in (2, 5, 6)]
+    inputs = [x.contiguous(memory_format=torch.channels_last) for x in values]
+    graphs = check_one_graph(fuse(model), eager, inputs, backend, **close)
+    called = [str(n.target) for g in graphs for n in g.graph.nodes]
     assert any("batch_norm_max_pool" in name for name in called)
-    for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs)
     assert isinstance(model.bn, normplug.BatchNorm2d)
