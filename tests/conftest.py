@@ -25,6 +25,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_sessionfinish():
+    gc.unfreeze()  # or libraries that count what is left at the end report leaks
+
+
 @pytest.fixture(autouse=True)
 def _leave_the_gpus_memory_free(request):
     """For tests beside this one, in other processes."""
