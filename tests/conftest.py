@@ -25,6 +25,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_sessionfinish():
+    gc.unfreeze()  # or libraries that count what is left at the end report leaks
+
+
 @pytest.fixture(autouse=True)
 def _leave_the_gpus_memory_free(request):
     """For tests beside this one, in other processes."""
@@ -35,22 +39,27 @@ def _leave_the_gpus_memory_free(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreters(request, tmp_path_factory):
-    """(process, where its output goes) for each file of tests that Triton's interpreter runs.
+    """(process, its output's file) by the first file of tests that it runs in Triton's interpreter.
 
     They take minutes on one core each, so they start first and run beside the other tests.
     """
     tests = [item for item in request.session.items if item.path.name == "test_interpreter.py"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     started = {}
-    for name in [item.callspec.params["name"] for item in tests if item.module.RUNS]:
+    folder = Path(__file__).parent / "kernels"
+    for files in [item.callspec.params["files"] for item in tests if item.module.RUNS]:
         output = tmp_path_factory.mktemp("interpreter") / "log"
-        file = Path(__file__).parent / "kernels" / name
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no", file]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no"]
+        command += [folder / file for file in files]
         with output.open("wb") as log:
             process = subprocess.Popen(
-                command, cwd=file.parents[2], env=environment, stdout=log, stderr=subprocess.STDOUT
+                command,
+                cwd=folder.parents[1],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
-        started[name] = (process, output)
+        started[files[0]] = (process, output)
     yield started
     for process, _ in started.values():
         process.kill()

@@ -1,4 +1,4 @@
-"""Wrong arguments of every public function and class: who, the rule, the value."""
+"""Wrong arguments of every public function and class, and the errors that name rule and value."""
 
 import contextlib
 import copy
@@ -111,12 +111,8 @@ for name in ("running_mean", "running_var"):
 for value in [None, *NO_TENSORS, X.int()]:
     row = (functional.channel_stats, {"x": value}, TypeError, "functional.channel_stats", "input")
     TABLE.append(pytest.param(*row))
-for kind in (
-    normplug.BatchNorm1d,
-    normplug.BatchNorm2d,
-    normplug.BatchNorm3d,
-    normplug.SyncBatchNorm,
-):
+BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+for kind in [getattr(normplug, name) for name in BATCH_NORMS]:
 
     def make(kind=kind, **options):
         return kind(**{"num_features": 6} | options)
@@ -157,16 +153,8 @@ for call, _ in [*OPTIONS, (plan, "plan")]:
     for name in ("include", "exclude"):
         TABLE += cases(call, "", name, NO_FILTERS, TypeError)
 NO_MODES = [True, None, 0, -1, "gold", float("nan"), [1], ARRAY, torch.tensor(1.0), 1j]
-for call in (
-    swap,
-    swapped,
-    set_mode,
-    SwapNorms,
-    batch_norm,
-    layer_norm,
-    add_layer_norm,
-    make_layer_norm,
-):
+TAKES_MODE = [swap, swapped, set_mode, SwapNorms, batch_norm, layer_norm, add_layer_norm]
+for call in [*TAKES_MODE, make_layer_norm]:
     TABLE += cases(call, "", "mode", NO_MODES, ValueError)
 TABLE += cases(plan, "plan", "sync", NO_FLAGS, TypeError)
 TABLE += cases(fuse, "fuse", "recompute", NO_FLAGS, TypeError)

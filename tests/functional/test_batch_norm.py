@@ -136,16 +136,9 @@ def test_an_empty_batch_leaves_the_statistics_and_gives_zero_gradients(shape, mo
     mean, var, count = torch.full((c,), 2.0), torch.full((c,), 3.0), torch.tensor(7)
     x, weight, bias = (leaf(torch.randn(s)) for s in (shape, (c,), (c,)))
     y = functional.batch_norm(
-        x,
-        mean,
-        var,
-        weight,
-        bias,
-        True,
-        momentum,
-        residual=torch.ones(shape),
+        x, mean, var, weight, bias, True, momentum, residual=torch.ones(shape),
         num_batches_tracked=count,
-    )
+    )  # fmt: skip
     assert y.shape == shape
     gradients = torch.autograd.grad(y.sum(), (x, weight, bias))
     assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
@@ -185,72 +178,40 @@ def test_channel_stats_of_a_golden_output_are_the_target():
 X = torch.randn(4, 3, 2, 2)
 
 
+def call(**options):
+    return functional.batch_norm(
+        **{"input": X, "running_mean": None, "running_var": None, "training": True, **options}
+    )
+
+
+RUNNING = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
+    ("options", "error", "message"),
     [
+        ({"input": X.long()}, TypeError, r"got torch.int64.*input.float\(\)"),
+        ({"input": X[0, 0, 0]}, ValueError, r"\(N, C\).*shape \(2,\)"),
+        ({"weight": torch.ones(4)}, ValueError, r"weight must be \(C,\) = \(3,\).*got \(4,\)"),
+        ({"running_mean": torch.zeros(3)}, ValueError, "go together; got only running_mean"),
+        ({"training": False}, ValueError, "training=False normalises by running_mean"),
+        ({"input": X[:1, :, :1, :1]}, ValueError, r"more than one value per .*\(1, 3, 1, 1\)"),
+        ({"activation": "tanh"}, ValueError, "'silu', 'gelu', 'relu6', 'hardswish'; got 'tanh'"),
+        ({"residual": X[:1]}, ValueError, "residual must have the input's shape"),
+        ({"mode": "gold"}, ValueError, "got 'gold'"),
+        ({"backend": "cuda"}, ValueError, "'auto', 'triton', 'torch'; got 'cuda'"),
         (
-            (X.long(), None, None, None, None, True),
-            {},
-            TypeError,
-            r"got torch.int64.*input.float\(\)",
-        ),
-        ((X[0, 0, 0], None, None, None, None, True), {}, ValueError, r"\(N, C\).*shape \(2,\)"),
-        (
-            (X, None, None, torch.ones(4), None, True),
-            {},
-            ValueError,
-            r"weight must be \(C,\) = \(3,\).*got \(4,\)",
-        ),
-        ((X, torch.zeros(3), None), {}, ValueError, "go together; got only running_mean"),
-        ((X, None, None), {}, ValueError, "training=False normalises by running_mean"),
-        (
-            (X[:1, :, :1, :1], None, None, None, None, True),
-            {},
-            ValueError,
-            r"more than one value per channel.*\(1, 3, 1, 1\)",
-        ),
-        (
-            (X, None, None, None, None, True),
-            {"activation": "tanh"},
-            ValueError,
-            "'silu', 'gelu', 'relu6', 'hardswish'; got 'tanh'",
-        ),
-        (
-            (X, None, None, None, None, True),
-            {"residual": X[:1]},
-            ValueError,
-            r"residual must have the input's shape",
-        ),
-        ((X, None, None, None, None, True), {"mode": "gold"}, ValueError, "got 'gold'"),
-        (
-            (X, None, None, None, None, True),
-            {"backend": "cuda"},
-            ValueError,
-            "'auto', 'triton', 'torch'; got 'cuda'",
-        ),
-        (
-            (X, None, None, None, None, True),
             {"backend": "triton"},
             NotImplementedError,
             "the input is on cpu.*Use backend='auto' or 'torch'",
         ),
-        (
-            (X, torch.zeros(3), torch.ones(3), None, None, True, None),
-            {},
-            ValueError,
-            "num_batches_tracked to count",
-        ),
-        (
-            (X, torch.zeros(3), torch.ones(3), None, None, True, float("nan")),
-            {},
-            ValueError,
-            "momentum must be None or",
-        ),
+        ({**RUNNING, "momentum": None}, ValueError, "num_batches_tracked to count"),
+        ({**RUNNING, "momentum": float("nan")}, ValueError, "momentum must be None or"),
     ],
 )
-def test_a_wrong_call_says_the_rule_and_the_values(arguments, options, error, message):
+def test_a_wrong_call_says_the_rule_and_the_values(options, error, message):
     with pytest.raises(error, match=message):
-        functional.batch_norm(*arguments, **options)
+        call(**options)
 
 
 def test_a_refused_call_leaves_the_statistics():
@@ -274,13 +235,7 @@ def test_fake_tensors_of_unknown_size_take_torchs_own_operators():
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_compiled_in_one_graph_with_another_batch_size(shape):
-    classes = (
-        normplug.BatchNorm1d,
-        normplug.BatchNorm1d,
-        normplug.BatchNorm2d,
-        normplug.BatchNorm3d,
-    )
-    cls = classes[len(shape) - 2]
+    cls = getattr(normplug, f"BatchNorm{max(len(shape) - 2, 1)}d")
     layer, eager = cls(5), cls(5)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for batch in (shape[0], 2 * shape[0]):

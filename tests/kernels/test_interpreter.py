@@ -16,15 +16,17 @@ def version(module):
 
 # Triton's interpreter takes numpy 2.4 from its version 3.7 on.
 RUNS = "TRITON_INTERPRET" not in os.environ and (version(triton) >= (3, 7) or version(np) < (2, 4))
-FILES = ["test_row_kernels.py", "test_recompute.py", "test_kernels.py", "test_pool_kernels.py"]
-if not HAS_RECOMPUTE:  # needs torch 2.8
-    FILES.remove("test_recompute.py")
+# What each process runs: about as long as the other, and as few as keep two cores busy.
+PROCESSES = [
+    ["test_layer_norm_kernels.py", "test_layer_norm_layouts.py", "test_pool_kernels.py"],
+    ["test_calls.py", "test_batch_norm_kernels.py", *["test_recompute.py"] * HAS_RECOMPUTE],
+]
 
 
 @pytest.mark.skipif(not RUNS, reason="interpreted already, or numpy is too new for this Triton")
-@pytest.mark.parametrize("name", FILES)
-def test_the_kernels_pass_their_tests_in_tritons_interpreter(name, interpreters):
-    process, file = interpreters[name]
+@pytest.mark.parametrize("files", PROCESSES, ids=" ".join)
+def test_the_kernels_pass_their_tests_in_tritons_interpreter(files, interpreters):
+    process, file = interpreters[files[0]]
     code = process.wait()
     output = file.read_text()
     if code != 0:

@@ -4,13 +4,22 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 import normplug
 import routes
+from accuracy import assert_same_bits
 from graphs import check_replays
 from normplug import functional, fuse, swap
-from pool_cases import Pool, PoolCase, Stem, assert_accurate, check_compiled, check_operators
+from pool_cases import (
+    Pool,
+    PoolCase,
+    Stem,
+    assert_accurate,
+    check_compiled,
+    check_operators,
+    make,
+    run,
+)  # fmt: skip
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
@@ -53,19 +62,11 @@ def test_some_of_the_gradients(needs, training):
 
 @pytest.mark.parametrize("shape", [STEM, (64, 256, 15, 13)], ids=str)
 def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape):
-    x = channels_last(*shape).requires_grad_()
-    fresh = normplug.BatchNorm2d(shape[1], device=GPU)
-    nn.init.normal_(fresh.weight)
-    first = None
-    for _ in range(4):
-        layer = copy.deepcopy(fresh)
-        y = pooled(layer, x)
-        dy = torch.linspace(-1, 1, y.numel(), device=GPU).to(y.dtype).view_as(y)
-        gradients = torch.autograd.grad(y, (x, layer.weight, layer.bias), dy)
-        results = [y.detach(), *gradients, layer.running_mean, layer.running_var]
-        if first is not None:
-            assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
-        first = results
+    case = PoolCase(shape, **HALF)
+    tensors = make(case, GPU)
+    first = run(case, tensors, "triton")
+    for _ in range(3):
+        assert_same_bits(run(case, tensors, "triton"), first)
     routes.assert_counters_are_zero()
 
 

@@ -1,4 +1,4 @@
-"""Fused models that compute norms' results anew: the same bits as those that keep them.
+"""Fused models that recompute norms' results: the same bits as those that keep them.
 
 As the kernels' tests, these run where Triton interprets: see `test_interpreter`.
 """
@@ -40,7 +40,7 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
 
 @pytest.fixture
-def anew(monkeypatch):
+def recomputed(monkeypatch):
     """The results that were recomputed."""
     return routes.watch_recomputed(monkeypatch)
 
@@ -60,25 +60,26 @@ def stem_and_blocks():
     return nn.Sequential(*stem, *(Residual() for _ in range(4)), Residual(down=down))
 
 
-# Where a block adds what is computed anew, its own result is not: that would be a chain.
+# A block that adds a recomputed result keeps its own: else recomputing one would take a chain.
 IN_TURNS = {"3.conv1", "5.conv1", "7.conv1", "7.down.0"} | {f"{i}.conv2" for i in range(3, 8)}
 SILU = {"0.conv2", "1.conv2"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+MODELS = {
+    "chain": (chain, {"3", "6", "9"}),
+    "blocks": (blocks, {"0.conv2", "1.conv2"}),
+    "stem and blocks": (stem_and_blocks, IN_TURNS),
+    # Its own backward reads what is added before a SiLU.
+    "silu": (lambda: nn.Sequential(Residual(nn.SiLU()), Residual(nn.SiLU())), SILU),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("memory_format", LAYOUTS, ids=str)
-@pytest.mark.parametrize(
-    ("make", "dropped"),
-    [
-        (chain, {"3", "6", "9"}),
-        (blocks, {"0.conv2", "1.conv2"}),
-        (stem_and_blocks, IN_TURNS),
-        # Its own backward reads what is added before a SiLU.
-        (lambda: nn.Sequential(Residual(nn.SiLU()), Residual(nn.SiLU())), SILU),
-    ],
-    ids=["chain", "blocks", "stem and blocks", "silu"],
-)
-def test_a_batch_norms_result_is_let_go_and_every_bit_stays(make, dropped, memory_format, dtype):
+def test_a_batch_norms_result_is_freed_and_no_bit_changes(name, memory_format):
+    make, dropped = MODELS[name]
+    which = list(MODELS).index(name) + LAYOUTS.index(memory_format)
+    dtype = [torch.float32, torch.bfloat16][which % 2]
     ours, plain = twins(make().to(dtype=dtype, memory_format=memory_format))
     x = PLANES.to(dtype).contiguous(memory_format=memory_format)
     for _ in range(2):
@@ -88,7 +89,7 @@ def test_a_batch_norms_result_is_let_go_and_every_bit_stays(make, dropped, memor
     assert kept(ours, x) == everything - dropped
 
 
-def test_a_layer_norms_result_is_let_go_and_every_bit_stays():
+def test_a_layer_norms_result_is_freed_and_no_bit_changes():
     ours, plain = twins(Feed())
     assert_same(outcome(ours, ROWS), outcome(plain, ROWS))
     assert kept(plain, ROWS) - kept(ours, ROWS) == {"mlp.0"}
@@ -96,27 +97,27 @@ def test_a_layer_norms_result_is_let_go_and_every_bit_stays():
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", [Attend, Mixer])
-def test_a_permuted_copy_of_the_result_is_not_kept_either(make, low, anew):
+def test_a_permuted_copy_of_the_result_is_not_kept_either(make, low, recomputed):
     ours, plain = twins(make())
     assert_same(outcome(ours, ROWS, low), outcome(plain, ROWS, low))
-    assert len(anew) == 1
+    assert len(recomputed) == 1
 
 
 @pytest.mark.parametrize("output", ["float32", "low"])
-def test_what_autocast_makes_of_the_result_is_not_kept_either(output, anew):
+def test_what_autocast_makes_of_the_result_is_not_kept_either(output, recomputed):
     ours, plain = twins(Feed(), autocast_output=output)
     low = torch.bfloat16
     assert_same(outcome(ours, ROWS, low), outcome(plain, ROWS, low))
-    assert len(anew) == 1
-    assert anew[0].dtype == (torch.float32 if output == "float32" else low)
+    assert len(recomputed) == 1
+    assert recomputed[0].dtype == (torch.float32 if output == "float32" else low)
 
 
-def test_only_training_with_gradients_computes_anew(anew):
+def test_only_training_with_gradients_recomputes(recomputed):
     ours, plain = twins(chain())
     with torch.no_grad():
         assert torch.equal(ours(X), plain(X))
     assert_same(outcome(ours.eval(), X), outcome(plain.eval(), X))
-    assert not anew
+    assert not recomputed
 
 
 class Doubled(nn.Module):
@@ -133,14 +134,14 @@ class Doubled(nn.Module):
         return y + x.mul_(2)
 
 
-def test_what_the_module_changes_in_place_is_kept_as_it_read_it(anew):
+def test_what_the_module_changes_in_place_is_kept_as_it_read_it(recomputed):
     first = convolutions(nn.ReLU())
     ours, plain = twins(nn.Sequential(*first[:-1], Doubled(early=True)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outcome(plain, X)
     with pytest.raises(RuntimeError, match="normplug: .*modified by an inplace operation"):
         outcome(ours, X)
-    assert not anew
+    assert not recomputed
     changes = nn.Sequential(nn.Hardtanh(-0.5, 0.5, inplace=True), nn.Conv2d(4, 4, 1))
     ours, plain = twins(nn.Sequential(*first[:-1], changes))
     assert_same(outcome(ours, X), outcome(plain, X))
@@ -163,12 +164,12 @@ class Views(nn.Module):
 
 
 @pytest.mark.parametrize("memory_format", LAYOUTS, ids=str)
-def test_views_and_casts_of_the_result_are_had_again(memory_format, anew):
+def test_views_and_casts_of_the_result_are_recomputed(memory_format, recomputed):
     model = nn.Sequential(*convolutions(nn.GELU())[:-1], Views())
     ours, plain = twins(model.to(memory_format=memory_format))
     x = X.contiguous(memory_format=memory_format)
     assert_same(outcome(ours, x), outcome(plain, x))
-    assert len(anew) >= 3  # both parts and the cast
+    assert len(recomputed) >= 3  # both parts and the cast
 
 
 def test_a_weight_that_changes_before_the_backward_is_noticed():
@@ -183,7 +184,7 @@ def test_a_weight_that_changes_before_the_backward_is_noticed():
 @pytest.mark.parametrize(
     "kind", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
 )
-def test_hooks_on_the_module_that_reads_run(kind, anew):
+def test_hooks_run_on_the_module_that_reads_the_result(kind, recomputed):
     ours, plain = twins(chain())
     seen, other = [], []
     for model, list_ in ((ours, seen), (plain, other)):
@@ -192,7 +193,7 @@ def test_hooks_on_the_module_that_reads_run(kind, anew):
     assert_same(outcome(ours, X), outcome(plain, X))
     assert len(seen) == 1
     assert torch.equal(seen[0], other[0])
-    assert len(anew) == 3
+    assert len(recomputed) == 3
 
 
 @pytest.mark.parametrize(
@@ -225,38 +226,40 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_around_the_model_goes_on(reentrant, anew):
+def test_activation_checkpointing_works_around_the_model(reentrant, recomputed):
     ours, plain = twins(chain())
     assert_same(
         outcome(Checkpointed(ours, reentrant), X), outcome(Checkpointed(plain, reentrant), X)
     )
-    assert len(anew) == (3 if reentrant else 0)  # else the checkpoint's own hooks are in force
+    assert len(recomputed) == (
+        3 if reentrant else 0
+    )  # else the checkpoint's own hooks are in force
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_of_the_module_that_reads_goes_on(reentrant, anew):
+def test_activation_checkpointing_works_in_the_module_that_reads_the_result(reentrant, recomputed):
     inside = Checkpointed(nn.Conv2d(4, 4, 1), reentrant)
     ours, plain = twins(nn.Sequential(*convolutions(nn.ReLU())[:-1], inside))
     assert_same(outcome(ours, X), outcome(plain, X))
-    assert len(anew) == 1
+    assert len(recomputed) == 1
 
 
-def test_hooks_of_others_get_what_is_saved(anew):
+def test_other_hooks_for_saved_tensors_get_what_is_saved(recomputed):
     ours, plain = twins(chain())
     saved = {}
     for model in (ours, plain):
         saved[model] = []
         with saved_tensors_hooks(lambda t, m=model: saved[m].append(t.detach()) or t, lambda t: t):
             model(X).sum().backward()
-    assert not anew
+    assert not recomputed
     for a, b in zip(saved[ours], saved[plain], strict=True):
         assert torch.equal(a, b)
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         ours(X).sum().backward()
-    assert not anew
+    assert not recomputed
 
 
-def test_fused_modules_inside_the_module_that_reads(anew):
+def test_fused_modules_inside_the_module_that_reads_the_result(recomputed):
     inner = convolutions(nn.ReLU(), nn.GELU())
     outer = convolutions(nn.SiLU())
     outer[3] = inner
@@ -264,11 +267,11 @@ def test_fused_modules_inside_the_module_that_reads(anew):
     ours, plain = twins(holder)
     inner.register_forward_hook(lambda *_: None)  # so that it is called, and not followed
     assert_same(outcome(ours, X), outcome(plain, X))
-    assert len(anew) == 3
+    assert len(recomputed) == 3
     assert kept(plain, X) - kept(ours, X) == {"3.0", "3.3", "3.6"}
 
 
-def test_after_the_norms_backward_nothing_can_be_computed_anew():
+def test_after_the_norms_backward_nothing_can_be_recomputed():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -285,26 +288,26 @@ def test_after_the_norms_backward_nothing_can_be_computed_anew():
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_keep_the_setting(how, anew):
+def test_copies_keep_the_setting(how, recomputed):
     for model, count in zip(twins(nn.Sequential(chain(), Block(4))), (4, 0), strict=True):
         copied = how(model)
-        anew.clear()
+        recomputed.clear()
         assert_same(outcome(copied, X), outcome(model, X))
-        assert len(anew) == 2 * count
+        assert len(recomputed) == 2 * count
 
 
-def test_the_last_call_decides_and_unfuse_undoes(anew):
+def test_the_last_call_decides_and_unfuse_undoes(recomputed):
     ours, plain = twins(chain())
     for change, count in ((fuse, 0), (lambda m: fuse(m, recompute=True), 3), (unfuse, 0)):
-        anew.clear()
+        recomputed.clear()
         change(ours)
         if change is unfuse:
             unfuse(plain)
         assert_same(outcome(ours, X), outcome(plain, X))
-        assert len(anew) == count
+        assert len(recomputed) == count
 
 
-def test_a_compiled_module_may_read(anew):
+def test_a_compiled_module_may_read_the_result(recomputed):
     ours, plain = twins(convolutions(nn.ReLU()))
     for model in (ours, plain):
         model[3].compile(backend="aot_eager")

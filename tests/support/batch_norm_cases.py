@@ -15,7 +15,7 @@ LAYOUTS = ["contiguous", "channels_last", "strided"]
 
 def laid_out(x, layout):
     if layout == "channels_last" and x.dim() > 2:
-        # channels innermost, whatever the number of dimensions
+        # for any number of dimensions
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
     if layout == "strided":
         return torch.stack([x, x + 1], dim=-1)[..., 0]

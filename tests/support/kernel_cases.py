@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo.testing
 from torch import Tensor
 
 import normplug
 import routes
-from accuracy import assert_no_worse
+from calls import assert_all_no_worse, assert_recomputable, check_one_graph, said
 from normplug import functional, reference, target_variance
 
-HALVES = (torch.float16, torch.bfloat16)
-DTYPES = (*HALVES, torch.float32, torch.float64)
 INPUTS = ("x", "weight", "bias", "residual")
 # Where an activation's slope jumps.
 BENDS = {"relu": (0,), "relu6": (0, 6), "hardswish": (-3, 3)}
@@ -25,9 +22,9 @@ BENDS = {"relu": (0,), "relu6": (0, 6), "hardswish": (-3, 3)}
 class Case:
     """One call; what is not said is as a layer in training has it.
 
-    layout, residual, dy: "contiguous", "channels_last", "strided" or "expanded"; a residual of None
-    is none, a dy of None lies as x does. params: dtype of weight, bias and running statistics; None
-    is that of x. needs: the inputs that gradients are taken of.
+    layout, residual, dy: "contiguous", "channels_last", "strided" or "expanded"; without a residual
+    if None, and a dy of None lies as x does. params: dtype of weight, bias and running statistics;
+    None is that of x. needs: the inputs that gradients are taken of.
     """
 
     shape: tuple[int, ...]
@@ -47,9 +44,7 @@ class Case:
     needs: tuple[str, ...] = INPUTS
     seed: int = 0
 
-    def __str__(self) -> str:
-        said = [f for f in fields(self) if getattr(self, f.name) != f.default]
-        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in said).replace("torch.", "")
+    __str__ = said
 
 
 @dataclass
@@ -120,20 +115,10 @@ def run(case: Case, tensors: Tensors, backend: str) -> dict[str, Tensor]:
         if tensor is not None:
             inputs[name] = tensor.detach().requires_grad_(name in case.needs)
     y = functional.batch_norm(
-        inputs["x"],
-        mean,
-        var,
-        inputs["weight"],
-        inputs["bias"],
-        case.training,
-        case.momentum,
-        case.eps,
-        mode=case.mode,
-        residual=inputs["residual"],
-        activation=case.activation,
-        num_batches_tracked=count if case.running else None,
-        backend=backend,
-    )
+        inputs["x"], mean, var, inputs["weight"], inputs["bias"], case.training, case.momentum,
+        case.eps, mode=case.mode, residual=inputs["residual"], activation=case.activation,
+        num_batches_tracked=count if case.running else None, backend=backend,
+    )  # fmt: skip
     out: dict[str, Tensor] = {"y": y.detach()}
     asked = {f"d{name}": t for name, t in inputs.items() if t is not None and t.requires_grad}
     if asked:
@@ -153,36 +138,20 @@ def assert_accurate(case: Case, device: str = "cpu", backend: str = "triton") ->
 
 
 def assert_as_accurate_as_torch(case: Case, tensors: Tensors, ours: dict[str, Tensor]) -> None:
-    theirs = run(case, tensors, "torch")
-    assert ours.keys() == theirs.keys()
-    exact = _Exact(case, tensors)
-    truth, terms = exact.results(), exact.terms()
-    for name, value in ours.items():
-        if name == "num_batches_tracked":
-            assert torch.equal(value, theirs[name])
-            continue
-        # Triton's interpreter cuts off what a GPU rounds.
-        truncated = value.is_cpu and value.dtype == torch.bfloat16
-        spare = 0.5 * torch.finfo(value.dtype).eps if truncated else 0.0
-        assert_no_worse(name, value, theirs[name], truth[name], terms[name], spare)
+    assert_all_no_worse(ours, run(case, tensors, "torch"), _Exact(case, tensors))
 
 
 def check_recomputed(case: Case, device: str = "cpu") -> None:
-    """The result is had again, to the bit, from what is kept for the backward; nothing moves."""
+    """The backward can recompute the result."""
     tensors = make(case, device)
     count = torch.tensor(3, device=device)
-    y: Any = routes.batch_norm(
+    y = routes.batch_norm(
         tensors.x.requires_grad_(), *_running(tensors), tensors.weight, tensors.bias,
         case.training, case.momentum, case.eps, mode=case.mode, residual=tensors.residual,
         activation=case.activation, num_batches_tracked=count if case.running else None,
         backend="triton", keeps_residual=True,
     )  # fmt: skip
-    moved = [None if t is None else t.clone() for t in (*_running(tensors), count)]
-    again = routes.recomputed(y)
-    assert torch.equal(again, y)
-    assert (again.stride(), again.dtype) == (y.stride(), y.dtype)
-    for before, now in zip(moved, (*_running(tensors), count), strict=True):
-        assert before is now or torch.equal(before, now)
+    assert_recomputable(y, [t for t in (*_running(tensors), count) if t is not None])
 
 
 OPERATOR_CASES = [
@@ -197,7 +166,7 @@ OPERATOR_CASES = [
         activation="silu",
         residual="contiguous",
         needs=("weight", "residual"),
-    ),
+    ),  # fmt: skip
 ]
 
 
@@ -219,25 +188,13 @@ def check_operators(case: Case, device: str) -> None:
 def check_compiled(
     shape: tuple[int, ...], activation: str | None, device: str, backend: str
 ) -> None:
-    """One graph serves every batch size, gradients and statistics included."""
+    """One graph serves every batch size."""
     layers = [_FusedNorm(shape[1], len(shape), activation).to(device) for _ in range(2)]
-    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    torch._dynamo.reset()
-    compiled = torch.compile(layers[0], fullgraph=True, backend=graphs)
-    for batch in (shape[0], 2 * shape[0] + 1, 3 * shape[0]):
-        outputs = []
-        for layer in (compiled, layers[1]):
-            generator = torch.Generator().manual_seed(batch)
-            x = torch.randn((batch, *shape[1:]), generator=generator).to(device).requires_grad_()
-            y = layer(x)
-            (dx,) = torch.autograd.grad(y.square().sum(), x)
-            outputs.append((y, dx))
-        for ours, eager in zip(*outputs, strict=True):
-            torch.testing.assert_close(ours, eager)
-    assert graphs.frame_count <= 2
-    for ours, eager in zip(layers[0].buffers(), layers[1].buffers(), strict=True):
-        torch.testing.assert_close(ours, eager)
-    assert layers[0].num_batches_tracked == 3
+    generator = torch.Generator().manual_seed(0)
+    batches = [(n, *shape[1:]) for n in (shape[0], 2 * shape[0] + 1, 3 * shape[0])]
+    inputs = [torch.randn(batch, generator=generator).to(device) for batch in batches]
+    check_one_graph(*layers, inputs, backend)
+    assert layers[0].norm.num_batches_tracked == 3
 
 
 class _FusedNorm(torch.nn.Module):
@@ -248,10 +205,6 @@ class _FusedNorm(torch.nn.Module):
         cls = {2: normplug.BatchNorm1d, 3: normplug.BatchNorm1d, 4: normplug.BatchNorm2d}[dims]
         self.norm = cls(channels, backend="triton")
         self.activation = activation
-
-    @property
-    def num_batches_tracked(self) -> Tensor:
-        return self.norm.num_batches_tracked
 
     def forward(self, x: Tensor) -> Tensor:
         norm = self.norm

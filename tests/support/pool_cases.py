@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import normplug
 import routes
 from accuracy import assert_no_worse
+from calls import check_one_graph
 from kernel_cases import Case, Tensors, _Exact
 from kernel_cases import make as make_norm
 from normplug import fuse, reference, swap, target_variance
@@ -111,6 +111,20 @@ def assert_accurate(case: PoolCase, device: str = "cpu") -> dict[str, Tensor]:
     return ours
 
 
+OPERATOR_CASES = [
+    PoolCase((2, 3, 4, 5)),
+    PoolCase(
+        (2, 16, 4, 4),
+        torch.bfloat16,
+        params=torch.float32,
+        kernel=(2, 2),
+        padding=(0, 0),
+        affine="weight",
+    ),
+    PoolCase((2, 3, 4, 4), torch.float64, training=False, ceil_mode=True, needs=("x",)),
+]
+
+
 def check_operators(case: Case, device: str) -> None:
     """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
     from normplug._ops.batch_norm.compiled import POOLED
@@ -120,9 +134,8 @@ def check_operators(case: Case, device: str) -> None:
     running = (None, None) if case.training else (tensors.running_mean, tensors.running_var)
     window = [*case.kernel, *case.stride, *case.padding, int(case.ceil_mode)]
     numbers = (case.training, case.eps, target_variance(case.mode), "relu", window)
-    routes.check_operators(
-        POOLED, routes.Tensors(x, None, weight, bias, None, *running), numbers, tensors.dy
-    )
+    t = routes.Tensors(x, None, weight, bias, None, *running)
+    routes.check_operators(POOLED, t, numbers, tensors.dy)
 
 
 class Stem(nn.Module):
@@ -139,7 +152,7 @@ class Stem(nn.Module):
 
 
 def check_compiled(device: str, backend: str) -> None:
-    """One graph serves every batch size, gradients and statistics included."""
+    """One graph serves every batch size."""
     torch.manual_seed(0)
     # cuDNN's convolutions of float64 undo channels_last, and of float32 may take TF32.
     dtype = torch.double if device == "cpu" else torch.float32
@@ -149,24 +162,9 @@ def check_compiled(device: str, backend: str) -> None:
         for _ in range(2)
     )
     model.load_state_dict(eager.state_dict())
-    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    torch._dynamo.reset()
-    compiled = torch.compile(fuse(model), fullgraph=True, backend=graphs)
-    for batch in (2, 5, 6):
-        outputs = []
-        for module in (compiled, eager):
-            generator = torch.Generator().manual_seed(batch)
-            x = torch.randn((batch, 3, 9, 10), generator=generator, dtype=dtype).to(device)
-            x = x.contiguous(memory_format=torch.channels_last)
-            module.zero_grad()
-            y = module(x)
-            y.square().sum().backward()
-            outputs.append((y, *(p.grad.clone() for p in module.parameters())))
-        for ours, theirs in zip(*outputs, strict=True):
-            torch.testing.assert_close(ours, theirs, **close)
-    assert graphs.frame_count <= 2
-    called = [str(n.target) for g in graphs.graphs for n in g.graph.nodes]
+    values = [torch.randn((batch, 3, 9, 10), dtype=dtype).to(device) for batch in (2, 5, 6)]
+    inputs = [x.contiguous(memory_format=torch.channels_last) for x in values]
+    graphs = check_one_graph(fuse(model), eager, inputs, backend, **close)
+    called = [str(n.target) for g in graphs for n in g.graph.nodes]
     assert any("batch_norm_max_pool" in name for name in called)
-    for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs)
     assert isinstance(model.bn, normplug.BatchNorm2d)

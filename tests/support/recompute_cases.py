@@ -1,4 +1,4 @@
-"""Models for the tests of results that are computed anew, and what their steps keep and give."""
+"""Models for the tests of recomputed results, and what their steps keep and return."""
 
 import copy
 import gc
@@ -89,7 +89,7 @@ def twins(model, **options):
 
 
 def outcome(model, x, low=None):
-    """All that a step gives: output, gradients, buffers. low: a dtype of autocast."""
+    """A step's output, gradients and buffers. low: a dtype of autocast."""
     model.zero_grad()
     x = x.detach().requires_grad_()
     with torch.autocast(x.device.type, low, enabled=low is not None):
@@ -111,7 +111,7 @@ def assert_same(one, other):
 
 
 def kept(model, x, low=None):
-    """The convolutions and linear layers whose input is there still when the forward is over."""
+    """The convolutions and linear layers whose input is still in memory after the forward."""
     inputs, handles = {}, []
     for name, module in model.named_modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):

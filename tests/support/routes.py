@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from calls import INNER_RULES
 from normplug import functional, target_variance
 from normplug._ops import cache, eligible, recompute
 from normplug._ops.spec import BatchNormSpec, Pool, Tensors
@@ -210,7 +211,7 @@ def check_operators(
     """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
     torch.library.opcheck(operators.differentiable, (*t, *numbers))
     bare = Tensors(*(each if each is None else each.detach() for each in t))
-    torch.library.opcheck(operators.forward, (*bare, *numbers))
+    torch.library.opcheck(operators.forward, (*bare, *numbers), test_utils=INNER_RULES)
     outputs = operators.forward(*bare, *numbers)
     x, residual, *vectors = bare[:5]
     spec, has_residual = operators.spec(*numbers), residual is not None
@@ -223,4 +224,4 @@ def check_operators(
         needs[1] = False
     kept = residual if operators.reads_residual(spec) else None
     arguments = (dy, dtotal, x, kept, *vectors, *state, has_residual, *numbers, needs)
-    torch.library.opcheck(operators.backward, arguments)
+    torch.library.opcheck(operators.backward, arguments, test_utils=INNER_RULES)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import Tensor
 
 import normplug
 import routes
-from accuracy import assert_no_worse, assert_same_bits
+from calls import (
+    assert_all_no_worse,
+    assert_recomputable,
+    check_one_graph,
+    said,
+    truncation,
+)
 from normplug import functional, reference, target_variance
 
-HALVES = (torch.float16, torch.bfloat16)
-DTYPES = (*HALVES, torch.float32, torch.float64)
 INPUTS = ("x", "residual", "weight", "bias", "input_bias")
 PERMUTED = ("permuted", "rotated", "permuted apart", "repeated inside")  # two strides
 LAYOUTS = (
@@ -30,7 +33,7 @@ class Case:
     """One call; what is not said is as a layer without running statistics has it.
 
     dims: of `shape`, how many make a row. params: dtype of the vectors; None is that of x. layout,
-    residual, dy, dtotal: one of LAYOUTS; a residual of None is none, a gradient lies as x does if
+    residual, dy, dtotal: one of LAYOUTS; without a residual if None; a gradient lies as x does if
     None. running: dtype of the running statistics, if any. used: the outputs that gradients come
     from. needs: the inputs that gradients are taken of.
     """
@@ -55,9 +58,7 @@ class Case:
     needs: tuple[str, ...] = INPUTS
     seed: int = 0
 
-    def __str__(self) -> str:
-        said = [f for f in fields(self) if getattr(self, f.name) != f.default]
-        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in said).replace("torch.", "")
+    __str__ = said
 
     @property
     def row(self) -> tuple[int, ...]:
@@ -198,21 +199,18 @@ def assert_accurate(case: Case, device: str = "cpu", backend: str = "triton") ->
 
 def assert_as_accurate_as_torch(case: Case, tensors: Tensors, ours: dict[str, Tensor]) -> None:
     theirs = run(case, tensors, "torch")
-    assert ours.keys() == theirs.keys()
     if "total" in ours:
         theirs = _of_the_same_total(case, tensors, ours, theirs)
     exact = _Exact(case, tensors, ours.get("total"))
-    truth, terms = exact.results(), exact.terms()
-    for name, value in ours.items():
-        if name == "num_batches_tracked":
-            assert torch.equal(value, theirs[name])
-            continue
+
+    def spare(name: str, value: Tensor) -> float:
         assert value.isfinite().all(), name
-        # Triton's interpreter cuts off what a GPU rounds.
-        spare = 0.5 * torch.finfo(value.dtype).eps if _is_truncated(value) else 0.0
         if name.startswith("running") and case.running == torch.float64 != case.dtype:
-            spare = float(1e-6 * terms[name] / truth[name].abs())  # they move by float32
-        assert_no_worse(name, value, theirs[name], truth[name], terms[name], spare)
+            truth, terms = exact.results()[name], exact.terms()[name]
+            return float(1e-6 * terms / truth.abs())  # they move by float32
+        return truncation(value)
+
+    assert_all_no_worse(ours, theirs, exact, spare)
 
 
 def _of_the_same_total(
@@ -220,7 +218,7 @@ def _of_the_same_total(
 ) -> dict[str, Tensor]:
     """Torch's results, of a total that agrees to the bit."""
     total = ours["total"]
-    if _is_truncated(total):
+    if truncation(total):
         off = (total.double() - theirs["total"].double()).abs()
         assert (off <= torch.finfo(total.dtype).eps * theirs["total"].abs()).all()
         same = Tensors(**{**vars(tensors), "x": total, "residual": torch.zeros_like(total)})
@@ -229,26 +227,17 @@ def _of_the_same_total(
     return theirs
 
 
-def _is_truncated(value: Tensor) -> bool:
-    return value.is_cpu and value.dtype == torch.bfloat16
-
-
 def check_recomputed(case: Case, device: str = "cpu") -> None:
-    """The result is had again, to the bit, from what is kept for the backward; nothing moves."""
+    """The backward can recompute the result."""
     tensors = make(case, device)
     inputs = {name: getattr(tensors, name) for name in INPUTS}
     inputs["x"] = tensors.x.requires_grad_()
     running = {}
     if case.running is not None:
-        count = torch.tensor(3, device=device)
         running = {n: getattr(tensors, n) for n in ("running_mean", "running_var")}
-        running["num_batches_tracked"] = count
-    y: Any = call(case, inputs, "triton", **running)["y"]
-    moved = {name: t.clone() for name, t in running.items()}
-    again = routes.recomputed(y)
-    assert torch.equal(again, y)
-    assert (again.stride(), again.dtype) == (y.stride(), y.dtype)
-    assert_same_bits(moved, running)
+        running["num_batches_tracked"] = torch.tensor(3, device=device)
+    y = call(case, inputs, "triton", **running)["y"]
+    assert_recomputable(y, running.values())
 
 
 OPERATOR_CASES = [
@@ -287,32 +276,18 @@ def check_operators(case: Case, device: str) -> None:
         tracked=count,
     )
     shape = tensors.x.shape[tensors.x.dim() - case.dims :]
-    numbers = (list(shape), case.momentum, case.eps, target_variance(case.mode))
+    numbers = (list(shape), case.momentum, case.eps, target_variance(case.mode), None, "float32")
     operators = PLAIN if tensors.residual is None else ADD
-    autocast = (None, "float32")
-    routes.check_operators(operators, t, (*numbers, *autocast), tensors.dy, tensors.dtotal)
+    routes.check_operators(operators, t, numbers, tensors.dy, tensors.dtotal)
 
 
 def check_compiled(residual: bool, layout: str, device: str, backend: str) -> None:
-    """One graph serves every number of rows, gradients and statistics included."""
+    """One graph serves every number of rows."""
     layers = [_Block(residual).to(device) for _ in range(2)]
-    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    torch._dynamo.reset()
-    compiled = torch.compile(layers[0], fullgraph=True, backend=graphs)
-    for rows in (6, 13, 18):
-        outputs = []
-        for layer in (compiled, layers[1]):
-            generator = torch.Generator().manual_seed(rows)
-            x = torch.randn((rows, 3, 2, 24), generator=generator).to(device)
-            x = laid_out(x, 1, layout).requires_grad_()
-            y = layer(x)
-            gradients = torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))
-            outputs.append((y, *gradients))
-        for ours, eager in zip(*outputs, strict=True):
-            torch.testing.assert_close(ours, eager)
-    assert graphs.frame_count <= 2
-    for ours, eager in zip(layers[0].buffers(), layers[1].buffers(), strict=True):
-        torch.testing.assert_close(ours, eager)
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn((rows, 3, 2, 24), generator=generator) for rows in (6, 13, 18)]
+    inputs = [laid_out(x.to(device), 1, layout) for x in values]
+    check_one_graph(*layers, inputs, backend)
     if not residual:
         assert layers[0].norm.num_batches_tracked == 3
 

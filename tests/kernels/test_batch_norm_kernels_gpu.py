@@ -1,17 +1,21 @@
 """The kernels where they run in parallel: waiting, graphs, streams, compilers, sizes, alignment."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import kernel_cases
 import normplug
 import routes
+from accuracy import assert_same_bits
 from graphs import check_replays
-from kernel_cases import Case, check_recomputed
+from kernel_cases import Case, check_operators, check_recomputed, run
 from normplug import functional
+from saved import saved_bytes
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
@@ -23,9 +27,9 @@ def error(value, truth):
     return float((value.detach().double() - truth).norm() / truth.norm().clamp_min(1e-300))
 
 
-def make(shape, dtype=torch.bfloat16, innermost=False, offset=3.0):
+def make(shape, dtype=torch.bfloat16, channels_last=False, offset=3.0):
     x = (torch.randn(shape, device=GPU) * 2 + offset).to(dtype)
-    if innermost:
+    if channels_last:
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
     params = torch.promote_types(dtype, torch.float32)
     weight = (torch.rand(shape[1], device=GPU) + 0.5).to(params)
@@ -37,61 +41,39 @@ def leaves(*tensors):
 
 
 @pytest.mark.parametrize("offset", [3.0, 1e3])
-@pytest.mark.parametrize("innermost", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize(
     "shape", [(257, 33), (32, 33, 14, 15), (4096, 64), (64, 512, 7, 7), (16, 64, 40, 40)], ids=str
 )
-def test_float64_is_torchs_to_its_last_digits(shape, innermost, offset):
-    x, weight, bias = make(shape, torch.float64, innermost, offset)
-    mean, var = torch.randn_like(weight) + offset, torch.rand_like(weight) + 0.5
-    dy = torch.randn_like(x)
+def test_float64_is_torchs_to_its_last_digits(shape, layout, offset):
     for training in (True, False):
-        results = []
-        for backend in ("triton", "torch"):
-            inputs, running = leaves(x, weight, bias), (mean.clone(), var.clone())
-            y = functional.batch_norm(
-                inputs[0], *running, *inputs[1:], training, mode="golden", backend=backend
-            )
-            results.append([y.detach(), *torch.autograd.grad(y, inputs, dy), *running])
-        for ours, theirs in zip(*results, strict=True):
-            assert error(ours, theirs) < 5e-12
+        case = Case(shape, torch.float64, layout, training=training, offset=offset)
+        tensors = kernel_cases.make(case, GPU)
+        ours, theirs = (run(case, tensors, backend) for backend in ("triton", "torch"))
+        for name, value in ours.items():
+            assert error(value, theirs[name]) < 5e-12, name
 
 
 @pytest.mark.parametrize(
-    ("shape", "innermost"),
+    ("shape", "layout"),
     [
-        ((64, 64, 56, 56), False),
-        ((64, 64, 56, 56), True),
-        ((128, 256, 56, 56), True),
-        ((256, 512, 7, 7), False),
-        ((1024, 1000), False),
-        ((64, 256, 28, 28), True),
+        ((64, 64, 56, 56), "contiguous"),
+        ((64, 64, 56, 56), "channels_last"),
+        ((128, 256, 56, 56), "channels_last"),
+        ((256, 512, 7, 7), "contiguous"),
+        ((1024, 1000), "contiguous"),
+        ((64, 256, 28, 28), "channels_last"),
     ],
     ids=str,
 )
-def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape, innermost):
-    x, weight, bias = make(shape, innermost=innermost)
-    dy, residual = torch.randn_like(x), torch.randn_like(x)
-    first = None
-    for _ in range(4):
-        mean, var = torch.zeros_like(weight), torch.ones_like(weight)
-        inputs = leaves(x, weight, bias, residual)
-        y = functional.batch_norm(
-            inputs[0],
-            mean,
-            var,
-            *inputs[1:3],
-            True,
-            residual=inputs[3],
-            activation="relu",
-            backend="triton",
-        )
-        results = [y.detach(), *torch.autograd.grad(y, inputs, dy), mean, var]
-        if first is not None:
-            assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
-        first = results
-    plain = F.batch_norm(x.float(), None, None, weight * GOLDEN, bias, True)
-    assert error(first[0], F.relu(plain + residual.float())) < 4e-3
+def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape, layout):
+    case = Case(shape, torch.bfloat16, layout, torch.float32, residual=layout, activation="relu")
+    tensors = kernel_cases.make(case, GPU)
+    first = run(case, tensors, "triton")
+    for _ in range(3):
+        assert_same_bits(run(case, tensors, "triton"), first)
+    plain = F.batch_norm(tensors.x.float(), None, None, tensors.weight * GOLDEN, tensors.bias, True)
+    assert error(first["y"], F.relu(plain + tensors.residual.float())) < 4e-3
     routes.assert_counters_are_zero()
 
 
@@ -102,7 +84,7 @@ def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape, inner
     [(5, 3), (1024, 1000), (257, 33, 7, 7), (32, 64, 56, 56), (128, 256, 14, 14), (8, 33, 90, 91)],
     ids=str,
 )
-def test_the_result_is_had_again_from_what_the_backward_needs(shape, dtype, layout):
+def test_the_backward_can_recompute_the_result(shape, dtype, layout):
     for activation in (None, "relu", "silu", "gelu", "relu6", "hardswish"):
         for residual in (None, layout):
             case = Case(shape, dtype, layout, residual=residual, activation=activation, offset=30.0)
@@ -130,17 +112,13 @@ def test_a_graph_replays_the_step_and_moves_the_statistics(shape, memory_format)
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
-    ("shape", "innermost"),
-    [((8, 16, 20, 20), False), ((8, 16, 6, 6), True), ((64, 24), False)],
+    ("shape", "layout"),
+    [((8, 16, 20, 20), "contiguous"), ((8, 16, 6, 6), "channels_last"), ((64, 24), "contiguous")],
     ids=str,
 )
-def test_the_operators_keep_torchs_rules(shape, innermost, training, activation):
-    x, weight, bias = make(shape, torch.float32, innermost)
-    running = (None, None) if training else (torch.zeros_like(weight), torch.ones_like(weight))
-    x, weight, bias, residual = leaves(x, weight, bias, torch.randn_like(x))
-    tensors = (x, residual, weight, bias, None, *running, None)
-    arguments = (*tensors, training, 1e-5, 0.618, activation, [])
-    torch.library.opcheck(torch.ops.normplug.batch_norm.default, arguments)
+def test_the_operators_keep_torchs_rules(shape, layout, training, activation):
+    case = Case(shape, layout=layout, residual=layout, training=training, activation=activation)
+    check_operators(case, GPU)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -197,24 +175,16 @@ def test_what_is_kept_for_the_backward():
     weight, bias = leaves(weight, bias)
 
     def kept(**options):
-        sizes = {}
-
-        def keep(tensor):
-            sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            functional.batch_norm(
-                *leaves(x), None, None, weight, bias, True, backend="triton", **options
-            )
-        return sum(sizes.values()) - x.numel() * x.element_size()
+        given = (*leaves(x), None, None, weight, bias, True)
+        call = partial(functional.batch_norm, *given, backend="triton", **options)
+        return saved_bytes(call) - x.nbytes
 
     fused = kept(activation="relu")
     assert fused < 4096
     assert kept(activation="relu", residual=torch.randn_like(x)) - fused <= x.numel() // 8 + 64
 
 
-def test_tensors_may_begin_anywhere_and_be_strided_and_dy_be_laid_out_otherwise():
+def test_tensors_may_be_unaligned_and_strided_and_dy_have_another_layout():
     flat = torch.randn(1 + 8 * 16 * 12 * 12, device=GPU).bfloat16()
     strided = torch.randn(8, 16, 12, 24, device=GPU).bfloat16()[..., ::2]
     weight, bias = torch.rand(16, device=GPU) + 0.5, torch.randn(16, device=GPU)
@@ -253,9 +223,9 @@ def test_an_exported_model_needs_no_normplug():
     assert error(program.module()(image), model(image)) < 1e-5
 
 
-@pytest.mark.parametrize("innermost", [False, True])
-def test_channel_stats_far_from_zero(innermost):
-    x, *_ = make((64, 48, 30, 30), torch.float32, innermost, 1e3)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_channel_stats_far_from_zero(channels_last):
+    x, *_ = make((64, 48, 30, 30), torch.float32, channels_last, 1e3)
     mean, var = functional.channel_stats(x)
     exact = x.double()
     assert error(mean, exact.mean((0, 2, 3))) < 1e-6

@@ -12,10 +12,10 @@ from torch import nn
 import normplug
 import routes
 from accuracy import assert_same_bits
+from calls import HALVES
 from graphs import check_replays
 from normplug import functional, reference
 from row_cases import (
-    HALVES,
     LAYOUTS,
     OPERATOR_CASES,
     Case,
@@ -28,6 +28,7 @@ from row_cases import (
     make,
     run,
 )
+from saved import check_training
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
@@ -85,8 +86,8 @@ SHARED = [(132, 8704), (133, 12288), (300, 16384), (1024, 20480), (150, 40000), 
 
 def shares_columns(shape, dtype):
     from normplug._kernels.device import processors, shared_memory, unit_of
-    from normplug._kernels.layer_norm import schedule
     from normplug._kernels.launch import COOPERATIVE
+    from normplug._kernels.layer_norm import schedule
 
     device = torch.device("cuda", torch.cuda.current_device())
     machine = (processors(device), shared_memory(device), COOPERATIVE)
@@ -163,7 +164,7 @@ def test_float64(shape, running):
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_may_lie_anyhow(layout, dims):
+def test_rows_may_have_any_layout(layout, dims):
     shape = (3, 4, 6, 8)
     assert_accurate(Case(shape, dims=dims, layout=layout, dy="contiguous"), GPU)
     assert_accurate(Case(shape, torch.bfloat16, dims=dims, residual=layout, dtotal=layout), GPU)
@@ -217,7 +218,7 @@ def test_rows_may_lie_2_to_the_31_values_apart(width, two):
         torch.testing.assert_close(ours, truth, rtol=1e-2, atol=1e-3)
 
 
-def test_norms_around_an_attention_take_what_it_gives(monkeypatch):
+def test_norms_around_an_attention_take_its_layouts(monkeypatch):
     check_around_attention(monkeypatch, GPU)
 
 
@@ -259,7 +260,7 @@ REPEATED = [
     ],
     ids=str,
 )
-def test_the_result_is_had_again_from_what_the_backward_needs(shape, dtype, residual_dtype):
+def test_the_backward_can_recompute_the_result(shape, dtype, residual_dtype):
     options = {"residual": "contiguous", "residual_dtype": residual_dtype, "offset": 30.0}
     check_recomputed(Case(shape, dtype, running=torch.float32, **options), GPU)
     check_recomputed(Case(shape, dtype, vectors="", params=torch.float32, **options), GPU)
@@ -362,7 +363,7 @@ def test_more_than_2_to_the_31_values(width):
 
 @pytest.mark.parametrize("shape", [(60, 768), (140, 16384), (5, 70_000)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_tensors_may_begin_anywhere(shape, dtype):
+def test_tensors_may_be_unaligned(shape, dtype):
     case = Case(shape, dtype, vectors=FULL, running=torch.float32)
     aligned = make(case, GPU)
 
@@ -373,11 +374,11 @@ def test_tensors_may_begin_anywhere(shape, dtype):
         flat[1:] = tensor.flatten()
         return flat[1:].view(tensor.shape)
 
-    elsewhere = type(aligned)(*(moved(t) for t in vars(aligned).values()))
-    assert elsewhere.x.data_ptr() % 16 != 0
+    unaligned = type(aligned)(*(moved(t) for t in vars(aligned).values()))
+    assert unaligned.x.data_ptr() % 16 != 0
     expected = run(case, aligned, "triton")
     # Once more each: a launch is prepared by the first, and taken back by what it does not fit.
-    for given in (elsewhere, elsewhere, aligned, elsewhere):
+    for given in (unaligned, unaligned, aligned, unaligned):
         for name, value in run(case, given, "triton").items():
             torch.testing.assert_close(value, expected[name])
 
@@ -496,18 +497,8 @@ def test_an_exported_model_needs_no_normplug():
 
 
 def test_a_module_trains_by_the_kernels():
-    torch.manual_seed(0)
-    layers = {b: normplug.LayerNorm(512, backend=b, device=GPU) for b in ("triton", "torch")}
-    data = [torch.randn(64, 512, device=GPU) * 2 + 1 for _ in range(4)]
-    for layer in layers.values():
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        for x in data:
-            optimizer.zero_grad()
-            (layer(x) - 1).square().mean().backward()
-            optimizer.step()
-    ours, theirs = (layer.state_dict().values() for layer in layers.values())
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b)
+    ours, theirs = (normplug.LayerNorm(512, backend=b, device=GPU) for b in ("triton", "torch"))
+    check_training(ours, theirs, [torch.randn(64, 512, device=GPU) * 2 + 1 for _ in range(4)])
 
 
 class Block(nn.Module):
@@ -522,7 +513,7 @@ class Block(nn.Module):
         return x + self.body(self.norm(x))
 
 
-def test_a_swapped_model_hands_on_the_dtype_of_autocast():
+def test_a_swapped_model_passes_on_the_dtype_of_autocast():
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)), nn.LayerNorm(128)).to(GPU)
     normplug.swap(model, mode="standard", backend="triton")

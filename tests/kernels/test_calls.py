@@ -1,0 +1,288 @@
+"""What a call of any norm does where Triton's interpreter runs its kernels: see `test_interpreter`.
+
+Refusals, derivatives, what the backward keeps, and the operators that compilers see.
+"""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import interpreted
+import kernel_cases
+import normplug
+import pool_cases
+import routes
+import row_cases
+from accuracy import assert_no_worse, assert_same_bits
+from fuse_cases import Depthwise, check_saved_bytes
+from normplug import functional, fuse, swap
+from saved import check_training, saved_bytes
+
+pytestmark = interpreted.MARKS
+
+X = torch.randn(4, 6)
+
+
+def batch_norm(x, weight=None, **options):
+    return functional.batch_norm(x, None, None, weight, training=True, backend="triton", **options)
+
+
+def layer_norm(x, weight=None, **options):
+    return functional.layer_norm(x, (6,), weight, backend="triton", **options)
+
+
+def add_layer_norm(x, weight=None):
+    return functional.add_layer_norm(x, x * 0.5, (6,), weight, backend="triton")[0]
+
+
+NORMS = pytest.mark.parametrize("norm", [batch_norm, layer_norm, add_layer_norm])
+COUNT = {"running_mean": torch.zeros(()), "running_var": torch.ones(())}
+
+
+@pytest.mark.parametrize("norm", [batch_norm, layer_norm])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"weight": torch.ones(6, device="meta")}, "not every tensor is on cpu"),
+        ({"weight": torch.ones(12)[::2]}, "strided"),
+    ],
+)
+def test_what_the_kernels_cannot_take_is_refused_with_the_reason(norm, options, why):
+    with pytest.raises(NotImplementedError, match=f"backend='triton', but.*{why}"):
+        norm(X, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda: batch_norm(X, residual=X.double()), "float32 and the residual torch.float64"),
+        (lambda: layer_norm(X, input_bias=torch.ones(12)[::2]), "strided"),
+        (
+            lambda: layer_norm(X, **COUNT, num_batches_tracked=torch.tensor(0, dtype=torch.int32)),
+            "num_batches_tracked is torch.int32",
+        ),
+        (
+            lambda: functional.batch_norm(
+                X, torch.zeros(6), torch.ones(6), training=True, backend="triton",
+                num_batches_tracked=torch.tensor(0.0),
+            ),
+            "num_batches_tracked is torch.float32",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_kernels_of_one_norm_cannot_take_is_refused_with_the_reason(call, why):
+    with pytest.raises(NotImplementedError, match=f"backend='triton', but.*{why}"):
+        call()
+
+
+def test_what_the_kernels_cannot_take_goes_to_torch_by_default():
+    for options in (
+        {"weight": torch.ones(12)[::2]},
+        {**COUNT, "num_batches_tracked": torch.tensor(0, dtype=torch.int32)},
+    ):
+        assert functional.layer_norm(X, (6,), **options).shape == X.shape
+    assert functional.layer_norm(X[:0], (6,)).shape == (0, 6)
+
+
+@NORMS
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_transforms_traces_and_empty_inputs_are_refused_by_name(norm):
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.vmap(norm)(torch.randn(2, 4, 6))
+    with (
+        pytest.raises(NotImplementedError, match="forward-mode"),
+        torch.autograd.forward_ad.dual_level(),
+    ):
+        norm(torch.autograd.forward_ad.make_dual(X, X))
+    with pytest.raises(NotImplementedError, match="empty"):
+        norm(X[:0])
+    with pytest.raises(NotImplementedError, match="meta"):
+        norm(X.to("meta"))
+    # A trace would miss a kernel.
+    with pytest.raises(NotImplementedError, match=r"backend='triton', but torch\.jit\.trace"):
+        torch.jit.trace(norm, (X,))
+
+
+@pytest.mark.parametrize("norm", [batch_norm, layer_norm])
+def test_changed_inputs_are_noticed_before_the_backward(norm):
+    x, weight = X.clone(), torch.ones(6, requires_grad=True)
+    y = norm(x, weight)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_changed_total_is_noticed_before_the_backward():
+    weight = torch.ones(6, requires_grad=True)
+    y, total = functional.add_layer_norm(X, X, (6,), weight, backend="triton")
+    total.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_total_needs_no_gradient_if_its_parts_need_none():
+    weight = torch.ones(6, requires_grad=True)
+    for backend in ("torch", "triton"):
+        y, total = functional.add_layer_norm(X, X, (6,), weight, backend=backend)
+        assert y.requires_grad
+        assert not total.requires_grad
+
+
+# What the backward keeps.
+
+
+@pytest.mark.parametrize(
+    ("activation", "residual", "bits"),
+    [("relu", None, 0), (None, "contiguous", 0), ("relu", "contiguous", 1)],
+)
+@pytest.mark.parametrize("shape", [(64, 16), (8, 8, 4, 8), (4, 3, 16, 16)], ids=str)
+def test_the_backward_of_batch_norm_keeps_the_input_and_a_bit_a_value_for_relu_of_a_residual(
+    shape, activation, residual, bits
+):
+    case = kernel_cases.Case(shape, residual=residual, activation=activation, running=False)
+    tensors = kernel_cases.make(case)
+    a_channel = 4 * (2 + 2) * shape[1]  # weight, bias, mean, rstd
+    saved = saved_bytes(lambda: kernel_cases.run(case, tensors, "triton"))
+    assert saved == tensors.x.nbytes + a_channel + bits * tensors.x.numel() // 8
+
+
+@pytest.mark.parametrize("residual", [None, "contiguous"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_the_backward_of_layer_norm_keeps_what_is_normalised_and_two_numbers_a_row(dtype, residual):
+    vectors = "weight+bias" if residual else "weight+bias+input_bias"
+    case = row_cases.Case((32, 24), dtype, residual=residual, vectors=vectors)
+    tensors = row_cases.make(case)
+    # Beside what is normalised the weight, and the bias or the input_bias.
+    saved = saved_bytes(lambda: row_cases.run(case, tensors, "triton"))
+    assert saved == (32 + 2) * 24 * dtype.itemsize + 2 * 32 * 4
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_fused_activation_is_not_kept_and_a_residual_costs_a_bit(memory_format):
+    check_saved_bytes(memory_format)
+
+
+def test_a_residual_that_had_to_be_copied_is_not_kept():
+    case = kernel_cases.Case((6, 3, 2, 2), residual="channels_last", activation="relu")
+    tensors = kernel_cases.make(case)
+    for residual, is_kept in ((tensors.residual, False), (tensors.x * 2, True)):
+        y = routes.batch_norm(
+            tensors.x.requires_grad_(), None, None, None, None, True, 0.1, 1e-5, mode="golden",
+            residual=residual, activation="relu", num_batches_tracked=None, backend="triton",
+            keeps_residual=True,
+        )  # fmt: skip
+        assert routes.is_recomputable(y) == is_kept
+
+
+def test_a_module_trains_by_the_kernels():
+    ours, theirs = (normplug.LayerNorm(12, backend=b) for b in ("triton", "torch"))
+    check_training(ours, theirs, [torch.randn(6, 12) * 2 + 1 for _ in range(3)])
+
+
+# The operators that compilers see.
+
+
+def said(value):
+    return getattr(value, "__name__", str(value))
+
+
+OPERATORS = [
+    (cases, case)
+    for cases in (kernel_cases, row_cases, pool_cases)
+    for case in cases.OPERATOR_CASES
+]
+
+
+@pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=said)
+def test_the_operators_keep_torchs_rules(cases, case):
+    cases.check_operators(case, "cpu")
+
+
+@pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=said)
+def test_the_operators_compute_what_the_kernels_do(cases, case, monkeypatch):
+    if cases is row_cases:
+        case = dataclasses.replace(case, running=torch.float32)
+    eager = cases.run(case, cases.make(case), "triton")
+    routes.use_operators(monkeypatch)
+    operator = cases.run(case, cases.make(case), "triton")
+    if cases is not row_cases:  # whose operators move the running statistics themselves
+        for name in ("running_mean", "running_var"):
+            torch.testing.assert_close(operator.pop(name), eager.pop(name))
+    assert_same_bits(operator, eager)
+
+
+def batch_norm_in_eval(x):
+    mean, var = torch.zeros(6), torch.ones(6)
+    return functional.batch_norm(x, mean, var, activation="relu", backend="triton")
+
+
+@pytest.mark.parametrize("norm", [batch_norm, batch_norm_in_eval, layer_norm, add_layer_norm])
+def test_what_records_operators_records_the_kernels_as_one(norm):
+    graph = make_fx(lambda x: norm(x))(X)
+    targets = [node.target for node in graph.graph.nodes]
+    operator = f"{norm.__name__.removesuffix('_in_eval')}_forward"
+    assert targets.count(getattr(torch.ops.normplug, operator).default) == 1
+    assert torch.equal(graph(X + X**2), norm(X + X**2))
+
+
+@pytest.mark.parametrize(
+    ("cases", "arguments"),
+    [
+        (kernel_cases, ((6, 5), None)),
+        (kernel_cases, ((2, 3, 11, 13), "relu")),
+        (row_cases, (False, "contiguous")),
+        (row_cases, (False, "permuted")),
+        (row_cases, (True, "contiguous")),
+        (row_cases, (True, "permuted")),
+        (pool_cases, ()),
+    ],
+    ids=said,
+)
+def test_compiled_in_one_graph_with_other_numbers_of_rows(cases, arguments):
+    cases.check_compiled(*arguments, "cpu", "aot_eager")
+
+
+def test_compiled_around_an_attention():
+    row_cases.check_compiled_around_attention("cpu", "aot_eager")
+
+
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_fused_norm_adds_the_bias_of_the_convolution_before_it(memory_format, compiler):
+    torch.manual_seed(0)
+    stock = Depthwise()
+    nn.init.normal_(stock.conv.bias, 1, 2)
+    x = torch.randn(2, 8, 5, 6).to(memory_format=memory_format)
+    results = []
+    for backend, dtype in (("triton", torch.float32), ("torch", torch.float32), ("torch", None)):
+        model = swap(copy.deepcopy(stock), backend=backend).to(dtype or torch.float64)
+        run = fuse(model) if backend == "triton" else model
+        if backend == "triton" and compiler:
+            run = torch.compile(model, backend=compiler, fullgraph=True)
+        y = run(x.to(dtype or torch.float64))
+        gradients = torch.autograd.grad(y.sigmoid().square().sum(), [*model.parameters()])
+        named = zip(dict(model.named_parameters()), gradients, strict=True)
+        results.append({"y": y.detach(), **dict(named), "running_var": model.norm.running_var})
+    ours, theirs, truth = results
+    for name, value in ours.items():
+        assert_no_worse(name, value, theirs[name], truth[name], spare=1e-6)
+
+
+@pytest.mark.parametrize("layout", row_cases.LAYOUTS)
+def test_the_operators_say_how_a_gradient_lies(layout):
+    tensors = row_cases.make(row_cases.Case((3, 4, 2, 6), layout=layout))
+    stats = torch.zeros(2 * 24)
+    inputs = (tensors.dy, None, tensors.x, None, tensors.weight, None, None, stats)
+    needs = (True, False, True, False, False)
+    numbers = (False, [6], 0.1, 1e-5, 1.0, None, "float32", needs)
+    backward = torch.ops.normplug.layer_norm_backward
+    real = backward(*inputs, *numbers)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = (t if t is None else mode.from_tensor(t) for t in inputs)
+        told = backward(*fakes, *numbers)
+    assert [t.stride() for t in told] == [t.stride() for t in real]

@@ -1,0 +1,478 @@
+"""The Triton kernels of LayerNorm, run on the CPU by Triton's interpreter: see `test_interpreter`.
+
+Programs that share the columns of a row wait for each other, which the interpreter cannot do: they
+run on a GPU only, in `test_layer_norm_kernels_gpu`.
+"""
+
+import dataclasses
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import interpreted
+import routes
+from accuracy import assert_same_bits
+from calls import DTYPES, HALVES
+from normplug import functional, reference
+from normplug._kernels.layer_norm import schedule
+from normplug._kernels.layer_norm.schedule import Rows, WideBackward
+from row_cases import (
+    INPUTS,
+    LAYOUTS,
+    Case,
+    assert_accurate,
+    call,
+    check_recomputed,
+    make,
+    run,
+)
+from row_setups import (
+    EVERY_SETUP,
+    SETUPS,
+    SOME_SETUPS,
+    VARIANTS,
+    blocks,
+    held,
+    prepare,
+    reschedule,
+    tiled,
+)
+
+pytest.importorskip("triton")
+
+from normplug._kernels.layer_norm import rows  # noqa: E402
+
+pytestmark = interpreted.MARKS
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """A function from the name of a setup to a `Case` in it."""
+    return partial(prepare, monkeypatch)
+
+
+def test_the_setups_are_the_corners_that_they_are_named_for():
+    forward, backward = {}, {}
+    for name, (shape, cut_forward, cut_backward) in SETUPS.items():
+        machine = (132, 227 << 10)
+        forward[name] = cut_forward(schedule.layer_norm_forward(*shape, 1, 4, False, machine[0]))
+        cut = schedule.layer_norm_backward(*shape, 1, 4, False, *machine, False)
+        backward[name] = cut_backward(cut)
+        for made in (forward[name], backward[name]):
+            assert isinstance(made, Rows) == name.startswith("rows"), name
+            assert made.even or "even" not in name.split(), name
+    for made in (forward, backward):
+        uneven = made["rows, uneven"]
+        assert uneven.u > 1
+        assert uneven.r > 1
+        assert uneven.u * uneven.bc > uneven.width
+        assert uneven.rows % uneven.r != 0
+        assert 1 < uneven.programs < uneven.tiles
+        assert uneven.tiles % uneven.programs != 0
+        assert made["rows, even"].u > 1
+        assert not made["rows, side by side"].even
+        assert not made["wide"].even
+        assert made["wide"].k > 2
+        assert made["wide"].lag > made["wide"].k
+        assert made["wide, one tile"].k == 1
+    late = forward["wide, all late"]
+    assert late.lag == late.rows * late.k
+    late = backward["wide, all late"]
+    assert late.lag == late.blocks * late.k
+    assert backward["wide, one block"].blocks == 1
+    assert backward["wide"].blocks > 2
+    assert backward["wide"].rows % backward["wide"].rb != 0
+    assert backward["rows, uneven"].finish < backward["rows, uneven"].width
+    assert 1 < backward["rows, folded in part"].lanes < backward["rows, folded in part"].r
+
+
+@EVERY_SETUP
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: str(Case((), **options)))
+def test_every_setup_is_as_close_to_float64_as_torch(setup, options, prepared):
+    assert_accurate(prepared(setup, **options))
+
+
+RECOMPUTED = [
+    {"offset": 1e3, "vectors": "weight", "running": torch.float32, "residual": "apart"},
+    {"dtype": torch.float16, "vectors": "bias"},
+    {"dtype": torch.bfloat16, "residual_dtype": torch.float32, "offset": 1e3},
+    {"dtype": torch.float64, "vectors": ""},
+]
+# Every setup with two of them.
+HALF_OF_THEM = [(s, RECOMPUTED[(i + k) % 4]) for i, s in enumerate(SETUPS) for k in (0, 2)]
+
+
+@pytest.mark.parametrize(("setup", "options"), HALF_OF_THEM, ids=str)
+def test_the_backward_can_recompute_the_result(setup, options, prepared):
+    check_recomputed(prepared(setup, **{"residual": "contiguous", **options}))
+
+
+@pytest.mark.parametrize(
+    ("setup", "residual"), [*((s, "contiguous") for s in SETUPS), ("rows", None), ("wide", None)]
+)
+def test_offsets_of_64_bits(setup, residual, prepared, monkeypatch):
+    routes.use_64_bit_offsets(monkeypatch)
+    vectors = "weight+bias" if residual else "weight+bias+input_bias"
+    assert_accurate(prepared(setup, residual=residual, vectors=vectors, running=torch.float32))
+
+
+WIDTHS = [1, 3, 24, 96, 100, 257]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_widths_and_dtypes(dtype, width):
+    near = (WIDTHS.index(width) + DTYPES.index(dtype)) % 2
+    assert_accurate(Case((5, width), dtype, offset=3.0 if near else 1e3))
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 1), (4, 3), (2, 4097), (1, 9000), (3, 2, 2500), (150, 5)], ids=str
+)
+def test_the_schedules_own_cuts(shape):
+    assert_accurate(Case(shape, running=torch.float32, vectors="weight+bias+input_bias"))
+
+
+def test_a_row_that_no_program_holds(monkeypatch):
+    for name in ("_HELD_BYTES", "_SUMMED_BYTES"):
+        monkeypatch.setattr(schedule, name, 1 << 10)
+    routes.forget(monkeypatch)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert_accurate(Case((2, 5000), dtype, running=torch.float32, offset=1e3))
+
+
+@pytest.mark.parametrize("vectors", ["", "weight", "bias", "input_bias", "weight+bias+input_bias"])
+@pytest.mark.parametrize("setup", ["rows", "wide"])
+def test_a_single_row_without_dimensions_around_it(setup, vectors, prepared):
+    for dims, shape in ((1, (24,)), (2, (4, 6))):
+        assert_accurate(prepared(setup, shape=shape, dims=dims, vectors=vectors))
+    assert_accurate(prepared(setup, shape=(24,), residual="contiguous"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "params", "mode"),
+    [
+        (torch.float16, torch.float32, "golden"),
+        (torch.bfloat16, torch.float32, "standard"),
+        (torch.float32, torch.float16, 0.25),
+        (torch.float32, torch.float64, "golden"),
+        (torch.float16, torch.float64, "standard"),
+    ],
+    ids=str,
+)
+def test_vectors_of_another_dtype(dtype, params, mode):
+    assert_accurate(Case((6, 24), dtype, params=params, mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype"),
+    [
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.float64),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("setup", ["rows, uneven", "wide"])
+def test_a_residual_is_added_first(setup, dtype, residual_dtype, prepared):
+    options = {"residual": "contiguous", "residual_dtype": residual_dtype}
+    out = assert_accurate(prepared(setup, dtype=dtype, params=torch.float32, **options))
+    assert out["total"].dtype == out["y"].dtype == torch.promote_types(dtype, residual_dtype)
+    assert out["dx"].dtype == dtype
+    assert out["dresidual"].dtype == residual_dtype
+
+
+NAMES = ("x", "weight", "bias", "input_bias")
+SUBSETS = [s for size in range(1, 5) for s in itertools.combinations(NAMES, size)]
+
+
+@pytest.mark.parametrize("needs", SUBSETS, ids="+".join)
+@pytest.mark.parametrize("setup", ["rows, uneven", "wide"])
+def test_some_of_the_gradients(setup, needs, prepared):
+    case = prepared(setup, needs=needs, vectors="weight+bias+input_bias")
+    out = assert_accurate(case)
+    assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
+
+
+NEEDS_OF_ADD = [("x",), ("residual",), ("weight",), ("bias",), ("residual", "weight")]
+
+
+@pytest.mark.parametrize("needs", NEEDS_OF_ADD, ids="+".join)
+@SOME_SETUPS
+def test_some_of_the_gradients_with_a_residual(setup, needs, prepared):
+    assert_accurate(prepared(setup, needs=needs, residual="contiguous"))
+
+
+@SOME_SETUPS
+def test_one_output_of_two_is_used(setup, prepared):
+    assert_accurate(prepared(setup, residual="contiguous", used=("y",)))
+    case = prepared(setup, residual="apart", used=("total",), needs=("x", "residual"))
+    out = assert_accurate(case)
+    dtotal = make(case).dtotal
+    assert torch.equal(out["dx"], dtotal)
+    assert torch.equal(out["dresidual"], dtotal)
+
+
+@SOME_SETUPS
+@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
+def test_running_statistics(setup, momentum, prepared):
+    # Any two of setup, momentum and dtype occur together.
+    which = ["rows, uneven", "rows, folded", "wide"].index(setup) + [0.1, 1.0, None].index(momentum)
+    running = [torch.bfloat16, torch.float32, torch.float64][which % 3]
+    case = prepared(setup, needs=(), running=running, momentum=momentum, offset=1e3)
+    assert assert_accurate(case)["num_batches_tracked"] == 4
+
+
+def test_running_statistics_without_a_counter():
+    case = Case((5, 24), torch.bfloat16, running=torch.float32, tracked=False)
+    assert "num_batches_tracked" not in assert_accurate(case)
+
+
+def test_running_statistics_move_once_a_call():
+    x = torch.randn(6, 12) * 2 + 1
+    mean, var, count = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(0)
+    expected = [mean.double(), var.double()]
+    made = reference.layer_norm(x.double(), (12,))
+    for step in range(1, 4):
+        y = functional.layer_norm(
+            x.clone().requires_grad_(), (12,), running_mean=mean, running_var=var,
+            num_batches_tracked=count, momentum=None if step == 3 else 0.25, backend="triton",
+        )  # fmt: skip
+        y.sum().backward()
+        assert count == step
+        momentum = None if step == 3 else 0.25
+        expected = [
+            reference.running_average(old, value.mean(), momentum, step)
+            for old, value in zip(expected, made[1:], strict=True)
+        ]
+        torch.testing.assert_close(mean.double(), expected[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(var.double(), expected[1], rtol=1e-6, atol=1e-6)
+
+
+@SOME_SETUPS
+def test_without_gradients_the_results_are_the_same(setup, prepared):
+    for options in ({"running": torch.float32}, {"residual": "contiguous"}):
+        case = prepared(setup, **options)
+        with torch.no_grad():
+            bare = run(dataclasses.replace(case, needs=()), make(case), "triton")
+        full = run(case, make(case), "triton")
+        assert_same_bits(bare, {name: full[name] for name in bare})
+
+
+@SOME_SETUPS
+def test_equal_calls_give_equal_bits(setup, prepared):
+    for options in ({"running": torch.float32, "vectors": "bias+input_bias"}, {"residual": "odd"}):
+        case = prepared(setup, **options)
+        tensors = make(case)
+        assert_same_bits(run(case, tensors, "triton"), run(case, tensors, "triton"))
+
+
+@SOME_SETUPS
+def test_infinity_and_nan_stay_in_their_row(setup, prepared):
+    case = prepared(setup)
+    tensors = make(case)
+    clean = run(case, tensors, "triton")
+    tensors.x[0, 1] = torch.inf
+    tensors.x[2, 3] = torch.nan
+    broken = run(case, tensors, "triton")
+    for name in ("y", "dx"):
+        assert broken[name][[0, 2]].isnan().all()
+        assert torch.equal(broken[name][1], clean[name][1])
+        assert torch.equal(broken[name][3:], clean[name][3:]) or case.shape[0] == 3
+    assert torch.equal(broken["dbias"], clean["dbias"])
+    assert broken["dweight"].isnan().all()
+
+
+@pytest.mark.parametrize("setup", ["rows", "rows, uneven", "wide"])
+@pytest.mark.parametrize("width", [8, 20])
+def test_equal_values_have_no_variance_and_give_the_bias(setup, width, prepared):
+    case = prepared(setup, shape=(6, width), running=torch.float32)
+    tensors = make(case)
+    tensors.x = torch.arange(6.0).mul(1e4 / 3).reshape(6, 1).expand(6, width)
+    out = run(case, tensors, "triton")
+    assert torch.equal(out["y"], tensors.bias.expand(6, width))
+    torch.testing.assert_close(out["running_var"], 0.9 * tensors.running_var)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "residual"),
+    [((5, 3), 1, None), ((5, 3), 2, None), ((2, 2, 4), 1, None), ((2, 2, 4), 2, None)]
+    + [((4, 3), 1, "contiguous")],
+)
+def test_derivatives_once_and_twice(shape, dims, residual):
+    vectors = "weight+bias" if residual else "weight+bias+input_bias"
+    case = Case(
+        shape, torch.float64, dims=dims, vectors=vectors, residual=residual, offset=0.5, eps=1e-2
+    )
+    tensors = {name: getattr(make(case), name) for name in INPUTS}
+    names = [name for name, tensor in tensors.items() if tensor is not None]
+
+    def norm(*inputs):
+        given = {**tensors, **dict(zip(names, inputs, strict=True))}
+        return tuple(call(case, given, "triton").values())
+
+    leaves = [tensors[name].requires_grad_() for name in names]
+    assert torch.autograd.gradcheck(norm, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(norm, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("vectors", ["", "bias", "weight+bias+input_bias"])
+@pytest.mark.parametrize("residual", [None, "contiguous"])
+def test_gradients_that_will_be_differentiated_are_those_that_will_not(vectors, residual):
+    case = Case((2, 3, 6), torch.float64, vectors=vectors, residual=residual, dims=2)
+    tensors = make(case)
+    inputs = {name: getattr(tensors, name) for name in ("x", "residual", *NAMES[1:])}
+    if residual is not None:
+        inputs["input_bias"] = None
+    leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
+    outputs = list(call(case, inputs, "triton").values())
+    gradients = [tensors.dy, tensors.dtotal][: len(outputs)]
+    for wanted in (leaves, leaves[:1], leaves[-1:]):
+        once = torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
+        twice = torch.autograd.grad(outputs, wanted, gradients, create_graph=True)
+        for a, b in zip(once, twice, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("low", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("asked", ["low", "float32"])
+def test_autocast_decides_the_dtype_of_the_output_only(low, dtype, asked):
+    torch.manual_seed(0)
+    residual = (low == torch.float16) ^ (asked == "low") ^ (dtype == torch.float32)
+    x, beside = (torch.randn(5, 24, dtype=dtype, requires_grad=True) for _ in range(2))
+    weight, bias = (torch.rand(24).add(0.5).requires_grad_() for _ in range(2))
+    options = {"autocast_output": asked, "backend": "triton", "mode": "standard"}
+    with torch.autocast("cpu", low):
+        if residual:
+            y, total = functional.add_layer_norm(x, beside, (24,), weight, bias, **options)
+        else:
+            y, total = functional.layer_norm(x, (24,), weight, bias, **options), x
+    assert y.dtype == (low if asked == "low" else torch.float32)
+    assert total.dtype == dtype
+    h = total.detach().double()
+    torch.testing.assert_close(
+        y.double(), reference.layer_norm(h, (24,), weight, bias).y, **tolerance(y.dtype)
+    )
+    dy = torch.randn_like(y)
+    leaves = (x, beside, weight, bias) if residual else (x, weight, bias)
+    got = torch.autograd.grad(y, leaves, dy)
+    exact = reference.layer_norm_backward(dy.double(), h, (24,), weight)
+    expected = (exact.dx, *exact) if residual else exact
+    for gradient, truth, leaf in zip(got, expected, leaves, strict=True):
+        assert gradient.dtype == leaf.dtype
+        torch.testing.assert_close(gradient.double(), truth, **tolerance(leaf.dtype))
+
+
+def tolerance(dtype):
+    return {"rtol": 2 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(torch.float32).eps}
+
+
+def test_autocast_leaves_float64_alone():
+    with torch.autocast("cpu", torch.bfloat16):
+        y = functional.layer_norm(
+            torch.randn(3, 8).double(), (8,), autocast_output="low", backend="triton"
+        )
+    assert y.dtype == torch.float64
+
+
+def test_programs_that_would_wait_for_each_other_are_not_asked_for_here(monkeypatch):
+    asked, choose = [], schedule.layer_norm_backward
+    monkeypatch.setattr(
+        schedule, "layer_norm_backward", lambda *sizes: asked.append(sizes) or choose(*sizes)
+    )
+    routes.forget(monkeypatch)
+    run(Case((6, 24)), make(Case((6, 24))), "triton")
+    assert len(asked) == 1
+    *sizes, together = asked[0]
+    assert together is False
+    assert isinstance(choose(4096, 12288, 8, 2, *sizes[4:], together), WideBackward)
+
+
+def test_more_parts_than_are_added_at_a_time(prepared, monkeypatch):
+    seen, most = set(), {"KP", "KF", "GB", "FAN_IN"}
+
+    def by_twos(constants):
+        seen.update(most & constants.keys())
+        fewer = {**constants, **{n: min(constants[n], 2) for n in most & constants.keys()}}
+        if "FAN_IN" not in constants and "R" in constants:
+            fewer["KP"] = constants["KP"]  # of programs that share a row, here one
+        return fewer
+
+    routes.watch_compiled(monkeypatch, by_twos)
+    for setup in ("rows, uneven", "rows, folded", "wide", "wide, all late"):
+        for dtype in (torch.float32, torch.float64):
+            vectors = "weight+bias+input_bias"
+            case = {"dtype": dtype, "offset": 1e3, "running": dtype, "vectors": vectors}
+            assert_accurate(prepared(setup, **case))
+    assert seen == most
+
+
+def test_each_stretch_of_columns_is_finished_once(prepared, monkeypatch):
+    finished, finish = [], rows.finish_columns
+
+    def finish_columns(gradient_ptr, parts_ptr, which, stretch, *rest):
+        finished.append(int(stretch))
+        finish(gradient_ptr, parts_ptr, which, stretch, *rest)
+
+    monkeypatch.setattr(rows, "finish_columns", finish_columns)
+    assert_accurate(prepared("rows, uneven", needs=("bias",), shape=(3, 60)))
+    assert sorted(finished) == list(range(8))
+
+
+LAYOUT = st.sampled_from(LAYOUTS)
+ANY_CALL = st.builds(
+    Case,
+    shape=st.lists(st.integers(1, 13), min_size=1, max_size=4)
+    .map(tuple)
+    .filter(lambda s: torch.Size(s).numel() <= 2000),
+    dims=st.integers(1, 4),
+    dtype=st.sampled_from(DTYPES),
+    layout=LAYOUT,
+    dy=LAYOUT,
+    residual=st.none() | LAYOUT,
+    residual_dtype=st.sampled_from([None, torch.float32]),
+    vectors=st.sets(st.sampled_from(["weight", "bias", "input_bias"])).map("+".join),
+    mode=st.just("golden") | st.floats(0.01, 10),
+    running=st.sampled_from([None, torch.float32]),
+    momentum=st.sampled_from([None, 0.0, 1.0]) | st.floats(0.001, 1),
+    offset=st.sampled_from([0.0, 3.0, 1e3]),
+    seed=st.integers(0, 2**31),
+)
+
+
+# Nothing is shrunk: at the interpreter's speed that takes minutes, and the calls are small.
+@given(case=ANY_CALL, full_parameters=st.booleans(), cut=st.sampled_from(["", "rows", "wide"]))
+@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+def test_any_call(case, full_parameters, cut):
+    vectors = case.vectors.split("+")
+    if case.residual is not None and "input_bias" in vectors:
+        vectors.remove("input_bias")
+    params = torch.promote_types(case.dtype, torch.float32) if full_parameters else None
+    case = dataclasses.replace(
+        case, dims=min(case.dims, len(case.shape)), vectors="+".join(vectors), params=params
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if cut == "rows":
+            reschedule(monkeypatch, held(2, 4, 2), held(2, 4, 2, keep=True))
+        elif cut == "wide":
+            reschedule(monkeypatch, soon(16), soon_blocks(2, 8))
+        assert_accurate(case)
+
+
+def soon(block):
+    """As `tiled`, with the least lag that there may be."""
+    return lambda shape: tiled(block, -(-shape.width // block))(shape)
+
+
+def soon_blocks(rb, cw):
+    """As `blocks`, with the least lag that there may be."""
+    return lambda shape: blocks(rb, cw, -(-shape.width // cw))(shape)

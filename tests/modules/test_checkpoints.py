@@ -1,0 +1,153 @@
+"""Layers that are exported, built on the meta device, or loaded from a stock checkpoint."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import normplug
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", [normplug.LayerNorm, normplug.BatchNorm1d])
+def test_a_layer_exported_in_training_is_saved_and_trains_on(kind, strict, momentum):
+    torch.compiler.reset()
+    layer, x = kind(6, momentum=momentum), torch.randn(5, 6)
+    for decomposed in (False, True):
+        program = torch.export.export(copy.deepcopy(layer), (x,), strict=strict)
+        if decomposed:
+            program = program.run_decompositions()
+        file = io.BytesIO()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.11, of its own archive
+            torch.export.save(program, file)
+            file.seek(0)
+            loaded = torch.export.load(file).module()
+        eager = copy.deepcopy(layer)
+        for _ in range(2):
+            torch.testing.assert_close(loaded(x), eager(x))
+        for name, value in eager.state_dict().items():
+            torch.testing.assert_close(loaded.state_dict()[name], value)
+        assert eager.num_batches_tracked == 2
+
+
+FRESH = {"running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0}
+
+
+def statistics(layer):
+    return {name: buffer.item() for name, buffer in layer.named_buffers()}
+
+
+def blocks():
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.LayerNorm(6), nn.BatchNorm1d(6), nn.LayerNorm(6, bias=False),
+        nn.Linear(6, 6), nn.LayerNorm(6, elementwise_affine=False),
+    )  # fmt: skip
+
+
+def on_meta(built):
+    """A swapped model of the meta device, built there or by normplug's own classes."""
+    with torch.device("meta"):
+        model = blocks()
+        if built == "inside":
+            return normplug.swap(model, "standard")
+    return normplug.swap(model, "standard")
+
+
+def assert_started(model, stock):
+    """Statistics are fresh, everything else is the stock model's, and training moves both."""
+    for index in (1, 3, 5):
+        assert statistics(model[index]) == FRESH
+    for key, value in stock.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value)
+    x = torch.randn(8, 4)
+    torch.testing.assert_close(model.train()(x), stock.train()(x))
+    assert all(model[index].num_batches_tracked == 1 for index in (1, 3, 5))
+    assert all(not t.is_meta for t in [*model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize("built", ["inside", "outside"])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("how", ["assign", "to_empty", "reset_parameters"])
+def test_a_stock_checkpoint_gives_a_meta_model_fresh_statistics(how, strict, built):
+    stock, model = blocks(), on_meta(built)
+    stock(torch.randn(9, 4))
+    if how != "assign":
+        model.to_empty(device="cpu")
+        assert [statistics(model[index]) for index in (1, 3, 5)] == [FRESH] * 3
+    if how == "reset_parameters":
+        for index in (1, 3, 5):
+            model[index].running_mean.fill_(7.0)
+            model[index].reset_parameters()
+    model.load_state_dict(stock.state_dict(), strict=strict, assign=how == "assign")
+    model[5](torch.randn(8, 6))  # has no weight that could be loaded: starts where its input is
+    model[5].reset_running_stats()
+    assert_started(model, stock)
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_checkpoint_with_statistics_is_taken_and_one_without_starts_them_again(assign):
+    trained, stock = normplug.swap(blocks(), "standard"), blocks()
+    trained(torch.randn(9, 4))
+    model = on_meta("outside") if assign else normplug.swap(blocks(), "standard")
+    model.load_state_dict(trained.state_dict(), assign=assign)
+    for key, value in trained.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value)
+    # A part of a state says nothing of the rest.
+    model.load_state_dict({"1.weight": torch.ones(6)}, strict=False, assign=assign)
+    assert statistics(model[1]) == statistics(trained[1]) != FRESH
+    model.load_state_dict(stock.state_dict(), assign=assign)
+    assert [statistics(model[index]) for index in (1, 3)] == [FRESH] * 2
+
+
+def test_what_has_values_keeps_them_when_it_moves():
+    model = normplug.swap(blocks(), "standard")
+    model(torch.randn(9, 4))
+    before = [statistics(model[index]) for index in (1, 3, 5)]
+    assert [statistics(model.double()[index]) for index in (1, 3, 5)] == before
+
+
+def test_a_compiled_layer_without_weights_starts_where_its_input_is():
+    torch.compiler.reset()
+    layer = normplug.LayerNorm(6, elementwise_affine=False, device="meta")
+    x = torch.randn(5, 6)
+    torch.compile(layer, backend="aot_eager")(x)
+    eager = normplug.LayerNorm(6, elementwise_affine=False)
+    eager(x)
+    assert statistics(layer) == pytest.approx(statistics(eager))
+
+
+@pytest.mark.parametrize("file", ["model.bin", "model.safetensors"])
+@pytest.mark.parametrize("include_buffers", [False, True])
+@pytest.mark.parametrize("built", ["inside", "outside"])
+@pytest.mark.parametrize("last", ["cpu", "disk"])
+def test_accelerate_loads_a_stock_checkpoint(tmp_path, last, built, include_buffers, file):
+    accelerate = pytest.importorskip("accelerate")
+    safetensors = pytest.importorskip("safetensors.torch")
+    stock = blocks()
+    stock(torch.randn(9, 4))
+    save = torch.save if file == "model.bin" else safetensors.save_file
+    save(stock.state_dict(), tmp_path / file)
+    with accelerate.init_empty_weights(include_buffers=include_buffers):
+        model = blocks()
+        if built == "inside":
+            normplug.swap(model, "standard")
+    normplug.swap(model, "standard")
+    places = {"": "cpu"}
+    if last == "disk":
+        places = {**{str(index): "cpu" for index in (0, 1, 2, 3, 5)}, "4": "disk"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the file's metadata, and of its own progress
+        model = accelerate.load_checkpoint_and_dispatch(
+            model, str(tmp_path / file), device_map=places, offload_folder=str(tmp_path / "off")
+        )
+    x = torch.randn(8, 4)
+    torch.testing.assert_close(model.eval()(x), stock.eval()(x))
+    if last == "cpu":
+        assert_started(model, stock)
+    model.train()(x)
+    assert statistics(model[1])["num_batches_tracked"] == (2 if last == "cpu" else 1)

@@ -1,0 +1,32 @@
+"""What autograd keeps of a call, and modules that train alike."""
+
+import torch
+
+
+def saved_bytes(call):
+    """The bytes that the backward of what `call` computes keeps."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call()
+    return sum(kept.values())
+
+
+def check_training(ours, theirs, data):
+    """Some steps of both give the same parameters, buffers and outputs."""
+    for layer in (ours, theirs):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for x in data:
+            optimizer.zero_grad()
+            (layer(x) - 1).square().mean().backward()
+            optimizer.step()
+        layer.eval()
+    assert ours.num_batches_tracked == len(data)
+    for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(ours(data[0]), theirs(data[0]))
+    assert ours.num_batches_tracked == len(data)
