@@ -19,6 +19,7 @@ from fuse_cases import (
     outcome,
     renamed,
     swapped,
+    twins,
 )
 from normplug import fuse, unswap
 
@@ -35,9 +36,7 @@ POOL_CHANGES = {
 @pytest.mark.parametrize("change", POOL_CHANGES)
 def test_a_pooling_that_has_changed_is_called_as_it_is(change, calls):
     layers = nn.Sequential(nn.BatchNorm2d(8), nn.Identity(), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-    model = swapped(layers)
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(layers)
     changed, call = POOL_CHANGES[change]
     changed(model[3])
     changed(plain[3])
@@ -66,9 +65,7 @@ def test_a_pooling_that_gives_its_indices_now_gives_them():
     ],
 )
 def test_a_convolution_that_has_changed_is_called_as_it_is(change, calls):
-    model = swapped(Depthwise())
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(Depthwise())
     for each in (model, plain):
         torch.manual_seed(0)
         change(each)
@@ -90,9 +87,7 @@ CHANGES = {
 @pytest.mark.parametrize("down", [None, nn.Conv2d(8, 8, 1)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_block_that_has_changed_runs_as_it_was_written(change, down, calls):
-    model = swapped(Block(down=copy.deepcopy(down)))
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(Block(down=copy.deepcopy(down)))
     for block in (model, plain):
         torch.manual_seed(2)
         CHANGES[change](block)
@@ -154,9 +149,7 @@ DEEP_CHANGES = {
 @pytest.mark.parametrize("change", DEEP_CHANGES)
 @pytest.mark.parametrize("how", ["fused", "copied", "pickled"])
 def test_a_module_deep_inside_that_has_changed_runs_as_it_was_written(how, change, calls):
-    model = swapped(Nested())
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(Nested())
     if how != "fused":
         model = copy.deepcopy(model) if how == "copied" else pickle.loads(pickle.dumps(model))
     assert_same(outcome(model, X), outcome(plain, X))
@@ -215,9 +208,7 @@ HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_ba
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("name", ["bn1", "act"])
 def test_hooks_on_norms_and_activations_run(name, kind, calls):
-    model = swapped(Block(act=nn.ReLU()))
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(Block(act=nn.ReLU()))
     seen, other = [], []
     handles = [
         getattr(m.get_submodule(name), kind)(lambda *args, list_=list_: list_.append(args[0]))
@@ -242,9 +233,7 @@ def test_hooks_on_all_modules_run(calls):
 
 
 def test_a_norm_that_is_measured_is_measured_as_before():
-    model = swapped(Block())
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(Block())
     for block in (model, plain):
         block.bn1._probe = torch.zeros(4)
     assert_same(outcome(model, X), outcome(plain, X))

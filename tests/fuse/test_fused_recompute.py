@@ -8,14 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import recompute_cases
-from fuse_cases import (
-    Block,
-    X,
-    assert_same,
-    outcome,
-    swapped,
-    torchvision_model,
-)
+from fuse_cases import Block, X, assert_same, outcome, swapped, torchvision_model
 from graphs import captured
 from normplug import fuse
 from normplug._fuse.fuse import fused_modules

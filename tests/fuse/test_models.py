@@ -26,6 +26,7 @@ from fuse_cases import (
     check_saved_bytes,
     outcome,
     swapped,
+    twins,
 )
 from normplug import fuse, fusions, swap, unfuse, unswap
 from normplug._fuse.fuse import fused_modules
@@ -77,9 +78,7 @@ def test_the_max_pooling_of_a_stem_is_fused_with_its_norm(name, calls):
 @pytest.mark.parametrize(("name", "count"), [("resnet18", 17), ("resnet26t", 27)])
 def test_blocks_of_timm_are_fused(name, count):
     timm = pytest.importorskip("timm")
-    model = swapped(timm.create_model(name, num_classes=3))
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(timm.create_model(name, num_classes=3))
     assert sum(row.label is not None for row in fusions(model)) == count
     assert [row.path for row in fusions(model) if row.label == "ReLU, max pool"] == ["bn1"]
     x = torch.randn(2, 3, 32, 32, dtype=torch.double)
@@ -211,17 +210,13 @@ def test_checkpointing_recomputes_the_same():
         def forward(self, x):
             return checkpoint(self.block, x, use_reentrant=False)
 
-    model = swapped(Checkpointed())
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(Checkpointed())
     assert list(fused_modules(model)) == ["block"]
     assert_same(outcome(model, X), outcome(plain, X))
 
 
 def test_channels_last_stays():
-    model = swapped(nn.Sequential(Block(), Block())).to(memory_format=torch.channels_last)
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(nn.Sequential(Block(), Block()).to(memory_format=torch.channels_last))
     x = X.to(memory_format=torch.channels_last)
     assert model(x).is_contiguous(memory_format=torch.channels_last)
     plain(x)

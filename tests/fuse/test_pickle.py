@@ -16,16 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import normplug
-from fuse_cases import (
-    Block,
-    Half,
-    Nested,
-    X,
-    assert_runs_unfused,
-    assert_same,
-    outcome,
-    swapped,
-)
+from fuse_cases import Block, Half, Nested, X, assert_runs_unfused, assert_same, outcome, swapped
 from normplug import fuse, fusions, unfuse
 from normplug._fuse import calls as fused_calls
 from normplug._fuse import fused_class, fusion

@@ -19,6 +19,7 @@ from fuse_cases import (
     assert_same,
     outcome,
     swapped,
+    twins,
 )
 from normplug import functional, fuse, fusions
 
@@ -54,9 +55,7 @@ class Pooled(nn.Module):
     ],
 )
 def test_max_pooling_may_be_a_function(way, call, calls):
-    model = swapped(Pooled(way))
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(Pooled(way))
     assert_same(outcome(model, X), outcome(plain, X))
     assert calls == [call]
 
@@ -87,9 +86,7 @@ class Functional(nn.Module):
 
 @pytest.mark.parametrize("mode", ["golden", "standard", 0.5])
 def test_functions_and_methods_are_fused_as_modules_are(mode, calls):
-    model = swapped(Functional(), mode)
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(Functional(), mode)
     assert [row.label for row in fusions(model)] == ["ReLU", "add, ReLU"]
     assert_same(outcome(model, X), outcome(plain, X))
     assert calls == ["relu", "add, relu"]
@@ -99,9 +96,7 @@ def test_functions_and_methods_are_fused_as_modules_are(mode, calls):
 
 
 def test_the_addition_at_a_blocks_end_is_fused_with_the_next_blocks_norm(calls):
-    model = swapped(Encoder())
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(Encoder())
     rows = {row.path: row for row in fusions(model)}
     assert rows["blocks.0.norm1"].note == "preceded by the start of the module"
     assert rows["blocks.1.norm1"].owner == "blocks"
@@ -239,9 +234,7 @@ def test_a_residual_of_another_dtype_or_shape_is_added_as_before(calls):
             y += residual
             return self.norm(self.act(y) + residual)
 
-    model = swapped(Add())
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(Add())
     for residual in (X.float(), X[:1], X[:, :, :1, :1]):
         assert_same(outcome(model, X, residual), outcome(plain, X, residual))
     assert calls == ["add before"]  # of the first, whose shape is that of the sum

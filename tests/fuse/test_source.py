@@ -9,15 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from fuse_cases import (
-    Half,
-    Nested,
-    X,
-    assert_runs_unfused,
-    assert_same,
-    outcome,
-    swapped,
-)
+from fuse_cases import Half, Nested, X, assert_runs_unfused, assert_same, outcome, swapped, twins
 from normplug import fuse, fusions
 from normplug._fuse.fuse import fused_modules
 
@@ -80,9 +72,7 @@ def test_a_module_with_two_names_is_called_by_the_one_that_the_forward_used(call
         def forward(self, x):
             return self.act(self.norm(self.conv(x)))
 
-    model = swapped(Named())
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(Named())
     for each in (model, plain):
         each.holder[0] = nn.Tanh()
     assert_same(outcome(model, X), outcome(plain, X))
@@ -100,9 +90,7 @@ def test_other_arguments_than_tensors_run_as_written(calls):
                 x = x + shift
             return self.act(self.norm(x))
 
-    model = swapped(Optional())
-    plain = copy.deepcopy(model)
-    fuse(model)
+    model, plain = twins(Optional())
     assert torch.equal(model(X), plain(X))
     assert calls == ["relu"]
     assert torch.equal(model(X, 1.0), plain(X, 1.0))

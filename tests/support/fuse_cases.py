@@ -1,5 +1,6 @@
 """Models with all that can be fused, what their steps give, and what fusing them saves."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -146,6 +147,12 @@ def swapped(model, mode="golden"):
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 1, 0.3)
     return swap(model.double(), mode)
+
+
+def twins(model, mode="golden"):
+    """A model swapped and fused, and a copy that is only swapped."""
+    plain = swapped(model, mode)
+    return fuse(copy.deepcopy(plain)), plain
 
 
 def outcome(model, *inputs, training=True):
