@@ -15,9 +15,9 @@ from torch._dynamo.utils import counters
 import batch_norm_cases
 import layer_norm_cases
 import normplug
+import routes
 from fuse_cases import Depthwise
 from normplug import functional, target_variance
-from normplug._ops import choice
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
@@ -150,8 +150,7 @@ def test_compiled_by_inductor_with_another_batch_size():
 @pytest.mark.parametrize("operators", [False, True])
 def test_a_compiler_that_reduces_overhead_captures_a_fused_model(operators, monkeypatch):
     if operators:  # however small the input
-        for kind in ("BATCH_NORM", "LAYER_NORM"):
-            monkeypatch.setattr(choice, f"_{kind}_OPERATOR_BYTES", 0)
+        routes.use_operators_for_small_inputs(monkeypatch)
     torch._dynamo.reset()
     torch.manual_seed(0)
     stock = nn.Sequential(

@@ -1,9 +1,18 @@
-"""Blocks with all that can be fused, and what fusing them saves."""
+"""Models with all that can be fused, what their steps give, and what fusing them saves."""
 
+import copy
+from functools import partial
+
+import pytest
 import torch
 from torch import nn
 
 from normplug import fuse, swap, unfuse
+
+X = torch.randn(4, 8, 5, 5, dtype=torch.double)
+
+
+ROWS = torch.randn(4, 3, 8, dtype=torch.double)
 
 
 class Block(nn.Module):
@@ -130,3 +139,101 @@ class Nested(nn.Module):
         for module in self.extra:
             x = module(x)
         return self.act(self.heads["c"](self.heads["b"](self.heads["a"](x))))
+
+
+def swapped(model, mode="golden"):
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 1, 0.3)
+    return swap(model.double(), mode)
+
+
+def twins(model, mode="golden"):
+    """A model swapped and fused, and a copy that is only swapped."""
+    plain = swapped(model, mode)
+    return fuse(copy.deepcopy(plain)), plain
+
+
+def outcome(model, *inputs, training=True):
+    """All that a step gives: output, gradients, buffers."""
+    torch.manual_seed(1)
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    model.train(training).zero_grad()
+    y = model(*inputs)
+    dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device)
+    (y * dy.view_as(y)).sum().backward()
+    return {
+        "y": y.detach(),
+        **{f"dx{i}": x.grad for i, x in enumerate(inputs)},
+        **{f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None},
+        **{name: buffer.clone() for name, buffer in model.named_buffers()},
+    }
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def assert_runs_unfused(model, calls, *inputs):
+    """The model computes what it does unfused, and by the plain calls."""
+    calls.clear()
+    ours = outcome(model, *inputs)
+    assert calls == []
+    return ours
+
+
+def torchvision_model(name, **options):
+    models = pytest.importorskip("torchvision.models")
+    return models.get_model(name, num_classes=3, **options)
+
+
+def swin():
+    transformer = pytest.importorskip("torchvision.models.swin_transformer").SwinTransformer
+    return transformer([2, 2], 16, [2, 2], [2, 2], [2, 2], num_classes=3)
+
+
+def layer_norm_2d():
+    return pytest.importorskip("torchvision.models.convnext").LayerNorm2d(8)
+
+
+def convnext():
+    models = pytest.importorskip("torchvision.models.convnext")
+    blocks = [models.CNBlockConfig(8, 16, 2), models.CNBlockConfig(16, None, 1)]
+    return models.ConvNeXt(blocks, num_classes=3)
+
+
+ZOO = {
+    "resnet18": (partial(torchvision_model, "resnet18"), 17),
+    "resnext50": (partial(torchvision_model, "resnext50_32x4d"), 49),
+    "regnet": (partial(torchvision_model, "regnet_y_400mf"), 49),
+    "mobilenet_v2": (partial(torchvision_model, "mobilenet_v2"), 45),
+    "mobilenet_v3": (partial(torchvision_model, "mobilenet_v3_small"), 29),
+    "densenet121": (partial(torchvision_model, "densenet121"), 121),
+    "shufflenet": (partial(torchvision_model, "shufflenet_v2_x0_5"), 37),
+    "efficientnet": (partial(torchvision_model, "efficientnet_b0"), 33),
+    "vit": (
+        lambda: pytest.importorskip("torchvision.models").VisionTransformer(
+            32, 8, 3, 2, 16, 32, dropout=0.1, num_classes=3
+        ),
+        6,
+    ),
+    "swin": (swin, 8),
+    "convnext": (convnext, 3),
+    "block": (Block, 2),
+    "convolutions and batch norms in sequence": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(inplace=True),
+            nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.BatchNorm2d(8),
+        ),
+        2,
+    ),
+}  # fmt: skip
+
+
+def renamed(container, **names):
+    children = {names.get(name, name): m for name, m in container._modules.items()}
+    container._modules.clear()
+    container._modules.update(children)

@@ -225,3 +225,46 @@ def check_operators(
     kept = residual if operators.reads_residual(spec) else None
     arguments = (dy, dtotal, x, kept, *vectors, *state, has_residual, *numbers, needs)
     torch.library.opcheck(operators.backward, arguments, test_utils=INNER_RULES)
+
+
+def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What norms compute in one call from now on, in order; on the CPU as on a GPU."""
+    made: list[str] = []
+    batch_norm, layer_norm = functional._batch_norm, functional._layer_norm
+
+    def watched_batch_norm(t: Tensors, spec: BatchNormSpec, *args: Any, **options: Any) -> Tensor:
+        if spec.pool is not None:
+            before = len(made)
+            y = batch_norm(t, spec, *args, **options)
+            made[before:] = ["relu, max pool"]  # in place of the call that it may consist of
+            return y
+        if t.residual is not None:
+            made.append(f"add, {spec.activation}")
+        elif spec.activation is not None:
+            made.append(spec.activation)
+        return batch_norm(t, spec, *args, **options)
+
+    def watched_layer_norm(caller: str, t: Tensors, *args: Any, **options: Any) -> Any:
+        if t.residual is not None:
+            made.append("add before")
+        if t.input_bias is not None:
+            made.append("bias before")
+        return layer_norm(caller, t, *args, **options)
+
+    monkeypatch.setattr(eligible, "has_kernels", lambda caller, backend, x: True)
+    monkeypatch.setattr(functional, "_batch_norm", watched_batch_norm)
+    monkeypatch.setattr(functional, "_layer_norm", watched_layer_norm)
+    return made
+
+
+def watch_input_biases(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+    """The input biases of LayerNorms from now on."""
+    biases: list[Tensor | None] = []
+    layer_norm = functional._layer_norm
+
+    def watched(caller: str, t: Tensors, *args: Any, **options: Any) -> Any:
+        biases.append(t.input_bias)
+        return layer_norm(caller, t, *args, **options)
+
+    monkeypatch.setattr(functional, "_layer_norm", watched)
+    return biases

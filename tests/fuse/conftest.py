@@ -1,0 +1,20 @@
+"""What the tests of fused models share as a fixture."""
+
+import logging
+
+import pytest
+
+import routes
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is computed in one call with a norm, in order."""
+    return routes.watch_fused(monkeypatch)
+
+
+@pytest.fixture
+def traces(caplog):
+    """How many forwards have been traced so far."""
+    caplog.set_level(logging.DEBUG, "normplug.fuse")
+    return lambda: sum(record.name == "normplug.fuse" for record in caplog.records)

@@ -1,0 +1,176 @@
+"""A model is analysed once: `fusions`, copies and pickles tell what was found then."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fuse_cases import Block, Encoder, Half, assert_same, outcome, swapped
+from normplug import fuse, fusions, swap, unfuse
+from normplug._fuse.fuse import fused_modules
+from normplug.modules import LayerNorm, TargetVarianceNorm
+from normplug.modules.fusion_sites import FusionSites
+
+
+@pytest.mark.parametrize("blocks", [2, 16])
+def test_residual_blocks_are_traced_once_each_and_never_again(blocks, traces):
+    model = fuse(swapped(nn.Sequential(*(Block() for _ in range(blocks)))))
+    assert traces() == blocks + 1
+    assert all(row.label for row in fusions(model))
+    pickle.loads(pickle.dumps(model))
+    assert traces() == blocks + 1
+
+
+def test_what_is_listed_before_is_what_is_listed_after():
+    model = swapped(nn.Sequential(Block(), Encoder(), Half(), nn.Sequential(Half(), nn.Tanh())))
+    before = fusions(model)
+    assert not fused_modules(model)
+    assert {row.label is None for row in before} == {True, False}
+    assert fusions(fuse(model)).rows == before.rows
+
+
+def shifted(rows, taken="", put=""):
+    """Rows of a part of a model, or of a model around it."""
+    return [
+        row._replace(path=put + row.path[len(taken) :], owner=put + row.owner[len(taken) :])
+        for row in rows
+        if row.path.startswith(taken)
+    ]
+
+
+def test_parts_of_a_fused_model_and_models_around_it_tell_what_was_found(traces):
+    model = fuse(swapped(nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block()))))
+    found, before = fusions(model), traces()
+    assert list(fusions(model[0])) == shifted(found, taken="0.")
+    assert list(fusions(nn.Sequential(nn.Identity(), model))) == shifted(found, put="1.")
+    elsewhere = nn.ModuleDict({"body": copy.deepcopy(model[0][1])})
+    assert list(fusions(elsewhere)) == shifted(found, taken="0.1", put="body")
+    assert traces() == before
+
+
+def test_what_has_changed_since_is_told_without_a_trace(traces):
+    model = fuse(swapped(nn.Sequential(Block(), Block(), Block(), Block())))
+    before = traces()
+    model[0].scale = 2.0
+    unfuse(model[1])
+    model[2].down = swap(nn.Sequential(nn.BatchNorm2d(8)))
+    notes = {row.path: row.note for row in fusions(model)}
+    changed = "Block has changed since normplug.fuse, and runs as it is written"
+    assert notes == {
+        **dict.fromkeys(["0.bn1", "0.bn2", "2.bn1", "2.bn2"], changed),
+        **dict.fromkeys(["1.bn1", "1.bn2"], "Block is no longer fused"),
+        "2.down.0": "normplug.fuse has not seen it",
+        **dict.fromkeys(["3.bn1", "3.bn2"], ""),
+    }
+    assert traces() == before
+    assert all(row.label for row in fusions(fuse(model)) if row.path != "2.down.0")
+
+
+def test_what_a_later_call_cannot_fuse_is_no_longer_fused():
+    model = fuse(swapped(nn.Sequential(Block(), Block())))
+    model[0].act = nn.Tanh()
+    model[0].bn2 = nn.Identity()
+    assert list(fused_modules(fuse(model))) == ["1"]
+
+
+def rms_norm(x, weight, target_variance):
+    scale = x.square().mean(-1, keepdim=True).add(1e-5).rsqrt() * target_variance**0.5
+    return x * scale * weight
+
+
+class Toy(TargetVarianceNorm):
+    """A norm of which `normplug._fuse` knows nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.target_variance, self.backend = 0.5, "torch"
+        self.made = []
+
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.target_variance)
+
+
+class Declared(Toy):
+    """One that says what can be fused with it."""
+
+    forward = Toy.forward
+
+    def fused(self, x, residual=None, activation=None):
+        assert residual is None
+        self.made.append(activation)
+        return getattr(F, activation)(self.forward(x))
+
+    def fused_add(self, a, b):
+        self.made.append("add")
+        return self.forward(a + b), a + b
+
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation",), before=("addition",))
+
+
+class Further(Declared):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Around(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.act = norm, nn.SiLU()
+
+    def forward(self, x):
+        return self.act(self.norm(x))
+
+
+class Sum(Around):
+    def forward(self, x):
+        total = x + x
+        return self.norm(total) + total
+
+
+@pytest.mark.parametrize(("around", "call"), [(Around, "silu"), (Sum, "add")])
+def test_a_norm_is_fused_with_what_its_class_declares(around, call):
+    model = around(Declared()).double()
+    plain = copy.deepcopy(model)
+    fuse(model)
+    x = torch.randn(4, 8, dtype=torch.double)
+    assert_same(outcome(model, x), outcome(plain, x))
+    assert model.norm.made == [call]
+
+
+class AddedBefore(Around):
+    """The norm declares no addition after it, and a LayerNorm no activation."""
+
+    def forward(self, x):
+        return self.act(self.norm(x) + x)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Around(Toy()), "no fusion for Toy"),
+        (lambda: Around(Further()), "a subclass with a forward of its own"),
+        (lambda: AddedBefore(Declared()), "followed by add"),
+        (lambda: Around(LayerNorm(8)), "preceded by the start of the module"),
+    ],
+)
+def test_what_a_class_does_not_declare_is_not_fused_and_the_reason_is_told(make, why):
+    with pytest.warns(UserWarning, match=rf"not fused: 1 \({why}\)"):
+        fuse(make())
+
+
+def test_stock_norms_are_left_and_reported_as_such():
+    model = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8), nn.ReLU())
+    with pytest.warns(UserWarning, match=r"2 \(not swapped\)"):
+        fuse(model)
+    fuse(swap(model, include="0"))
+    assert [(row.label, row.note) for row in fusions(model)] == [
+        ("ReLU", ""),
+        (None, "not swapped"),
+    ]
+    assert "1 of 2 norm layers fused: 1 with ReLU" in str(fusions(model))
+    fuse(swap(model))  # again, with more to fuse
+    assert [row.label for row in fusions(model)] == ["ReLU", "ReLU"]

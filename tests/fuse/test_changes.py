@@ -1,0 +1,241 @@
+"""Fused modules that have changed since: they run as they are written."""
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from fuse_cases import (
+    Block,
+    Depthwise,
+    Half,
+    Nested,
+    X,
+    assert_runs_unfused,
+    assert_same,
+    outcome,
+    renamed,
+    swapped,
+    twins,
+)
+from normplug import fuse, unswap
+
+# What may happen to the pooling of a fused stem, and what it then does: as unfused, and by what.
+POOL_CHANGES = {
+    "another kernel": (lambda pool: setattr(pool, "kernel_size", (3, 2)), "relu, max pool"),
+    "no stride": (lambda pool: setattr(pool, "stride", None), "relu, max pool"),
+    "a dilation": (lambda pool: setattr(pool, "dilation", (1, 2)), "relu"),
+    "a hook": (lambda pool: pool.register_forward_hook(lambda m, args, y: y * 2), "relu"),
+    "a forward of its own": (lambda pool: setattr(pool, "forward", torch.neg), "relu"),
+}
+
+
+@pytest.mark.parametrize("change", POOL_CHANGES)
+def test_a_pooling_that_has_changed_is_called_as_it_is(change, calls):
+    layers = nn.Sequential(nn.BatchNorm2d(8), nn.Identity(), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    model, plain = twins(layers)
+    changed, call = POOL_CHANGES[change]
+    changed(model[3])
+    changed(plain[3])
+    assert_same(outcome(model, X), outcome(plain, X))
+    assert calls == [call]
+
+
+def test_a_pooling_that_gives_its_indices_now_gives_them():
+    model = fuse(swapped(nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))))
+    expected = model(X)
+    model[2].return_indices = True
+    y, indices = model(X)
+    assert torch.equal(y, expected)
+    assert indices.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.conv.register_forward_hook(lambda m, args, y: y * 2),
+        lambda model: nn.utils.parametrize.register_parametrization(
+            model.conv, "weight", nn.Tanh()
+        ),
+        lambda model: setattr(model.conv, "bias", None),
+        lambda model: setattr(model, "conv", nn.Conv2d(8, 8, 1, dtype=torch.double)),
+    ],
+)
+def test_a_convolution_that_has_changed_is_called_as_it_is(change, calls):
+    model, plain = twins(Depthwise())
+    for each in (model, plain):
+        torch.manual_seed(0)
+        change(each)
+    assert_same(assert_runs_unfused(model, calls, X), outcome(plain, X))
+
+
+# What may happen to a fused block afterwards: it must go on as an unfused one would.
+CHANGES = {
+    "another child": lambda m: setattr(m, "bn1", nn.Identity()),
+    "no child": lambda m: setattr(m, "down", None),
+    "a child that was none": lambda m: setattr(m, "down", nn.Conv2d(8, 8, 1).double()),
+    "a child behind torch's back": lambda m: m._modules.__setitem__("act", nn.Tanh()),
+    "another constant": lambda m: setattr(m, "scale", 0.5),
+    "a stock norm": lambda m: [unswap(m.bn1), unswap(m.bn2)],
+    "a method of the instance": lambda m: setattr(m, "forward", partial(Block.forward, m)),
+}
+
+
+@pytest.mark.parametrize("down", [None, nn.Conv2d(8, 8, 1)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_that_has_changed_runs_as_it_was_written(change, down, calls):
+    model, plain = twins(Block(down=copy.deepcopy(down)))
+    for block in (model, plain):
+        torch.manual_seed(2)
+        CHANGES[change](block)
+    assert_same(outcome(model, X), outcome(plain, X))
+
+
+def hooked(module):
+    module.register_forward_hook(lambda module, args, y: y * 2)
+
+
+def exchanged(container):
+    container._modules.update(zip("01", reversed(container), strict=True))
+
+
+class Doubled(Half):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def half(act=None):
+    return swapped(Half(act=act))
+
+
+# What may happen to a fused model whose modules lie deep in containers.
+DEEP_CHANGES = {
+    "replaced by another class": lambda m: m.stages[0].__setitem__(1, nn.Tanh()),
+    "replaced by its class": lambda m: m.stages[0].__setitem__(1, half(nn.GELU())),
+    "replaced by an equal one": lambda m: m.stages[0].__setitem__(1, half()),
+    "appended": lambda m: m.stages[1].append(half()),
+    "appended to an empty list": lambda m: m.extra.append(nn.Sigmoid()),
+    "inserted": lambda m: m.stages[1].insert(0, nn.Sigmoid()),
+    "deleted": lambda m: m.stages[0].__delitem__(0),
+    "a list deleted": lambda m: m.stages.__delitem__(1),
+    "a list appended": lambda m: m.stages.append(nn.ModuleList([half()])),
+    "a list replaced": lambda m: m.stages.__setitem__(0, nn.ModuleList([half(), half()])),
+    "reordered": lambda m: exchanged(m.stages[0]),
+    "lists exchanged": lambda m: exchanged(m.stages),
+    "a dict's values exchanged": lambda m: m.heads.update({"a": m.heads["c"], "c": m.heads["a"]}),
+    "a dict's keys exchanged": lambda m: renamed(m.heads, a="c", c="a"),
+    "a dict reordered": lambda m: m.heads.update({"a": m.heads.pop("a")}),
+    "a dict's entry replaced": lambda m: m.heads.update({"b": nn.Sigmoid()}),
+    "containers of another class": lambda m: setattr(m, "tail", nn.ModuleList(m.tail)),
+    "the slice": lambda m: setattr(m, "start", 2),
+    "inside the slice": lambda m: m.tail.append(nn.Sigmoid()),
+    "another child": lambda m: setattr(m.stages[0][1], "act", nn.GELU()),
+    "another child of a child": lambda m: m.tail[1].inner.append(nn.Sigmoid()),
+    "another attribute": lambda m: setattr(m.stages[0][1], "scale", 2),
+    "another attribute in a dict": lambda m: setattr(m.heads["c"], "scale", 2.0),
+    "another attribute in a slice": lambda m: setattr(m.tail[2], "scale", torch.full((5,), 2.0)),
+    "a hook": lambda m: hooked(m.stages[0][1]),
+    "a hook in a dict": lambda m: hooked(m.heads["a"]),
+    "a hook on a child": lambda m: hooked(m.stages[1][0].norm),
+    "a forward of the instance": lambda m: setattr(m.stages[0][1], "forward", torch.tanh),
+    "another class": lambda m: setattr(m.stages[0][1], "__class__", Doubled),
+    "compiled": lambda m: m.stages[0][1].compile(backend="eager"),
+}
+
+
+@pytest.mark.parametrize("change", DEEP_CHANGES)
+@pytest.mark.parametrize("how", ["fused", "copied", "pickled"])
+def test_a_module_deep_inside_that_has_changed_runs_as_it_was_written(how, change, calls):
+    model, plain = twins(Nested())
+    if how != "fused":
+        model = copy.deepcopy(model) if how == "copied" else pickle.loads(pickle.dumps(model))
+    assert_same(outcome(model, X), outcome(plain, X))
+    assert calls == ["relu"] * 7
+    for each in (model, plain):
+        torch.manual_seed(2)
+        DEEP_CHANGES[change](each)
+    assert_same(outcome(model, X), outcome(plain, X))
+    torch.compiler.reset()
+
+
+def test_a_missing_key_is_an_error_as_it_was():
+    model = fuse(swapped(Nested()))
+    renamed(model.heads, b="d")
+    with pytest.raises(KeyError, match="b"):
+        model(X)
+
+
+# Attributes that change what an activation computes, and those that do not.
+SETTINGS = {
+    "gelu": (nn.GELU, "approximate", "tanh", []),
+    "relu6, upper": (nn.ReLU6, "max_val", 1.0, []),
+    "relu6, lower": (nn.ReLU6, "min_val", -1.0, []),
+    "relu6, in place": (nn.ReLU6, "inplace", True, ["relu6"]),
+    "silu, in place": (nn.SiLU, "inplace", True, ["silu"]),
+    "hardswish, in place": (nn.Hardswish, "inplace", True, ["hardswish"]),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.filterwarnings("ignore:normplug.fuse. nothing to fuse")
+def test_an_activation_computes_what_its_attributes_say(setting, when, calls):
+    make, name, value, expected = SETTINGS[setting]
+    model = swapped(nn.Sequential(nn.BatchNorm2d(8), make()))
+    plain = copy.deepcopy(model)
+    if when == "before":
+        setattr(model[1], name, value)
+    fuse(model)
+    setattr(model[1], name, value)
+    setattr(plain[1], name, value)
+    x = 9 * X  # past every bound
+    assert_same(outcome(model, x), outcome(plain, x))
+    assert calls == expected
+
+
+def test_a_method_that_was_patched_on_the_class_is_called(monkeypatch):
+    model = fuse(swapped(Block()))
+    monkeypatch.setattr(Block, "forward", lambda self, x: x * 2)
+    assert torch.equal(model(X), X * 2)
+
+
+HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("name", ["bn1", "act"])
+def test_hooks_on_norms_and_activations_run(name, kind, calls):
+    model, plain = twins(Block(act=nn.ReLU()))
+    seen, other = [], []
+    handles = [
+        getattr(m.get_submodule(name), kind)(lambda *args, list_=list_: list_.append(args[0]))
+        for m, list_ in ((model, seen), (plain, other))
+    ]
+    assert_same(outcome(model, X), outcome(plain, X))
+    assert len(seen) == len(other) > 0
+    handles[0].remove()
+    calls.clear()
+    outcome(model, X)
+    assert calls == ["relu", "add, relu"]
+
+
+def test_hooks_on_all_modules_run(calls):
+    model, seen = fuse(swapped(Block())), []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m))
+    try:
+        assert_runs_unfused(model, calls, X)
+    finally:
+        handle.remove()
+    assert model.bn1 in seen
+
+
+def test_a_norm_that_is_measured_is_measured_as_before():
+    model, plain = twins(Block())
+    for block in (model, plain):
+        block.bn1._probe = torch.zeros(4)
+    assert_same(outcome(model, X), outcome(plain, X))
+    assert model.bn1._probe[1] > 0
+    assert torch.equal(model.bn1._probe, plain.bn1._probe)

@@ -1,0 +1,117 @@
+"""Fused models under torch.compile, torch.export and torch.fx."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import routes
+from accuracy import assert_no_worse
+from fuse_cases import (
+    ROWS,
+    ZOO,
+    Block,
+    Depthwise,
+    Encoder,
+    X,
+    assert_same,
+    layer_norm_2d,
+    outcome,
+    swapped,
+)
+from normplug import fuse
+
+BOTH = [False, pytest.param(True, marks=routes.NEEDS_RECOMPUTE)]
+
+
+@pytest.mark.parametrize("anew", BOTH)
+def test_compiled_in_one_graph(anew, calls):
+    for model, x in ((nn.Sequential(Block(), Block()), X), (Encoder(), ROWS)):
+        swapped(model)
+        plain = copy.deepcopy(model)
+        fuse(model, recompute=anew)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for training in (True, False):
+            calls.clear()
+            ours = outcome(compiled, x, training=training)
+            theirs = outcome(plain, x, training=training)
+            assert len(calls) == 4
+            assert_same({k.replace("_orig_mod.", ""): v for k, v in ours.items()}, theirs)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("anew", BOTH)
+def test_traced_exported_and_scripted_as_the_unfused_model(anew):
+    model = swapped(Block()).eval()
+    plain = copy.deepcopy(model)
+    fuse(model, recompute=anew)
+    expected = plain(X)
+    assert torch.equal(torch.export.export(model, (X,)).module()(X), expected)
+    assert torch.equal(torch.fx.symbolic_trace(model)(X), expected)
+    assert torch.equal(
+        torch.func.functional_call(model, dict(model.named_parameters()), (X,)), expected
+    )
+    torch.testing.assert_close(torch.vmap(model)(X[None])[0], expected)
+
+
+def operators_for_a_compiler(model, x):
+    """How many operators of ours a compiler finds in the graph of `model(x)`."""
+    operators = []
+
+    def look(graph_module, inputs):
+        calls = (n for n in graph_module.graph.nodes if n.op == "call_function")
+        operators.extend(n for n in calls if "normplug" in str(n.target))
+        return graph_module.forward
+
+    torch.compile(model, backend=look, fullgraph=True)(x)
+    return len(operators)
+
+
+@pytest.mark.gpu
+def test_a_compiler_gets_an_operator_for_a_norm_that_only_a_fused_call_reads(monkeypatch):
+    routes.use_operators_for_small_inputs(monkeypatch)
+    model = fuse(swapped(ZOO["resnet18"][0]()).float().cuda())
+    found = operators_for_a_compiler(model, torch.randn(2, 3, 64, 64).cuda())
+    assert found == len([m for m in model.modules() if isinstance(m, nn.BatchNorm2d)])
+
+
+@pytest.mark.gpu
+def test_a_compiler_gets_an_operator_for_a_norm_that_adds_a_bias(monkeypatch):
+    model = fuse(swapped(nn.Sequential(Depthwise())).float().cuda())
+    assert operators_for_a_compiler(model, torch.randn(2, 8, 64, 64, device="cuda")) == 0  # small
+    routes.use_operators_for_small_inputs(monkeypatch)
+    assert operators_for_a_compiler(model, torch.randn(2, 8, 32, 32, device="cuda")) == 1
+
+
+@pytest.mark.gpu
+def test_a_compiler_gets_an_operator_for_a_norm_over_innermost_channels(monkeypatch):
+    images = torch.randn(2, 8, 64, 64, device="cuda")
+    model = swapped(nn.Sequential(layer_norm_2d())).float().cuda()
+    innermost = images.to(memory_format=torch.channels_last)
+    assert operators_for_a_compiler(model, innermost) == 0  # small
+    routes.use_operators_for_small_inputs(monkeypatch)
+    assert operators_for_a_compiler(model, innermost[:1]) == 1
+    assert operators_for_a_compiler(model, images[:1]) == 0  # channels apart
+    rows = swapped(nn.Sequential(nn.LayerNorm(8))).float().cuda()
+    assert operators_for_a_compiler(rows, innermost.permute(0, 2, 3, 1)) == 0  # not said to be
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_compiled_with_operators_for_its_layer_norms_as_close_to_float64(
+    memory_format, monkeypatch
+):
+    routes.use_operators_for_small_inputs(monkeypatch)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    exact = swapped(nn.Sequential(layer_norm_2d(), Depthwise(), nn.ReLU())).cuda()
+    x = torch.randn(4, 8, 16, 16, device="cuda").to(memory_format=memory_format)
+    ours, theirs = (copy.deepcopy(exact).float() for _ in range(2))
+    ours = torch.compile(fuse(ours), fullgraph=True)
+    truth = outcome(exact, x.double())
+    theirs = outcome(theirs, x)
+    for name, value in outcome(ours, x).items():
+        name = name.replace("_orig_mod.", "")
+        if value.is_floating_point():
+            # Sums that cancel are wrong by what the order of their terms makes of it.
+            assert_no_worse(name, value, theirs[name], truth[name], spare=1e-4)

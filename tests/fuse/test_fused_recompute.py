@@ -1,0 +1,142 @@
+"""Fused models that recompute norms' outputs in the backward."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import recompute_cases
+from fuse_cases import Block, X, assert_same, outcome, swapped, torchvision_model
+from graphs import captured
+from normplug import fuse
+from normplug._fuse.fuse import fused_modules
+from normplug._ops import recompute
+
+NEEDS_HOOKS = pytest.mark.skipif(not recompute.AVAILABLE, reason="needs torch 2.8")
+
+
+@NEEDS_HOOKS
+def test_where_no_kernel_runs_everything_is_kept():
+    model = fuse(swapped(nn.Sequential(Block(), Block())), recompute=True)
+    plain = fuse(copy.deepcopy(model))
+    convolutions = {n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    assert recompute_cases.kept(model, X) == recompute_cases.kept(plain, X) == convolutions
+    assert_same(outcome(model, X), outcome(plain, X))
+
+
+def test_computing_anew_needs_a_torch_that_tells_of_hooks(monkeypatch):
+    monkeypatch.setattr(recompute, "AVAILABLE", False)
+    model = swapped(Block())
+    with pytest.raises(NotImplementedError, match="normplug.fuse: recompute needs torch 2.8"):
+        fuse(model, recompute=True)
+    assert not fused_modules(model)
+
+
+def resnet18(memory_format):
+    """A small-image ResNet-18, of which each step on a GPU gives the same bits."""
+    model = torchvision_model("resnet18")
+    model.maxpool = nn.Identity()
+    return model.to("cuda", memory_format=memory_format)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_what_is_computed_anew_on_the_gpu_is_not_held_and_changes_no_bit(
+    memory_format, low, monkeypatch
+):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    ours, plain = recompute_cases.twins(resnet18(memory_format))
+    x = torch.randn(32, 3, 32, 32, device="cuda").contiguous(memory_format=memory_format)
+    for _ in range(2):
+        results = [recompute_cases.outcome(model, x, low) for model in (ours, plain)]
+        recompute_cases.assert_same(*results)
+    del results
+    anew = [n for n, m in plain.named_modules() if isinstance(m, nn.Conv2d) and "conv2" in n]
+    every = recompute_cases.kept(plain, x, low)
+    assert every - recompute_cases.kept(ours, x, low) >= set(anew)
+    dropped, held, peak = [], {}, {}
+    handles = [
+        plain.get_submodule(n).register_forward_pre_hook(lambda m, a: dropped.append(a[0].nbytes))
+        for n in anew
+    ]
+    for model in (plain, ours):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", low, enabled=low is not None):
+            y = model(x)
+        held[model] = torch.cuda.memory_allocated() - before
+        y.sum().backward()
+        del y
+        peak[model] = torch.cuda.max_memory_allocated() - before
+    for handle in handles:
+        handle.remove()
+    assert held[plain] - held[ours] >= sum(dropped) > 0
+    assert peak[ours] < peak[plain]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_every_second_blocks_result_is_computed_anew_on_the_gpu(memory_format, low, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    blocks = nn.Sequential(*(recompute_cases.Residual(width=64) for _ in range(4)))
+    ours, plain = recompute_cases.twins(blocks.to("cuda", memory_format=memory_format))
+    x = torch.randn(8, 64, 28, 28, device="cuda").contiguous(memory_format=memory_format)
+    for _ in range(2):
+        results = [recompute_cases.outcome(model, x, low) for model in (ours, plain)]
+        recompute_cases.assert_same(*results)
+    if low is None:
+        anew = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
+        assert anew == {"1.conv1", "3.conv1", *(f"{i}.conv2" for i in range(4))}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [recompute_cases.Feed, recompute_cases.Attend])
+def test_a_layer_norms_result_that_is_computed_anew_on_the_gpu_changes_no_bit(make, low):
+    ours, plain = recompute_cases.twins(make(256).cuda())
+    x = torch.randn(16, 100, 256, device="cuda")
+    with sdpa_kernel(SDPBackend.MATH):  # the others may add in any order
+        for _ in range(2):
+            recompute_cases.assert_same(
+                recompute_cases.outcome(ours, x, low), recompute_cases.outcome(plain, x, low)
+            )
+    held = {}
+    for model in (plain, ours):
+        model.zero_grad()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", low, enabled=low is not None):
+            y = model(x)
+        held[model] = torch.cuda.memory_allocated() - before
+        del y
+    result_bytes = x.numel() * (4 if low is None else 2)
+    assert held[plain] - held[ours] >= result_bytes
+    if low is None and make is recompute_cases.Feed:
+        anew = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
+        assert anew == {"mlp.0"}
+
+
+@pytest.mark.gpu
+# A graph is captured on a stream of its own, and gradients then accumulate on another.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_a_graph_computes_anew_at_each_replay(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    ours, plain = recompute_cases.twins(
+        recompute_cases.convolutions(nn.ReLU(), nn.GELU(), width=32).cuda()
+    )
+    x = torch.randn(8, 32, 28, 28, device="cuda")
+
+    def step(model):
+        y = model(x)
+        return torch.autograd.grad(y.square().sum(), list(model.parameters()))
+
+    graph, got = captured(step, ours)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        for a, b in zip(got, step(plain), strict=True):
+            assert torch.equal(a, b)

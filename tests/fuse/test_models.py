@@ -1,0 +1,281 @@
+"""Fused models next to unfused ones: the same numbers and modules."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import normplug
+from accuracy import assert_no_worse
+from fuse_cases import (
+    ZOO,
+    Block,
+    Encoder,
+    Nested,
+    PreNorm,
+    X,
+    assert_same,
+    check_saved_bytes,
+    outcome,
+    swapped,
+    twins,
+)
+from normplug import fuse, fusions, swap, unfuse, unswap
+from normplug._fuse.fuse import fused_modules
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_fused_model_computes_what_the_unfused_one_does(name, calls):
+    make, count = ZOO[name]
+    torch.manual_seed(0)
+    model = swapped(make())
+    plain = copy.deepcopy(model)
+    assert fuse(model) is model
+    if any("torch.fx cannot follow" in row.note for row in fusions(model)):
+        pytest.skip("torch.fx of this version takes no sequence for torch.cat")
+    assert sum(row.label is not None for row in fusions(model)) == count
+    x = X if name == "block" else torch.randn(2, 3, 32, 32, dtype=torch.double)
+    for training in (True, False):
+        calls.clear()
+        ours = outcome(model, x, training=training)
+        assert len(calls) == count
+        assert_same(ours, outcome(plain, x, training=training))
+    assert unfuse(model) is model
+    assert {p: type(m) for p, m in model.named_modules()} == {
+        p: type(m) for p, m in plain.named_modules()
+    }
+    for now, then in zip(model.modules(), plain.modules(), strict=True):
+        assert vars(now).keys() == vars(then).keys()
+    y, expected = outcome(model, x)["y"], outcome(plain, x)["y"]
+    assert torch.equal(y, expected)
+
+
+POOLED = {
+    "resnet18": ("bn1", ""),
+    "resnext50": ("bn1", ""),
+    "densenet121": ("features.norm0", "features"),
+    "shufflenet": ("conv1.1", ""),  # the pooling is outside of the block that has the norm
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_the_max_pooling_of_a_stem_is_fused_with_its_norm(name, calls):
+    model = fuse(swapped(ZOO[name][0]()))
+    found = [(row.path, row.owner) for row in fusions(model) if row.label == "ReLU, max pool"]
+    assert found == [POOLED[name]]
+    model.train()(torch.randn(2, 3, 32, 32, dtype=torch.double))
+    assert calls.count("relu, max pool") == 1
+
+
+@pytest.mark.parametrize(("name", "count"), [("resnet18", 17), ("resnet26t", 27)])
+def test_blocks_of_timm_are_fused(name, count):
+    timm = pytest.importorskip("timm")
+    model, plain = twins(timm.create_model(name, num_classes=3))
+    assert sum(row.label is not None for row in fusions(model)) == count
+    assert [row.path for row in fusions(model) if row.label == "ReLU, max pool"] == ["bn1"]
+    x = torch.randn(2, 3, 32, 32, dtype=torch.double)
+    assert_same(outcome(model, x), outcome(plain, x))
+
+
+def test_names_parameters_and_an_optimizer_from_before_stay():
+    model = swapped(nn.Sequential(Block(), Block()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plain = copy.deepcopy(model)
+    before = [dict(m._parameters) | dict(m._buffers) for m in model.modules()]
+    keys = list(model.state_dict())
+    fuse(model)
+    assert list(model.state_dict()) == keys
+    assert isinstance(model[0], Block)
+    for then, module in zip(before, model.modules(), strict=True):
+        now = dict(module._parameters) | dict(module._buffers)
+        assert all(now[name] is tensor for name, tensor in then.items())
+    outcome(model, X)
+    optimizer.step()
+    assert not torch.equal(model[0].conv1.weight, plain[0].conv1.weight)
+    plain.load_state_dict(model.state_dict())
+    fuse(plain).load_state_dict(model.state_dict())
+    assert_same(outcome(plain, X), outcome(model, X))
+
+
+def test_a_fused_model_is_freed_as_soon_as_it_is_let_go():
+    model = fuse(swapped(Encoder()))
+    gone = [weakref.ref(m) for m in model.modules()]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert all(ref() is None for ref in gone)
+    finally:
+        gc.enable()
+
+
+def test_other_threads_run_while_models_are_fused_copied_and_checked():
+    stock = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), Block()).double()
+    inside = swapped(nn.Sequential(Block(), Nested()))
+    models = [stock.eval(), copy.deepcopy(inside).eval(), fuse(inside).eval()]
+    expected = [model(X).detach() for model in models]
+    stop, errors, runs = threading.Event(), [], Counter()
+
+    def until_the_end(name, step):
+        try:
+            while not stop.is_set():
+                step()
+                runs[name] += 1
+        except Exception as error:
+            errors.append(f"{name}: {error!r}")
+            stop.set()
+
+    def run(model, y):
+        with torch.no_grad():
+            assert torch.equal(model(X), y)
+
+    def change(model):
+        fuse(model)
+        assert len(fused_modules(model)) > 1
+        copy.deepcopy(model)
+        pickle.loads(pickle.dumps(model))
+        fusions(model)
+        normplug.check(model)
+        unfuse(model)
+
+    steps = {
+        f"model {i}": partial(run, m, y)
+        for i, (m, y) in enumerate(zip(models, expected, strict=True))
+    }
+    for i in range(2):
+        steps[f"change {i}"] = partial(change, swapped(nn.Sequential(Block(), Nested())))
+    threads = [threading.Thread(target=until_the_end, args=item) for item in steps.items()]
+    for thread in threads:
+        thread.start()
+    stop.wait(3)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert all(runs[name] > 0 for name in steps)
+
+
+def test_only_modules_can_be_fused():
+    for call in (fuse, unfuse, fusions):
+        with pytest.raises(TypeError, match="model must be an nn.Module"):
+            call("model")
+
+
+def test_unswap_unfuses_first_and_swapped_leaves_nothing_fused():
+    model = Block().double()
+    stock = copy.deepcopy(model)
+    fuse(swapped(model))
+    assert normplug.check(model, X)
+    expected = outcome(model.eval(), X, training=False)["y"]
+    unswap(model)
+    assert type(model) is Block
+    assert vars(model).keys() == vars(stock).keys()
+    torch.testing.assert_close(model(X), expected)
+    with normplug.swapped(model) as inside:
+        fuse(inside)
+        assert fused_modules(model)
+    assert not fused_modules(model)
+    fuse(swap(model))
+    with normplug.swapped(model, 0.5):
+        pass
+    assert list(fused_modules(model)) == [""]
+
+
+@pytest.mark.parametrize("undo", [unfuse, unswap])
+def test_a_fused_block_with_a_forward_of_its_own_is_not_undone(undo):
+    model = fuse(swapped(Block()))
+    model.forward = partial(type(model).forward, model)
+    with pytest.raises(ValueError, match="the forward of .the model itself., which is fused"):
+        undo(model)
+    assert fused_modules(model)
+    assert isinstance(model.bn1, normplug.BatchNorm2d)
+    del model.forward
+    assert type(undo(model)) is Block
+
+
+def test_checkpointing_recomputes_the_same():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    model, plain = twins(Checkpointed())
+    assert list(fused_modules(model)) == ["block"]
+    assert_same(outcome(model, X), outcome(plain, X))
+
+
+def test_channels_last_stays():
+    model, plain = twins(nn.Sequential(Block(), Block()).to(memory_format=torch.channels_last))
+    x = X.to(memory_format=torch.channels_last)
+    assert model(x).is_contiguous(memory_format=torch.channels_last)
+    plain(x)
+    assert_same(outcome(model, x), outcome(plain, x))
+
+
+def test_float32_is_as_close_to_float64_as_unfused():
+    exact = swapped(nn.Sequential(Block(), Block(), nn.Flatten(2), PreNorm(25)))
+    plain = copy.deepcopy(exact).float()
+    fused = fuse(copy.deepcopy(plain))
+    truth, theirs, ours = outcome(exact, X), outcome(plain, X.float()), outcome(fused, X.float())
+    for name, value in ours.items():
+        if value.is_floating_point():
+            assert_no_worse(name, value, theirs[name], truth[name])
+
+
+def test_under_distributed_data_parallel(tmp_path):
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", world_size=1, rank=0)
+    try:
+        model = swapped(Block())
+        plain = copy.deepcopy(model)
+        wrapped = nn.parallel.DistributedDataParallel(fuse(model))
+        ours = {k.removeprefix("module."): v for k, v in outcome(wrapped, X).items()}
+        ours = {k.replace("dmodule.", "d"): v for k, v in ours.items()}
+        assert_same(ours, outcome(plain, X))
+        # Synchronised over processes, a norm is no longer one kernel.
+        swap(model, sync=True), swap(plain, sync=True)
+        assert_same(outcome(model, X), outcome(plain, X))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_fused_activation_is_not_kept_and_a_residual_costs_a_bit(memory_format):
+    check_saved_bytes(memory_format, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["resnet18", "vit", "densenet121", "convnext"])
+def test_fused_on_the_gpu_is_as_close_to_float64_as_unfused(name, dtype, calls):
+    torch.manual_seed(0)
+    exact = swapped(ZOO[name][0]()).cuda()
+    for module in exact.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    x = torch.randn(8, 3, 64 if name != "vit" else 32, 64 if name != "vit" else 32).cuda()
+    errors = {}
+    for fused in (True, False):
+        model = copy.deepcopy(exact).to(dtype)
+        if fused:
+            fuse(model)
+        with torch.no_grad():
+            truth = exact.train()(x.to(dtype).double())
+        y = model.train()(x.to(dtype)).detach()
+        errors[fused] = float((y.double() - truth).norm() / truth.norm())
+    assert len(calls) == ZOO[name][1]
+    assert errors[True] <= 2 * errors[False] + torch.finfo(dtype).eps

@@ -1,0 +1,208 @@
+"""Copies and pickles of fused models."""
+
+import copy
+import copyreg
+import io
+import os
+import pickle
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import normplug
+from fuse_cases import Block, Half, Nested, X, assert_runs_unfused, assert_same, outcome, swapped
+from normplug import fuse, fusions, unfuse
+from normplug._fuse import calls as fused_calls
+from normplug._fuse import fused_class, fusion
+from normplug._fuse.fuse import fused_modules
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_fused_and_stand_by_themselves(how, tmp_path, calls):
+    model = fuse(swapped(nn.Sequential(Block(), Block())))
+    if how == "deepcopy":
+        copied = copy.deepcopy(model)
+    elif how == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, tmp_path / "model.pt")
+        copied = torch.load(tmp_path / "model.pt", weights_only=False)
+    first = outcome(copied, X)
+    assert len(calls) == 4
+    assert_same(first, outcome(model, X))
+    fused_modules(copied)["0"].act = nn.Tanh()
+    assert isinstance(model[0].act, nn.ReLU)
+    assert not fused_modules(unfuse(copied))
+    assert len(fused_modules(model)) == 2
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "torch.save": saved,
+    **{
+        f"pickle {n}": lambda m, n=n: pickle.loads(pickle.dumps(m, n))
+        for n in range(pickle.HIGHEST_PROTOCOL + 1)
+    },
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copying_and_loading_do_not_trace(how, traces, calls):
+    model = fuse(swapped(nn.Sequential(Nested(), Block(), Half())))
+    found = str(fusions(model))
+    before = traces()
+    copied = COPIES[how](model)
+    assert str(fusions(copied)) == found
+    assert traces() == before > 0
+    plain = unfuse(copy.deepcopy(copied))
+    ours = outcome(copied, X)
+    assert len(calls) == 9
+    assert_same(ours, outcome(plain, X))
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("start", ["block", "act"])
+def test_a_cycle_of_references_is_copied_with_its_fusion(how, start, calls):
+    block = swapped(Block(act=nn.ReLU()))
+    vars(block.act)["owner"] = block
+    fuse(block)
+    if how == "copy" and start == "act":
+        pytest.skip("the copy has the same owner")
+    copied = COPIES[how](block if start == "block" else block.act)
+    copied = copied if start == "block" else copied.owner
+    assert copied is not block
+    assert copied.act.owner is (block if how == "copy" else copied)
+    outcome(copied, X)
+    assert calls == ["relu", "add, relu"]
+
+
+def earlier(model, reduce, **names):
+    """A pickle as an earlier version wrote it.
+
+    reduce: how that took a `Fusion` apart. names: where it had `restore` and `load`.
+    """
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 0)  # names functions in plain text
+    pickler.dispatch_table = copyreg.dispatch_table | {fusion.Fusion: reduce}
+    pickler.dump(model)
+    pickled = file.getvalue()
+    for name, then in names.items():
+        where = fused_class if name == "restore" else fusion
+        now = f"c{where.__name__}\n{name}\n".encode()
+        assert now in pickled
+        pickled = pickled.replace(now, f"c{then}\n".encode())
+    return pickled
+
+
+EARLIER = {
+    # It told of a fused module only whether that recomputes.
+    "normplug.fuse": partial(
+        earlier, reduce=lambda _: (bool, (False,)), restore="normplug.fuse\n_restore"
+    ),
+    "normplug._fusion": partial(
+        earlier,
+        reduce=lambda made: (fusion.load, made.__reduce__()[1][:3]),
+        restore="normplug._fusion\nrestore",
+        load="normplug._fusion\nload",
+    ),
+}
+
+
+def another_forward(self, x):
+    y = self.act(self.bn1(self.conv1(x)))
+    y = self.bn2(self.conv2(y))
+    y += x * self.scale
+    return self.act(2 * y)
+
+
+# What may have changed between a pickle and its load.
+OTHER_CODE = {
+    "forward": lambda patch: patch.setattr(Block, "forward", another_forward),
+    "normplug": lambda patch: patch.setattr(normplug, "__version__", "0"),
+    "torch": lambda patch: patch.setattr(torch, "__version__", "3.0"),
+    "a fused call": lambda patch: patch.setattr(
+        fused_calls, "norm_add_activation", lambda *args: None
+    ),
+    "no fused call": lambda patch: patch.delattr(fused_calls, "norm_add_activation"),
+}
+
+
+@pytest.mark.parametrize("change", [*OTHER_CODE, *EARLIER])
+def test_a_pickle_from_other_code_runs_as_that_is_written(change, monkeypatch, calls):
+    model = fuse(swapped(Block()))
+    if change in OTHER_CODE:
+        pickled = pickle.dumps(model)
+        OTHER_CODE[change](monkeypatch)
+    else:
+        pickled = EARLIER[change](model)
+    with pytest.warns(UserWarning, match=r"a Block was fused with other versions.*normplug\.fuse"):
+        loaded = pickle.loads(pickled)
+    assert type(loaded) is Block
+    assert not fused_modules(loaded)
+    assert_same(assert_runs_unfused(loaded, calls, X), outcome(unfuse(model), X))
+
+
+def pick(name):
+    """A function in whose global a forward finds an activation."""
+    globals()["chosen"] = getattr(F, name)
+
+
+pick("relu")
+
+
+class Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        return chosen(self.norm(x))  # noqa: F821 - see `pick`
+
+
+def test_a_pickle_from_a_module_with_other_globals_runs_as_it_is_written():
+    pickled = pickle.dumps(fuse(swapped(Chosen())))
+    assert fused_modules(pickle.loads(pickled))
+    pick("silu")
+    try:
+        with pytest.warns(UserWarning, match="a Chosen was fused with other versions or"):
+            loaded = pickle.loads(pickled)
+        assert torch.equal(loaded(X), F.silu(loaded.norm(X)))
+    finally:
+        pick("relu")
+
+
+LOAD = """
+import logging, pickle, sys
+import torch
+logging.basicConfig(level=logging.DEBUG)
+model, x, y = torch.load(sys.argv[1], weights_only=False)
+assert len([m for m in model.modules() if "_normplug_fusion" in vars(m)]) == int(sys.argv[2])
+torch.testing.assert_close(model(x), y)
+"""
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_a_pickle_is_fused_in_another_process(seed, tmp_path):
+    model = fuse(swapped(nn.Sequential(Nested(), Block(), Half()))).eval()
+    torch.save((model, X, model(X)), tmp_path / "model.pt")
+    paths = [str(Path(normplug.__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": seed}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", LOAD, tmp_path / "model.pt"]
+    command.append(str(len(fused_modules(model))))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "normplug.fuse" not in done.stderr  # the logger, which tells of each trace
