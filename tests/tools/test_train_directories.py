@@ -13,14 +13,13 @@ import torch
 from filelock import FileLock
 
 import train
-import training
 from normplug.compare.gather import find_runs
 from normplug.experiment import directory
-from normplug.experiment.checks import UserError
 from normplug.experiment.directory import FORMER, LOCK, RunDirectory
-from training import run_in
+from normplug.experiment.errors import UserError
+from training import PLAIN, SMALL, run_in
 
-SMALL = [*training.SMALL, "logger=csv"]
+SMALL = [*SMALL, PLAIN]
 HOLD = """
 import sys, time
 from filelock import FileLock
@@ -267,15 +266,15 @@ def test_a_finished_result_of_another_configuration_is_a_failed_arm_and_stays(co
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
     command, tmp_path, monkeypatch, failing
 ):
-    real = Path.write_text
+    real = Path.write_bytes
 
-    def write_text(path, text, **options):
-        if path.name.startswith(failing):
-            real(path, text[:10], **options)
+    def write_bytes(path, content):
+        if failing in path.name:
+            real(path, content[:10])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return real(path, text, **options)
+        return real(path, content)
 
-    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
     run = tmp_path / "run"
     code, _, errors = command(*SMALL, f"hydra.run.dir={run}")
     assert code == 1
