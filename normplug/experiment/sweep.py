@@ -58,9 +58,10 @@ def _check_disk(config: DictConfig, key: str) -> None:
     try:
         own.set_config(config)  # the names of directories are made from it
         probe(Path(OmegaConf.select(config, key)))
-    except OmegaConfBaseException as error:
-        sys.exit(f"{WHO}: {key} has no value: {str(error).splitlines()[0]}.")
-    except UserError as error:
-        sys.exit(str(error))
+    except (OmegaConfBaseException, UserError) as error:
+        nameless = isinstance(error, OmegaConfBaseException)
+        why = f"{WHO}: {key} has no value: {str(error).splitlines()[0]}." if nameless else error
+        print(why, file=sys.stderr)
+        sys.exit(1)
     finally:
         own.cfg = before

@@ -67,7 +67,6 @@ def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(command,
         ("mode=0.5", "the checkpoint is of arm 'golden', this run of '0.5'"),
         ("tag=other", "the checkpoint is of arm 'golden', this run of 'golden-other'"),
         ("seed=1", "the checkpoint is of seed 0, this run of 1"),
-        ("model=resnet18", "the checkpoint is of model 'vit_tiny', this run of 'resnet18'"),
         ("optimizer=sgd", "the checkpoint is of optimizer 'torch.optim.AdamW', this run of"),
         (
             "model.depth=3",
@@ -94,12 +93,20 @@ def test_a_checkpoint_with_another_split_of_the_data_is_refused(command, trained
     assert "which held out other images for validation. Train again from the start." in output
 
 
-def test_a_checkpoint_of_other_data_is_refused(command, trained, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["model=vit_tiny", "data=digits"], "is of data 'fake', this run of 'digits'"),
+        (["experiment=smoke"], "is of model 'vit_tiny', this run of 'resnet18'"),
+    ],
+)
+def test_a_checkpoint_of_other_data_or_another_model_is_refused(
+    command, trained, tmp_path, options, sentence
+):
     path = trained / "checkpoints/last.ckpt"
-    options = ["model=vit_tiny", "data=digits", f"hydra.run.dir={tmp_path}/run"]
-    code, output = command(*options, f"ckpt_path={path}")
+    code, output = command(*options, f"ckpt_path={path}", f"hydra.run.dir={tmp_path}/run")
     assert code == 1
-    assert "the checkpoint is of data 'fake', this run of 'digits'" in output
+    assert f"the checkpoint {sentence}" in output
     assert "Traceback" not in output
 
 
