@@ -13,13 +13,14 @@ import torch
 from filelock import FileLock
 
 import train
+import training
 from normplug.compare.gather import find_runs
 from normplug.experiment import directory
 from normplug.experiment.directory import FORMER, LOCK, RunDirectory
 from normplug.experiment.errors import UserError
-from training import PLAIN, SMALL, run_in
+from training import PLAIN, run_in
 
-SMALL = [*SMALL, PLAIN]
+SMALL = [*training.SMALL, PLAIN]
 HOLD = """
 import sys, time
 from filelock import FileLock
@@ -127,7 +128,7 @@ def test_what_a_dead_run_left_is_not_mixed_with_a_new_run(command, tmp_path):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text(text)
     (run / "notes.txt").write_text("mine")
-    code, output, errors = command(*SMALL, f"hydra.run.dir={run}", "callbacks=minimal")
+    code, output, errors = command(*training.SMALL, f"hydra.run.dir={run}", "callbacks=minimal")
     assert code == 0, output + errors
     assert f"set aside: {run / FORMER} has the files of a run that did not finish" in errors
     assert {name: (run / FORMER / name).read_text() for name in old} == old
