@@ -1,4 +1,4 @@
-"""Train an image classifier with one kind of norm, and report what it cost and gave.
+"""Train an image classifier with one kind of norm; report its accuracy and what it cost.
 
     python train.py mode=golden
     python train.py -m mode=baseline,standard,golden seed=0,1,2
@@ -19,10 +19,12 @@ with needs("train.py", "train", SystemExit):
     from lightning.pytorch import seed_everything
     from omegaconf import DictConfig
 
-    from normplug.experiment.checks import accept_null_groups
+    from normplug._report.arms import BASELINE
+    from normplug.experiment.building import build_group, fuses
     from normplug.experiment.classifier import Classifier
+    from normplug.experiment.command import accept_null_groups
     from normplug.experiment.models import scale_norm_weights
-    from normplug.experiment.run import BASELINE, Run
+    from normplug.experiment.run import Run
 
 CONFIGS = str(Path(__file__).resolve().with_name("configs"))
 
@@ -40,9 +42,9 @@ def main(cfg: DictConfig) -> float | None:
         net = instantiate(cfg.model, num_classes=data.num_classes, image_size=data.image_size)
         if cfg.gamma0 is not None:
             scale_norm_weights(net, cfg.gamma0)
-        if cfg.mode != BASELINE:  # after the initial weights are drawn: every arm has the same ones
+        if cfg.mode != BASELINE:  # only now, so that every arm starts with the same weights
             normplug.swap(net, cfg.mode, **cfg.swap)
-            if run.fuses:
+            if fuses(cfg):
                 normplug.fuse(net, recompute=cfg.recompute)
         if cfg.channels_last:
             net.to(memory_format=torch.channels_last)
@@ -52,16 +54,16 @@ def main(cfg: DictConfig) -> float | None:
         model = Classifier(
             net,
             data.num_classes,
-            instantiate(cfg.optimizer, _convert_="all"),  # plain lists: they go into checkpoints
+            instantiate(cfg.optimizer, _convert_="all"),  # checkpoints take plain lists only
             schedule=cfg.schedule,
             warmup=cfg.warmup,
             label_smoothing=cfg.label_smoothing,
             identity=run.identity,
             channels_last=cfg.channels_last,
         )
-        loggers = run.built("logger")
+        loggers = build_group(cfg, "logger")
         run.resume(model, loggers)
-        trainer = run.trainer(run.built("callbacks"), logger=loggers)
+        trainer = run.trainer(build_group(cfg, "callbacks"), loggers)
         trainer.fit(model, datamodule=data, ckpt_path=run.checkpoint)
         trainer.test(model, datamodule=data, verbose=False)
         return run.finish(trainer, model, data)

@@ -37,8 +37,7 @@ FLOORS = [
     {"adapters"},
     {"_swap"},
     {"lightning"},
-    {"bench", "compare"},
-    {"experiment"},
+    {"bench", "compare", "experiment"},
 ]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from normplug._report.arms import ARM_ORDER, REFERENCES, REFUSAL
-from normplug._report.arms import BASELINE as BASELINE  # for normplug.experiment
 
 
 @dataclass(frozen=True)

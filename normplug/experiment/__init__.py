@@ -1,1 +1,1 @@
-"""What `train.py` builds: data, models and the LightningModule."""
+"""What `train.py` runs: data, models, training and its records; imports no other tool."""

@@ -1,4 +1,4 @@
-"""Checkpoints: how they are written, what a run may resume from, and the logs that go with them."""
+"""Checkpoints: how they are written, from which one a run may resume, and the logs beside them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger
 
+from normplug._report.files import replace_file
+
 LAST = Path("checkpoints", "last.ckpt")  # in a run's directory
-KEYS = ("state_dict", "optimizer_states", "loops", "epoch", "global_step")
+KEYS = ("state_dict", "optimizer_states", "loops", "epoch", "global_step", "run")
 METRICS, VARIANCE = "metrics.csv", "variance.csv"
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
-    """Write a checkpoint next to its final place, then rename it.
+    """Write a checkpoint beside its final place, then rename it.
 
-    A kill during the write leaves the former checkpoint. Lightning's own file comes from the
-    system's temporary directory: on another disk it would be copied, not renamed.
+    A kill during the write leaves the former checkpoint. Lightning itself writes to the system's
+    temporary directory: if that is on another disk, the file is copied and not renamed.
     """
 
     def save_checkpoint(
@@ -32,17 +34,15 @@ class AtomicCheckpoints(TorchCheckpointIO):
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        part = Path(f"{path}.part")
-        part.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(checkpoint, part)
-        part.replace(path)
+        with replace_file(Path(path)) as part:
+            torch.save(checkpoint, part)
 
 
 def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint of train.py; its tensors stay in the file until they are used.
 
     Raises:
-        ValueError: `path` is no file, is damaged, or holds less than a whole checkpoint.
+        ValueError: `path` is not a file, is damaged, or holds less than a whole checkpoint.
     """
     if not path.is_file():
         own = path / LAST if (path / LAST).is_file() else f"{LAST} in its directory"
@@ -52,7 +52,7 @@ def read(path: Path) -> dict[str, Any]:
         )
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many types, and its advice would be wrong here
+    except Exception as error:  # torch raises many kinds, and its advice would be wrong here
         why = error.strerror if isinstance(error, OSError) and error.strerror else None
         raise ValueError(
             f"normplug.experiment: ckpt_path={path} cannot be read: "
@@ -72,14 +72,25 @@ def check_identity(
 ) -> None:
     """Refuse the checkpoint of another arm, seed, model, data or optimizer, or of a longer run.
 
+    Args:
+        checkpoint: what `read` returned.
+        path: of the checkpoint.
+        identity: of this run.
+        max_epochs: of this run; None or -1 for no limit.
+
     Raises:
         ValueError: the checkpoint belongs to another run.
     """
-    saved = checkpoint.get("run", {})
+    saved = checkpoint["run"]
+    if saved.get("split") != identity["split"]:
+        raise ValueError(
+            f"normplug.experiment: ckpt_path={path} was written by another version of normplug, "
+            "which held out other images for validation. Train again from the start."
+        )
     for key, own in identity.items():
-        if saved.get(key, own) != own:
+        if saved.get(key) != own:
             raise ValueError(
-                f"normplug.experiment: the checkpoint is of {key} {saved[key]!r}, this run of "
+                f"normplug.experiment: the checkpoint is of {key} {saved.get(key)!r}, this run of "
                 f"{own!r} (ckpt_path={path}). Resume with the {key} of the checkpoint."
             )
     epochs = epochs_done(checkpoint)
@@ -91,7 +102,7 @@ def check_identity(
 
 
 def load_weights(checkpoint: Mapping[str, Any], path: Path, model: LightningModule) -> None:
-    """Load the weights, so that a checkpoint of another model is refused before the data is read.
+    """Load the weights; so a checkpoint of another model is refused before the data is read.
 
     Raises:
         ValueError: names or shapes of the tensors differ.
@@ -114,13 +125,13 @@ def load_weights(checkpoint: Mapping[str, Any], path: Path, model: LightningModu
 
 
 def epochs_done(checkpoint: Mapping[str, Any]) -> int:
-    """The whole epochs behind a checkpoint."""
-    # A checkpoint is written inside its epoch, which Lightning counts only when it resumes.
+    """How many whole epochs were trained before the checkpoint."""
+    # A checkpoint is written within its epoch, which Lightning counts only when it resumes.
     return int(checkpoint["epoch"]) + _ends_epoch(checkpoint)
 
 
 def steps_per_epoch(checkpoint: Mapping[str, Any]) -> int | None:
-    """Optimizer steps an epoch of the checkpoint's run; None if it was written within an epoch."""
+    """Optimizer steps in an epoch of the checkpoint's run; None if written within an epoch."""
     if not _ends_epoch(checkpoint):
         return None
     return int(checkpoint["global_step"]) // epochs_done(checkpoint)
@@ -136,8 +147,8 @@ def continue_logs(
 ) -> None:
     """Continue `metrics.csv` and `variance.csv` of the checkpoint's run, up to the checkpoint.
 
-    Rows of later steps are dropped, as those steps are trained again. `VarianceLogger` drops its
-    own. Where the checkpoint lies outside a run's directory there is nothing to continue.
+    Rows of later steps are dropped, as those steps are trained again; `VarianceLogger` drops its
+    own. If the checkpoint is not in a run's directory, there is nothing to continue.
     """
     source = path.resolve().parent.parent
     variance = directory / VARIANCE
@@ -154,10 +165,8 @@ def _continue_metrics(logger: CSVLogger, source: Path, step: int) -> None:
     if not kept.exists():
         if not source.is_file():
             return
-        part = kept.with_suffix(".part")
-        part.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, part)
-        part.replace(kept)
+        with replace_file(kept) as part:
+            shutil.copyfile(source, part)
     logger.experiment  # noqa: B018 - its first use deletes the file
     for row in whole_rows(kept):
         if int(row["step"]) < step:
@@ -168,7 +177,7 @@ def _continue_metrics(logger: CSVLogger, source: Path, step: int) -> None:
 
 
 def whole_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file, without a last line that a kill has cut off."""
+    """The rows of a CSV file, without a last line that a kill cut off."""
     with path.open(newline="") as file:
         lines = file.readlines()
     return list(csv.DictReader(line for line in lines if line.endswith("\n")))

@@ -1,38 +1,34 @@
 """Check a composed configuration before a run does anything; each mistake is one sentence.
 
-Three rules find almost every mistake. `RULES` says what the values of single keys must be. Every
-mapping with a `_target_` must suit the signature and the annotations of what it calls. The
-optimizer is made once, of two small parameters. What is left fails when an object is built;
-`building_sentence` puts that into one sentence too.
+Three kinds of check find almost every mistake. `RULES` says what the value of each key must be.
+Every mapping with a `_target_` must suit the signature and the annotations of what it calls. The
+optimizer is built once for two small parameters. The few other mistakes fail when an object is
+built; `errors.building_sentence` puts these into one sentence too.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
-import math
-import re
-import sys
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
-from hydra.errors import CompactHydraException, InstantiationException
+from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import normplug
-from normplug.compare.gather import BASELINE
-from normplug.experiment.classifier import SCHEDULES
+from normplug._report.arms import BASELINE
+from normplug.experiment.building import fuses
+from normplug.experiment.errors import WHO, UserError, one_line
+from normplug.experiment.optimizing import decay_groups
+from normplug.experiment.rules import RULES, is_whole
 from normplug.experiment.signatures import accepts, described, shown, signature_of
 
-WHO = "normplug.experiment"
 SEE_HELP = "`python train.py --help` lists the keys."
 
-# What train.py itself hands to the object of a group, and where a user sets it instead.
+# The arguments that train.py itself passes to the object of a group, and where they come from.
 HANDED = {
     "model": {"num_classes": "the data", "image_size": "the data"},
     "optimizer": {"params": "the model"},
@@ -40,154 +36,13 @@ HANDED = {
     "swap": {"model": "the group model", "mode": "the key mode"},
 }
 BUILT = ("data", "model", "optimizer", "trainer")  # each is one object
-COLLECTIONS = ("callbacks", "logger")  # each is a mapping of objects; null is none
+COLLECTIONS = ("callbacks", "logger")  # each is a mapping of objects, or null for no object
 # Values that train.py replaces before the Trainer sees them.
 AUTO = {"trainer.precision": "auto", "trainer.enable_progress_bar": "auto"}
 
 
-class UserError(CompactHydraException):
-    """A mistake in the command: Hydra prints its sentence, and no trace."""
-
-
-class Rule(NamedTuple):
-    """What the value of a key must be. A key in a group is checked only where it is set."""
-
-    key: str
-    holds: Callable[[Any], bool]
-    must: str  # goes on after the key
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value > 0
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_name(value: Any) -> bool:
-    return re.fullmatch(r"[^/\\.][^/\\]{0,99}", str(value)) is not None and not isinstance(
-        value, (bool, list, dict, types.NoneType)
-    )
-
-
-def _is_pattern(value: Any) -> bool:
-    return _is_text(value) or (isinstance(value, list) and bool(value))
-
-
-def _maybe(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or holds(value)
-
-
-def _whole(key: str, least: int, *, maybe: bool = False) -> Rule:
-    def holds(value: Any) -> bool:
-        return _is_whole(value) and value >= least
-
-    must = f"must be an integer >= {least}"
-    return Rule(key, _maybe(holds), f"{must}, or null") if maybe else Rule(key, holds, must)
-
-
-def _flag(key: str) -> Rule:
-    return Rule(key, _is_bool, "must be true or false")
-
-
-def _share(key: str, *, least: bool, most: bool, must: str) -> Rule:
-    """A fraction; `least` and `most` say whether 0 and 1 are allowed."""
-
-    def holds(value: Any) -> bool:
-        return _is_number(value) and (
-            0 < value < 1 or (least and value == 0) or (most and value == 1)
-        )
-
-    return Rule(key, holds, must)
-
-
-NAME = "must be a name: at most 100 characters, without slashes, not beginning with a dot"
-SEED = "must be from 0 to 4294967295"
-POSITIVE = "must be a finite number above 0"
-PATTERNS = "must be null, a pattern such as 'layer4.*', or a list of at least one pattern"
-
-RULES = (
-    Rule("seed", _is_whole, "must be an integer"),
-    Rule("seed", lambda seed: 0 <= seed < 2**32, SEED),
-    Rule(
-        "gamma0",
-        _maybe(_is_positive),
-        "scales the norms' initial weights and must be a finite number above 0, or null",
-    ),
-    _flag("compile"),
-    Rule("fuse", _maybe(_is_bool), "must be true, false or null"),
-    _flag("recompute"),
-    _flag("channels_last"),
-    Rule("ckpt_path", _maybe(_is_text), "must be the path of a checkpoint, or null"),
-    Rule("schedule", lambda value: value in SCHEDULES, f"must be one of {', '.join(SCHEDULES)}"),
-    _share(
-        "warmup",
-        least=True,
-        most=False,
-        must="is a fraction of all steps, at least 0 and below 1",
-    ),
-    _share("label_smoothing", least=True, most=True, must="must be a number from 0 to 1"),
-    Rule("study", _is_name, NAME),
-    Rule("tag", _maybe(lambda tag: tag == "" or _is_name(tag)), f"{NAME}; or null"),
-    Rule("swap.include", _maybe(_is_pattern), PATTERNS),
-    Rule("swap.exclude", _maybe(_is_pattern), PATTERNS),
-    Rule("data.seed", _is_whole, "must be an integer"),
-    Rule("data.seed", lambda seed: 0 <= seed < 2**32, SEED),
-    _whole("data.batch_size", 1),
-    _whole("data.image_size", 1, maybe=True),
-    _whole("data.num_classes", 2),
-    _whole("data.num_images", 1),
-    _whole("data.num_workers", 0),
-    Rule("data.memory_gib", lambda x: _is_number(x) and x >= 0, "must be a finite number >= 0"),
-    _share("data.val_fraction", least=False, most=False, must="must be above 0 and below 1"),
-    _whole("data.augment.pad", 0),
-    _flag("data.augment.flip"),
-    Rule("optimizer.lr", _is_positive, POSITIVE),
-    _whole("model.patch_size", 1, maybe=True),
-    _whole("model.hidden_dim", 1),
-    _whole("model.depth", 1),
-    _whole("model.heads", 1),
-    _whole("model.mlp_ratio", 1),
-    _share("model.dropout", least=True, most=False, must="must be at least 0 and below 1"),
-    _whole("trainer.log_every_n_steps", 0),
-    _whole("trainer.num_sanity_val_steps", -1),
-    _whole("trainer.accumulate_grad_batches", 1),
-    _whole("trainer.check_val_every_n_epoch", 1, maybe=True),
-    Rule(
-        "trainer.max_steps",
-        lambda steps: _is_whole(steps) and (steps == -1 or steps >= 1),
-        "must be an integer >= 1, or -1 for no limit",
-    ),
-    Rule(
-        "trainer.gradient_clip_val",
-        _maybe(lambda norm: _is_number(norm) and norm >= 0),
-        "must be a finite number >= 0, or null",
-    ),
-    Rule(
-        "trainer.val_check_interval",
-        lambda value: not isinstance(value, (int, float)) or _is_positive(value),
-        "must be above 0, a time, or null",
-    ),
-    Rule("trainer.limit_train_batches", _maybe(_is_positive), f"{POSITIVE}, or null"),
-    Rule("trainer.limit_test_batches", _maybe(_is_positive), f"{POSITIVE}, or null"),
-)
-
-
 def check(cfg: DictConfig) -> None:
-    """Refuse a configuration that cannot run, or would run without the effect that it asks for.
+    """Refuse a configuration that cannot run, or that asks for something without effect.
 
     Args:
         cfg: the composed configuration. It is not changed.
@@ -216,49 +71,8 @@ def check(cfg: DictConfig) -> None:
             if node is not None:
                 _check_node(f"{group}.{name}", node)
     _check_optimizer(cfg)
-
-
-def building_sentence(error: InstantiationException, overrides: Iterable[str] = ()) -> str:
-    """Put the failure of a configured object's constructor into one sentence.
-
-    Args:
-        error: what `hydra.utils.instantiate` raised.
-        overrides: of the command; those of the failing group are shown.
-    """
-    key = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
-    where = key[1] if key else "an object of the configuration"
-    cause = error.__cause__ or error
-    group = where.split(".")[0]
-    given = [text for text in overrides if re.match(rf"[+~]*{re.escape(group)}[.=]", text)]
-    got = f"; the command gives {', '.join(given)}" if given else ""
-    return f"{WHO}: {where} cannot be built: {_line(cause)}{got}. Change the keys of {group}."
-
-
-def groups_off(arguments: Sequence[str], configs: str) -> list[str]:
-    """Rewrite `GROUP=null`, which Hydra refuses with a trace, as `GROUP=[]`, which it takes.
-
-    Args:
-        arguments: of the command line.
-        configs: the directory whose subdirectories are the groups.
-    """
-    groups = "|".join(re.escape(path.name) for path in Path(configs).iterdir() if path.is_dir())
-    override = re.compile(rf"(?:{groups})=")
-    null = re.compile(r"(?<=[=,])null(?=,|$)")
-    return [null.sub("[]", text) if override.match(text) else text for text in arguments]
-
-
-def accept_null_groups(configs: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a Hydra application so that its command line takes `GROUP=null`."""
-
-    def decorate(application: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(application)
-        def started(*arguments: Any) -> Any:
-            sys.argv[1:] = groups_off(sys.argv[1:], configs)
-            return application(*arguments)
-
-        return started
-
-    return decorate
+    _check_mode(cfg.mode)
+    _check_recompute(cfg)
 
 
 def _check_keys(values: Mapping[str, Any]) -> None:
@@ -284,9 +98,9 @@ def _check_keys(values: Mapping[str, Any]) -> None:
 def _check_epochs(trainer: Mapping[str, Any]) -> None:
     epochs: Any = trainer.get("max_epochs")
     steps: int = trainer.get("max_steps", -1)
-    if _is_whole(epochs) and epochs >= 1:
+    if is_whole(epochs) and epochs >= 1:
         return
-    if steps >= 1 and (epochs is None or (_is_whole(epochs) and epochs == -1)):
+    if steps >= 1 and (epochs is None or (is_whole(epochs) and epochs == -1)):
         return
     raise UserError(
         f"{WHO}: trainer.max_epochs must be an integer >= 1, or null with +trainer.max_steps; "
@@ -304,18 +118,34 @@ def _check_sync(values: Mapping[str, Any]) -> None:
 
 
 def _check_optimizer(cfg: DictConfig) -> None:
-    matrix, vector = torch.nn.Parameter(torch.zeros(1, 1)), torch.nn.Parameter(torch.zeros(1))
-    groups = [{"params": [matrix]}, {"params": [vector], "weight_decay": 0.0}]
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((1, 1), (1,))]
     try:
-        instantiate(cfg.optimizer, _convert_="all")(groups)
+        instantiate(cfg.optimizer, _convert_="all")(decay_groups(parameters))
     except Exception as error:  # each optimizer has its own
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
         settings = cast(dict[str, Any], OmegaConf.to_container(cfg.optimizer, resolve=True))
         given = ", ".join(f"{k}={shown(v)}" for k, v in settings.items() if k[:1] != "_")
         raise UserError(
-            f"{WHO}: {cfg.optimizer._target_} refuses its settings: {_line(cause or error)}; "
+            f"{WHO}: {cfg.optimizer._target_} refuses its settings: {one_line(cause or error)}; "
             f"got {given}. Change optimizer.*."
         ) from None
+
+
+def _check_mode(mode: Any) -> None:
+    if mode == BASELINE:
+        return
+    try:
+        normplug.NormMode(mode)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{error} Or mode=baseline, which swaps nothing.") from None
+
+
+def _check_recompute(cfg: DictConfig) -> None:
+    if cfg.recompute and cfg.mode != BASELINE and (cfg.compile or not fuses(cfg)):
+        raise UserError(
+            f"{WHO}: recompute=true is for fused norms (fuse=true, or null on a GPU) without "
+            "compile=true, whose compiler decides itself what to recompute."
+        )
 
 
 def _check_node(key: str, node: Any) -> None:
@@ -327,10 +157,10 @@ def _check_node(key: str, node: Any) -> None:
         )
     try:
         target = get_object(str(node["_target_"]))
-    except Exception as error:  # what the import of any module may raise
+    except Exception as error:  # the import of a module may raise anything
         raise UserError(
             f"{WHO}: {key}._target_ must be the import path of a class or function; "
-            f"got {node['_target_']!r} ({_line(error)})."
+            f"got {node['_target_']!r} ({one_line(error)})."
         ) from None
     _check_target(key, node, target)
     for name, value in node.items():
@@ -371,7 +201,7 @@ def _check_target(key: str, node: Mapping[str, Any], target: Any) -> None:
 
 
 def _instead(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The way out for a name that is not known."""
+    """The advice for an unknown name."""
     names = sorted(known)
     if not names:
         return "Leave it out."
@@ -388,8 +218,3 @@ def _select(values: Mapping[str, Any], key: str) -> tuple[bool, Any]:
             return False, None
         value = value[part]
     return True, value
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text.rstrip(".!")

@@ -11,36 +11,34 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
 from normplug.experiment.checkpoint import steps_per_epoch
 from normplug.experiment.images import Batch
-
-SCHEDULES = ("one_cycle", "cosine", "constant")
+from normplug.experiment.optimizing import decay_groups, make_scheduler, move_to_step
 
 
 class Classifier(LightningModule):
     """Train `net` to classify images.
 
-    The schedule is a function of the step and the total number of steps. A run that resumes with
-    more epochs goes on, from its step, on the curve of the new total, and with the hyperparameters
-    of its own command: a checkpoint gives weights, the optimizer's moments and the step.
+    A run that resumes takes from its checkpoint the weights, the optimizer's moments and the step.
+    Its hyperparameters come from its own command. If it has more epochs than the run before, its
+    learning rate continues on the curve of the new total.
 
     Args:
         net: (N, 3, H, W) -> (N, num_classes).
         num_classes: classes, at least 2.
         optimizer: parameter groups -> optimizer, e.g. a partial `torch.optim.SGD`.
-        schedule: "one_cycle" (Smith 2018, arXiv:1803.09820), "cosine" after a linear warm-up, or
-            "constant" after one.
-        warmup: fraction of all steps, 0 to 1, in which the learning rate rises.
+        schedule: see `make_scheduler`.
+        warmup: see `make_scheduler`.
         label_smoothing: 0 to 1.
         identity: what tells the run from others, e.g. its arm; kept in checkpoints as "run".
-        channels_last: hand images on with their channels innermost, as `net` was laid out.
+        channels_last: give `net` its images in the memory format channels_last.
 
     Raises:
-        ValueError: fewer than two classes, an unknown schedule, a warm-up out of range, a
-            checkpoint whose epochs have another number of steps.
+        ValueError: fewer than two classes, or a checkpoint whose epochs have another number of
+            steps.
     """
 
     def __init__(
@@ -61,16 +59,6 @@ class Classifier(LightningModule):
                 "normplug.experiment: the data must have two classes or more to tell apart; "
                 f"got {num_classes}. An image folder has one directory a class."
             )
-        if schedule not in SCHEDULES:
-            raise ValueError(
-                f"normplug.experiment: schedule must be one of {', '.join(SCHEDULES)}; "
-                f"got {schedule!r}."
-            )
-        if not 0 <= warmup < 1:
-            raise ValueError(
-                f"normplug.experiment: warmup is a fraction of all steps, at least 0 and below 1; "
-                f"got {warmup}."
-            )
         self.net = net
         self.optimizer = optimizer
         self.schedule = schedule
@@ -81,8 +69,8 @@ class Classifier(LightningModule):
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.accuracy_by_epoch: list[float] = []
-        self._resumed_steps: int | None = None  # an epoch, in the checkpoint
-        self._hyperparameters: list[dict[str, Any]] = []  # of each group, at step 0
+        self._resumed_steps: int | None = None  # steps of an epoch of the checkpoint
+        self._hyperparameters: list[dict[str, Any]] = []  # of each group at step 0
 
     def forward(self, images: Tensor) -> Tensor:
         """The logits."""
@@ -112,13 +100,9 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer, with weight decay on matrices only, and the schedule, step by step."""
-        trainable = [p for p in self.net.parameters() if p.requires_grad]
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in trainable if p.dim() > 1]},
-            {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        optimizer = self.optimizer([group for group in groups if group["params"]])
-        scheduler = self._scheduler(optimizer, int(self.trainer.estimated_stepping_batches))
+        optimizer = self.optimizer(decay_groups(self.net.parameters()))
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = make_scheduler(optimizer, self.schedule, self.warmup, steps)
         self._refuse_other_epochs()
         self._hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
@@ -135,13 +119,13 @@ class Classifier(LightningModule):
         checkpoint["accuracy_by_epoch"] = list(self.accuracy_by_epoch)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue the accuracies; leave the schedule to `on_train_start`."""
+        """Continue the accuracies; `on_train_start` moves the schedule."""
         self.accuracy_by_epoch = list(checkpoint.get("accuracy_by_epoch", []))
         self._resumed_steps = steps_per_epoch(checkpoint)
         checkpoint["lr_schedulers"] = []
 
     def on_train_start(self) -> None:
-        """Set the learning rate of this step, also where the run resumes at a later one."""
+        """In a run that resumes, set the hyperparameters of this command at this step."""
         step = self.trainer.global_step
         if step == 0:
             return
@@ -149,9 +133,7 @@ class Classifier(LightningModule):
         assert isinstance(scheduler, LRScheduler)
         for group, own in zip(scheduler.optimizer.param_groups, self._hyperparameters, strict=True):
             group.update(own)
-        before = {"last_epoch": step - 1, "_step_count": step + 1}
-        scheduler.load_state_dict(scheduler.state_dict() | before)
-        scheduler.step()
+        move_to_step(scheduler, step)
 
     def _evaluate(self, stage: str, accuracy: MulticlassAccuracy, batch: Batch) -> None:
         images, labels = batch
@@ -172,18 +154,3 @@ class Classifier(LightningModule):
                 f"one of this run {steps}. Resume with the data, batch size and number of devices "
                 "of the checkpoint."
             )
-
-    def _scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler:
-        if self.schedule == "one_cycle" and steps >= 4:  # fewer make no cycle
-            rates = [group["lr"] for group in optimizer.param_groups]
-            return OneCycleLR(optimizer, rates, steps, pct_start=max(self.warmup, 2 / steps))
-        rising = round(self.warmup * steps)
-
-        def factor(step: int) -> float:
-            if step < rising:
-                return (step + 1) / rising
-            if self.schedule == "constant":
-                return 1.0
-            return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
-
-        return LambdaLR(optimizer, factor)

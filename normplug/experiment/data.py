@@ -15,7 +15,7 @@ from normplug._extras import needs
 from normplug.experiment.datamodule import ImageData, Options
 from normplug.experiment.images import SPLIT_SEED, ImageSet, MemoryImages, list_files
 
-TEST_FRACTION = 0.2  # held out from a source that has no test set of its own
+TEST_FRACTION = 0.2  # held out from a source without a test set
 
 
 class Digits(ImageData):
@@ -54,7 +54,7 @@ class TorchvisionImages(ImageData):
         """Download what is not there yet.
 
         Raises:
-            RuntimeError: that is not possible.
+            RuntimeError: the download failed.
         """
         try:
             for train in (True, False):
@@ -112,16 +112,17 @@ class FashionMnist(TorchvisionImages):
 class ImageFolder(ImageData):
     """A tree of image files, one directory a class.
 
-    The training images are `root/train/<class>/*`, the test images `root/test/<class>/*` or, if
-    there is no `test`, `root/val/<class>/*`. With neither, a fixed 20% of `root/train` is the test
-    set, or of `root/<class>/*` where there is no `train` either.
+    The training images are `root/train/<class>/*`. The test images are `root/test/<class>/*`, or
+    `root/val/<class>/*` if there is no `test`. With neither, a fixed 20% of the training images is
+    the test set; `train` may be missing then, so that `root/<class>/*` are the training images.
 
     Args:
         root: the tree.
-        image_size: side of the square in pixels: resize the shorter side, cut out the centre.
-        memory_gib: a tree that needs more than this when decoded is decoded again for every batch,
-            and `mean` and `std` then come from a sample of its training images.
-        num_workers: processes that decode such a tree.
+        image_size: side of the square that every image becomes, in pixels: the shorter side is
+            resized, then the centre is cut out.
+        memory_gib: a tree that is larger than this when decoded is decoded again for every batch.
+            `mean` and `std` come from a sample of its training images then.
+        num_workers: processes that decode such a large tree.
         **options: see `ImageData`.
 
     Raises:
@@ -160,7 +161,7 @@ class ImageFolder(ImageData):
         self._check_classes()
 
     def load(self) -> tuple[ImageSet, ImageSet]:
-        """List the files of both parts; nothing is decoded yet."""
+        """List the files of both parts; they are decoded later."""
         images = list_files(self._train, self.classes, self.image_size)
         counts = images.labels.bincount(minlength=self.num_classes).tolist()
         empty = [name for name, count in zip(self.classes, counts, strict=True) if not count]
@@ -221,7 +222,7 @@ class ImageFolder(ImageData):
 class Fake(ImageData):
     """Synthetic images: a pattern of coarse squares for each class, and noise.
 
-    They are the same for every seed; a fixed 20% is the test set.
+    They are the same for every seed. A fixed 20% is the test set.
 
     Args:
         num_classes: number of patterns.
@@ -248,7 +249,7 @@ class Fake(ImageData):
         """Draw the patterns and the images."""
         generator = torch.Generator().manual_seed(SPLIT_SEED)
         labels = torch.arange(self.num_images) % self.num_classes
-        # Coarse, so that a pattern is still itself when a crop moves it by a few pixels.
+        # Coarse, so that a crop that moves a pattern by a few pixels leaves it recognisable.
         squares = torch.randint(128, (self.num_classes, 3, 4, 4), generator=generator)
         patterns = functional.interpolate(squares.to(torch.uint8), size=self.image_size)
         images = torch.randint(

@@ -1,4 +1,4 @@
-"""What all data of an experiment share: the split, the loaders, the work on the device."""
+"""What all sources of images share: the split, the loaders, the work on the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from normplug.experiment.augment import Augment, crop_and_flip, normalise
 from normplug.experiment.images import (
@@ -18,7 +18,7 @@ from normplug.experiment.images import (
     channel_statistics,
     stratified_split,
 )
-from normplug.experiment.streams import AUGMENTATION, EpochSampler, stream
+from normplug.experiment.streams import AUGMENTATION, epoch_sampler, stream
 
 T = TypeVar("T")
 
@@ -35,21 +35,21 @@ class Options(TypedDict, total=False):
 class ImageData(LightningDataModule, ABC):
     """Labelled images in three fixed parts, normalised and augmented on the device.
 
-    A source says in `load` where its images come from. The parts are the same in every run; `seed`
-    decides only order and augmentation. The test part is for the end: choose by validation.
+    A subclass implements `load`. The three parts are the same in every run; `seed` decides only
+    the order and the augmentation of the training images.
 
     Args:
-        seed: with the epoch it decides order and augmentation, whatever else draws numbers.
+        seed: decides, with the epoch, order and augmentation, whatever else draws random numbers.
         batch_size: images a step on each device.
         augment: the fields of `Augment`; None for no augmentation.
         val_fraction: share of each class's training images that is held out for validation.
 
     Attributes:
-        name: for reports.
+        name: in reports.
         num_classes: number of labels; known before `setup`.
         image_size: height and width in pixels; known before `setup`.
-        mean: (3,), float32, of the training images scaled to [0, 1].
-        std: (3,), float32, likewise.
+        mean: (3,), float32, of the training images' pixels, scaled to [0, 1].
+        std: (3,), float32, of the same pixels.
     """
 
     name: str
@@ -78,7 +78,7 @@ class ImageData(LightningDataModule, ABC):
         """Return the training images, validation included, and the test images."""
 
     def setup(self, stage: str) -> None:
-        """Load, split and measure the images, once, whatever the stage."""
+        """Load, split and measure the images once, whatever the stage."""
         if self._is_set_up:
             return
         self.train_images, self.val_images, self.test_images = self.split()
@@ -96,15 +96,17 @@ class ImageData(LightningDataModule, ABC):
         """Split off `fraction` of every class, by `stratified_split`.
 
         Raises:
-            ValueError: one of the two parts would be empty.
+            ValueError: a part would have less than one image a class, or a class has a single one.
         """
-        kept, held = stratified_split(images.labels, fraction)
-        if not len(kept) or not len(held):
+        try:
+            kept, held = stratified_split(images.labels, fraction)
+        except ValueError:
             raise ValueError(
-                f"{self.who}: both parts of a split need an image; holding out {fraction} of "
-                f"{len(images)} images leaves {len(kept)} and {len(held)}. Use more images a class "
-                f"or another val_fraction (it is {self.val_fraction})."
-            )
+                f"{self.who}: both parts of a split need an image of each class; {fraction} of "
+                f"{len(images)} images cannot be held out, as the smallest class has "
+                f"{images.labels.unique(return_counts=True)[1].min()}. Use more images a class or "
+                f"another val_fraction (it is {self.val_fraction})."
+            ) from None
         return images.subset(kept), images.subset(held)
 
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -114,7 +116,7 @@ class ImageData(LightningDataModule, ABC):
         epoch = 0 if self.trainer is None else self.trainer.current_epoch
         return self._loader(
             self.train_images,
-            EpochSampler(self.train_images, self.seed, epoch=epoch, shards=shards, shard=shard),
+            epoch_sampler(self.train_images, self.seed, epoch=epoch, shards=shards, shard=shard),
         )
 
     def val_dataloader(self) -> DataLoader[Batch]:
@@ -135,7 +137,7 @@ class ImageData(LightningDataModule, ABC):
         if self.trainer.training and self.augment != Augment():
             generator = self._augmentation_stream(self.trainer.current_epoch, images.device)
             images = crop_and_flip(images, self.augment, generator)
-        # For `precision=bf16-true` and its like: Lightning's own call came before the floats.
+        # Lightning's own call came too early for precision=bf16-true: the images were uint8 then.
         return self.trainer.precision_plugin.convert_input(images), labels
 
     @property
@@ -143,7 +145,9 @@ class ImageData(LightningDataModule, ABC):
         """How error messages name this source."""
         return f"normplug.experiment.{type(self).__name__}"
 
-    def _loader(self, images: ImageSet, sampler: EpochSampler | None = None) -> DataLoader[Batch]:
+    def _loader(
+        self, images: ImageSet, sampler: DistributedSampler[Batch] | None = None
+    ) -> DataLoader[Batch]:
         workers = self.num_workers if isinstance(images, FileImages) else 0
         return DataLoader(
             images,
@@ -154,7 +158,7 @@ class ImageData(LightningDataModule, ABC):
             collate_fn=_as_is,
             pin_memory=torch.cuda.is_available(),
             drop_last=sampler is not None and len(sampler) > self.batch_size,
-            # Without one, each pass draws from the global generator, which feeds dropout.
+            # Otherwise each pass would draw from the global generator, as dropout does.
             generator=torch.Generator().manual_seed(self.seed),
         )
 

@@ -1,11 +1,10 @@
-"""Who owns a run's directory: its name, its lock, and what a former run left in it."""
+"""A run's directory: who owns it, and what a former run left in it."""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import os
-import re
 import shutil
 import socket
 import sys
@@ -15,10 +14,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
 
-from normplug.experiment.checks import WHO, UserError
+from normplug._report.arms import BASELINE
+from normplug._report.files import write_file
+from normplug.experiment.errors import PLACE, WHO, UserError, unwritable
 
 RESULT = "result.json"
+CONFIG = "config.yaml"
 LOCK = ".lock"
 FORMER = "former"
 BEFORE_A_RUN = {".hydra", "train.log", LOCK}
@@ -31,16 +34,15 @@ PRODUCTS = (
     "checkpoints",
     "tensorboard",
 )
-LONGEST_NAME = 180  # bytes; file systems take 255
 PROBE_BYTES = 2**16  # more than a run writes before it trains
-PLACE = "hydra.run.dir=DIR, or study=NAME for a sweep"
+WAY_OUT = "Name this one: study=NAME (a directory of its own) or tag=NAME (an arm of its own)."
 
 
 class RunDirectory:
     """The directory of one live run.
 
-    An operating system's lock on a file in it says that its owner lives, so a process that is
-    killed frees it. The processes of one distributed run share the lock of rank 0.
+    The owner locks a file in it. The lock is the operating system's, so a process that is killed
+    frees it. The processes of one distributed run share the lock of rank 0.
 
     Args:
         path: the directory; it exists.
@@ -72,7 +74,7 @@ class RunDirectory:
         self._lock.release()
 
     def result(self) -> dict[str, Any]:
-        """What `result.json` holds; {} where there is none.
+        """The content of `result.json`; {} if there is no such file.
 
         Raises:
             UserError: it is damaged.
@@ -90,11 +92,47 @@ class RunDirectory:
             why = "it holds no JSON object"
         raise UserError(f"{WHO}: {path} cannot be read: {why}. Delete it to train this run again.")
 
-    def set_aside(self, checkpoint: Path | None) -> None:
-        """Move what a run that did not finish left here to `former/`, and say so.
+    def finished_result(self, cfg: DictConfig) -> dict[str, Any] | None:
+        """The result of this very run, if it has finished here before; else None.
 
-        An older `former/` is deleted. A run that resumes from a checkpoint in the directory goes on
-        with its files, so they stay.
+        Raises:
+            UserError: another run has finished here, or what it left is damaged.
+        """
+        result = self.result()
+        if result.get("status") != "finished":
+            return None
+        if "test_accuracy" not in result:
+            raise UserError(
+                f"{WHO}: {self.path} holds a finished run without a test accuracy. Delete its "
+                f"result.json to train it again. {WAY_OUT}"
+            )
+        try:
+            changed = self._changed(cfg)
+        except Exception as error:  # of the disk, of YAML, of OmegaConf
+            raise UserError(
+                f"{WHO}: {self.path} holds a finished run whose config.yaml cannot be read "
+                f"({' '.join(str(error).split())}), so it may be another run. {WAY_OUT}"
+            ) from None
+        if changed:
+            raise UserError(
+                f"{WHO}: {self.path} holds a finished run with another value of "
+                f"{', '.join(changed[:5])}. {WAY_OUT}"
+            )
+        return result
+
+    def was_cut_short(self, cfg: DictConfig) -> bool:
+        """Whether this very run was interrupted or killed here."""
+        if self.result().get("status") not in ("running", "interrupted"):
+            return False
+        with contextlib.suppress(Exception):  # its config.yaml is missing or damaged
+            return not set(self._changed(cfg)) - {"ckpt_path"}
+        return False
+
+    def set_aside(self, checkpoint: Path | None) -> None:
+        """Move the files of a run that did not finish to `former/`, and say so.
+
+        An older `former/` is deleted. If `checkpoint` lies in this directory, the files stay: the
+        run that resumes from it continues them.
         """
         left = [self.path / name for name in PRODUCTS if (self.path / name).exists()]
         if not left or not is_first_process():
@@ -109,24 +147,24 @@ class RunDirectory:
         print(f"set aside: {former} has the files of a run that did not finish", file=sys.stderr)
 
     def remove_traces(self) -> None:
-        """Remove the directory of a run that was refused, if only Hydra and the lock are in it."""
+        """Remove the directory of a refused run, if only Hydra's files and the lock are in it."""
         if is_first_process() and {p.name for p in self.path.iterdir()} <= BEFORE_A_RUN:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def write(self, name: str, text: str) -> None:
         """Write a file, whole or not at all."""
-        if not is_first_process():
-            return
-        part = self.path / f"{name}.part"
-        try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(self.path / name)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+        if is_first_process():
+            write_file(self.path / name, text)
+
+    def _changed(self, cfg: DictConfig) -> list[str]:
+        """The keys whose values differ between the former run's configuration and `cfg`."""
+        done = _flat(OmegaConf.to_container(OmegaConf.load(self.path / CONFIG)))
+        asked = _flat(OmegaConf.to_container(cfg, resolve=True))
+        keys = sorted(k for k in done.keys() | asked.keys() if done.get(k) != asked.get(k))
+        return [k for k in keys if cfg.mode != BASELINE or not k.startswith("swap.")]
 
     def _owner(self) -> str:
-        """Which process, where it says so."""
+        """Which process it is, if its result says so."""
         try:
             result = self.result()
         except UserError:
@@ -135,26 +173,28 @@ class RunDirectory:
         return f" (process {process}, since {result.get('date')})" if process else ""
 
 
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, by dotted key."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
 def is_first_process() -> bool:
     """Whether this is rank 0 of a distributed run, or the only process."""
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def this_process() -> str:
-    """How `result.json` names the process that writes it."""
+    """The name of this process in `result.json`."""
     return f"{os.getpid()} on {socket.gethostname()}"
 
 
-def unwritable(path: Path, error: OSError) -> str:
-    """The sentence for a directory that cannot be written."""
-    return (
-        f"{WHO}: {path} cannot be written: {error.strerror or error}. Free or unlock the disk, or "
-        f"give another place: {PLACE}."
-    )
-
-
 def probe(path: Path) -> None:
-    """Write a little, without a trace, where the directory `path` is or will be.
+    """Check that the directory `path` can be written or made, and leave no trace.
 
     Raises:
         UserError: the disk is full or read-only, or `path` cannot be a directory.
@@ -166,19 +206,3 @@ def probe(path: Path) -> None:
             file.write(bytes(PROBE_BYTES))
     except OSError as error:
         raise UserError(unwritable(path, error)) from None
-
-
-def path_name(text: Any) -> str:
-    """Turn any text into the name of a file or directory.
-
-    Letters, digits and `._+-` stay; everything else becomes `_`, since slashes leave the directory
-    and `=` breaks Lightning's command for the processes of a distributed run. A long name is cut
-    and ends in a hash of the whole.
-    """
-    name = re.sub(r"[^\w.+-]+", "_", str(text)).strip("_")
-    if name.startswith("."):
-        name = f"_{name}"
-    if len(name.encode()) > LONGEST_NAME:
-        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-        name = f"{name.encode()[: LONGEST_NAME - 9].decode(errors='ignore')}_{digest}"
-    return name or "_"

@@ -1,4 +1,4 @@
-"""Stop a run whose loss is not finite, at that very step, and say where it began."""
+"""Stop a run at the very step whose loss is not finite, and say where it began."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Diverged(RuntimeError):
     """The loss became NaN or infinite.
 
     Attributes:
-        step: the optimizer step under way, from 0 as in `metrics.csv`.
+        step: the optimizer step of the failing forward, counted from 0 as in `metrics.csv`.
     """
 
     def __init__(self, message: str, step: int) -> None:
@@ -28,12 +28,12 @@ class Diverged(RuntimeError):
 class FiniteLoss(Callback):
     """Raise `Diverged` before the optimizer takes a step on a loss that is not finite.
 
-    On a GPU, the loss is copied while the backward runs, and is read when the host has launched the
-    whole backward: the GPU always has work, and the weights are still those of the failing
-    forward. That forward is then repeated to find the first norm whose input is not finite.
-    With several processes the losses are added up first, so that all of them stop.
+    On a GPU, the loss is copied to the host during the backward, and read when the host has
+    launched the whole backward. So the GPU always has work, and the weights are still those of the
+    failing forward. That forward is then repeated to find the first norm whose input is not finite.
+    With several processes the losses are added up first, so that all processes stop.
 
-    Losses of validation and test are checked when their epoch ends.
+    The losses of validation and test are checked when their epoch ends.
 
     Raises:
         Diverged: in every process.
@@ -48,13 +48,13 @@ class FiniteLoss(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the batch, in case its forward is to be repeated."""
+        """Keep the batch, in case its forward must be repeated."""
         self._batch = batch
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Start to read the loss."""
+        """Start to copy the loss to the host."""
         self._loss = total = loss.detach()
         if trainer.world_size > 1:
             total = total.clone()
@@ -126,7 +126,7 @@ class FiniteLoss(Callback):
 
 
 def _cause(trainer: Trainer, pl_module: LightningModule, images: Tensor) -> str:
-    """What is not finite: parameters, the batch, and the first norm's input, in sentences."""
+    """Say what is not finite: parameters, the batch, the input of a norm."""
     sentences = []
     values = dict(pl_module.named_parameters())
     bad = [name for name, value in values.items() if not _is_finite(value)]

@@ -1,4 +1,4 @@
-"""Image sets: uint8 images (N, 3, H, W) with int64 labels (N,), in memory or decoded on demand."""
+"""Sets of uint8 images (N, 3, H, W) with int64 labels (N,), in memory or decoded on demand."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms import functional as pil
+from torchvision import datasets
+from torchvision.transforms.v2 import functional as v2
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
-SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 SPLIT_SEED = 1618  # any constant: every run of a comparison must hold out the same images
-STATISTICS_SAMPLE = 2048  # images decoded for mean and std when the set is not in memory
-# Below this many bytes a file is decoded mostly under Python's lock: two threads took 0.39 ms for a
-# 32x32 JPEG, one took 0.2 ms; past 16 KiB they win (2 cores of an Intel Xeon, November 2026).
-SMALL_FILE = 8192
+SPLIT = f"train_test_split(random_state={SPLIT_SEED})"  # in checkpoints: how images are held out
+STATISTICS_SAMPLE = 2048  # images decoded for mean and std if the set is not in memory
+# A smaller file is decoded mostly under Python's lock: two threads need 0.39 ms for a 32x32 JPEG,
+# one needs 0.2 ms. Above 16 KiB threads win (2 cores of an Intel Xeon, November 2026).
+SMALL_FILE = 8192  # bytes
 
 
 class MemoryImages(Dataset[Batch]):
-    """Decoded images; a whole batch is one index operation.
+    """Decoded images. A whole batch is one index operation.
 
     Args:
         images: (N, 3, H, W), uint8.
@@ -59,38 +58,48 @@ class FileImages(Dataset[Batch]):
     """Image files, decoded each time they are asked for.
 
     Args:
-        paths: the N files.
-        labels: (N,), int64.
+        samples: path and label of each file.
         image_size: side of the square that every image becomes, in pixels.
     """
 
-    def __init__(self, paths: Sequence[Path], labels: Tensor, image_size: int) -> None:
-        self.paths = paths
-        self.labels = labels
+    def __init__(self, samples: Sequence[tuple[str, int]], image_size: int) -> None:
+        self.samples = samples
+        self.labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
         self.image_size = image_size
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.samples)
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        images = torch.stack([decode(self.paths[i], self.image_size) for i in indices])
+        images = torch.stack([decode(self.samples[i][0], self.image_size) for i in indices])
         return images, self.labels[torch.as_tensor(indices)]
 
     def subset(self, rows: Tensor) -> FileImages:
         """Return the files at `rows`."""
-        paths = [self.paths[i] for i in rows.tolist()]
-        return FileImages(paths, self.labels[rows], self.image_size)
+        return FileImages([self.samples[i] for i in rows.tolist()], self.image_size)
 
     def decoded(self) -> MemoryImages:
         """Decode every file into memory."""
-        return MemoryImages(_decode_all(tuple(self.paths), self.image_size), self.labels)
+        paths = tuple(path for path, _ in self.samples)
+        return MemoryImages(_decode_all(paths, self.image_size), self.labels)
 
 
 ImageSet: TypeAlias = MemoryImages | FileImages
 
 
-def decode(path: Path, image_size: int) -> Tensor:
-    """Read one file as RGB, its shorter side resized to `image_size`, the centre cut out.
+def list_files(folder: Path, classes: Sequence[str], image_size: int) -> FileImages:
+    """List the image files below each `folder/<class>`; a label is an index of `classes`.
+
+    The directory of a class may be missing: the class has no images here then.
+    """
+    labels = {name: label for label, name in enumerate(classes)}
+    kinds = datasets.folder.IMG_EXTENSIONS
+    samples = datasets.ImageFolder.make_dataset(folder, labels, kinds, allow_empty=True)
+    return FileImages(samples, image_size)
+
+
+def decode(path: str | Path, image_size: int) -> Tensor:
+    """Read one file as RGB, resize its shorter side to `image_size`, and cut out the centre.
 
     Returns:
         (3, image_size, image_size), uint8.
@@ -99,45 +108,29 @@ def decode(path: Path, image_size: int) -> Tensor:
         ValueError: the file is not a readable image.
     """
     try:
-        with Image.open(path) as file:
-            image = file.convert("RGB")
+        image = datasets.folder.pil_loader(path)
     except Exception as error:  # Pillow's readers raise many kinds
         raise ValueError(
             f"normplug.experiment: {path} is not a readable image ({error}). Replace or delete it."
         ) from error
-    image = pil.center_crop(pil.resize(image, image_size), image_size)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    image = v2.center_crop(v2.resize(image, [image_size]), [image_size])
+    return v2.pil_to_tensor(image)
 
 
-@lru_cache(maxsize=3)  # the parts of one tree: the runs of a sweep follow one another in a process
-def _decode_all(paths: tuple[Path, ...], image_size: int) -> Tensor:
+@lru_cache(maxsize=3)  # the three parts of a tree, which all runs of a sweep share
+def _decode_all(paths: tuple[str, ...], image_size: int) -> Tensor:
     images = torch.empty(len(paths), 3, image_size, image_size, dtype=torch.uint8)
 
     def fill(rows: range) -> None:
         for row in rows:
             images[row] = decode(paths[row], image_size)
 
-    small = paths[0].stat().st_size < SMALL_FILE
+    small = os.path.getsize(paths[0]) < SMALL_FILE
     rows = range(len(paths))
     with ThreadPoolExecutor(1 if small else os.cpu_count()) as pool:
         blocks = pool.map(fill, [rows[start : start + 64] for start in rows[::64]])
-        deque(blocks, maxlen=0)  # to ask for the results is to raise what `fill` raised
+        deque(blocks, maxlen=0)  # raises what `fill` raised
     return images
-
-
-def list_files(folder: Path, classes: Sequence[str], image_size: int) -> FileImages:
-    """List the image files below each `folder/<class>`; a label is a place in `classes`.
-
-    A class without a directory here has no images here.
-    """
-    paths: list[Path] = []
-    counts = []
-    for name in classes:
-        files = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES)
-        paths += files
-        counts.append(len(files))
-    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(counts))
-    return FileImages(paths, labels, image_size)
 
 
 def stratified_split(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
@@ -145,25 +138,30 @@ def stratified_split(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
 
     Args:
         labels: (N,), int64.
-        fraction: of each class, rounded to whole images.
+        fraction: of each class, rounded to whole images; in all at least one image a class.
 
     Returns:
         The rows kept and the rows held out, each ascending.
+
+    Raises:
+        ValueError: a class has a single image, or a part would have less than one image a class.
     """
-    generator = torch.Generator().manual_seed(SPLIT_SEED)
-    shuffled = torch.randperm(len(labels), generator=generator)
-    by_class = shuffled[labels[shuffled].argsort(stable=True)]
-    counts = labels.bincount()
-    rank = torch.arange(len(labels)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    held = rank < (counts * fraction).round().repeat_interleave(counts)
-    return by_class[~held].sort().values, by_class[held].sort().values
+    from sklearn.model_selection import train_test_split  # slow
+
+    counts = labels.unique(return_counts=True)[1]
+    held = int((counts * fraction).round().sum())
+    held = max(held, len(counts)) if held else 0  # scikit-learn's least, or its refusal
+    kept_rows, held_rows = train_test_split(
+        range(len(labels)), test_size=held, stratify=labels, random_state=SPLIT_SEED
+    )
+    return torch.tensor(sorted(kept_rows)), torch.tensor(sorted(held_rows))
 
 
 def channel_statistics(data: ImageSet) -> tuple[Tensor, Tensor]:
     """Measure mean and standard deviation per channel, for pixels scaled to [0, 1].
 
-    They come from a count of each of the 256 values, so no rounding grows with the set.
-    Files that are not in memory are measured by a fixed sample of `STATISTICS_SAMPLE`.
+    They come from a count of each of the 256 values, so the rounding does not grow with the set.
+    Files that are not in memory are measured by a fixed sample of `STATISTICS_SAMPLE` images.
 
     Returns:
         (3,) and (3,), float64.

@@ -1,4 +1,4 @@
-"""The two kinds of network of the experiment, both torchvision's, sized for small images."""
+"""The experiment's two kinds of network: torchvision's, with sizes for small images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torchvision
 from torch import nn
 from torchvision.models import VisionTransformer, get_model, list_models
 
-from normplug._torch import BatchNormBase
+from normplug.lightning import norm_layers
 
 SMALL_IMAGE = 64  # pixels; up to here an ImageNet stem (stride 4) would throw most of it away
 
@@ -21,14 +21,14 @@ def resnet(
         arch: "resnet18", "resnet50", or another of torchvision's ResNets.
         num_classes: outputs.
         image_size: height and width of the images, in pixels.
-        small_stem: a 3x3 convolution of stride 1 and no max-pool, as in He et al. 2015
-            (arXiv:1512.03385), section 4.2; None takes it up to 64 pixels.
+        small_stem: start with a 3x3 convolution of stride 1 and no max-pool, as in He et al. 2015
+            (arXiv:1512.03385), section 4.2. None: for images of at most 64 pixels.
 
     Returns:
         (N, 3, H, W) -> (N, num_classes).
 
     Raises:
-        ValueError: where `arch` is not a ResNet.
+        ValueError: `arch` is not a ResNet.
     """
     known = list_models(torchvision.models, include=["resne*", "wide_resnet*"])
     if arch not in known:
@@ -61,19 +61,20 @@ def vit(
     Args:
         num_classes: outputs.
         image_size: height and width of the images, in pixels.
-        patch_size: pixels a side; None takes the divisor of `image_size` nearest to an eighth of
-            it, and at least 2.
+        patch_size: side of a patch, in pixels. None: the divisor of `image_size`, at least 2, that
+            is nearest to an eighth of it.
         hidden_dim: width of the residual stream.
         depth: blocks.
         heads: attention heads.
-        mlp_ratio: the MLP's hidden width over `hidden_dim`.
+        mlp_ratio: hidden width of the MLP, as a multiple of `hidden_dim`.
         dropout: probability, in attention and MLP.
 
     Returns:
         (N, 3, H, W) -> (N, num_classes).
 
     Raises:
-        ValueError: where `patch_size` does not divide `image_size`, or `heads` `hidden_dim`.
+        ValueError: `patch_size` does not divide `image_size`, or `heads` does not divide
+            `hidden_dim`.
     """
     if patch_size is None:
         divisors = [d for d in range(2, image_size + 1) if image_size % d == 0]
@@ -99,19 +100,18 @@ def vit(
         attention_dropout=dropout,
         num_classes=num_classes,
     )
-    # torchvision starts the head at zero, which leaves the body without a gradient in step one.
+    # torchvision starts the head at zero: then the first step has no gradient behind the head.
     nn.init.trunc_normal_(net.heads.head.weight, std=0.02)
     return net
 
 
 @torch.no_grad()
 def scale_norm_weights(net: nn.Module, gamma0: float) -> None:
-    """Multiply every norm weight, at its start, by `gamma0`.
+    """Multiply the weight of every norm that a swap takes by `gamma0`.
 
-    The control arm of a target variance: standard with gamma0 = sqrt(tv) starts as the same
-    function, so what differs from it afterwards is the parametrisation alone.
+    This makes the control arm of a target variance tv: mode standard with gamma0 = sqrt(tv) starts
+    as the same function, so the two arms differ in their parametrisation alone.
     """
-    for module in net.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, (BatchNormBase, nn.LayerNorm)) and weight is not None:
-            weight.mul_(gamma0)
+    for _, module in norm_layers(net):
+        if isinstance(module.weight, nn.Parameter):
+            module.weight.mul_(gamma0)

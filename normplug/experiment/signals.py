@@ -1,18 +1,13 @@
-"""Ctrl-C and SIGTERM: end the run in order, and say how to resume it."""
+"""Ctrl-C and SIGTERM end a run in order."""
 
 from __future__ import annotations
 
-import re
-import shlex
 import signal
-import sys
 import threading
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PLAIN = re.compile(r"[\w./-]+")  # a value that Hydra takes without quotes
 
 
 class Interrupted(SystemExit):
@@ -26,7 +21,7 @@ class Interrupted(SystemExit):
 class Signals:
     """Turn the first SIGINT or SIGTERM into `Interrupted`; the second ends the process at once.
 
-    A signal that the process ignores, as SIGINT under nohup, stays ignored.
+    A signal that the process ignores stays ignored, such as SIGINT under nohup.
     """
 
     def __init__(self) -> None:
@@ -42,7 +37,7 @@ class Signals:
                 self._former[signum] = signal.signal(signum, self._receive)
 
     def restore(self) -> None:
-        """Give the signals back to their former handlers."""
+        """Put the former handlers back."""
         for signum, handler in self._former.items():
             signal.signal(signum, handler)
         self._former = {}
@@ -53,15 +48,3 @@ class Signals:
             signal.raise_signal(signum)
         self._received = True
         raise Interrupted(signum)
-
-
-def command(checkpoint: Path | None) -> str:
-    """This command as one would type it, with `ckpt_path` set to `checkpoint` if there is one."""
-    arguments = list(sys.argv)
-    if checkpoint is not None:
-        value = str(checkpoint)
-        if not PLAIN.fullmatch(value):
-            value = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-        arguments = [a for a in arguments if not a.startswith("ckpt_path=")]
-        arguments.append(f"ckpt_path={value}")
-    return shlex.join(["python", *arguments])

@@ -1,4 +1,4 @@
-"""What a function takes, and whether a value of YAML suits it: for checks of a configuration."""
+"""Which arguments a function takes, and whether a value of YAML suits them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Signature(NamedTuple):
     """The arguments that a function takes by name.
 
     Attributes:
-        hints: their types; Any where an annotation is missing or cannot be resolved.
-        required: those without a default.
-        defaults: the others' defaults.
-        is_open: whether it takes any keyword.
+        hints: name -> type; Any if the annotation is missing or cannot be resolved.
+        required: the names without a default.
+        defaults: name -> default, of the others.
+        is_open: whether the function takes any keyword.
     """
 
     hints: dict[str, Any]
@@ -31,10 +31,10 @@ class Signature(NamedTuple):
 
 
 def signature_of(target: Any) -> Signature | None:
-    """The signature of a function or class; None where it has none."""
+    """The signature of a function or class; None if Python cannot tell it."""
     try:
         parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):  # neither Python code nor described
+    except (TypeError, ValueError):  # written in C, without a description
         return None
     function = inspect.unwrap(target.__init__ if inspect.isclass(target) else target)
     names = getattr(function, "__globals__", {})
@@ -62,7 +62,7 @@ def signature_of(target: Any) -> Signature | None:
 
 
 def _resolved(annotation: Any, names: Mapping[str, Any]) -> Any:
-    """The type behind an annotation, Any where it says none or cannot be told."""
+    """The type that an annotation names; Any if there is none or it cannot be resolved."""
     if annotation is inspect.Parameter.empty:
         return Any
 
@@ -76,7 +76,7 @@ def _resolved(annotation: Any, names: Mapping[str, Any]) -> Any:
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Whether a value of YAML suits an annotation; True where that cannot be told."""
+    """Whether a value of YAML suits an annotation; True if that cannot be decided."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return any(accepts(part, value) for part in arguments)
@@ -113,7 +113,7 @@ def described(hint: Any) -> str:
 
 
 def _words(hint: Any) -> list[str]:
-    """The words for one type; none for a class, which the user can only name as a `_target_`."""
+    """The words for one type; [] for a class that YAML can only name as a `_target_`."""
     if typing.get_origin(hint) is Literal:
         return [shown(value) for value in typing.get_args(hint)]
     kind = typing.get_origin(hint) or hint

@@ -1,15 +1,13 @@
-"""The random streams of a run, each a function of (seed, epoch, shard) alone."""
+"""The random streams of a run: each depends only on its purpose, the seed, epoch and shard."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DistributedSampler
 
-from normplug.experiment.images import ImageSet
+from normplug.experiment.images import Batch, ImageSet
 
 ORDER, AUGMENTATION, MODEL = 0, 1, 2
 
@@ -17,10 +15,7 @@ ORDER, AUGMENTATION, MODEL = 0, 1, 2
 def stream(
     purpose: int, seed: int, epoch: int, *, shard: int = 0, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """Return a new generator on `device`, at the start of the named stream.
-
-    The numbers are hashed together: with `seed + epoch` the runs of two near seeds would share
-    most of their orders.
+    """Return a new generator at the start of a stream.
 
     Args:
         purpose: `ORDER`, `AUGMENTATION` or `MODEL`.
@@ -32,14 +27,16 @@ def stream(
     return torch.Generator(device).manual_seed(_seed(purpose, seed, epoch, shard))
 
 
-def _seed(purpose: int, seed: int, epoch: int, shard: int) -> int:
+def _seed(purpose: int, seed: int, epoch: int = 0, shard: int = 0) -> int:
+    # A hash: with seed + epoch, two near seeds would share most of their epochs.
     return int(np.random.SeedSequence((seed, epoch, purpose, shard)).generate_state(1)[0])
 
 
 class SeedEpochs(Callback):
-    """Seed torch's global generators, which feed dropout, at the start of every epoch.
+    """Seed torch's global generators at the start of every epoch.
 
-    So a run that resumes draws the same numbers as one that was never interrupted.
+    Dropout draws from them. So a run that resumes draws the same numbers as one that was never
+    interrupted.
 
     Args:
         seed: of the run.
@@ -53,12 +50,14 @@ class SeedEpochs(Callback):
         torch.manual_seed(_seed(MODEL, self.seed, trainer.current_epoch, trainer.global_rank))
 
 
-class EpochSampler(DistributedSampler[int]):
-    """A new order of all images every epoch, dealt out to the shards.
+def epoch_sampler(
+    images: ImageSet, seed: int, *, epoch: int = 0, shards: int = 1, shard: int = 0
+) -> DistributedSampler[Batch]:
+    """A new order of all images every epoch, divided among the shards.
 
-    It is a `DistributedSampler`, even for one shard, so that Lightning leaves it in place. When
-    a run resumes, Lightning starts the loader's workers before it calls `set_epoch`, and they read
-    ahead: so the epoch is given here, which Lightning's own samplers cannot be.
+    It is a `DistributedSampler` even for one shard, so that Lightning does not replace it. When a
+    run resumes, Lightning starts the loader's workers before it calls `set_epoch`, and they read
+    ahead. So the first epoch is set here.
 
     Args:
         images: what is sampled; only its length matters.
@@ -67,15 +66,8 @@ class EpochSampler(DistributedSampler[int]):
         shards: number of data-parallel processes.
         shard: which of them this is.
     """
-
-    def __init__(
-        self, images: ImageSet, seed: int, *, epoch: int = 0, shards: int = 1, shard: int = 0
-    ) -> None:
-        super().__init__(images, num_replicas=shards, rank=shard, seed=seed, drop_last=True)
-        self._count = len(images)
-        self.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = stream(ORDER, self.seed, self.epoch)
-        order = torch.randperm(self._count, generator=generator)[: self.total_size]
-        return iter(order[self.rank :: self.num_replicas].tolist())
+    sampler: DistributedSampler[Batch] = DistributedSampler(
+        images, num_replicas=shards, rank=shard, seed=_seed(ORDER, seed), drop_last=True
+    )
+    sampler.set_epoch(epoch)
+    return sampler

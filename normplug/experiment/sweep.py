@@ -1,24 +1,24 @@
-"""What Hydra calls around a run or a sweep: check the disk first, compare the arms at the end."""
+"""Hydra's callbacks: check the disk before a run or a sweep, compare the arms after a sweep."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from normplug.compare.__main__ import main
-from normplug.compare.gather import REFUSAL
-from normplug.experiment.checks import WHO, UserError
+from normplug._report.arms import REFUSAL
 from normplug.experiment.directory import is_first_process, probe
+from normplug.experiment.errors import WHO, UserError
 
 
 class CheckDisk(Callback):
-    """End in a sentence where the directory cannot be written, before Hydra itself writes to it."""
+    """Refuse a directory that cannot be written, before Hydra itself writes to it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the directory of a single run."""
@@ -30,15 +30,23 @@ class CheckDisk(Callback):
 
 
 class CompareArms(Callback):
-    """Run `python -m normplug.compare` on the sweep's directory."""
+    """Compare the arms of a sweep at its end.
+
+    Args:
+        compare: the command line of the comparison: takes its arguments, returns its exit code.
+            The configuration gives it, so that training does not import it.
+    """
+
+    def __init__(self, compare: Callable[[list[str]], int]) -> None:
+        self.compare = compare
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Print the table; exit with an error where a run did not finish."""
+        """Print the table; exit with the comparison's code if a run has not finished."""
         if not is_first_process():
             return
         root = Path(config.hydra.sweep.dir)
-        code = main([str(root)])
-        for refusal in root.rglob(REFUSAL):  # they were of this sweep; the results stay good
+        code = self.compare([str(root)])
+        for refusal in root.rglob(REFUSAL):  # of this sweep; the results beside them stay good
             refusal.unlink()
         if code:
             sys.exit(code)
@@ -49,19 +57,11 @@ def _check_disk(config: DictConfig, key: str) -> None:
     before = own.cfg
     try:
         own.set_config(config)  # the names of directories are made from it
-        probe(Path(_value(config, key)))
-    except UserError as error:
-        print(error, file=sys.stderr)
+        probe(Path(OmegaConf.select(config, key)))
+    except (OmegaConfBaseException, UserError) as error:
+        nameless = isinstance(error, OmegaConfBaseException)
+        why = f"{WHO}: {key} has no value: {str(error).splitlines()[0]}." if nameless else error
+        print(why, file=sys.stderr)
         sys.exit(1)
     finally:
         own.cfg = before
-
-
-def _value(config: DictConfig, key: str) -> str:
-    node: Any = config
-    try:
-        for part in key.split("."):
-            node = node[part]
-    except OmegaConfBaseException as error:
-        raise UserError(f"{WHO}: {key} has no value: {str(error).splitlines()[0]}.") from None
-    return str(node)

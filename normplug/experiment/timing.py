@@ -1,4 +1,4 @@
-"""What a run costs, step by step, and how far it is."""
+"""What the steps of a run cost, and a line an epoch on how far it is."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # what Lightning calls it
 
 
 class LoaderClock(Profiler):
-    """Times how long the training loop waits for each next batch, by Lightning's own marks.
+    """Time how long the training loop waits for each batch, as a Lightning profiler.
 
     Attributes:
-        waits_ms: one a batch.
+        waits_ms: one for each batch.
     """
 
     def __init__(self) -> None:
@@ -33,34 +33,34 @@ class LoaderClock(Profiler):
         self._start = 0.0
 
     def start(self, action_name: str) -> None:
-        """Note the time, if it is the loader that is asked."""
+        """Note the time, if the loop starts to wait for the loader."""
         if action_name == FETCH:
             self._start = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
-        """Keep how long it took."""
+        """Keep how long the loop waited."""
         if action_name == FETCH:
             self.waits_ms.append((time.perf_counter() - self._start) * 1e3)
 
 
 class StepTimer(Callback):
-    """Time every training step, on the device's own clock where it is a GPU.
+    """Time every training step; on a GPU with its own clock.
 
-    Left out: the run's first steps (`WARM_UP_STEPS`), the first of each epoch, and those in which
-    a `VarianceLogger` measures. CUDA events are read after the fit, so that timing never makes the
-    host wait.
+    The first steps of the run (`WARM_UP_STEPS`), the first step of each epoch, and steps that a
+    `VarianceLogger` measures are left out. CUDA events are read after the fit, so that timing never
+    makes the host wait.
 
     Attributes:
-        clock: to be the Trainer's profiler.
+        clock: the profiler that the Trainer needs.
     """
 
     def __init__(self) -> None:
         self.clock = LoaderClock()
         self._gpu = False
         self._seen = 0  # steps so far
-        self._step = -1  # the optimizer step under way
-        self._start: Any = None  # of the step under way
-        self._previous: Any = None  # start of the step before, if that one counts
+        self._step = -1  # the current optimizer step
+        self._start: Any = None  # of the current step
+        self._previous: Any = None  # start of the step before, if that step counts
         self._steps: list[tuple[Any, Any]] = []
         self._periods: list[tuple[Any, Any]] = []
 
@@ -70,13 +70,13 @@ class StepTimer(Callback):
         reset_peak_memory(self._gpu)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The first step of an epoch follows the validation of the last: no period to time."""
+        """Forget the last step: a validation lies between it and the first of this epoch."""
         self._previous = None
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note the time; a step's period ends where the next one starts."""
+        """Note the time, at which the period of the step before ends."""
         self._step = trainer.global_step
         self._start = self._now()
         if self._previous is not None:
@@ -85,7 +85,7 @@ class StepTimer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the time, unless the step is one to leave out."""
+        """Note the time, unless the step is left out."""
         self._seen += 1
         counts = self._seen > WARM_UP_STEPS and batch_idx > 0 and not self._measured(trainer)
         if counts:
@@ -93,9 +93,9 @@ class StepTimer(Callback):
         self._previous = self._start if counts else None
 
     def summary(self, images_per_step: int) -> dict[str, float | None]:
-        """Medians: a step in ms, images per second from step to step, loader wait in ms.
+        """Medians over the steps: duration in ms, images per second, wait for the loader in ms.
 
-        None where nothing was timed.
+        A value is None if no step was timed.
         """
         step_ms = self._median_ms(self._steps)
         period_ms = self._median_ms(self._periods)
@@ -127,21 +127,21 @@ class StepTimer(Callback):
 
 
 class EpochLines(Callback):
-    """A line an epoch, where a progress bar would fill a log.
+    """Print a line an epoch, in place of a progress bar that would fill a log.
 
     Args:
-        title: said once, at the start.
+        title: printed once, at the start.
     """
 
     def __init__(self, title: str) -> None:
         self.title = title
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say the title."""
+        """Print the title."""
         rank_zero_only(print)(self.title, flush=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say the epoch, the latest training loss and the validation accuracy."""
+        """Print the epoch, the latest training loss and the validation accuracy."""
         if trainer.sanity_checking:
             return
         values = trainer.callback_metrics
@@ -152,12 +152,12 @@ class EpochLines(Callback):
 
 
 def variance_loggers(trainer: Trainer) -> list[VarianceLogger]:
-    """Those among the Trainer's callbacks."""
+    """The variance loggers among the Trainer's callbacks."""
     return [c for c in trainer.callbacks if isinstance(c, VarianceLogger)]  # type: ignore[attr-defined]
 
 
 def reset_peak_memory(gpu: bool) -> None:
-    """Restart the count behind `peak_memory_bytes`, so that each run of a sweep has its own."""
+    """Restart the count of `peak_memory_bytes`, so that each run of a sweep has its own."""
     if gpu:
         torch.cuda.reset_peak_memory_stats()
         return
@@ -166,10 +166,10 @@ def reset_peak_memory(gpu: bool) -> None:
 
 
 def peak_memory_bytes(gpu: bool) -> int | None:
-    """The most memory held since `reset_peak_memory`: of the GPU, or of this process.
+    """The most memory that was held since `reset_peak_memory`, on the GPU or by this process.
 
-    Where a process's peak cannot be reset (other systems than Linux) it is that of its whole life.
-    None where the system does not tell: on Windows without the package psutil.
+    Only Linux can reset the peak of a process: elsewhere it is the peak since the process began.
+    None if the system does not tell: Windows without the package psutil.
     """
     if gpu:
         return torch.cuda.max_memory_allocated()
@@ -186,7 +186,7 @@ def peak_memory_bytes(gpu: bool) -> int | None:
 
 
 def _peak_working_set_bytes() -> int | None:
-    """Windows' name for the peak of a process's memory."""
+    """As Windows counts it; None without psutil."""
     try:
         import psutil
     except ModuleNotFoundError:

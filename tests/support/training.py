@@ -1,6 +1,13 @@
-"""How tests call train.py in their own process."""
+"""How tests call train.py in their own process, and the small runs that they share."""
 
+import contextlib
+import csv
+import io
+import json
 import sys
+from pathlib import Path
+
+import torch
 
 SMALL = [
     "experiment=smoke",
@@ -9,6 +16,18 @@ SMALL = [
     "data.batch_size=16",
     "trainer.max_epochs=1",
 ]
+PLAIN = "callbacks.variance=null"  # drawing the variance takes longer than such a run
+# The sweep of the fixture `sweep`: 5 steps an epoch.
+SWEEP = [
+    "experiment=smoke",
+    "model=vit_tiny",
+    "model.dropout=0.1",
+    "data.num_images=250",
+    "data.batch_size=32",
+    "trainer.max_epochs=3",
+]
+ARMS = "mode=baseline,standard,golden"
+GOLDEN = Path("logs/sweeps/smoke/vit_tiny/fake/golden/seed_0")  # a run of that sweep
 
 
 def run_in(directory, monkeypatch, *overrides):
@@ -22,3 +41,33 @@ def run_in(directory, monkeypatch, *overrides):
     except SystemExit as stop:
         return stop.code
     return 0
+
+
+def output_in(directory, monkeypatch, *overrides):
+    """As `run_in`, with all that is printed: (exit code, output)."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        code = run_in(directory, monkeypatch, *overrides)
+    return code, printed.getvalue()
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Sums round by the number of threads: runs that are compared have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def result_of(run):
+    return json.loads((run / "result.json").read_text())
+
+
+def results(directory):
+    found = [result_of(path.parent) for path in Path(directory).rglob("result.json")]
+    return sorted(found, key=lambda result: (result["arm"], result["seed"]))
+
+
+def variance_rows(run):
+    with (run / "variance.csv").open() as file:
+        return list(csv.DictReader(file))

@@ -30,7 +30,7 @@ from normplug.experiment.images import (
     decode,
     stratified_split,
 )
-from normplug.experiment.streams import EpochSampler, stream
+from normplug.experiment.streams import epoch_sampler, stream
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZE = 6  # of the images in `tree`
@@ -75,7 +75,7 @@ def parts(data: ImageData) -> list[MemoryImages]:
 
 def paths(images: ImageSet) -> list[Path]:
     assert isinstance(images, FileImages)
-    return list(images.paths)
+    return [Path(path) for path, _ in images.samples]
 
 
 def pixels(batches: list[Tensor]) -> Tensor:
@@ -168,13 +168,13 @@ class TestStreams:
 
     def test_near_seeds_share_no_order(self) -> None:
         images = MemoryImages(torch.empty(50, 3, 1, 1), torch.zeros(50, dtype=torch.int64))
-        orders = {tuple(EpochSampler(images, s, epoch=e)) for s in range(4) for e in range(4)}
+        orders = {tuple(epoch_sampler(images, s, epoch=e)) for s in range(4) for e in range(4)}
         assert len(orders) == 16
 
     def test_shards_deal_out_one_order(self) -> None:
         images = MemoryImages(torch.empty(11, 3, 1, 1), torch.zeros(11, dtype=torch.int64))
-        whole = list(EpochSampler(images, 0, epoch=3))
-        shards = [list(EpochSampler(images, 0, epoch=3, shards=2, shard=s)) for s in range(2)]
+        whole = list(epoch_sampler(images, 0, epoch=3))
+        shards = [list(epoch_sampler(images, 0, epoch=3, shards=2, shard=s)) for s in range(2)]
         assert sorted(whole) == list(range(11))
         assert shards == [whole[0:10:2], whole[1:10:2]]
 

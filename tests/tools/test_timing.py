@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from normplug.experiment.run import Run
+from normplug.experiment.summary import summary
 from normplug.experiment.timing import peak_memory_bytes, reset_peak_memory
 
 
@@ -24,12 +24,21 @@ def windows(monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
 
 
-def test_the_experiment_is_imported_where_there_is_no_resource():
-    code = "import sys; sys.modules['resource'] = None; import normplug.experiment.run"
+def test_training_imports_no_other_tool_and_needs_no_resource():
+    code = """
+import sys
+sys.modules["resource"] = None  # as on Windows
+import train
+print([name for name in sys.modules if name.startswith("normplug.")])
+"""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    assert "normplug.experiment.run" in done.stdout
+    # Lightning imports matplotlib and SciPy itself; of normplug, these do.
+    for name in ("normplug.compare", "normplug.bench", "normplug._report.figures"):
+        assert name not in done.stdout
 
 
 def test_peak_memory_is_that_of_the_process():
@@ -45,9 +54,8 @@ def test_peak_memory_on_windows_is_psutils_or_unknown(windows, monkeypatch):
 
 
 @pytest.mark.parametrize(("peak", "shown"), [(None, "unknown"), (3 * 2**20, "3 MiB")])
-def test_the_report_of_a_run_states_its_peak(tmp_path, capsys, peak, shown):
+def test_the_report_of_a_run_states_its_peak(tmp_path, peak, shown):
     names = ("model", "data", "arm", "seed", "hardware", "epochs", "norms_swapped", "norms_fused")
     result = dict.fromkeys(names, 1) | {"test_accuracy": 0.5, "images_per_s": None}
-    run = SimpleNamespace(result={**result, "peak_memory_bytes": peak}, directory=tmp_path)
-    Run._report(run, SimpleNamespace(callbacks=[]))
-    assert f"peak memory    {shown}\n" in capsys.readouterr().out
+    text = summary({**result, "peak_memory_bytes": peak}, tmp_path)
+    assert f"peak memory    {shown}\n" in text

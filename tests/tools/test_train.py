@@ -1,13 +1,10 @@
 """train.py as its user meets it: commands in, files and sentences out."""
 
-import csv
-import json
 import os
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +14,10 @@ from hydra.utils import instantiate
 import normplug
 import train
 from normplug._ops import recompute
-from normplug.experiment.classifier import Classifier
 from normplug.experiment.models import resnet, scale_norm_weights, vit
-from normplug.experiment.run import arm_name
+from normplug.experiment.names import arm_name
+from normplug.experiment.optimizing import SCHEDULES, decay_groups, make_scheduler, move_to_step
+from training import PLAIN, SMALL, SWEEP, output_in, results, variance_rows
 
 ROOT = Path(train.__file__).parent
 CONFIGS = ROOT / "configs"
@@ -43,11 +41,6 @@ RESULT_KEYS = {
     "status",
 }
 TINY = ["experiment=smoke", "model=vit_tiny", "data.num_images=400", "data.batch_size=16"]
-
-
-def results(directory):
-    found = [json.loads(path.read_text()) for path in Path(directory).rglob("result.json")]
-    return sorted(found, key=lambda result: (result["arm"], result["seed"]))
 
 
 def choices(group):
@@ -90,107 +83,76 @@ def test_one_run_reports_and_writes_all_that_it_promises(command, tmp_path):
     assert code == 0, output
     (result,) = results(tmp_path)
     assert result.keys() >= RESULT_KEYS
-    assert (result["arm"], result["seed"], result["model"], result["data"]) == (
-        "golden",
-        0,
-        "vit_tiny",
-        "fake",
-    )
-    assert result["status"] == "finished"
+    named = {"arm": "golden", "seed": 0, "model": "vit_tiny", "data": "fake", "status": "finished"}
+    assert result.items() >= named.items()
     assert result["norms_swapped"] == 9
     assert len(result["accuracy_by_epoch"]) == 2
     assert result["images_per_s"] == pytest.approx(16e3 / result["step_ms"], rel=0.5)
     assert result["peak_memory_bytes"] > 2**20
     assert result["versions"]["torch"] == torch.__version__
     directory = next(tmp_path.rglob("result.json")).parent
-    for name in (
-        "config.yaml",
-        "metrics.csv",
-        "variance.csv",
-        "variance.png",
-        "checkpoints/last.ckpt",
-    ):
+    for name in ("config.yaml", "metrics.csv", "variance.csv", "variance.png",
+                 "checkpoints/last.ckpt"):  # fmt: skip
         assert (directory / name).stat().st_size > 0, name
     assert list((directory / "tensorboard").iterdir())
-    with (directory / "variance.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = variance_rows(directory)
     assert len({row["layer"] for row in rows}) == 9
     assert all(
         abs(float(row["output_variance"]) - 0.618) < 0.002 for row in rows if row["depth"] != "8"
     )
-    for words in (
-        f"{100 * result['test_accuracy']:.2f} %",
-        "images/s",
-        "MiB",
-        "9 swapped",
-        str(directory),
-    ):
+    accuracy = f"{100 * result['test_accuracy']:.2f} %"
+    for words in (accuracy, "images/s", "MiB", "9 swapped", str(directory)):
         assert words in output
     assert "encoder_layer_3.ln_2" in output
 
 
-def test_a_sweep_pairs_its_arms_skips_what_is_done_and_compares(command, tmp_path):
-    sweep = [*TINY, "trainer.max_epochs=1", "seed=0,1", "-m"]
-    code, output = command("mode=baseline,standard,0.5", *sweep)
-    assert code == 0, output
-    root = tmp_path / "logs/sweeps/smoke"
-    found = results(root)
-    assert [(r["arm"], r["seed"]) for r in found] == [
-        (a, s) for a in ("0.5", "baseline", "standard") for s in (0, 1)
-    ]
-    by_arm = {(r["arm"], r["seed"]): r for r in found}
-    for seed in (0, 1):  # same weights, same order, same function: the same numbers
-        baseline, standard = by_arm["baseline", seed], by_arm["standard", seed]
-        assert baseline["accuracy_by_epoch"] == standard["accuracy_by_epoch"]
-        assert (baseline["norms_swapped"], standard["norms_swapped"]) == (0, 9)
-    assert (root / "vit_tiny/fake/0.5/seed_1/variance.csv").exists()
-    assert (root / "vit_tiny/fake/baseline/seed_1/variance.csv").exists()
-    assert "| standard |" in output
+def test_a_sweep_pairs_its_arms_and_compares_them(sweep):
+    root = sweep.directory / "logs/sweeps/smoke"
+    baseline, golden, standard = results(root)
+    assert [r["arm"] for r in (baseline, golden, standard)] == ["baseline", "golden", "standard"]
+    # The same weights, the same order, the same function: the same numbers.
+    assert baseline["accuracy_by_epoch"] == standard["accuracy_by_epoch"]
+    assert baseline["test_accuracy"] == standard["test_accuracy"]
+    assert (baseline["norms_swapped"], standard["norms_swapped"]) == (0, 9)
+    assert (root / "vit_tiny/fake/standard/seed_0/variance.csv").exists()
+    assert (root / "vit_tiny/fake/baseline/seed_0/variance.csv").exists()
+    assert "| standard |" in sweep.output
     for name in ("summary.md", "summary.csv", "runs.csv", "seeds_vit_tiny_fake.png"):
         assert (root / name).exists()
 
-    times = {path: path.stat().st_mtime_ns for path in root.rglob("result.json")}
-    code, output = command("mode=baseline,standard,0.5", *sweep)
-    assert code == 0
-    assert output.count("skipped: ") == 6
-    assert {path: path.stat().st_mtime_ns for path in root.rglob("result.json")} == times
 
-    code, output = command("warmup=0.5", "mode=baseline", *sweep)
+def test_a_sweep_skips_what_is_done_and_refuses_what_has_changed(sweep, monkeypatch):
+    times = {path: path.stat().st_mtime_ns for path in sweep.directory.rglob("result.json")}
+    again = partial(output_in, sweep.directory, monkeypatch, *SWEEP, "mode=baseline,golden")
+    code, output = again("-m")
+    assert code == 0
+    assert output.count("skipped: ") == 2
+    code, output = again("swap.exclude=*.ln_1", "-m")  # which changes nothing for the baseline
     assert code == 1
-    assert "holds a finished run with another value of warmup" in output
-    assert {path: path.stat().st_mtime_ns for path in root.rglob("result.json")} == times
+    assert output.count("skipped: ") == 1
+    assert "golden, seed 0: failed: normplug.experiment: " in output
+    assert "holds a finished run with another value of swap.exclude" in output
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+def test_a_sweep_over_the_output_of_autocast_has_an_arm_for_each(command, tmp_path):
+    options = ["trainer.precision=bf16-mixed", "swap.autocast_output=float32,low", PLAIN]
+    code, output = command(*SMALL, "mode=standard", *options, "-m")
+    assert code == 0, output
+    assert [r["arm"] for r in results(tmp_path)] == ["standard", "standard-autocast_float32"]
+    assert "| standard-autocast_float32 |" in output
+    assert "Reference: standard" in output
+    losses = [path.read_text() for path in sorted(tmp_path.rglob("metrics.csv"))]
+    assert len(losses) == 2
+    assert losses[0] != losses[1]
 
 
 def test_a_failed_arm_is_recorded_and_shown_and_the_others_go_on(command, tmp_path):
     # 3 does not divide 16 pixels; the other arm's patches do
-    code, output = command(
-        "mode=baseline,golden", *TINY, "trainer.max_epochs=1", "model.patch_size=3", "-m"
-    )
+    code, output = command("mode=baseline,golden", *SMALL, "model.patch_size=3", "-m")
     assert code == 1
     assert [r["status"] for r in results(tmp_path)] == ["failed", "failed"]
     assert "golden, seed 0: failed: normplug.experiment: model.patch_size must divide" in output
-
-
-def test_resuming_goes_on_where_it_stopped_and_refuses_another_mode(command, tmp_path):
-    steady = [*TINY, "schedule=constant", "warmup=0", "logger=csv"]
-    whole, half = tmp_path / "whole", tmp_path / "half"
-    assert command(*steady, f"hydra.run.dir={whole}")[0] == 0
-    assert command(*steady, f"hydra.run.dir={half}", "trainer.max_epochs=1")[0] == 0
-    checkpoint = f"ckpt_path={half}/checkpoints/last.ckpt"
-    rest = tmp_path / "rest"
-    code, output = command(*steady, f"hydra.run.dir={rest}", checkpoint)
-    assert code == 0, output
-    (a,), (b,) = results(whole), results(rest)
-    assert a["accuracy_by_epoch"] == b["accuracy_by_epoch"]
-    weights = [
-        torch.load(d / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
-        for d in (whole, rest)
-    ]
-    for key, value in weights[0].items():
-        torch.testing.assert_close(weights[1][key], value, msg=key)
-    code, output = command(*steady, checkpoint, "mode=0.5")
-    assert code == 1
-    assert "the checkpoint is of arm 'golden', this run of '0.5'" in output
 
 
 @pytest.mark.parametrize(
@@ -206,6 +168,9 @@ def test_resuming_goes_on_where_it_stopped_and_refuses_another_mode(command, tmp
         ),
         (["seed=x"], "seed must be an integer; got 'x'"),
         (["gamma0=-1"], "gamma0 scales the norms' initial weights"),
+        (["fuse=maybe"], "fuse must be true, false or null; got 'maybe'"),
+        (["recompute=always"], "recompute must be true or false; got 'always'"),
+        (["swap.autocast_output=half"], "autocast_output must be one of"),
         (["optimizer.lr=fast"], "optimizer.lr must be a finite number above 0; got 'fast'"),
         (["schedule=warp"], "schedule must be one of one_cycle, cosine, constant; got 'warp'"),
         (["warmup=2"], "warmup is a fraction of all steps"),
@@ -247,34 +212,50 @@ def test_two_processes_train_one_model(tmp_path):
     assert done.returncode == 0, done.stderr
     (result,) = results(tmp_path)
     assert result["hardware"].startswith("CPU")
-    with next(tmp_path.rglob("variance.csv")).open() as file:
-        rows = list(csv.DictReader(file))
+    rows = variance_rows(next(tmp_path.rglob("variance.csv")).parent)
     assert {(row["rank"], row["world_size"]) for row in rows} == {("0", "2")}
     assert len(rows) == 9 * len({row["step"] for row in rows})
     assert "rank 0 of 2's part of the batch" in done.stdout
 
 
-@pytest.mark.parametrize("schedule", ["one_cycle", "cosine", "constant"])
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, 100])
-def test_the_learning_rate_rises_to_its_value_and_norms_and_biases_do_not_decay(schedule, steps):
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.1)
-    model = Classifier(net, 4, sgd, schedule=schedule, warmup=0.2)
-    model._trainer = SimpleNamespace(estimated_stepping_batches=steps)
-    configured = model.configure_optimizers()
-    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    decays = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
-    assert decays == {id(p): 0.1 if p.dim() == 2 else 0 for p in net.parameters()}
-    rates = []
+def sgd(net):
+    return torch.optim.SGD(decay_groups(net.parameters()), lr=0.5, momentum=0.9, weight_decay=0.1)
+
+
+def rates(optimizer, scheduler, steps):
     for _ in range(steps):
-        rates.append(optimizer.param_groups[0]["lr"])
+        yield optimizer.param_groups[0]["lr"]
         optimizer.step()
         scheduler.step()
-    assert max(rates) == pytest.approx(0.5, rel=0.01)
+
+
+def test_norms_and_biases_do_not_decay_and_what_is_frozen_is_left_out():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    net[0].bias.requires_grad_(False)
+    decays = {id(p): g["weight_decay"] for g in sgd(net).param_groups for p in g["params"]}
+    weight, bias = net[1].parameters()
+    assert decays == {id(net[0].weight): 0.1, id(weight): 0, id(bias): 0}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 0.2])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 100])
+def test_the_learning_rate_rises_to_its_value_and_resumes_on_its_curve(schedule, warmup, steps):
+    def made():
+        optimizer = sgd(torch.nn.Linear(4, 4))
+        return optimizer, make_scheduler(optimizer, schedule, warmup, steps)
+
+    whole = list(rates(*made(), steps))
+    assert max(whole) == pytest.approx(0.5, rel=0.01)
     if steps == 100:
-        assert rates.index(max(rates)) == pytest.approx(20, abs=1)
-        assert rates[0] < 0.05
-        assert (rates[-1] < 0.01) == (schedule != "constant")
+        rising = max(2, 100 * warmup) if schedule == "one_cycle" else 100 * warmup
+        assert whole.index(max(whole)) == pytest.approx(rising, abs=1)
+        assert (whole[0] < 0.05) == (rising > 0)
+        assert (whole[-1] < 0.01) == (schedule != "constant")
+    optimizer, scheduler = made()
+    optimizer.step()
+    move_to_step(scheduler, steps // 2)
+    assert list(rates(optimizer, scheduler, steps - steps // 2)) == whole[steps // 2 :]
 
 
 def test_arms_have_names_that_tell_them_apart():
@@ -283,6 +264,9 @@ def test_arms_have_names_that_tell_them_apart():
     assert arm_name(0.5) == "0.5"
     assert arm_name("standard", 0.786) == "standard-gamma0_0.786"
     assert arm_name("golden", tag="lr0.1") == "golden-lr0.1"
+    assert arm_name("golden", autocast_output="low") == "golden"
+    assert arm_name(0.5, tag="a", autocast_output="float32") == "0.5-autocast_float32-a"
+    assert arm_name("baseline", autocast_output="float32") == "baseline"  # nothing is swapped
 
 
 def test_gamma0_starts_as_the_mode_whose_root_it_is():
@@ -317,7 +301,7 @@ def test_stems_and_patches_suit_the_image():
 
 @pytest.mark.parametrize(("model", "fused"), [("resnet18", 17), ("vit_tiny", 8)])
 def test_a_fused_run_in_channels_last_gives_the_same_accuracy(command, tmp_path, model, fused):
-    tiny = ["experiment=smoke", f"model={model}", "data.num_images=200", "trainer.max_epochs=1"]
+    tiny = [*SMALL, f"model={model}", "data.num_images=200", PLAIN]
     for fuse in (True, False):
         code, output = command(*tiny, "mode=golden", f"fuse={fuse}", "channels_last=true",
                                f"hydra.run.dir={tmp_path}/{fuse}")  # fmt: skip
@@ -329,33 +313,22 @@ def test_a_fused_run_in_channels_last_gives_the_same_accuracy(command, tmp_path,
     assert one["accuracy_by_epoch"] == other["accuracy_by_epoch"]
 
 
-def test_only_swapped_norms_are_fused_and_a_wrong_setting_is_refused(command, tmp_path):
-    code, output = command(*TINY, "mode=baseline", "fuse=true", "trainer.max_epochs=1")
+def test_only_swapped_norms_are_fused(command, tmp_path):
+    code, output = command(*SMALL, "mode=baseline", "fuse=true", PLAIN)
     assert code == 0, output
     assert results(tmp_path)[0]["norms_fused"] == 0
-    code, output = command(*TINY, "fuse=maybe")
-    assert code == 1
-    assert "fuse must be true, false or null; got 'maybe'" in output
 
 
-def test_results_are_computed_anew_of_fused_norms_only(command, tmp_path):
+def test_outputs_are_recomputed_of_fused_norms_only(command, tmp_path):
     for wrong in (["fuse=false"], ["fuse=true", "compile=true"]):
-        code, output = command(*TINY, "recompute=true", *wrong)
+        code, output = command(*SMALL, "recompute=true", *wrong)
         assert code == 1
         assert "recompute=true is for fused norms" in output
-    code, output = command(*TINY, "recompute=always")
-    assert code == 1
-    assert "recompute must be true or false; got 'always'" in output
     if not recompute.AVAILABLE:
-        code, output = command(*TINY, "fuse=true", "recompute=true")
+        code, output = command(*SMALL, "fuse=true", "recompute=true")
         assert code == 1
         assert "recompute needs torch 2.8" in output
         return
-    code, output = command(*TINY, "fuse=true", "recompute=true", "trainer.max_epochs=1",
-                           f"hydra.run.dir={tmp_path}/fused")  # fmt: skip
+    code, output = command(*SMALL, "fuse=true", "recompute=true", PLAIN)
     assert code == 0, output
-    assert results(tmp_path / "fused")[0]["recompute"] is True
-    code, output = command(*TINY, "mode=baseline", "recompute=true", "trainer.max_epochs=1",
-                           f"hydra.run.dir={tmp_path}/baseline")  # fmt: skip
-    assert code == 0, output
-    assert results(tmp_path / "baseline")[0]["recompute"] is False
+    assert results(tmp_path)[0]["recompute"] is True

@@ -16,11 +16,11 @@ import train
 import training
 from normplug.compare.gather import find_runs
 from normplug.experiment import directory
-from normplug.experiment.checks import UserError
 from normplug.experiment.directory import FORMER, LOCK, RunDirectory
-from training import run_in
+from normplug.experiment.errors import UserError
+from training import PLAIN, run_in
 
-SMALL = [*training.SMALL, "logger=csv"]
+SMALL = [*training.SMALL, PLAIN]
 HOLD = """
 import sys, time
 from filelock import FileLock
@@ -128,7 +128,7 @@ def test_what_a_dead_run_left_is_not_mixed_with_a_new_run(command, tmp_path):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text(text)
     (run / "notes.txt").write_text("mine")
-    code, output, errors = command(*SMALL, f"hydra.run.dir={run}", "callbacks=minimal")
+    code, output, errors = command(*training.SMALL, f"hydra.run.dir={run}", "callbacks=minimal")
     assert code == 0, output + errors
     assert f"set aside: {run / FORMER} has the files of a run that did not finish" in errors
     assert {name: (run / FORMER / name).read_text() for name in old} == old
@@ -267,15 +267,15 @@ def test_a_finished_result_of_another_configuration_is_a_failed_arm_and_stays(co
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
     command, tmp_path, monkeypatch, failing
 ):
-    real = Path.write_text
+    real = Path.write_bytes
 
-    def write_text(path, text, **options):
-        if path.name.startswith(failing):
-            real(path, text[:10], **options)
+    def write_bytes(path, content):
+        if failing in path.name:
+            real(path, content[:10])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return real(path, text, **options)
+        return real(path, content)
 
-    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
     run = tmp_path / "run"
     code, _, errors = command(*SMALL, f"hydra.run.dir={run}")
     assert code == 1

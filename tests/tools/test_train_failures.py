@@ -1,6 +1,5 @@
 """Runs of train.py that cannot go on: wrong checkpoints, and losses that are not finite."""
 
-import json
 import os
 import subprocess
 import sys
@@ -18,24 +17,15 @@ import train
 from normplug.compare import compare
 from normplug.experiment.classifier import Classifier
 from normplug.experiment.divergence import Diverged, FiniteLoss
-from training import run_in
+from training import PLAIN, SWEEP, result_of, results
 
-TINY = [
-    "experiment=smoke",
-    "model=vit_tiny",
-    "data.num_images=250",
-    "data.batch_size=32",
-    "trainer.max_epochs=1",
-]
+TINY = [*SWEEP, "trainer.max_epochs=1", PLAIN]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+@pytest.fixture
+def trained(sweep):
     """The directory of a finished run."""
-    directory = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert run_in(directory, monkeypatch, *TINY, f"hydra.run.dir={directory}") == 0
-    return directory
+    return sweep.golden
 
 
 def wrong_checkpoints(trained, tmp_path):
@@ -63,7 +53,7 @@ def wrong_checkpoints(trained, tmp_path):
 def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(command, trained, tmp_path):
     run = tmp_path / "run"
     for name, (path, sentence) in wrong_checkpoints(trained, tmp_path).items():
-        code, output = command(*TINY, f"ckpt_path='{path}'", f"hydra.run.dir={run}")
+        code, output = command(*SWEEP, f"ckpt_path='{path}'", f"hydra.run.dir={run}")
         assert code == 1, name
         assert sentence in output, name
         assert "Traceback" not in output, name
@@ -77,7 +67,6 @@ def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(command,
         ("mode=0.5", "the checkpoint is of arm 'golden', this run of '0.5'"),
         ("tag=other", "the checkpoint is of arm 'golden', this run of 'golden-other'"),
         ("seed=1", "the checkpoint is of seed 0, this run of 1"),
-        ("model=resnet18", "the checkpoint is of model 'vit_tiny', this run of 'resnet18'"),
         ("optimizer=sgd", "the checkpoint is of optimizer 'torch.optim.AdamW', this run of"),
         (
             "model.depth=3",
@@ -89,18 +78,35 @@ def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(command,
 )
 def test_another_runs_checkpoint_is_refused(command, trained, tmp_path, override, sentence):
     path = trained / "checkpoints/last.ckpt"
-    code, output = command(*TINY, f"ckpt_path={path}", override, f"hydra.run.dir={tmp_path}/run")
+    code, output = command(*SWEEP, f"ckpt_path={path}", override, f"hydra.run.dir={tmp_path}/run")
     assert code == 1
     assert sentence in output
     assert "Traceback" not in output
 
 
-def test_a_checkpoint_of_other_data_is_refused(command, trained, tmp_path):
-    path = trained / "checkpoints/last.ckpt"
-    options = ["model=vit_tiny", "data=digits", f"hydra.run.dir={tmp_path}/run"]
-    code, output = command(*options, f"ckpt_path={path}")
+def test_a_checkpoint_with_another_split_of_the_data_is_refused(command, trained, tmp_path):
+    content = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
+    del content["run"]["split"]  # as before there was one
+    torch.save(content, tmp_path / "old.ckpt")
+    code, output = command(*SWEEP, f"ckpt_path={tmp_path}/old.ckpt")
     assert code == 1
-    assert "the checkpoint is of data 'fake', this run of 'digits'" in output
+    assert "which held out other images for validation. Train again from the start." in output
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["model=vit_tiny", "data=digits"], "is of data 'fake', this run of 'digits'"),
+        (["experiment=smoke"], "is of model 'vit_tiny', this run of 'resnet18'"),
+    ],
+)
+def test_a_checkpoint_of_other_data_or_another_model_is_refused(
+    command, trained, tmp_path, options, sentence
+):
+    path = trained / "checkpoints/last.ckpt"
+    code, output = command(*options, f"ckpt_path={path}", f"hydra.run.dir={tmp_path}/run")
+    assert code == 1
+    assert f"the checkpoint {sentence}" in output
     assert "Traceback" not in output
 
 
@@ -108,7 +114,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_recorded(command, tmp_pa
     run = tmp_path / "run"
     code, output = command(*TINY, "optimizer.lr=1e30", "warmup=0", f"hydra.run.dir={run}")
     assert code == 1
-    result = json.loads((run / "result.json").read_text())
+    result = result_of(run)
     assert result["status"] == "diverged"
     assert result["step"] == 1
     assert "the training loss is nan at step 1 (epoch 1)" in result["error"]
@@ -129,8 +135,10 @@ def test_a_sweep_with_a_diverged_arm_goes_on_and_leaves_it_out(command, tmp_path
     assert code == 1
     rows = {row.arm: row.n_finished for row in compare(tmp_path / "logs").rows}
     assert rows == {"0.5": 0, "golden": 1}
-    results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
-    assert {r["arm"]: r["status"] for r in results} == {"0.5": "diverged", "golden": "finished"}
+    assert {r["arm"]: r["status"] for r in results(tmp_path)} == {
+        "0.5": "diverged",
+        "golden": "finished",
+    }
     assert "0.5, seed 0: diverged: normplug.experiment: the training loss is nan" in output
 
 
@@ -245,7 +253,7 @@ def test_an_evaluation_whose_loss_is_not_finite_is_no_result(command, tmp_path, 
     run = tmp_path / "run"
     code, output = command(*TINY, f"hydra.run.dir={run}")
     assert code == 1, output
-    result = json.loads((run / "result.json").read_text())
+    result = result_of(run)
     assert result["status"] == "diverged"
     assert f"the {stage} loss is nan at step 5" in result["error"]
     assert (run / "checkpoints/last.ckpt").exists() == (stage == "test")
@@ -280,7 +288,7 @@ def test_all_processes_stop_where_one_diverges(tmp_path):
         timeout=120,
     )
     assert done.returncode == 1, done.stderr
-    result = json.loads((tmp_path / "run/result.json").read_text())
+    result = result_of(tmp_path / "run")
     assert result["status"] == "diverged"
     assert result["step"] == 1
     assert "(epoch 1) in process 1" in result["error"]

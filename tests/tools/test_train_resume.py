@@ -1,6 +1,5 @@
 """Runs of train.py that stop and go on: the same numbers as one that never stopped."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,42 +11,30 @@ import pytest
 import torch
 
 import train
-from normplug.experiment import checkpoint
+from normplug.experiment import checkpoint, signals
+from normplug.experiment.checkpoint import LAST
 from normplug.experiment.classifier import Classifier
-from training import run_in
+from training import GOLDEN, PLAIN, SMALL, SWEEP, one_thread, result_of, run_in
 
-TINY = [
-    "experiment=smoke",
-    "model=vit_tiny",
-    "model.dropout=0.1",
-    "data.num_images=250",
-    "data.batch_size=32",
-]
-SWEEP = [*TINY, "trainer.max_epochs=3", "mode=baseline,golden", "-m"]
-ARM = Path("logs/sweeps/smoke/vit_tiny/fake/golden/seed_0")
-SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
+TINY = [*SWEEP, PLAIN]  # no variance
+SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():
-    """As in the processes that are killed: sums round by the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    """As in the shared sweep and in processes that are killed."""
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The sweep, never interrupted."""
-    directory = tmp_path_factory.mktemp("whole")
+def more(sweep, tmp_path_factory):
+    """The shared sweep's golden run, resumed after its three epochs for a fourth."""
+    directory = tmp_path_factory.mktemp("more")
+    resume = [f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={directory}"]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        assert run_in(directory, monkeypatch, *SWEEP) == 0
-    return directory / ARM
-
-
-def result_of(run):
-    return json.loads((run / "result.json").read_text())
+        assert run_in(directory, monkeypatch, *TINY, "trainer.max_epochs=4", *resume) == 0
+    return directory
 
 
 def assert_same_results(run, whole):
@@ -66,73 +53,67 @@ def assert_same_run(run, whole):
 
 
 def stop_at(step, monkeypatch, act):
-    """Let `act` happen in the forward of an optimizer step."""
+    """Let `act` happen in the forward of an optimizer step of the arm golden."""
     training_step = Classifier.training_step
 
     def stopping(self, batch, batch_idx):
-        if self.trainer.global_step == step:
+        if self.trainer.global_step == step and self.identity["arm"] == "golden":
             act()
         return training_step(self, batch, batch_idx)
 
     monkeypatch.setattr(Classifier, "training_step", stopping)
 
 
-@pytest.mark.parametrize("signum", SIGNALS, ids=lambda s: s.name)
-def test_a_sweep_that_is_killed_goes_on_to_the_same_numbers(
-    signum, whole, tmp_path, monkeypatch, capsys
-):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def test_a_sweep_that_is_killed_goes_on_to_the_same_numbers(sweep, tmp_path, monkeypatch, capsys):
+    sweep_of_one = [*SWEEP, "mode=golden", "-m"]
     process = subprocess.Popen(
-        [sys.executable, train.__file__, *SWEEP],
+        [sys.executable, train.__file__, *sweep_of_one],
         cwd=tmp_path,
-        env=environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+        stderr=subprocess.DEVNULL,
     )
-    run = tmp_path / ARM
-    while process.poll() is None and not (run / "checkpoints/last.ckpt").exists():
+    run = tmp_path / GOLDEN
+    while process.poll() is None and not (run / LAST).exists():
         time.sleep(0.005)
     variance = (run / "variance.csv").read_text()
     while process.poll() is None and (run / "variance.csv").read_text() == variance:
         time.sleep(0.005)  # rows of steps after the checkpoint
-    process.send_signal(signum)
-    _, errors = process.communicate(timeout=60)
-    assert result_of(run)["status"] == ("running" if signum == signal.SIGKILL else "interrupted")
-    if signum == signal.SIGKILL:
-        assert process.returncode == -signum
-    else:
-        assert process.returncode == 128 + signum
-        assert "The same sweep skips finished runs and resumes this one from" in errors
-        assert "Traceback" not in errors
-    first = tmp_path / "logs/sweeps/smoke/vit_tiny/fake/baseline/seed_0/result.json"
-    written = first.stat().st_mtime_ns
-    assert run_in(tmp_path, monkeypatch, *SWEEP) == 0
+    process.kill()
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert result_of(run)["status"] == "running"
+    assert run_in(tmp_path, monkeypatch, *sweep_of_one) == 0
     assert "resuming: after epoch " in capsys.readouterr().err
-    assert first.stat().st_mtime_ns == written
-    assert_same_run(run, whole)
+    assert_same_run(run, sweep.golden)
 
 
-@pytest.mark.parametrize("schedule", ["one_cycle", "cosine", "constant"])
-def test_a_run_resumes_with_more_epochs_on_the_curve_of_the_new_total(command, tmp_path, schedule):
-    options = [*TINY, f"schedule={schedule}", "callbacks.variance.every_n_steps=100"]
-    for name, epochs in (("short", 2), ("whole", 4)):
-        code, output = command(
-            *options, f"trainer.max_epochs={epochs}", f"hydra.run.dir={tmp_path / name}"
-        )
-        assert code == 0, output
-    code, output = command(
-        *options,
-        "trainer.max_epochs=4",
-        f"hydra.run.dir={tmp_path / 'more'}",
-        f"ckpt_path={tmp_path / 'short/checkpoints/last.ckpt'}",
-    )
+@pytest.mark.parametrize("signum", SIGNALS, ids=lambda s: s.name)
+def test_a_sweep_that_is_interrupted_skips_and_resumes(signum, command, tmp_path, monkeypatch):
+    arms = [*TINY, "trainer.max_epochs=2", "mode=baseline,golden", "-m"]
+    first = tmp_path / GOLDEN.parents[1] / "baseline/seed_0"
+    with monkeypatch.context() as patch:
+        stop_at(9, patch, lambda: signal.raise_signal(signum))
+        code, output = command(*arms)
+    assert code == 128 + signum
+    assert "The same sweep skips finished runs and resumes this one from" in output
+    assert "Traceback" not in output
+    assert result_of(tmp_path / GOLDEN)["status"] == "interrupted"
+    written = (first / "result.json").stat().st_mtime_ns
+    code, output = command(*arms)
+    assert code == 0
+    assert "resuming: after epoch 1" in output
+    assert (first / "result.json").stat().st_mtime_ns == written
+    assert result_of(tmp_path / GOLDEN)["status"] == "finished"
+
+
+def test_a_run_resumes_with_more_epochs_on_the_curve_of_the_new_total(command, tmp_path, more):
+    whole = tmp_path / "whole"
+    code, output = command(*TINY, "trainer.max_epochs=4", "model.depth=1", f"hydra.run.dir={whole}")
     assert code == 0, output
-    more, whole = (rates(tmp_path / name) for name in ("more", "whole"))
-    assert more.keys() == whole.keys() == set(range(20))
-    for step in range(10, 20):
-        assert more[step] == whole[step]
-    assert len(result_of(tmp_path / "more")["accuracy_by_epoch"]) == 4
+    assert rates(more).keys() == rates(whole).keys() == set(range(20))
+    for step in range(15, 20):
+        assert rates(more)[step] == rates(whole)[step]
+    assert len(result_of(more)["accuracy_by_epoch"]) == 4
 
 
 def rates(run):
@@ -141,28 +122,21 @@ def rates(run):
     return {int(row["step"]): [row[n] for n in names] for row in rows if row[names[0]]}
 
 
-def test_hyperparameters_of_the_command_win_over_the_checkpoints(command, tmp_path):
-    options = [*TINY, "schedule=one_cycle", "trainer.max_epochs=2"]
-    run = tmp_path / "first"
-    assert command(*options, "trainer.max_epochs=1", f"hydra.run.dir={run}")[0] == 0
-    for name, rate in (("again", 0.001), ("lower", 0.0001)):
-        code, output = command(
-            *options,
-            f"hydra.run.dir={tmp_path / name}",
-            f"optimizer.lr={rate}",
-            f"ckpt_path={run / 'checkpoints/last.ckpt'}",
-        )
-        assert code == 0, output
-    again, lower = (rates(tmp_path / name) for name in ("again", "lower"))
-    for step in range(5, 10):
-        assert float(again[step][0]) == pytest.approx(10 * float(lower[step][0]), rel=1e-6)
+def test_hyperparameters_of_the_command_win_over_the_checkpoints(command, tmp_path, sweep, more):
+    lower = tmp_path / "lower"
+    options = ["trainer.max_epochs=4", f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={lower}"]
+    code, output = command(*TINY, *options, "optimizer.lr=0.002")  # 0.02 in experiment=smoke
+    assert code == 0, output
+    for step in range(15, 20):
+        higher, lowered = float(rates(more)[step][0]), float(rates(lower)[step][0])
+        assert higher == pytest.approx(10 * lowered, rel=1e-6)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize("signum", SIGNALS, ids=lambda s: s.name)
 def test_an_interrupted_run_says_how_to_resume_and_resumes(
-    command, tmp_path, monkeypatch, whole, signum
+    command, tmp_path, monkeypatch, sweep, signum
 ):
-    options = [*TINY, "trainer.max_epochs=3", "mode=golden", "study=default"]
+    options = [*SWEEP, "mode=golden"]
     with monkeypatch.context() as patch:
         stop_at(9, patch, lambda: signal.raise_signal(signum))
         code, output = command(*options, f"hydra.run.dir={tmp_path / 'cut'}")
@@ -175,7 +149,7 @@ def test_an_interrupted_run_says_how_to_resume_and_resumes(
     assert found["error"].endswith(f"ckpt_path={last}")
     code, output = command(*options, f"ckpt_path={last}", f"hydra.run.dir={tmp_path / 'rest'}")
     assert code == 0, output
-    assert_same_run(tmp_path / "rest", whole)
+    assert_same_run(tmp_path / "rest", sweep.golden)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -188,17 +162,17 @@ def test_without_a_checkpoint_the_advice_is_to_start_again(command, tmp_path, mo
     assert "ckpt_path" not in output
 
 
-def test_a_second_signal_ends_the_process_at_once(tmp_path):
-    code = (
-        "import signal, time\n"
-        "from normplug.experiment.signals import Interrupted, Signals\n"
-        "Signals().install()\n"
-        "try:\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
-        "except Interrupted:\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
-        "print('still here')\n"
-    )
+def test_a_second_signal_ends_the_process_at_once():
+    code = f"""
+import runpy, signal
+names = runpy.run_path({signals.__file__!r})  # without torch, which takes seconds to import
+names["Signals"]().install()
+try:
+    signal.raise_signal(signal.SIGINT)
+except names["Interrupted"]:
+    signal.raise_signal(signal.SIGINT)
+print("still here")
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGINT
     assert not done.stdout
@@ -241,21 +215,18 @@ def test_a_run_that_starts_over_never_resumes_from_an_earlier_runs_checkpoint(
     assert "resuming" not in output
 
 
-def test_a_run_that_has_trained_all_epochs_is_only_evaluated(command, tmp_path, monkeypatch):
-    options = [*TINY, "trainer.max_epochs=1"]
-    run = tmp_path / "run"
-    assert command(*options, f"hydra.run.dir={run}")[0] == 0
-    last = run / "checkpoints/last.ckpt"
-    code, output = command(*options, f"hydra.run.dir={tmp_path / 'again'}", f"ckpt_path={last}")
+def test_a_run_that_has_trained_all_epochs_is_only_evaluated(command, tmp_path, sweep):
+    resume = [f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={tmp_path / 'again'}"]
+    code, output = command(*SWEEP, *resume)
     assert code == 0, output
     assert "resuming: nothing is left to train" in output
-    assert_same_results(tmp_path / "again", run)
-    more = [*options, "trainer.max_epochs=2", f"hydra.run.dir={tmp_path / 'more'}"]
-    assert command(*more, f"ckpt_path={last}")[0] == 0
-    fewer = [*options, f"hydra.run.dir={tmp_path / 'fewer'}"]
-    code, output = command(*fewer, f"ckpt_path={tmp_path / 'more/checkpoints/last.ckpt'}")
+    assert_same_results(tmp_path / "again", sweep.golden)
+
+
+def test_a_checkpoint_of_more_epochs_is_refused(command, tmp_path, more):
+    code, output = command(*TINY, f"hydra.run.dir={tmp_path / 'fewer'}", f"ckpt_path={more / LAST}")
     assert code == 1
-    assert "has trained 2 epochs, more than trainer.max_epochs=1" in output
+    assert "has trained 4 epochs, more than trainer.max_epochs=3" in output
     assert "Traceback" not in output
     assert not (tmp_path / "fewer/result.json").exists()
 
@@ -284,8 +255,9 @@ def test_the_runs_checkpoints_are_written_in_their_own_directory(command, tmp_pa
         save(content, file, *args, **kwargs)
 
     monkeypatch.setattr(torch, "save", spy)
-    assert command(*TINY, "trainer.max_epochs=1", f"hydra.run.dir={tmp_path / 'run'}")[0] == 0
-    assert written == [str(tmp_path / "run/checkpoints/last.ckpt.part")]
+    assert command(*SMALL, PLAIN, f"hydra.run.dir={tmp_path / 'run'}")[0] == 0
+    (path,) = written
+    assert Path(path).parent == tmp_path / "run/checkpoints"
 
 
 def test_rows_that_a_kill_cut_off_are_not_continued(tmp_path):

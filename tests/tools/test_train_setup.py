@@ -13,10 +13,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 import train
-from normplug.experiment import directory
-from normplug.experiment.checks import UserError, check, groups_off
+from normplug.experiment.checks import check
+from normplug.experiment.command import groups_off
 from normplug.experiment.data import Cifar10
-from normplug.experiment.directory import path_name
+from normplug.experiment.errors import UserError
+from normplug.experiment.names import LONGEST_NAME, path_name
 from training import SMALL
 
 ROOT = Path(train.__file__).parent
@@ -274,7 +275,7 @@ def test_what_only_the_object_itself_can_tell_is_one_sentence_too(
     assert sentence in line
     assert "Traceback" not in output
     assert '"running"' not in "".join(p.read_text() for p in tmp_path.rglob("result.json"))
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob(f".*.{os.getpid()}"))  # half-written files
 
 
 def test_an_image_folder_of_one_class_is_refused(command, tmp_path):
@@ -327,17 +328,9 @@ def test_a_sweep_that_would_start_itself_again_is_refused(command, devices):
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["data.batch_size=0"], "data.batch_size must be an integer >= 1; got 0."),
-        (["trainer.precision=foo"], "trainer.precision must be 64, 32, 16,"),
-        (["tag=../../x", "-m"], "tag must be a name"),
-    ],
-)
-def test_the_command_itself_prints_one_line(tmp_path, overrides, sentence):
+def test_the_command_itself_prints_one_line(tmp_path):
     done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *SMALL, *overrides],
+        [sys.executable, ROOT / "train.py", *SMALL, "tag=../../x", "-m"],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -346,7 +339,7 @@ def test_the_command_itself_prints_one_line(tmp_path, overrides, sentence):
     )
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if "normplug" in line]
-    assert sentence in line
+    assert "tag must be a name" in line
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
@@ -359,7 +352,7 @@ def test_paths_have_plain_and_bounded_names():
     assert path_name("0.5") == "0.5"
     one, other = path_name("x" * 300 + "1"), path_name("x" * 300 + "2")
     assert one != other
-    assert len(one) == len(other) == directory.LONGEST_NAME
+    assert len(one) == len(other) == LONGEST_NAME
 
 
 def test_the_checks_leave_the_configuration_as_it_is(tmp_path):

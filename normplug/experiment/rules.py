@@ -1,0 +1,155 @@
+"""What the value of each key of the configuration must be."""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from normplug.experiment.optimizing import SCHEDULES
+
+
+class Rule(NamedTuple):
+    """What the value of a key must be; a key that is not set is not checked.
+
+    Attributes:
+        key: its path, e.g. "data.batch_size".
+        holds: whether a value is allowed.
+        must: the rest of a sentence that begins with the key.
+    """
+
+    key: str
+    holds: Callable[[Any], bool]
+    must: str
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is an integer; true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_name(value: Any) -> bool:
+    return re.fullmatch(r"[^/\\.][^/\\]{0,99}", str(value)) is not None and not isinstance(
+        value, (bool, list, dict, types.NoneType)
+    )
+
+
+def _is_pattern(value: Any) -> bool:
+    return _is_text(value) or (isinstance(value, list) and bool(value))
+
+
+def _maybe(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or holds(value)
+
+
+def _whole(key: str, least: int, *, maybe: bool = False) -> Rule:
+    def holds(value: Any) -> bool:
+        return is_whole(value) and value >= least
+
+    must = f"must be an integer >= {least}"
+    return Rule(key, _maybe(holds), f"{must}, or null") if maybe else Rule(key, holds, must)
+
+
+def _flag(key: str) -> Rule:
+    return Rule(key, _is_bool, "must be true or false")
+
+
+def _share(key: str, *, least: bool, most: bool, must: str) -> Rule:
+    """A fraction; `least` and `most` say whether 0 and 1 are allowed."""
+
+    def holds(value: Any) -> bool:
+        return _is_number(value) and (
+            0 < value < 1 or (least and value == 0) or (most and value == 1)
+        )
+
+    return Rule(key, holds, must)
+
+
+NAME = "must be a name: at most 100 characters, without slashes, not beginning with a dot"
+SEED = "must be from 0 to 4294967295"
+POSITIVE = "must be a finite number above 0"
+PATTERNS = "must be null, a pattern such as 'layer4.*', or a list of at least one pattern"
+
+RULES = (
+    Rule("seed", is_whole, "must be an integer"),
+    Rule("seed", lambda seed: 0 <= seed < 2**32, SEED),
+    Rule(
+        "gamma0",
+        _maybe(_is_positive),
+        "scales the norms' initial weights and must be a finite number above 0, or null",
+    ),
+    _flag("compile"),
+    Rule("fuse", _maybe(_is_bool), "must be true, false or null"),
+    _flag("recompute"),
+    _flag("channels_last"),
+    Rule("ckpt_path", _maybe(_is_text), "must be the path of a checkpoint, or null"),
+    Rule("schedule", lambda value: value in SCHEDULES, f"must be one of {', '.join(SCHEDULES)}"),
+    _share(
+        "warmup",
+        least=True,
+        most=False,
+        must="is a fraction of all steps, at least 0 and below 1",
+    ),
+    _share("label_smoothing", least=True, most=True, must="must be a number from 0 to 1"),
+    Rule("study", _is_name, NAME),
+    Rule("tag", _maybe(lambda tag: tag == "" or _is_name(tag)), f"{NAME}; or null"),
+    Rule("swap.include", _maybe(_is_pattern), PATTERNS),
+    Rule("swap.exclude", _maybe(_is_pattern), PATTERNS),
+    Rule("data.seed", is_whole, "must be an integer"),
+    Rule("data.seed", lambda seed: 0 <= seed < 2**32, SEED),
+    _whole("data.batch_size", 1),
+    _whole("data.image_size", 1, maybe=True),
+    _whole("data.num_classes", 2),
+    _whole("data.num_images", 1),
+    _whole("data.num_workers", 0),
+    Rule("data.memory_gib", lambda x: _is_number(x) and x >= 0, "must be a finite number >= 0"),
+    _share("data.val_fraction", least=False, most=False, must="must be above 0 and below 1"),
+    _whole("data.augment.pad", 0),
+    _flag("data.augment.flip"),
+    Rule("optimizer.lr", _is_positive, POSITIVE),
+    _whole("model.patch_size", 1, maybe=True),
+    _whole("model.hidden_dim", 1),
+    _whole("model.depth", 1),
+    _whole("model.heads", 1),
+    _whole("model.mlp_ratio", 1),
+    _share("model.dropout", least=True, most=False, must="must be at least 0 and below 1"),
+    _whole("trainer.log_every_n_steps", 0),
+    _whole("trainer.num_sanity_val_steps", -1),
+    _whole("trainer.accumulate_grad_batches", 1),
+    _whole("trainer.check_val_every_n_epoch", 1, maybe=True),
+    Rule(
+        "trainer.max_steps",
+        lambda steps: is_whole(steps) and (steps == -1 or steps >= 1),
+        "must be an integer >= 1, or -1 for no limit",
+    ),
+    Rule(
+        "trainer.gradient_clip_val",
+        _maybe(lambda norm: _is_number(norm) and norm >= 0),
+        "must be a finite number >= 0, or null",
+    ),
+    Rule(
+        "trainer.val_check_interval",
+        lambda value: not isinstance(value, (int, float)) or _is_positive(value),
+        "must be above 0, a time, or null",
+    ),
+    Rule("trainer.limit_train_batches", _maybe(_is_positive), f"{POSITIVE}, or null"),
+    Rule("trainer.limit_test_batches", _maybe(_is_positive), f"{POSITIVE}, or null"),
+)
