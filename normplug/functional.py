@@ -285,7 +285,7 @@ def _row_shape(caller: str, normalized_shape: Sequence[int]) -> tuple[int, ...]:
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast has set where x is; None where it is off."""
     try:
-        device = x.device.type
+        device = "cuda" if x.is_cuda else x.device.type
     except AttributeError:  # no tensor, and about to be refused
         return None
     if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):

@@ -42,6 +42,8 @@ class Plan(ABC):
         self.spec = spec
         self.acc = accumulator_dtype(t.x.dtype)
         self._device = t.x.device
+        # The GPU that launches must find current; None on the CPU.
+        self.gpu = self._device.index if t.x.is_cuda else None
         self._workspaces: dict[tuple[int, int], Workspace] = {}
 
     @classmethod
@@ -75,8 +77,8 @@ class Plan(ABC):
     def run(self, t: Tensors) -> Any:
         """The result, with what its gradients need."""
         x, residual, weight, bias, input_bias, _, _, _ = t
-        if on_other_device(x):
-            with torch.cuda.device_of(x):
+        if self.gpu is not None and self.gpu != current_device_index():
+            with torch.cuda.device(self.gpu):
                 return self.run(t)
         if not torch.is_grad_enabled():
             return self.forward(t, ())[0]
@@ -102,9 +104,8 @@ class Plan(ABC):
 
     def _workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
         """The current stream, and on it `scratch` counters and partial results."""
-        on_cuda = self._device.type == "cuda"
-        stream = current_raw_stream(self._device.index) if on_cuda else 0
-        if stream != 0 or not on_cuda:
+        stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
+        if stream != 0 or self.gpu is None:
             return stream, Workspace(self._device, self.acc, *scratch)
         work = self._workspaces.get(scratch)
         if work is None:
@@ -136,12 +137,12 @@ class _Norm(Recomputable):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        plan, saved, needs = ctx.plan, ctx.saved_tensors, ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            gradients = plan.composed_backward(saved, dy, dtotal, needs)
-        else:
-            gradients = _on_device_of(saved[0], plan.backward, saved, dy, dtotal, needs)
-        return (*gradients, None)
+        plan, saved = ctx.plan, ctx.saved_tensors
+        backward = plan.composed_backward if torch.is_grad_enabled() else plan.backward
+        if plan.gpu is not None and plan.gpu != current_device_index():
+            with torch.cuda.device(plan.gpu):
+                return (*backward(saved, dy, dtotal, ctx.needs_input_grad), None)
+        return (*backward(saved, dy, dtotal, ctx.needs_input_grad), None)
 
     @staticmethod
     def is_recomputable(node: Any) -> bool:
@@ -150,23 +151,11 @@ class _Norm(Recomputable):
     @staticmethod
     def recompute(node: Any) -> Tensor:
         saved = node.saved_tensors
-        return _on_device_of(saved[0], node.plan.recomputed, saved)
+        with torch.cuda.device_of(saved[0]):
+            return node.plan.recomputed(saved)
 
 
 _apply = applier(_Norm)
-
-
-def on_other_device(x: Tensor) -> bool:
-    """Whether x is on another GPU than the current one, where a launch would go."""
-    return x.is_cuda and current_device_index() != x.device.index
-
-
-def _on_device_of(x: Tensor, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call with the GPU of x as the current one."""
-    if on_other_device(x):
-        with torch.cuda.device_of(x):
-            return call(*arguments)
-    return call(*arguments)
 
 
 class KernelRoute(Route):

@@ -148,11 +148,11 @@ class LayerNormPlan(Plan):
         if dy is None:  # nobody used y
             return self._of_total(dtotal, needs, None, None)
         x, _, weight, _, input_bias, stats = saved
-        place, before = (self._row_dims, self._width), self._normalised
-        dy, dy_spacing = _with_dense_rows(dy, *place, before)
+        before, row_dims, width = self._normalised, self._row_dims, self._width
+        dy, dy_spacing = _with_dense_rows(dy, row_dims, width, before)
         dtotal_spacing = None
         if dtotal is not None:
-            dtotal, dtotal_spacing = _with_dense_rows(dtotal, *place, before, dy_spacing)
+            dtotal, dtotal_spacing = _with_dense_rows(dtotal, row_dims, width, before, dy_spacing)
         wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
         if not any(wanted):
             return None, None, None, None, None
@@ -232,9 +232,12 @@ class LayerNormPlan(Plan):
         """The gradients of x and the residual from that of their sum, and the others."""
         if through is None:
             return None, None, dweight, dbias, None
-        dx = through.to(self._dtype) if needs[0] else None
-        dresidual = through.to(self._residual_dtype) if needs[1] else None
-        return dx, dresidual, dweight, dbias, None
+        dx = dresidual = through
+        if through.dtype != self._dtype:
+            dx = through.to(self._dtype)
+        if through.dtype != self._residual_dtype:
+            dresidual = through.to(self._residual_dtype)
+        return dx if needs[0] else None, dresidual if needs[1] else None, dweight, dbias, None
 
     def _empty(self, x: Tensor, dtype: torch.dtype, wanted: torch.dtype) -> Tensor:
         """Contiguous, shaped like x, whose dtype is `dtype`."""
