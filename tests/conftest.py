@@ -1,16 +1,17 @@
 import gc
 import os
-import subprocess
-import sys
-from pathlib import Path
 
-import pytest
-import torch
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: each core has a process of its own
 
-from training import run_in
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from training import run_in  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
+    # The longest first, so that no process waits for them at the end.
+    items.sort(key=lambda item: item.path.name != "test_interpreter.py")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -35,35 +36,6 @@ def _leave_the_gpus_memory_free(request):
     yield
     if "gpu" in request.keywords:
         torch.cuda.empty_cache()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def interpreters(request, tmp_path_factory):
-    """(process, its output's file) by the first file of tests that it runs in Triton's interpreter.
-
-    They take minutes on one core each, so they start first and run beside the other tests.
-    """
-    tests = [item for item in request.session.items if item.path.name == "test_interpreter.py"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    started = {}
-    folder = Path(__file__).parent / "kernels"
-    for files in [item.callspec.params["files"] for item in tests if item.module.RUNS]:
-        output = tmp_path_factory.mktemp("interpreter") / "log"
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no"]
-        command += [folder / file for file in files]
-        with output.open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=folder.parents[1],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        started[files[0]] = (process, output)
-    yield started
-    for process, _ in started.values():
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture

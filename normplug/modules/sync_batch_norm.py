@@ -94,6 +94,7 @@ class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
             a channel in the joined batch.
 
     Example:
+        >>> import torch
         >>> SyncBatchNorm(8, mode="standard")(torch.ones(2, 8)).sum()
         tensor(0., grad_fn=<SumBackward0>)
     """

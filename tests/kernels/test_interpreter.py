@@ -1,6 +1,9 @@
 """The kernels' tests run in processes of their own, where Triton interprets kernels."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,20 +19,29 @@ def version(module):
 
 # Triton's interpreter takes numpy 2.4 from its version 3.7 on.
 RUNS = "TRITON_INTERPRET" not in os.environ and (version(triton) >= (3, 7) or version(np) < (2, 4))
-# What each process runs: about as long as the other, and as few as keep two cores busy.
-PROCESSES = [
-    ["test_layer_norm_kernels.py", "test_layer_norm_layouts.py", "test_pool_kernels.py"],
-    ["test_calls.py", "test_batch_norm_kernels.py", *["test_recompute.py"] * HAS_RECOMPUTE],
+FILES = [
+    "test_layer_norm_kernels.py",
+    "test_layer_norm_layouts.py",
+    "test_pool_kernels.py",
+    "test_calls.py",
+    "test_batch_norm_kernels.py",
+    *["test_recompute.py"] * HAS_RECOMPUTE,
 ]
 
 
 @pytest.mark.skipif(not RUNS, reason="interpreted already, or numpy is too new for this Triton")
-@pytest.mark.parametrize("files", PROCESSES, ids=" ".join)
-def test_the_kernels_pass_their_tests_in_tritons_interpreter(files, interpreters):
-    process, file = interpreters[files[0]]
-    code = process.wait()
-    output = file.read_text()
-    if code != 0:
+def test_the_kernels_pass_their_tests_in_tritons_interpreter():
+    folder = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=short", "--color=no"]
+    done = subprocess.run(
+        [*command, *(folder / name for name in FILES)],
+        cwd=folder.parents[1],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    output = done.stdout + done.stderr
+    if done.returncode != 0:
         pytest.fail(output, pytrace=False)
     assert "passed" in output
     assert "skipped" not in output
