@@ -14,7 +14,7 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("lightning.pytorch")
 from normplug.lightning import SwapNorms, VarianceLogger  # noqa: E402
 
-X = torch.randn(4, 6)
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 ARRAY = X.numpy()
 ON_META = torch.ones(6, device="meta")
 MEAN, VAR = torch.zeros(6), torch.ones(6)
