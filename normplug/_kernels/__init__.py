@@ -1,1 +1,1 @@
-"""Triton kernels, the tables that set them up, and the way they are launched."""
+"""Triton kernels, the schedules that set them up, and their launches; only `_ops` imports them."""

@@ -1,1 +1,1 @@
-"""The routes that carry a norm out, one module each; `functional` chooses between them."""
+"""Routes: each carries out the calls of a norm in one way. `functional` and `modules` use them."""

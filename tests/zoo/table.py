@@ -29,12 +29,13 @@ def render(content: Mapping[str, Any]) -> str:
     parts = [
         "# Swapped architectures of other libraries\n",
         f"`python tests/zoo`, {content['device']}, {versions}, {content['date'][:10]}.\n",
-        "Each is built with random weights and a small input; norms' weights, biases and running "
-        "statistics are made random. `standard` is compared with the stock model, `golden` with "
-        "the stock model whose norms have weight * sqrt(tv): outputs in evaluation and training "
-        "(the same seed before each forward, so that dropout draws the same), gradients of all "
-        "parameters, running statistics after the step. `unswap` must give back classes, "
-        "attributes and outputs, `unswap(fold=False)` every bit. Error: the largest relative "
+        "Each architecture is built with random weights and a small input. The weights, biases and "
+        "running statistics of its norms are random too. `standard` is compared with the stock "
+        "model, and `golden` with the stock model whose norms have weight * sqrt(tv). Compared are "
+        "the outputs in evaluation and in training, the gradients of all parameters, and the "
+        "running statistics after the step. Each forward starts from the same seed, so dropout "
+        "draws the same values. `unswap` must give back classes, attributes and outputs; "
+        "`unswap(fold=False)` must give back every bit. The error is the largest relative "
         "difference of any golden or unswapped value; 0 is bit for bit.\n",
         _summary_table(rows, libraries),
         "## What is left, and why\n",

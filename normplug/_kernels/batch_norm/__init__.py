@@ -1,1 +1,1 @@
-"""Triton kernels of BatchNorm, and their launches."""
+"""Triton kernels of BatchNorm and their launches; only `_ops.batch_norm` imports them."""

@@ -2,7 +2,7 @@
 
 A search would make results differ between ranks and runs, and cost a training loop its first
 seconds. The numbers come from sweeps over tile, warps, live set and items on an H100, described in
-docs/kernels.md. Any choice gives correct results; only speed depends on it.
+docs/notebook.md. Any choice gives correct results; only speed depends on it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""BatchNorm by torch's operations and by normplug's kernels, eager and for compilers."""
+"""The routes of BatchNorm: PyTorch's kernels, normplug's, and normplug's for compilers."""

@@ -1,1 +1,1 @@
-"""LayerNorm by torch's operations and by normplug's kernels, eager and for compilers."""
+"""The routes of LayerNorm: PyTorch's kernels, normplug's, and normplug's for compilers."""

@@ -54,6 +54,6 @@ def _operator_pays(t: Tensors, channels_first: bool) -> bool:
     if t.residual is not None:  # Inductor fuses this too, forward as fast, backward slower
         return size >= _ADD_OPERATOR_BYTES
     # Inductor fuses a single LayerNorm with the residual add before it. Over images' channels,
-    # innermost in memory, it loses to the kernels all the same (docs/kernels.md).
+    # innermost in memory, it loses to the kernels all the same (docs/speed.md).
     slow = channels_first and t.x.is_contiguous()
     return (t.input_bias is not None or slow) and size >= _OPERATOR_BYTES
