@@ -25,8 +25,9 @@ FILES = [
     "test_pool_kernels.py",
     "test_calls.py",
     "test_batch_norm_kernels.py",
-    *["test_recompute.py"] * HAS_RECOMPUTE,
 ]
+if HAS_RECOMPUTE:
+    FILES.append("test_recompute.py")
 
 
 @pytest.mark.skipif(not RUNS, reason="interpreted already, or numpy is too new for this Triton")
