@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -39,8 +40,7 @@ def layer_of(module, name, *args, **kwargs):
     return pytest.param(make, module.partition(".")[0], id=id)
 
 
-def timm_layer(name, *args, **kwargs):
-    return layer_of("timm.layers", name, *args, **kwargs)
+timm_layer = partial(layer_of, "timm.layers")
 
 
 def transformers_layer(name, folder):

@@ -13,13 +13,11 @@ X = torch.randn(8, 3, 6, 6)
 
 def make():
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(128)
-    )
-    for norm in (net[1], net[4]):
+    body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(128)
+    for norm in (body[1], body[4]):
         nn.init.normal_(norm.weight, 1, 0.3)
         nn.init.normal_(norm.bias, 0, 0.3)
-    return net.append(nn.Linear(128, 6)).append(nn.BatchNorm1d(6))
+    return nn.Sequential(*body, nn.Linear(128, 6), nn.BatchNorm1d(6))
 
 
 @pytest.fixture

@@ -14,16 +14,12 @@ opacus = pytest.importorskip("opacus")
 from opacus.validators import ModuleValidator  # noqa: E402
 
 
-def private_model():
-    torch.manual_seed(0)
-    body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(288)
-    return nn.Sequential(*body, nn.Linear(288, 4))
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["golden", "standard", 0.3])
 def test_opacus_fixes_a_swapped_model_and_trains_it(mode):
-    model = swap(private_model(), mode).train()
+    torch.manual_seed(0)
+    body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(288)
+    model = swap(nn.Sequential(*body, nn.Linear(288, 4)), mode).train()
     (error,) = ModuleValidator.validate(model)
     assert type(error).__name__ == "ShouldReplaceModuleError"
     fixed = ModuleValidator.fix(model)
