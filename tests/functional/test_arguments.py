@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -18,18 +19,11 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 ARRAY = X.numpy()
 ON_META = torch.ones(6, device="meta")
 MEAN, VAR = torch.zeros(6), torch.ones(6)
-
-
-def batch_norm(input=X, running_mean=None, running_var=None, training=True, **options):
-    return functional.batch_norm(input, running_mean, running_var, training=training, **options)
-
-
-def layer_norm(input=X, normalized_shape=(6,), **options):
-    return functional.layer_norm(input, normalized_shape, **options)
-
-
-def add_layer_norm(x=X, residual=X, normalized_shape=(6,), **options):
-    return functional.add_layer_norm(x, residual, normalized_shape, **options)
+NO_STATISTICS = {"running_mean": None, "running_var": None}
+batch_norm = partial(functional.batch_norm, input=X, training=True, **NO_STATISTICS)
+layer_norm = partial(functional.layer_norm, input=X, normalized_shape=(6,))
+add_layer_norm = partial(functional.add_layer_norm, x=X, residual=X, normalized_shape=(6,))
+make_layer_norm = partial(normplug.LayerNorm, normalized_shape=6)
 
 
 def model():
@@ -40,16 +34,8 @@ def on_model(call):
     return lambda **options: call(model(), **options)
 
 
-def set_mode(**options):
-    return normplug.set_mode(normplug.swap(model()), **options)
-
-
-def fuse(**options):
-    return normplug.fuse(normplug.swap(model()), **options)
-
-
-def unswap(**options):
-    return normplug.unswap(normplug.swap(model()), **options)
+def on_swapped_model(call):
+    return lambda **options: call(normplug.swap(model()), **options)
 
 
 def swapped(**options):
@@ -58,6 +44,8 @@ def swapped(**options):
 
 
 swap, plan = on_model(normplug.swap), on_model(normplug.plan)
+set_mode, fuse = on_swapped_model(normplug.set_mode), on_swapped_model(normplug.fuse)
+unswap = on_swapped_model(normplug.unswap)
 NO_TENSORS = [ARRAY, [1.0], 1.0, "x", 3]
 NO_NUMBERS = ["x", True, 1j, [1.0], torch.tensor(0.5), ARRAY]
 NO_FLAGS = ["yes", 1, 0.0, None, torch.tensor(True), np.ones(2)]
@@ -65,103 +53,89 @@ NO_NAMES = [3, None, ["torch"], np.array(["torch", "auto"]), torch.ones(2), b"to
 NO_SIZES = [0, -1]
 NO_COUNTS = [1.5, True, "a", None, [1], 1j, torch.tensor(3), float("nan")]
 NO_EPS = [-1e-5, float("nan"), float("inf")]
+TABLE = []
 
 
 def cases(call, who, name, values, error):
-    return [pytest.param(call, {name: v}, error, who, name, id=f"{who}-{name}-{v!r:.20}")
-            for v in values]  # fmt: skip
+    for v in values:
+        case = f"{who}-{name}-{v!r:.20}"
+        TABLE.append(pytest.param(call, {name: v}, error, who, name, id=case))
 
 
-FUNCTIONS = [
-    (batch_norm, "functional.batch_norm"),
-    (layer_norm, "functional.layer_norm"),
-    (add_layer_norm, "functional.add_layer_norm"),
-]
-TABLE = []
-for call, who in FUNCTIONS:
+def number_cases(call, who):
+    """Of arguments that functions and layers take alike."""
+    cases(call, who, "momentum", NO_NUMBERS, TypeError)
+    cases(call, who, "eps", [None, *NO_NUMBERS], TypeError)
+    cases(call, who, "eps", NO_EPS, ValueError)
+    cases(call, who, "backend", NO_NAMES, ValueError)
+
+
+for call in (batch_norm, layer_norm, add_layer_norm):
+    who = f"functional.{call.func.__name__}"
+    number_cases(call, who)
     first = "x" if call is add_layer_norm else "input"
     for value in [None, *NO_TENSORS, X.int(), X.bool(), X.to(torch.complex64)]:
         TABLE.append(pytest.param(call, {first: value}, TypeError, who, "input"))
     vectors = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
     vectors += {batch_norm: ["residual"], layer_norm: ["input_bias"]}.get(call, [])
     for name in vectors:
-        TABLE += cases(call, who, name, NO_TENSORS, TypeError)
-        TABLE += cases(call, who, name, [ON_META], ValueError)
+        cases(call, who, name, NO_TENSORS, TypeError)
+        cases(call, who, name, [ON_META], ValueError)
         if name != "num_batches_tracked":
-            TABLE += cases(call, who, name, [torch.ones(6).int(), torch.ones(6) * 1j], TypeError)
-    TABLE += cases(call, who, "momentum", NO_NUMBERS, TypeError)
-    TABLE += cases(call, who, "momentum", [float("nan"), float("inf")], ValueError)
-    TABLE += cases(call, who, "eps", [None, *NO_NUMBERS], TypeError)
-    TABLE += cases(call, who, "eps", NO_EPS, ValueError)
-    TABLE += cases(call, who, "backend", [*NO_NAMES, "cuda"], ValueError)
+            cases(call, who, name, [torch.ones(6).int(), torch.ones(6) * 1j], TypeError)
+    cases(call, who, "momentum", [float("nan"), float("inf")], ValueError)
+    cases(call, who, "backend", ["cuda"], ValueError)
     if call is not batch_norm:
-        TABLE += cases(call, who, "autocast_output", [*NO_NAMES, "half"], ValueError)
+        cases(call, who, "autocast_output", [*NO_NAMES, "half"], ValueError)
         shapes = [(6.0,), [True], ("6",), 6, None, 6.0, "6", (None,), torch.tensor([6])]
-        TABLE += cases(call, who, "normalized_shape", shapes, TypeError)
-        TABLE += cases(call, who, "normalized_shape", [(0,), (-6,), [], (5,)], ValueError)
-TABLE += cases(batch_norm, "functional.batch_norm", "training", NO_FLAGS, TypeError)
-TABLE += cases(batch_norm, "functional.batch_norm", "eps", [0.0, 0], ValueError)
-TABLE += cases(batch_norm, "functional.batch_norm", "activation", [3, ["relu"], "tanh"], ValueError)
-TABLE += cases(add_layer_norm, "functional.add_layer_norm", "residual", [X[:2]], ValueError)
+        cases(call, who, "normalized_shape", shapes, TypeError)
+        cases(call, who, "normalized_shape", [(0,), (-6,), [], (5,)], ValueError)
+cases(batch_norm, "functional.batch_norm", "training", NO_FLAGS, TypeError)
+cases(batch_norm, "functional.batch_norm", "eps", [0.0, 0], ValueError)
+cases(batch_norm, "functional.batch_norm", "activation", [3, ["relu"], "tanh"], ValueError)
+cases(add_layer_norm, "functional.add_layer_norm", "residual", [X[:2]], ValueError)
 for name in ("running_mean", "running_var"):
-    both = {"running_mean": torch.ones(6), "running_var": torch.ones(())}
-    if name == "running_var":
-        both = {"running_mean": torch.ones(()), "running_var": torch.ones(6)}
+    both = {"running_mean": torch.ones(()), "running_var": torch.ones(()), name: torch.ones(6)}
     TABLE.append(pytest.param(layer_norm, both, ValueError, "functional.layer_norm", name))
+who = "functional.channel_stats"
 for value in [None, *NO_TENSORS, X.int()]:
-    row = (functional.channel_stats, {"x": value}, TypeError, "functional.channel_stats", "input")
-    TABLE.append(pytest.param(*row))
-BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
-for kind in [getattr(normplug, name) for name in BATCH_NORMS]:
-
-    def make(kind=kind, **options):
-        return kind(**{"num_features": 6} | options)
-
-    who = kind.__name__
-    TABLE += cases(make, who, "num_features", NO_COUNTS, TypeError)
-    TABLE += cases(make, who, "num_features", NO_SIZES, ValueError)
-    TABLE += cases(make, who, "eps", [None, *NO_NUMBERS], TypeError)
-    TABLE += cases(make, who, "eps", [0.0, *NO_EPS], ValueError)
-    TABLE += cases(make, who, "momentum", NO_NUMBERS, TypeError)
-    TABLE += cases(make, who, "affine", NO_FLAGS, TypeError)
-    TABLE += cases(make, who, "track_running_stats", NO_FLAGS, TypeError)
-    TABLE += cases(make, who, "backend", NO_NAMES, ValueError)
-
-
-def make_layer_norm(normalized_shape=6, **options):
-    return normplug.LayerNorm(normalized_shape, **options)
-
-
-WHO = "LayerNorm"
-TABLE += cases(make_layer_norm, WHO, "normalized_shape", [[1.0], *NO_COUNTS[:4], {}.get], TypeError)
-TABLE += cases(make_layer_norm, WHO, "normalized_shape", [[0], [-1], 0, -3], ValueError)
-TABLE += cases(make_layer_norm, WHO, "eps", [None, *NO_NUMBERS], TypeError)
-TABLE += cases(make_layer_norm, WHO, "eps", NO_EPS, ValueError)
-TABLE += cases(make_layer_norm, WHO, "momentum", NO_NUMBERS, TypeError)
-TABLE += cases(make_layer_norm, WHO, "elementwise_affine", NO_FLAGS, TypeError)
-TABLE += cases(make_layer_norm, WHO, "track_running_stats", NO_FLAGS, TypeError)
-TABLE += cases(make_layer_norm, WHO, "backend", NO_NAMES, ValueError)
-TABLE += cases(make_layer_norm, WHO, "autocast_output", NO_NAMES, ValueError)
+    TABLE.append(pytest.param(functional.channel_stats, {"x": value}, TypeError, who, "input"))
+for who in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"):
+    make = partial(getattr(normplug, who), num_features=6)
+    number_cases(make, who)
+    cases(make, who, "num_features", NO_COUNTS, TypeError)
+    cases(make, who, "num_features", NO_SIZES, ValueError)
+    cases(make, who, "eps", [0.0], ValueError)
+    cases(make, who, "affine", NO_FLAGS, TypeError)
+    cases(make, who, "track_running_stats", NO_FLAGS, TypeError)
+number_cases(make_layer_norm, "LayerNorm")
+NO_SHAPES = [[1.0], *NO_COUNTS[:4], {}.get]
+cases(make_layer_norm, "LayerNorm", "normalized_shape", NO_SHAPES, TypeError)
+cases(make_layer_norm, "LayerNorm", "normalized_shape", [[0], [-1], 0, -3], ValueError)
+cases(make_layer_norm, "LayerNorm", "elementwise_affine", NO_FLAGS, TypeError)
+cases(make_layer_norm, "LayerNorm", "track_running_stats", NO_FLAGS, TypeError)
+cases(make_layer_norm, "LayerNorm", "autocast_output", NO_NAMES, ValueError)
 OPTIONS = [(swap, "swap"), (swapped, "swap"), (SwapNorms, "lightning.SwapNorms")]
 for call, who in OPTIONS:
     for name in ("track_running_stats", "preserve_output", "sync"):
-        TABLE += cases(call, who, name, NO_FLAGS, TypeError)
-    TABLE += cases(call, who, "backend", NO_NAMES, ValueError)
-    TABLE += cases(call, who, "autocast_output", NO_NAMES, ValueError)
+        cases(call, who, name, NO_FLAGS, TypeError)
+    cases(call, who, "backend", NO_NAMES, ValueError)
+    cases(call, who, "autocast_output", NO_NAMES, ValueError)
 NO_FILTERS = [3, [3], 1.5, True, ["norm", None], b"norm", ARRAY, X, {"norm": 1}, nn.LayerNorm(6)]
 for call, _ in [*OPTIONS, (plan, "plan")]:
     for name in ("include", "exclude"):
-        TABLE += cases(call, "", name, NO_FILTERS, TypeError)
+        cases(call, "", name, NO_FILTERS, TypeError)
 NO_MODES = [True, None, 0, -1, "gold", float("nan"), [1], ARRAY, torch.tensor(1.0), 1j]
 TAKES_MODE = [swap, swapped, set_mode, SwapNorms, batch_norm, layer_norm, add_layer_norm]
 for call in [*TAKES_MODE, make_layer_norm]:
-    TABLE += cases(call, "", "mode", NO_MODES, ValueError)
-TABLE += cases(plan, "plan", "sync", NO_FLAGS, TypeError)
-TABLE += cases(fuse, "fuse", "recompute", NO_FLAGS, TypeError)
-TABLE += cases(unswap, "unswap", "fold", NO_FLAGS, TypeError)
-TABLE += cases(VarianceLogger, "lightning.VarianceLogger", "every_n_steps", NO_COUNTS, TypeError)
-TABLE += cases(VarianceLogger, "lightning.VarianceLogger", "every_n_steps", NO_SIZES, ValueError)
-TABLE += cases(VarianceLogger, "lightning.VarianceLogger", "dirpath", [3, b"x", [], X], TypeError)
+    cases(call, "", "mode", NO_MODES, ValueError)
+cases(plan, "plan", "sync", NO_FLAGS, TypeError)
+cases(fuse, "fuse", "recompute", NO_FLAGS, TypeError)
+cases(unswap, "unswap", "fold", NO_FLAGS, TypeError)
+who = "lightning.VarianceLogger"
+cases(VarianceLogger, who, "every_n_steps", NO_COUNTS, TypeError)
+cases(VarianceLogger, who, "every_n_steps", NO_SIZES, ValueError)
+cases(VarianceLogger, who, "dirpath", [3, b"x", [], X], TypeError)
 
 
 @pytest.mark.parametrize(("call", "arguments", "error", "who", "name"), TABLE)
@@ -197,9 +171,8 @@ def test_an_unknown_option_is_refused_before_anything_runs(call):
 @pytest.mark.parametrize("training", [True, False])
 def test_a_layer_refuses_what_is_no_tensor(training, value):
     layer = normplug.LayerNorm(6).train(training)
-    with pytest.raises(
-        TypeError, match=r"functional.layer_norm: input must be a torch.Tensor; got"
-    ):
+    text = r"functional.layer_norm: input must be a torch.Tensor; got"
+    with pytest.raises(TypeError, match=text):
         layer(value)
     assert layer.num_batches_tracked == 0
 

@@ -37,10 +37,9 @@ def test_standard_is_as_close_to_float64_as_torch_and_one_is_standard_bit_for_bi
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_mode_is_the_stock_norm_with_a_folded_weight(dtype, training, affine, mode):
     x, weight, bias = make((6, 5, 4, 3), dtype, affine=affine)
-    params = dtype if dtype == torch.float64 else torch.float32
+    # Of half input without parameters, the statistics may be float32.
+    params = dtype if affine or dtype == torch.float64 else torch.float32
     running = (torch.randn(5).to(params), torch.rand(5).to(params) + 0.5)
-    if dtype in (torch.float16, torch.bfloat16):
-        running = tuple(r.to(dtype) for r in running) if affine else running
     compare(x, weight, bias, mode, training, running)
 
 
@@ -87,8 +86,7 @@ def test_forward_and_gradients_match_the_formulas_written_out():
         torch.testing.assert_close(y, reference.activation(pre, name))
         dpre = reference.activation_backward(dy, pre, name)
         expected = reference.batch_norm_backward(dpre, x, weight, mean, var, target_variance=tv)
-        for ours, exact in zip(got, (*expected, dpre), strict=True):
-            torch.testing.assert_close(ours, exact)
+        torch.testing.assert_close(got, (*expected, dpre))
 
 
 @pytest.mark.parametrize("shape", SHAPES[2:], ids=str)
@@ -115,18 +113,6 @@ def test_second_derivatives(training, activation):
 
     assert torch.autograd.gradcheck(norm, (x, weight, bias, residual))
     assert torch.autograd.gradgradcheck(norm, (x, weight, bias, residual))
-
-
-def test_momentum_none_is_the_plain_average_of_the_batches():
-    mean, var, count = torch.zeros(3), torch.ones(3), torch.tensor(0)
-    batches = [torch.randn(5, 3) + i for i in range(4)]
-    for batch in batches:
-        functional.batch_norm(
-            batch, mean, var, training=True, momentum=None, num_batches_tracked=count
-        )
-    assert count == 4
-    torch.testing.assert_close(mean, torch.stack([b.mean(0) for b in batches]).mean(0))
-    torch.testing.assert_close(var, torch.stack([b.var(0) for b in batches]).mean(0))
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4, 4), (2, 3, 0, 4), (4, 0, 2)], ids=str)
@@ -166,22 +152,7 @@ def test_channel_stats_far_from_zero(dtype):
     assert functional.channel_stats(x[:0])[1].isnan().all()
 
 
-def test_channel_stats_of_a_golden_output_are_the_target():
-    y = functional.batch_norm(
-        torch.randn(64, 8, 5, 5) * 7 + 4, None, None, training=True, eps=1e-12
-    )
-    mean, var = functional.channel_stats(y)
-    torch.testing.assert_close(var, torch.full((8,), target_variance("golden")))
-    torch.testing.assert_close(mean, torch.zeros(8), atol=1e-5, rtol=0)
-
-
 X = torch.randn(4, 3, 2, 2)
-
-
-def call(**options):
-    return functional.batch_norm(
-        **{"input": X, "running_mean": None, "running_var": None, "training": True, **options}
-    )
 
 
 RUNNING = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)}
@@ -198,20 +169,16 @@ RUNNING = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)}
         ({"input": X[:1, :, :1, :1]}, ValueError, r"more than one value per .*\(1, 3, 1, 1\)"),
         ({"activation": "tanh"}, ValueError, "'silu', 'gelu', 'relu6', 'hardswish'; got 'tanh'"),
         ({"residual": X[:1]}, ValueError, "residual must have the input's shape"),
-        ({"mode": "gold"}, ValueError, "got 'gold'"),
         ({"backend": "cuda"}, ValueError, "'auto', 'triton', 'torch'; got 'cuda'"),
-        (
-            {"backend": "triton"},
-            NotImplementedError,
-            "the input is on cpu.*Use backend='auto' or 'torch'",
-        ),
+        ({"backend": "triton"}, NotImplementedError, "is on cpu.*Use backend='auto' or 'torch'"),
         ({**RUNNING, "momentum": None}, ValueError, "num_batches_tracked to count"),
         ({**RUNNING, "momentum": float("nan")}, ValueError, "momentum must be None or"),
     ],
 )
 def test_a_wrong_call_says_the_rule_and_the_values(options, error, message):
+    call = {"input": X, "running_mean": None, "running_var": None, "training": True, **options}
     with pytest.raises(error, match=message):
-        call(**options)
+        functional.batch_norm(**call)
 
 
 def test_a_refused_call_leaves_the_statistics():

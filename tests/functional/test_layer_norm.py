@@ -55,8 +55,7 @@ def test_forward_and_gradients_match_the_formulas_written_out():
     h = x + input_bias
     torch.testing.assert_close(y, reference.layer_norm(h, row, weight, bias, target_variance=tv).y)
     expected = reference.layer_norm_backward(dy, h, row, weight, target_variance=tv)
-    for ours, exact in zip(got, (*expected, expected.dx.sum((0, 1))), strict=True):
-        torch.testing.assert_close(ours, exact)
+    torch.testing.assert_close(got, (*expected, expected.dx.sum((0, 1))))
 
 
 def test_add_layer_norm_gives_the_sum_and_gradients_through_both():
@@ -68,11 +67,9 @@ def test_add_layer_norm_gives_the_sum_and_gradients_through_both():
     exact = leaves[0] + leaves[1]
     torch.testing.assert_close(total, exact)
     scale = math.sqrt(target_variance("golden"))
-    expected = torch.autograd.grad(
-        (F.layer_norm(exact, row, leaves[2] * scale, leaves[3]), exact), leaves, (dy, dtotal)
-    )
-    for ours, torchs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, torchs)
+    y = F.layer_norm(exact, row, leaves[2] * scale, leaves[3])
+    expected = torch.autograd.grad((y, exact), leaves, (dy, dtotal))
+    torch.testing.assert_close(got, expected)
 
 
 def test_second_derivatives():
@@ -86,15 +83,9 @@ def test_second_derivatives():
     assert torch.autograd.gradgradcheck(norm, leaves)
 
 
-@pytest.mark.parametrize(
-    ("input_dtype", "params"),
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.float64),
-    ],
-)
-def test_mixed_dtypes_are_promoted_and_rounded_once(input_dtype, params):
+@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_mixed_dtypes_are_promoted_and_rounded_once(input_dtype):
+    params = torch.float64 if input_dtype == torch.float32 else torch.float32
     x, row, weight, bias = make((5, 16), 1, torch.float64)
     x, weight, bias = x.to(input_dtype), weight.to(params), bias.to(params)
     y = functional.layer_norm(x, row, weight, bias, mode="standard")
@@ -149,6 +140,7 @@ def test_the_output_dtype_under_autocast(asked, expected):
 
 
 X = torch.randn(4, 6)
+RUNNING = {"running_mean": torch.zeros(()), "running_var": torch.ones(())}
 
 
 @pytest.mark.parametrize(
@@ -157,23 +149,12 @@ X = torch.randn(4, 6)
         ((X.int(), (6,)), {}, TypeError, "got torch.int32"),
         ((X, (5,)), {}, ValueError, r"normalized_shape=\(5,\); got input of shape \(4, 6\)"),
         ((X, ()), {}, ValueError, r"normalized_shape=\(\)"),
-        (
-            (X, (6,), torch.ones(1)),
-            {},
-            ValueError,
-            r"weight must be of shape .* \(6,\); got \(1,\)",
-        ),
+        ((X, (6,), torch.ones(1)), {}, ValueError, r"weight must be .* \(6,\); got \(1,\)"),
         ((X, (6,)), {"input_bias": torch.ones(4, 6)}, ValueError, "input_bias must be of shape"),
-        ((X, (6,)), {"mode": 0}, ValueError, "got 0"),
         ((X, (6,)), {"autocast_output": "half"}, ValueError, "'low', 'float32'; got 'half'"),
         ((X, (6,)), {"backend": "triton"}, NotImplementedError, "but.*(on cpu|triton is not)"),
         ((X, (6,)), {"running_mean": torch.zeros(())}, ValueError, "go together"),
-        (
-            (X, (6,)),
-            {"running_mean": torch.zeros(()), "running_var": torch.ones(()), "momentum": None},
-            ValueError,
-            "needs num_batches_tracked",
-        ),
+        ((X, (6,)), {**RUNNING, "momentum": None}, ValueError, "needs num_batches_tracked"),
     ],
 )
 def test_a_wrong_call_says_the_rule_and_the_values(arguments, options, error, message):
@@ -225,6 +206,10 @@ NESTED = {
 }
 
 
+def rows_of(nested):
+    return torch.cat([part.reshape(-1, 6) for part in nested.unbind()])
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -236,20 +221,19 @@ def test_a_nested_tensor_is_normalised_component_by_component(kind, affine, dtyp
         normplug.LayerNorm(6, elementwise_affine=affine).to(dtype).train(training) for _ in range(2)
     )
     y = layer(x)
-    rows = torch.cat([part.detach().reshape(-1, 6) for part in x.unbind()]).requires_grad_()
+    rows = rows_of(x).detach().requires_grad_()
     expected = dense(rows)
     assert (type(y), y.layout) == (type(x), x.layout)
-    torch.testing.assert_close(torch.cat([p.reshape(-1, 6) for p in y.unbind()]), expected)
-    for name, value in dense.named_buffers():
-        torch.testing.assert_close(layer.get_buffer(name), value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rows_of(y), expected)
+    buffers = dict(layer.named_buffers()), dict(dense.named_buffers())
+    torch.testing.assert_close(*buffers, rtol=1e-5, atol=1e-6)
     if kind in ("jagged with holes", "jagged, transposed"):  # torch's own layer has no backward
         return
     inputs = [x, *layer.parameters()]
     dy = torch.randn_like(expected)
-    sum_of = torch.cat([p.reshape(-1, 6) for p in y.unbind()])
-    dx, *got = torch.autograd.grad(sum_of, inputs, dy)
+    dx, *got = torch.autograd.grad(rows_of(y), inputs, dy)
     dx_rows, *wanted = torch.autograd.grad(expected, [rows, *dense.parameters()], dy)
-    torch.testing.assert_close(torch.cat([p.reshape(-1, 6) for p in dx.unbind()]), dx_rows)
+    torch.testing.assert_close(rows_of(dx), dx_rows)
     torch.testing.assert_close(got, wanted)
 
 
@@ -264,8 +248,7 @@ def test_nested_tensors_are_added_and_compiled_and_refused_like_dense_ones(layou
     torch.compiler.reset()
     layer, eager = normplug.LayerNorm(6), normplug.LayerNorm(6)
     got, expected = torch.compile(layer, backend="aot_eager")(x), eager(x)
-    for one, other in zip(got.unbind(), expected.unbind(), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(got.unbind(), expected.unbind())
     torch.testing.assert_close(layer.running_var, eager.running_var)
     with pytest.raises(ValueError, match=r"normalized_shape=\(5,\); got input of shape"):
         functional.layer_norm(x, (5,))

@@ -42,6 +42,9 @@ def statistics(layer):
     return {name: buffer.item() for name, buffer in layer.named_buffers()}
 
 
+NORMS = (1, 3, 5)  # the LayerNorms of a model of blocks
+
+
 def blocks():
     return nn.Sequential(
         nn.Linear(4, 6), nn.LayerNorm(6), nn.BatchNorm1d(6), nn.LayerNorm(6, bias=False),
@@ -49,24 +52,23 @@ def blocks():
     )  # fmt: skip
 
 
-def on_meta(built):
-    """A swapped model of the meta device, built there or by normplug's own classes."""
-    with torch.device("meta"):
+def swapped_blocks(place, swapped):
+    """A model that was built inside `place`, and swapped there or outside."""
+    with place:
         model = blocks()
-        if built == "inside":
+        if swapped == "inside":
             return normplug.swap(model, "standard")
     return normplug.swap(model, "standard")
 
 
 def assert_started(model, stock):
     """Statistics are fresh, everything else is the stock model's, and training moves both."""
-    for index in (1, 3, 5):
-        assert statistics(model[index]) == FRESH
+    assert [statistics(model[index]) for index in NORMS] == [FRESH] * 3
     for key, value in stock.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value)
     x = torch.randn(8, 4)
     torch.testing.assert_close(model.train()(x), stock.train()(x))
-    assert all(model[index].num_batches_tracked == 1 for index in (1, 3, 5))
+    assert all(model[index].num_batches_tracked == 1 for index in NORMS)
     assert all(not t.is_meta for t in [*model.parameters(), *model.buffers()])
 
 
@@ -74,11 +76,11 @@ def assert_started(model, stock):
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("how", ["assign", "to_empty", "reset_parameters"])
 def test_a_stock_checkpoint_gives_a_meta_model_fresh_statistics(how, strict, built):
-    stock, model = blocks(), on_meta(built)
+    stock, model = blocks(), swapped_blocks(torch.device("meta"), built)
     stock(torch.randn(9, 4))
     if how != "assign":
         model.to_empty(device="cpu")
-        assert [statistics(model[index]) for index in (1, 3, 5)] == [FRESH] * 3
+        assert [statistics(model[index]) for index in NORMS] == [FRESH] * 3
     if how == "reset_parameters":
         for index in (1, 3, 5):
             model[index].running_mean.fill_(7.0)
@@ -93,10 +95,9 @@ def test_a_stock_checkpoint_gives_a_meta_model_fresh_statistics(how, strict, bui
 def test_a_checkpoint_with_statistics_is_taken_and_one_without_starts_them_again(assign):
     trained, stock = normplug.swap(blocks(), "standard"), blocks()
     trained(torch.randn(9, 4))
-    model = on_meta("outside") if assign else normplug.swap(blocks(), "standard")
+    model = swapped_blocks(torch.device("meta" if assign else "cpu"), "outside")
     model.load_state_dict(trained.state_dict(), assign=assign)
-    for key, value in trained.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[key], value)
+    torch.testing.assert_close(model.state_dict(), trained.state_dict())
     # A part of a state says nothing of the rest.
     model.load_state_dict({"1.weight": torch.ones(6)}, strict=False, assign=assign)
     assert statistics(model[1]) == statistics(trained[1]) != FRESH
@@ -132,11 +133,7 @@ def test_accelerate_loads_a_stock_checkpoint(tmp_path, last, built, include_buff
     stock(torch.randn(9, 4))
     save = torch.save if file == "model.bin" else safetensors.save_file
     save(stock.state_dict(), tmp_path / file)
-    with accelerate.init_empty_weights(include_buffers=include_buffers):
-        model = blocks()
-        if built == "inside":
-            normplug.swap(model, "standard")
-    normplug.swap(model, "standard")
+    model = swapped_blocks(accelerate.init_empty_weights(include_buffers=include_buffers), built)
     places = {"": "cpu"}
     if last == "disk":
         places = {**{str(index): "cpu" for index in (0, 1, 2, 3, 5)}, "4": "disk"}

@@ -46,24 +46,20 @@ def two_gpus(tmp_path_factory):
     return ran(2, tmp_path_factory.mktemp("two_gpus"), on_gpu=True)
 
 
+@pytest.fixture(params=["two", pytest.param("two_gpus", marks=pytest.mark.gpu)])
+def pair(request):
+    """Two processes, of the CPU and of two GPUs."""
+    return request.getfixturevalue(request.param)
+
+
 def in_one_process(case, dtype=None):
     """The same from torch, on the joined batch: with sqrt(tv) in the weight."""
     x, dy, weight, bias = (t.to(dtype or t.dtype) for t in case.joined())
-    layer = nn.modules.batchnorm._BatchNorm(
-        CHANNELS,
-        momentum=case.momentum,
-        affine=case.affine,
-        track_running_stats=case.track_running_stats,
-        dtype=weight.dtype,
-    )
+    layer = nn.modules.batchnorm._BatchNorm(CHANNELS, **case.settings(), dtype=weight.dtype)
     layer._check_input_dim = lambda _: None
     scale = math.sqrt(target_variance(case.mode))
-    if not case.affine:
-        layer.weight, layer.bias = nn.Parameter(torch.ones_like(weight)), None
-    else:
-        layer.weight, layer.bias = nn.Parameter(weight.clone()), nn.Parameter(bias)
-    with torch.no_grad():
-        layer.weight.mul_(scale)
+    layer.weight = nn.Parameter((weight if case.affine else torch.ones_like(weight)) * scale)
+    layer.bias = nn.Parameter(bias) if case.affine else None
     out = sync_cases.outcome(layer, x, dy)
     if case.affine:
         return out | {"dweight": out["dweight"] * scale}
@@ -105,8 +101,8 @@ def assert_joined(case, results):
 
 
 @pytest.mark.parametrize("case", sync_cases.TWO, ids=str)
-def test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch(case, two):
-    assert_joined(case, two)
+def test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch(case, pair):
+    assert_joined(case, pair)
 
 
 @pytest.mark.parametrize("case", sync_cases.THREE, ids=str)
@@ -114,22 +110,12 @@ def test_three_processes_with_uneven_and_empty_batches(case, three):
     assert_joined(case, three)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", sync_cases.TWO, ids=str)
-def test_two_gpus_are_as_close_to_float64_on_the_joined_batch_as_torch(case, two_gpus):
-    assert_joined(case, two_gpus)
-
-
-def assert_two_messages(results):
-    for result in results:
+def test_one_message_forward_one_backward_and_none_in_eval(pair):
+    for result in pair:
         training, fixed_input, evaluation = result["messages"]
         assert training == [("gather", 2 * CHANNELS + 1), ("reduce", 2 * CHANNELS)]
         assert fixed_input == training[:1]
         assert evaluation == []
-
-
-def test_one_message_forward_one_backward_and_none_in_eval(two):
-    assert_two_messages(two)
 
 
 def test_one_value_in_the_joined_batch_is_refused_on_every_process(two):
@@ -139,24 +125,20 @@ def test_one_value_in_the_joined_batch_is_refused_on_every_process(two):
         assert torch.equal(state["running_var"], torch.ones(CHANNELS))
 
 
-def assert_second_derivatives(results):
+def test_second_derivatives_are_those_of_the_joined_batch(pair):
     case = Case((5, 3), dtype=torch.float64)
     x, dy, weight, bias = (t.requires_grad_() for t in case.joined())
     y = F.batch_norm(x, None, None, weight * math.sqrt(target_variance("golden")), bias, True)
     (dx,) = torch.autograd.grad(y.square(), x, dy.detach(), create_graph=True)
     dx.square().sum().backward()
-    got = [result["second_derivatives"] for result in results]
+    got = [result["second_derivatives"] for result in pair]
     torch.testing.assert_close(torch.cat([part["x"] for part in got]), x.grad)
     torch.testing.assert_close(sum(part["weight"] for part in got), weight.grad)
     torch.testing.assert_close(sum(part["bias"] for part in got), bias.grad)
 
 
-def test_second_derivatives_are_those_of_the_joined_batch(two):
-    assert_second_derivatives(two)
-
-
-def assert_compiled(results):
-    for result in results:
+def test_a_compiled_layer_is_one_graph_and_computes_the_same(pair):
+    for result in pair:
         ours, eager = result["compiled"]
         for name in ("y", "dx", "dweight", "dbias"):
             torch.testing.assert_close(ours[name], eager[name], rtol=1e-4, atol=1e-5, msg=name)
@@ -164,37 +146,27 @@ def assert_compiled(results):
             torch.testing.assert_close(ours["state"][name], eager["state"][name], msg=name)
 
 
-def test_a_compiled_layer_is_one_graph_and_computes_the_same(two):
-    assert_compiled(two)
-
-
-def assert_measured(results):
+def test_one_process_can_measure_alone(pair):
     case = Case((5, 3))
-    y, probe = results[0]["measured"]
+    y, probe = pair[0]["measured"]
     x, _, weight, bias = case.joined()
     normed = F.batch_norm(x, None, None, training=True) * math.sqrt(target_variance("golden"))
     own = [t[: case.batches[0]] for t in (x, normed)]
     expected = [t.var((0, 2, 3), correction=0).mean() for t in (*own, y)]
     expected.append(weight.square().mean().sqrt())
     torch.testing.assert_close(probe, torch.stack(expected))
-    assert results[1]["measured"][1] is None
+    assert pair[1]["measured"][1] is None
 
 
-def test_one_process_can_measure_alone(two):
-    assert_measured(two)
-
-
-def assert_data_parallel(results):
+def test_data_parallel_training_is_one_process_on_all_data(pair):
     truth = sync_cases.train(swap(sync_cases.make_net()), sync_cases.IMAGES, sync_cases.LABELS)
-    for result in results:
-        for name, value in truth.state_dict().items():
-            torch.testing.assert_close(
-                result["data_parallel"][name], value, rtol=1e-3, atol=1e-4, msg=name
-            )
+    for result in pair:
+        assert_close_states(result["data_parallel"], truth.state_dict())
 
 
-def test_data_parallel_training_is_one_process_on_all_data(two):
-    assert_data_parallel(two)
+def assert_close_states(state, truth):
+    for name, value in truth.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("run", ["stock", "swapped", "late"])
@@ -207,8 +179,7 @@ def test_lightnings_processes_train_as_one_and_give_the_layers_back(run, two, tm
         seen, after, state = result["with_lightning"][run]
         assert seen == ["normplug.modules.sync_batch_norm.SyncBatchNorm"] * 2
         assert after == plain[1] == plain[0]  # one process joins nothing
-        for name, value in truth.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=name)
+        assert_close_states(state, truth)
 
 
 def test_lightnings_own_synchronisation_of_swapped_layers_is_refused(two):
@@ -229,15 +200,6 @@ def test_sync_norms_keeps_a_mode_that_is_set_while_it_holds():
     unswap(model)
     plugin.revert(model)
     assert [type(m) for m in model] == [nn.BatchNorm1d, nn.BatchNorm1d]
-
-
-@pytest.mark.gpu
-def test_two_gpus_send_measure_compile_and_train_as_two_processes_do(two_gpus):
-    assert_two_messages(two_gpus)
-    assert_second_derivatives(two_gpus)
-    assert_compiled(two_gpus)
-    assert_measured(two_gpus)
-    assert_data_parallel(two_gpus)
 
 
 @pytest.mark.gpu
@@ -275,32 +237,24 @@ def test_in_one_process_it_is_batch_norm_bit_for_bit(training):
         SyncBatchNorm(3)(torch.randn(3))
 
 
-def make_model():
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        normplug.BatchNorm3d(8, mode=0.5),
-        nn.LayerNorm(4),
-        nn.LazyBatchNorm1d(),
-    )
-    model.other = nn.SyncBatchNorm(8, process_group="a group")
-    return model
+def classes(model):
+    return [(type(m), sorted(vars(m))) for m in model.modules()]
 
 
 def test_swap_synchronises_batch_norms_and_unswap_gives_back_what_they_were():
-    model = make_model()
-    before = [(type(m), sorted(vars(m))) for m in model.modules()]
-    layers = list(model.modules())
+    lazy, swapped = nn.LazyBatchNorm1d(), normplug.BatchNorm3d(8, mode=0.5)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), swapped, nn.LayerNorm(4), lazy)
+    model.other = nn.SyncBatchNorm(8, process_group="a group")
+    before, layers = classes(model), list(model.modules())
     parameters = {name: id(p) for name, p in model.named_parameters()}
     text = str(plan(model, sync=True))
     assert text.count("normplug.SyncBatchNorm") == 3
     assert text.count("normplug.LazySyncBatchNorm") == 1
-    assert [(type(m), sorted(vars(m))) for m in model.modules()] == before
+    assert classes(model) == before
     swap(model, sync=True)
     synced = [type(m).__name__ for m in model.modules()][2:]
-    assert synced == ["SyncBatchNorm", "SyncBatchNorm", "LayerNorm", "LazySyncBatchNorm"] + [
-        "SyncBatchNorm"
-    ]
+    sync = "SyncBatchNorm"
+    assert synced == [sync, sync, "LayerNorm", "LazySyncBatchNorm", sync]
     assert isinstance(model[1], nn.SyncBatchNorm)
     assert model[1].process_group is None
     assert model.other.process_group == "a group"
@@ -312,10 +266,9 @@ def test_swap_synchronises_batch_norms_and_unswap_gives_back_what_they_were():
     unswap(model, fold=False)
     assert list(model.modules()) == layers
     assert {name: id(p) for name, p in model.named_parameters()} == parameters
-    now = [(type(m), sorted(vars(m))) for m in model.modules()]
-    assert now[:3] == before[:3]
+    now = classes(model)
     assert type(model[2]) is nn.BatchNorm3d
-    assert now[4:] == before[4:]
+    assert now[:3] + now[4:] == before[:3] + before[4:]
 
 
 def test_what_was_swapped_before_can_be_synchronised_and_filters_hold():
@@ -336,8 +289,7 @@ def test_a_synchronised_layer_takes_the_input_it_took_and_survives_copies():
         assert one(torch.randn(2, 3, 4, 4)).shape == (2, 3, 4, 4)
         with pytest.raises(ValueError, match="expected 4D input"):
             one(torch.randn(2, 3))
-        unswap(one)
-        assert type(one) is nn.BatchNorm2d
+        assert type(unswap(one)) is nn.BatchNorm2d
 
 
 def test_a_lazy_layer_is_synchronised_before_and_after_its_first_forward():
@@ -347,8 +299,7 @@ def test_a_lazy_layer_is_synchronised_before_and_after_its_first_forward():
     torch.testing.assert_close(y.var(0, correction=0), torch.full((3,), 0.5), rtol=1e-3, atol=0)
     with pytest.raises(ValueError, match="expected 2D or 3D input"):
         model(torch.randn(4, 3, 2, 2))
-    unswap(model)
-    assert type(model[0]) is nn.BatchNorm1d
+    assert type(unswap(model)[0]) is nn.BatchNorm1d
 
 
 def test_a_stock_checkpoint_loads_and_a_saved_one_is_stock():

@@ -35,11 +35,19 @@ def run(norm, x, weight, bias, dy, training=True, running=None, **options):
     x, weight, bias = leaf(x), leaf(weight), leaf(bias)
     mean, var = (None, None) if running is None else (r.clone() for r in running)
     y = norm(x, mean, var, weight, bias, training, **options)
+    out = with_gradients(y, dy, x, weight, bias)
+    return out if running is None else {**out, "mean": mean, "var": var}
+
+
+def with_gradients(y, dy, x, weight, bias):
     inputs = {"dx": x, "dweight": weight, "dbias": bias}
     inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     gradients = torch.autograd.grad(y, list(inputs.values()), dy.to(y.dtype))
-    out = {"y": y.detach(), **dict(zip(inputs, gradients, strict=True))}
-    return out if running is None else {**out, "mean": mean, "var": var}
+    return {"y": y.detach(), **dict(zip(inputs, gradients, strict=True))}
+
+
+def double(tensor):
+    return None if tensor is None else tensor.double()
 
 
 def compare(x, weight, bias, mode, training=True, running=None, momentum=0.1, backend="auto"):
@@ -56,9 +64,6 @@ def compare(x, weight, bias, mode, training=True, running=None, momentum=0.1, ba
 
     def ours(*args):
         return functional.batch_norm(*args, momentum=momentum, mode=mode, backend=backend)
-
-    def double(tensor):
-        return None if tensor is None else tensor.double()
 
     args = (x, weight, bias, dy, training, running)
     exact = (double(x), double(weight), double(bias), dy.double(), training)

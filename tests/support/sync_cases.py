@@ -3,8 +3,10 @@
 import os
 import tempfile
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,11 @@ class Case:
         given = [getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default]
         return "-".join(str(value).removeprefix("torch.") for value in given)
 
+    def settings(self):
+        """What the constructors of torch and of normplug take alike."""
+        names = ("momentum", "affine", "track_running_stats")
+        return {name: getattr(self, name) for name in names}
+
     def joined(self):
         """x and dy of all processes together, and the layer's weight and bias."""
         torch.manual_seed(0)
@@ -66,26 +73,21 @@ FLAGS = [
     Case((5, 0), (), offset=1e3),
     Case((1, 1), (), mode="standard"),
 ]
-TWO = [
-    *(
-        Case((5, 3), space, dtype, layout=layout, offset=offset)
-        for space, layout in [
-            ((), "contiguous"),
-            ((7,), "strided"),
-            ((4, 3), "contiguous"),
-            ((4, 3), "channels_last"),
-            ((2, 3, 2), "channels_last"),
-        ]
-        for dtype, offset in [
-            (torch.float32, 3.0),
-            (torch.float32, 1e3),
-            (torch.float64, 1e3),
-            (torch.float16, 3.0),
-            (torch.bfloat16, 3.0),
-        ]
-    ),
-    *FLAGS,
+LAYOUTS = {
+    "contiguous": [(), (4, 3)],
+    "strided": [(7,)],
+    "channels_last": [(4, 3), (2, 3, 2)],
+}
+OFFSETS = [
+    *((3.0, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+    *((1e3, dtype) for dtype in (torch.float32, torch.float64)),
 ]
+TWO = [
+    Case((5, 3), space, dtype, layout=layout, offset=offset)
+    for layout, spaces in LAYOUTS.items()
+    for space in spaces
+    for offset, dtype in OFFSETS
+] + FLAGS
 THREE = [
     Case((5, 1, 3)),
     Case((5, 0, 3), dtype=torch.float16),
@@ -97,15 +99,8 @@ CASES = {2: TWO, 3: THREE}
 
 
 def layer_of(case, weight, bias):
-    layer = SyncBatchNorm(
-        CHANNELS,
-        mode=case.mode,
-        momentum=case.momentum,
-        affine=case.affine,
-        track_running_stats=case.track_running_stats,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
+    placed = {"device": weight.device, "dtype": weight.dtype}
+    layer = SyncBatchNorm(CHANNELS, mode=case.mode, **case.settings(), **placed)
     if case.affine:
         with torch.no_grad():
             layer.weight.copy_(weight)
@@ -134,37 +129,35 @@ def numbers(rank, world, device):
     return results
 
 
-class Messages:
-    """Counts what is sent while it is open."""
+@contextmanager
+def counting():
+    """A list of what is sent while it is open."""
+    sent, gather, reduce = [], _sync._all_gather, dist.all_reduce
 
-    def __enter__(self):
-        self.sent, self._stock = [], (_sync._all_gather, dist.all_reduce)
-        gather, reduce = self._stock
+    def counted_gather(out, own, group):
+        sent.append(("gather", own.numel()))
+        gather(out, own, group)
 
-        def counted_gather(out, own, group):
-            self.sent.append(("gather", own.numel()))
-            gather(out, own, group)
+    def counted_reduce(values, group):
+        sent.append(("reduce", values.numel()))
+        reduce(values, group=group)
 
-        def counted_reduce(values, group):
-            self.sent.append(("reduce", values.numel()))
-            reduce(values, group=group)
-
-        _sync._all_gather, dist.all_reduce = counted_gather, counted_reduce
-        return self.sent
-
-    def __exit__(self, *_):
-        _sync._all_gather, dist.all_reduce = self._stock
+    with (
+        patch.object(_sync, "_all_gather", counted_gather),
+        patch.object(dist, "all_reduce", counted_reduce),
+    ):
+        yield sent
 
 
 def messages(rank, world, device):
     """What is sent in training, in eval, and without a gradient for the input."""
     layer = SyncBatchNorm(CHANNELS, device=device)
     x = torch.randn(4, CHANNELS, device=device)
-    with Messages() as training:
+    with counting() as training:
         layer(x.requires_grad_()).sum().backward()
-    with Messages() as fixed_input:
+    with counting() as fixed_input:
         layer(x.detach()).sum().backward()
-    with Messages() as evaluation:
+    with counting() as evaluation:
         layer.eval()(x).sum().backward()
         SyncBatchNorm(CHANNELS, track_running_stats=False, device=device).eval()(x)
     return training, fixed_input, evaluation

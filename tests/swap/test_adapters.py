@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -13,6 +14,7 @@ from torch import fx, nn
 
 from normplug import BatchNorm2d, _convert, check, fuse, plan, swap, target_variance, unswap
 from normplug.lightning import norm_layers
+from swap_cases import one_graph
 
 ROOT = target_variance("golden") ** 0.5
 X = torch.randn(4, 8, 5, 6, generator=torch.Generator().manual_seed(0)) * 2 + 1
@@ -28,32 +30,22 @@ def adapted(module, root_package):
     return layer
 
 
-def timm_layer(name, *args, **kwargs):
+def layer_of(module, name, *args, **kwargs):
+    """How to make the layer, and the library that must be installed for it."""
+
     def make():
-        return getattr(import_module("timm.layers"), name)(*args, **kwargs)
+        return getattr(import_module(module), name)(*args, **kwargs)
 
-    return pytest.param(make, "timm", id=f"{name} {kwargs.get('act_layer', '')}")
-
-
-def convnext_2d():
-    from torchvision.models.convnext import LayerNorm2d
-
-    return LayerNorm2d(8, eps=1e-6)
+    id = f"{module}.{name} {kwargs.get('act_layer', '')}"
+    return pytest.param(make, module.partition(".")[0], id=id)
 
 
-def metaformer(name):
-    def make():
-        return getattr(import_module("timm.models.metaformer"), name)(8)
-
-    return pytest.param(make, "timm", id=name)
+timm_layer = partial(layer_of, "timm.layers")
 
 
 def transformers_layer(name, folder):
-    def make():
-        module = import_module(f"transformers.models.{folder}.modeling_{folder}")
-        return getattr(module, name)(8, data_format="channels_first")
-
-    return pytest.param(make, "transformers", id=name)
+    module = f"transformers.models.{folder}.modeling_{folder}"
+    return layer_of(module, name, 8, data_format="channels_first")
 
 
 ACTIVATIONS = ("relu", "silu", "gelu", "relu6", "hard_swish", "gelu_tanh", "leaky_relu")
@@ -66,8 +58,8 @@ IMAGES = [
     timm_layer("LayerNorm2dFp32", 8),
     timm_layer("LayerNormAct2d", 8, act_layer="silu"),
     timm_layer("LayerNormAct2dFp32", 8, act_layer="gelu", drop_layer=nn.Dropout),
-    metaformer("LayerNorm2dNoBias"),
-    pytest.param(convnext_2d, "torchvision", id="torchvision's LayerNorm2d"),
+    layer_of("timm.models.metaformer", "LayerNorm2dNoBias", 8),
+    layer_of("torchvision.models.convnext", "LayerNorm2d", 8, eps=1e-6),
     transformers_layer("ConvNextLayerNorm", "convnext"),
     transformers_layer("ConvNextV2LayerNorm", "convnextv2"),
     transformers_layer("SamLayerNorm", "sam"),
@@ -80,6 +72,12 @@ ROWS = [
     timm_layer("LayerNormActFp32", 6),
 ]
 EACH = pytest.mark.parametrize(("make", "library"), [*IMAGES, *ROWS])
+
+
+@pytest.fixture
+def layers():
+    """timm's, of which most tests take BatchNormAct2d."""
+    return pytest.importorskip("timm.layers")
 
 
 def run(layer, x, training):
@@ -111,7 +109,8 @@ def test_golden_is_the_layer_with_a_scaled_weight_and_unswaps_to_it(make, librar
     ours = swap(copy.deepcopy(layer), "golden")
     assert [row.becomes for row in plan(ours)] == [type(layer).__name__]
     if layer.weight is None:
-        layer.weight = nn.Parameter(torch.full(shape_of(layer), ROOT), requires_grad=False)
+        shape = getattr(layer, "normalized_shape", None) or (layer.num_features,)
+        layer.weight = nn.Parameter(torch.full(shape, ROOT), requires_grad=False)
     else:
         layer.weight.data.mul_(ROOT)
     torch.manual_seed(1)
@@ -122,10 +121,6 @@ def test_golden_is_the_layer_with_a_scaled_weight_and_unswaps_to_it(make, librar
     assert type(back) is type(layer)
     assert vars(back).keys() == vars(layer).keys()
     torch.testing.assert_close(back.eval()(X), layer.eval()(X))
-
-
-def shape_of(layer):
-    return getattr(layer, "normalized_shape", None) or (layer.num_features,)
 
 
 @EACH
@@ -155,16 +150,14 @@ def test_what_an_adapter_adds_is_not_lost_where_a_model_is_fused(make, library):
     assert torch.equal(model(X, X), expected)
 
 
-def test_a_norm_with_an_activation_is_synchronised_with_it():
-    timm = pytest.importorskip("timm.layers")
-    layer = timm.BatchNormAct2d(8)
+def test_a_norm_with_an_activation_is_synchronised_with_it(layers):
+    layer = layers.BatchNormAct2d(8)
     expected = swap(copy.deepcopy(layer))(X)
     assert [row.becomes for row in plan(layer, sync=True)] == ["SyncBatchNormAct2d"]
     swap(layer, sync=True)
     assert torch.equal(layer(X), expected)
     assert check(nn.Sequential(layer), X)
-    unswap(layer, fold=False)
-    assert type(layer) is timm.BatchNormAct2d
+    assert type(unswap(layer, fold=False)) is layers.BatchNormAct2d
 
 
 @EACH
@@ -198,31 +191,23 @@ def test_a_pickle_loads_where_nothing_was_swapped(make, library, sync, tmp_path)
     assert ran.stdout.split() == ["golden", type(make()).__module__]
 
 
-@pytest.mark.parametrize("kind", ["forward", "pre", "backward", "on the dropout"])
-def test_a_hook_on_the_activation_is_called(kind):
-    layers = pytest.importorskip("timm.layers")
+@pytest.mark.parametrize(
+    ("part", "hook"),
+    [("act", "forward"), ("act", "forward_pre"), ("act", "full_backward"), ("drop", "forward")],
+)
+def test_a_hook_on_the_activation_or_the_dropout_is_called(layers, part, hook):
     layer = swap(layers.BatchNormAct2d(8, inplace=False))
     calls = []
-    if kind == "pre":
-        layer.act.register_forward_pre_hook(lambda *_: calls.append(1))
-    elif kind == "backward":
-        layer.act.register_full_backward_hook(lambda *_: calls.append(1))
-    else:
-        watched = layer.act if kind == "forward" else layer.drop
-        watched.register_forward_hook(lambda *_: calls.append(1))
+    getattr(getattr(layer, part), f"register_{hook}_hook")(lambda *_: calls.append(1))
     layer(X).sum().backward()
     assert calls == [1]
 
 
-def test_a_global_hook_sees_the_activation():
-    layers = pytest.importorskip("timm.layers")
+def test_a_global_hook_sees_the_activation(layers):
     layer = swap(layers.BatchNormAct2d(8))
     seen = []
-    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m)))
-    try:
+    with nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m))):
         layer(X)
-    finally:
-        handle.remove()
     assert seen == [nn.Identity, nn.ReLU, type(layer)]
 
 
@@ -230,8 +215,7 @@ FUSED = ("relu", "silu", "gelu", "relu6", "hard_swish")
 
 
 @pytest.mark.parametrize(("act", "calls"), [*((act, 0) for act in FUSED), ("tanh", 1)])
-def test_what_the_kernels_know_is_fused(act, calls, monkeypatch):
-    layers = pytest.importorskip("timm.layers")
+def test_what_the_kernels_know_is_fused(layers, act, calls, monkeypatch):
     layer = swap(layers.BatchNormAct2d(8, act_layer=act))
     made = []
     forward = type(layer.act).forward
@@ -240,8 +224,7 @@ def test_what_the_kernels_know_is_fused(act, calls, monkeypatch):
     assert len(made) == calls
 
 
-def test_variance_is_measured_before_the_activation():
-    layers = pytest.importorskip("timm.layers")
+def test_variance_is_measured_before_the_activation(layers):
     layer = swap(layers.BatchNormAct2d(8))
     layer._probe = torch.zeros(4)
     y = layer(X)
@@ -252,8 +235,7 @@ def test_variance_is_measured_before_the_activation():
 
 
 @pytest.mark.parametrize("mode", ["standard", "golden"])
-def test_float32_layers_keep_the_inputs_dtype_under_autocast(mode):
-    layers = pytest.importorskip("timm.layers")
+def test_float32_layers_keep_the_inputs_dtype_under_autocast(layers, mode):
     for make in (layers.LayerNorm2dFp32, layers.LayerNormAct2dFp32):
         layer = make(8).to(torch.bfloat16)
         expected = copy.deepcopy(layer)
@@ -267,16 +249,12 @@ def test_float32_layers_keep_the_inputs_dtype_under_autocast(mode):
 
 
 @pytest.mark.parametrize("act", ["relu", "tanh"])
-def test_a_compiled_layer_is_one_graph(act):
-    layers = pytest.importorskip("timm.layers")
-    torch.compiler.reset()
+def test_a_compiled_layer_is_one_graph(layers, act):
     layer = swap(layers.BatchNormAct2d(8, act_layer=act, inplace=False)).eval()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(X), layer(X))
+    torch.testing.assert_close(one_graph(layer)(X), layer(X))
 
 
-def test_unknown_subclasses_and_frozen_norms_are_left_and_plan_says_why():
-    layers = pytest.importorskip("timm.layers")
+def test_unknown_subclasses_and_frozen_norms_are_left_and_plan_says_why(layers):
     misc = pytest.importorskip("torchvision.ops.misc")
 
     class Mine(layers.BatchNormAct2d):
@@ -335,14 +313,12 @@ def test_a_layer_can_be_made_directly():
     assert timm_layers.LayerNorm2d(8, mode=0.5)(X).shape == X.shape
 
 
-def test_a_version_that_lacks_a_layer_is_told_and_left(monkeypatch):
-    layers = pytest.importorskip("timm.layers")
+def test_a_version_that_lacks_a_layer_is_told_and_left(layers, monkeypatch):
     monkeypatch.setattr(_convert, "REPLACEMENTS", {nn.BatchNorm2d: BatchNorm2d})
     monkeypatch.delitem(sys.modules, "normplug.adapters.timm_layers", raising=False)
     monkeypatch.delattr(layers.norm_act, "LayerNormAct2dFp32")
-    with pytest.warns(
-        UserWarning, match="BatchNormAct2d is left as it is, since .*LayerNormAct2dF"
-    ):
+    left = "BatchNormAct2d is left as it is, since .*LayerNormAct2dF"
+    with pytest.warns(UserWarning, match=left):
         (row,) = plan(layers.BatchNormAct2d(8))
     assert row.becomes is None
 
@@ -350,8 +326,7 @@ def test_a_version_that_lacks_a_layer_is_told_and_left(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", FUSED)
 @pytest.mark.parametrize("training", [True, False])
-def test_the_fused_activation_on_the_gpu(act, training):
-    layers = pytest.importorskip("timm.layers")
+def test_the_fused_activation_on_the_gpu(layers, act, training):
     layer = layers.BatchNormAct2d(8, act_layer=act).cuda()
     ours = swap(copy.deepcopy(layer), "standard")
     for x in (X.cuda(), X.cuda().to(memory_format=torch.channels_last)):

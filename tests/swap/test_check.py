@@ -6,19 +6,18 @@ import torch
 from torch import nn
 
 from normplug import LayerNorm, check, set_mode, swap, unswap
+from swap_cases import assert_frozen, frozen
 
 X = torch.randn(8, 3, 6, 6)
 
 
 def make():
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(128)
-    )
-    for norm in (net[1], net[4]):
+    body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(128)
+    for norm in (body[1], body[4]):
         nn.init.normal_(norm.weight, 1, 0.3)
         nn.init.normal_(norm.bias, 0, 0.3)
-    return net.append(nn.Linear(128, 6)).append(nn.BatchNorm1d(6))
+    return nn.Sequential(*body, nn.Linear(128, 6), nn.BatchNorm1d(6))
 
 
 @pytest.fixture
@@ -44,19 +43,17 @@ def test_a_model_in_order_gets_a_table(net):
 
 
 def test_synchronised_layers_are_compared_with_the_input_that_they_take():
-    model = swap(
-        nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm1d(4), nn.SyncBatchNorm(4)), sync=True
-    )
-    assert {layer.tested for layer in check(model)} == {"train, eval, eval under no_grad"}
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm1d(4), nn.SyncBatchNorm(4))
+    report = check(swap(model, sync=True))
+    assert {layer.tested for layer in report} == {"train, eval, eval under no_grad"}
 
 
 def test_a_model_that_was_never_swapped_or_was_unswapped_is_an_error(net):
     for model in (make(), unswap(net), nn.Linear(2, 2)):
         with pytest.raises(ValueError, match="has no normplug layers, and no record of a swap"):
             check(model)
-    assert (
-        check(nn.Sequential(LayerNorm(4))).summary() == "1 norm layers in order: 1 in mode golden"
-    )
+    report = check(nn.Sequential(LayerNorm(4)))
+    assert report.summary() == "1 norm layers in order: 1 in mode golden"
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -130,8 +127,7 @@ def test_a_layer_that_computes_something_else_is_found(net):
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_torchs_transformers_do_not_bypass_their_norms(norm_first):
-    options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
-    model = nn.Transformer(16, 2, 1, 2, 32, **options)
+    model = nn.Transformer(16, 2, 1, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
     for norm in (m for m in model.modules() if isinstance(m, nn.LayerNorm)):
         nn.init.normal_(norm.weight, 1, 0.3)
     inputs = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
@@ -173,17 +169,13 @@ def test_checking_leaves_no_trace(net, training):
         module.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
     y = net[6].forward(net[5].forward(net[4].forward(torch.randn(4, 128, requires_grad=True))))
     net[4].weight.grad = torch.ones(128)
-    tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    before = {name: (id(t), t._version, t.clone()) for name, t in tensors.items()}
-    flags, state = [m.training for m in net.modules()], torch.random.get_rng_state()
-    attributes = [sorted(vars(m)) for m in net.modules()]
+    before, state = frozen(net), torch.random.get_rng_state()
+    versions = [t._version for t in net.state_dict().values()]
+    flags = [m.training for m in net.modules()]
     check(net)
-    after = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    for name, (identity, version, value) in before.items():
-        assert (id(after[name]), after[name]._version) == (identity, version)
-        assert torch.equal(after[name], value)
+    assert_frozen(net, before)
+    assert [t._version for t in net.state_dict().values()] == versions
     assert [m.training for m in net.modules()] == flags
-    assert [sorted(vars(m)) for m in net.modules()] == attributes
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(net[4].weight.grad, torch.ones(128))
     y.sum().backward()
@@ -206,11 +198,10 @@ def test_a_layer_keeps_its_flag_and_buffers_while_a_copy_of_it_is_compared():
 
 def test_checking_with_inputs_leaves_the_model_alone_too(net):
     net.append(nn.Dropout(0.5))
-    before, state = copy.deepcopy(net.state_dict()), torch.random.get_rng_state()
+    before, state = frozen(net), torch.random.get_rng_state()
     check(net, X)
     assert torch.equal(torch.random.get_rng_state(), state)
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    assert_frozen(net, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

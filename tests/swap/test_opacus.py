@@ -13,26 +13,18 @@ from normplug import BatchNorm2d, LayerNorm, swap
 opacus = pytest.importorskip("opacus")
 from opacus.validators import ModuleValidator  # noqa: E402
 
-OPACUS_MODES = ["golden", "standard", 0.3]
-
-
-def private_model():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(288)
-    ).append(nn.Linear(288, 4))
-
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mode", OPACUS_MODES)
+@pytest.mark.parametrize("mode", ["golden", "standard", 0.3])
 def test_opacus_fixes_a_swapped_model_and_trains_it(mode):
-    model = swap(private_model(), mode).train()
+    torch.manual_seed(0)
+    body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(288)
+    model = swap(nn.Sequential(*body, nn.Linear(288, 4)), mode).train()
     (error,) = ModuleValidator.validate(model)
     assert type(error).__name__ == "ShouldReplaceModuleError"
     fixed = ModuleValidator.fix(model)
-    assert [type(m) for m in fixed] == [
-        *(nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.Flatten, LayerNorm, nn.Linear)
-    ]
+    kinds = [nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.Flatten, LayerNorm, nn.Linear]
+    assert [type(m) for m in fixed] == kinds
     assert fixed[4].target_variance == normplug.target_variance(mode)
     assert ModuleValidator.is_valid(fixed)
     assert model[4].running_mean is not None  # `fix` works on a copy
@@ -51,20 +43,19 @@ def test_opacus_fixes_a_swapped_model_and_trains_it(mode):
     optimizer.step()
     F.cross_entropy(twin(x), y).backward()
     torch.optim.SGD(twin.parameters(), 0.1).step()
-    for ours, theirs in zip(fixed.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    ours, theirs = list(fixed.parameters()), list(twin.parameters())
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_opacus_fixes_every_class_of_which_it_knows_the_stock():
     swap(nn.LayerNorm(4))  # which tells Opacus, now that it is imported
-    for ours in (normplug.BatchNorm1d, BatchNorm2d, normplug.BatchNorm3d, normplug.SyncBatchNorm):
-        assert type(ModuleValidator.fix(ours(4))) is nn.GroupNorm
+    batch_norms = [normplug.BatchNorm1d, BatchNorm2d, normplug.BatchNorm3d, normplug.SyncBatchNorm]
+    lazy = swap(nn.Sequential(nn.LazyBatchNorm2d()))
+    lazy(torch.randn(2, 4, 3, 3))
+    synchronised = swap(nn.Sequential(nn.BatchNorm2d(4)), sync=True)
+    for model in (lazy, synchronised, *(nn.Sequential(ours(4)) for ours in batch_norms)):
+        assert type(ModuleValidator.fix(model)[0]) is nn.GroupNorm
     pairs = ((normplug.BatchNorm1d, nn.InstanceNorm1d), (BatchNorm2d, nn.InstanceNorm2d))
     for ours, instance_norm in pairs:
         assert type(ModuleValidator.fix(ours(4), replace_bn_with_in=True)) is instance_norm
-    lazy = swap(nn.Sequential(nn.LazyBatchNorm2d()))
-    lazy(torch.randn(2, 4, 3, 3))
-    assert type(ModuleValidator.fix(lazy)[0]) is nn.GroupNorm
-    synchronised = swap(nn.Sequential(nn.BatchNorm2d(4)), sync=True)
-    assert type(ModuleValidator.fix(synchronised)[0]) is nn.GroupNorm
     assert not ModuleValidator.is_valid(synchronised)

@@ -1,5 +1,6 @@
 """`swapped`, and conversions in inference mode."""
 
+import contextlib
 import copy
 import pickle
 
@@ -21,18 +22,15 @@ class Trained(Exception):
 def test_swapped_puts_everything_back_but_what_was_trained(net, fails, options):
     net.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     before = frozen(net)
-    try:
-        with normplug.swapped(net, "golden", **options) as inside:
-            assert inside is net
-            assert type(net.norm) is LayerNorm
-            if "include" not in options:
-                assert type(net.encoder.norm1) is LayerNorm
-            train_step(net)
-            weight, mean = net.norm.weight.clone(), net.flat.running_mean.clone()
-            if fails:
-                raise Trained
-    except Trained:
-        assert fails
+    with contextlib.suppress(Trained), normplug.swapped(net, "golden", **options) as inside:
+        assert inside is net
+        assert type(net.norm) is LayerNorm
+        if "include" not in options:
+            assert type(net.encoder.norm1) is LayerNorm
+        train_step(net)
+        weight, mean = net.norm.weight.clone(), net.flat.running_mean.clone()
+        if fails:
+            raise Trained
     assert torch.equal(net.norm.weight, weight)
     assert torch.equal(net.flat.running_mean, mean)
     assert net.encoder.activation_relu_or_gelu == 1
@@ -48,11 +46,8 @@ def test_swapped_gives_normplugs_layers_their_own_mode_and_options_back(net):
         assert {row.module.target_variance for row in plan(net)} == {2.0}
         set_mode(net, 3)
     assert_frozen(net, before)
-    assert (net.norm.target_variance, net.norm.backend, net.norm.autocast_output) == (
-        0.5,
-        "auto",
-        "float32",
-    )
+    norm = net.norm
+    assert (norm.target_variance, norm.backend, norm.autocast_output) == (0.5, "auto", "float32")
     assert normplug.check(net).summary() == "1 norm layers in order: 1 in mode 0.5"
     with normplug.swapped(net), normplug.swapped(net, 2):
         unswap(net)
@@ -91,12 +86,10 @@ def test_swapped_takes_synchronisation_back_that_was_not_there(net):
 
 def test_swapped_refuses_as_swap_does(net):
     before = frozen(net)
-    for bad, error in (({"mode": "gold"}, ValueError), ({"include": "lyaer*"}, ValueError)):
-        with pytest.raises(error), normplug.swapped(net, **bad):
+    for bad in ({"mode": "gold"}, {"include": "lyaer*"}):
+        with pytest.raises(ValueError, match="normplug"), normplug.swapped(net, **bad):
             pass
         assert_frozen(net, before)
-    with pytest.raises(TypeError, match="normplug.swapped: model must be an nn.Module"):
-        normplug.swapped({}).__enter__()
 
 
 def swapped_for_a_moment(model):

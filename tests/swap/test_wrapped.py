@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import normplug
-from matrix import NORMS, process_group
+from matrix import process_group
 from normplug import check, plan, set_mode, swap, unswap
+from swap_cases import folded
 
 X = torch.randn(8, 3, 6, 6)
 
@@ -19,14 +20,6 @@ def make():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LayerNorm(128))
     for norm in (net[1], net[3]):
         nn.init.normal_(norm.weight, 1, 0.3)
-    return net
-
-
-def folded(net, tv):
-    with torch.no_grad():
-        for norm in net.modules():
-            if isinstance(norm, NORMS):
-                norm.weight.mul_(tv**0.5)
     return net
 
 
@@ -44,22 +37,12 @@ def fsdp2(net, *parts):
     return net
 
 
-def in_place(net):
-    net.compile(backend="aot_eager")
-    return net
-
-
-def compiled_layer(net):
-    net[1].compile(backend="aot_eager")
-    return net
-
-
 WRAPPERS = {
     "DDP": nn.parallel.DistributedDataParallel,
     "DataParallel": nn.DataParallel,
     "torch.compile": lambda net: torch.compile(net, backend="aot_eager"),
-    "module.compile": in_place,
-    "layer.compile": compiled_layer,
+    "module.compile": lambda net: net.compile(backend="aot_eager") or net,
+    "layer.compile": lambda net: net[1].compile(backend="aot_eager") or net,
     "FSDP1 flat": fsdp1,
     "FSDP1 use_orig_params": lambda net: fsdp1(net, use_orig_params=True),
     "FSDP2": fsdp2,
