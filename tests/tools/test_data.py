@@ -67,12 +67,7 @@ def parts(data):
 
 
 def paths(images):
-    assert isinstance(images, FileImages)
     return [Path(path) for path, _ in images.samples]
-
-
-def pixels(batches):
-    return torch.cat(batches)
 
 
 def write_images(folder, count, seed):
@@ -241,7 +236,7 @@ class TestTrainer:
         plain = fit(self.data())
         ddp = fit(self.data(), strategy="ddp", use_distributed_sampler=use_distributed_sampler)
         for epoch in range(2):
-            assert torch.equal(pixels(ddp.batches[epoch]), pixels(plain.batches[epoch]))
+            assert torch.equal(torch.cat(ddp.batches[epoch]), torch.cat(plain.batches[epoch]))
         sampler = ddp.trainer.val_dataloaders.sampler
         assert isinstance(sampler, DistributedSampler) == use_distributed_sampler
 
@@ -252,24 +247,24 @@ class TestTrainer:
         again = fit(self.data()).batches
         other = fit(self.data(seed=1)).batches
         for epoch in range(2):
-            assert torch.equal(pixels(again[epoch]), pixels(first[epoch]))
-            assert not torch.equal(pixels(other[epoch]), pixels(first[epoch]))
-        assert not torch.equal(pixels(first[0]), pixels(first[1]))
+            assert torch.equal(torch.cat(again[epoch]), torch.cat(first[epoch]))
+            assert not torch.equal(torch.cat(other[epoch]), torch.cat(first[epoch]))
+        assert not torch.equal(torch.cat(first[0]), torch.cat(first[1]))
 
     def test_a_second_fit_starts_the_streams_again(self):
         data = self.data()
         first = fit(data, epochs=1)
         second = fit(data, epochs=1)
-        assert torch.equal(pixels(first.batches[0]), pixels(second.batches[0]))
+        assert torch.equal(torch.cat(first.batches[0]), torch.cat(second.batches[0]))
 
     def test_validation_is_not_augmented_and_takes_nothing_from_the_stream(self):
         data = self.data()
         model = fit(data, epochs=1, val_check_interval=2)
         _, val, _ = parts(data)
         expected, _ = data.on_after_batch_transfer((val.images, val.labels), 0)
-        assert torch.equal(pixels(model.val)[: len(expected)], expected)
+        assert torch.equal(torch.cat(model.val)[: len(expected)], expected)
         undisturbed = fit(self.data(), epochs=1, limit_val_batches=0)
-        assert torch.equal(pixels(model.batches[0]), pixels(undisturbed.batches[0]))
+        assert torch.equal(torch.cat(model.batches[0]), torch.cat(undisturbed.batches[0]))
 
     def test_a_low_precision_model_gets_its_own_dtype(self):
         model = fit(self.data(), epochs=1, precision="bf16-true")
@@ -288,7 +283,7 @@ class TestTrainer:
         fit(data(), epochs=2).trainer.save_checkpoint(checkpoint)
         resumed = fit(data(), epochs=3, ckpt_path=checkpoint)
         assert list(resumed.batches) == [2]
-        assert torch.equal(pixels(resumed.batches[2]), pixels(whole.batches[2]))
+        assert torch.equal(torch.cat(resumed.batches[2]), torch.cat(whole.batches[2]))
 
 
 class TestImageFolder:
