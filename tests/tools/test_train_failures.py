@@ -15,7 +15,7 @@ from normplug.experiment.divergence import Diverged, FiniteLoss
 from training import PLAIN, SWEEP, TWO_PROCESSES, python, result_of, results
 
 TINY = [*SWEEP, "trainer.max_epochs=1", PLAIN]
-OF = "the checkpoint is of"
+IS_OF = "the checkpoint is of"
 ANOTHER_SHAPE = "tensors differ in name or shape, the first of them"
 
 
@@ -50,24 +50,18 @@ def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(refuses,
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ([*SWEEP, "mode=0.5"], f"{OF} arm 'golden', this run of '0.5'"),
-        ([*SWEEP, "tag=other"], f"{OF} arm 'golden', this run of 'golden-other'"),
-        ([*SWEEP, "seed=1"], f"{OF} seed 0, this run of 1"),
-        (
-            [*SWEEP, "optimizer=sgd"],
-            f"{OF} optimizer 'torch.optim.AdamW', this run of",
-        ),
+        ([*SWEEP, "mode=0.5"], f"{IS_OF} arm 'golden', this run of '0.5'"),
+        ([*SWEEP, "tag=other"], f"{IS_OF} arm 'golden', this run of 'golden-other'"),
+        ([*SWEEP, "seed=1"], f"{IS_OF} seed 0, this run of 1"),
+        ([*SWEEP, "optimizer=sgd"], f"{IS_OF} optimizer 'torch.optim.AdamW', this run of"),
         ([*SWEEP, "model.depth=3"], f"{ANOTHER_SHAPE} net.encoder.layers."),
         ([*SWEEP, "model.hidden_dim=32"], f"{ANOTHER_SHAPE} net.class_"),
         (
             [*SWEEP, "data.batch_size=16"],
             "an epoch of the checkpoint has 5 steps, one of this run 11",
         ),
-        (
-            ["model=vit_tiny", "data=digits"],
-            f"{OF} data 'fake', this run of 'digits'",
-        ),
-        (["experiment=smoke"], f"{OF} model 'vit_tiny', this run of 'resnet18'"),
+        (["model=vit_tiny", "data=digits"], f"{IS_OF} data 'fake', this run of 'digits'"),
+        (["experiment=smoke"], f"{IS_OF} model 'vit_tiny', this run of 'resnet18'"),
     ],
 )
 def test_another_runs_checkpoint_is_refused(refuses, sweep, tmp_path, options, sentence):
