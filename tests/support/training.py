@@ -1,31 +1,24 @@
-"""How tests call train.py in their own process, and the small runs that they share."""
+"""How tests call train.py and Python's commands, and the small runs that they share."""
 
 import contextlib
 import csv
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
-SMALL = [
-    "experiment=smoke",
-    "model=vit_tiny",
-    "data.num_images=100",
-    "data.batch_size=16",
-    "trainer.max_epochs=1",
-]
+ROOT = Path(__file__).parents[2]
+SMOKE = ["experiment=smoke", "model=vit_tiny"]
+SMALL = [*SMOKE, "data.num_images=100", "data.batch_size=16", "trainer.max_epochs=1"]
 PLAIN = "callbacks.variance=null"  # drawing the variance takes longer than such a run
 # The sweep of the fixture `sweep`: 5 steps an epoch.
-SWEEP = [
-    "experiment=smoke",
-    "model=vit_tiny",
-    "model.dropout=0.1",
-    "data.num_images=250",
-    "data.batch_size=32",
-    "trainer.max_epochs=3",
-]
+FIVE_STEPS = ["data.num_images=250", "data.batch_size=32"]
+SWEEP = [*SMOKE, *FIVE_STEPS, "model.dropout=0.1", "trainer.max_epochs=3"]
+TWO_PROCESSES = ["trainer.accelerator=cpu", "trainer.strategy=ddp", "trainer.devices=2"]
 ARMS = "mode=baseline,standard,golden"
 GOLDEN = Path("logs/sweeps/smoke/vit_tiny/fake/golden/seed_0")  # a run of that sweep
 
@@ -48,6 +41,18 @@ def output_in(directory, monkeypatch, *overrides):
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         code = run_in(directory, monkeypatch, *overrides)
     return code, printed.getvalue()
+
+
+def python(*arguments, directory=ROOT):
+    """The finished process of a Python command line, which may import this repository."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=directory,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 @contextlib.contextmanager

@@ -13,3 +13,28 @@ def sweep(tmp_path_factory):
         code, output = output_in(directory, monkeypatch, *SWEEP, ARMS, "-m")
     assert code == 0, output
     return SimpleNamespace(directory=directory, golden=directory / GOLDEN, output=output)
+
+
+@pytest.fixture
+def trains(command):
+    """As `command`, which must succeed: its output."""
+
+    def call(*overrides):
+        code, output = command(*overrides)
+        assert code == 0, output
+        return output
+
+    return call
+
+
+@pytest.fixture
+def refuses(command):
+    """As `command`, which must fail in sentences and not in a traceback: its output."""
+
+    def call(*overrides):
+        code, output = command(*overrides)
+        assert code == 1, output
+        assert "Traceback" not in output
+        return output
+
+    return call

@@ -1,12 +1,12 @@
 """The bench's JSON files: how they are kept, and the tables and pictures that are made of them."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from bench_cases import ROOT
 from normplug.bench import rivals
 from normplug.bench.__main__ import main
 from normplug.bench.groups import GROUPS
@@ -15,6 +15,7 @@ from normplug.bench.plot import ARM_COLOURS, STYLES, speed_figure, step_figure
 from normplug.bench.results import Results
 from normplug.bench.suites import WIDTHS
 from normplug.bench.table import render
+from training import ROOT
 
 KERNELS = {
     "device": "NVIDIA H100",
@@ -73,11 +74,7 @@ MODELS = {
     "versions": {"torch": "2.15"},
     "date": "2026-11-22T01:02:03+00:00",
     "settings": {"mode": "golden", "autocast": "bfloat16", "optimizer": "SGD, momentum 0.9"},
-    "rows": [
-        a_row("net", 8, "eager", 20.0),
-        a_row("net", 8, "swap", 16.0),
-        a_row("net", 4, "swap", 10.0),
-    ],
+    "rows": [a_row("net", *rest) for rest in ((8, "eager", 20), (8, "swap", 16), (4, "swap", 10))],
 }
 
 
@@ -142,21 +139,16 @@ def test_every_committed_result_is_linked_from_a_page():
         assert f"results/{result.name})" in pages, result
 
 
-def speeds(providers=("normplug", "eager", "liger"), op="ln"):
+PANELS = list(product(("bfloat16", "float32"), ("F", "F+B")))
+
+
+def speeds(op="ln"):
     """Rows in which a provider's speed is its place times the width; liger knows no large one."""
+    keys = ("op", "dtype", "direction", "shape", "provider", "gbps")
     rows = [
-        {
-            "op": op,
-            "shape": [4096, width],
-            "direction": direction,
-            "dtype": dtype,
-            "provider": provider,
-            "gbps": float(place * width),
-        }
-        for width in reversed(WIDTHS)
-        for direction in ("F", "F+B")
-        for dtype in ("bfloat16", "float32")
-        for place, provider in enumerate(providers, 1)
+        dict(zip(keys, (op, *panel, [4096, width], provider, float(place * width)), strict=True))
+        for width, panel in product(reversed(WIDTHS), PANELS)
+        for place, provider in enumerate(("normplug", "eager", "liger"), 1)
         if provider != "liger" or width <= 65536
     ]
     other = {**rows[0], "shape": [512, 8192], "gbps": 1e9}
@@ -165,12 +157,8 @@ def speeds(providers=("normplug", "eager", "liger"), op="ln"):
 
 def test_the_picture_of_kernels_has_a_line_for_each_provider_in_each_panel():
     figure = speed_figure(speeds())
-    assert [axes.get_title("left") for axes in figure.axes] == [
-        "F, bfloat16",
-        "F+B, bfloat16",
-        "F, float32",
-        "F+B, float32",
-    ]
+    titles = [f"{direction}, {dtype}" for dtype, direction in PANELS]
+    assert [axes.get_title("left") for axes in figure.axes] == titles
     for axes in figure.axes:
         lines = {line.get_label(): line for line in axes.get_lines()}
         assert set(lines) == {"normplug", "eager", "liger", "copy"}
@@ -187,10 +175,8 @@ def test_the_picture_of_kernels_has_a_line_for_each_provider_in_each_panel():
 def test_the_picture_of_models_has_a_bar_for_each_arm_of_each_case_with_eager():
     rows = [*MODELS["rows"], a_row("other", 2, "eager", 4.0), a_row("other", 2, "no-norm", 1.0)]
     (axes,) = step_figure({**MODELS, "rows": rows}).axes
-    assert [text.get_text() for text in axes.get_xticklabels()] == [
-        "net\nbatch 8",
-        "other\nbatch 2",
-    ]
+    labels = [text.get_text() for text in axes.get_xticklabels()]
+    assert labels == ["net\nbatch 8", "other\nbatch 2"]
     bars = {bars.get_label(): bars for bars in axes.containers if bars.get_label() in ARM_COLOURS}
     heights = {arm: [bar.get_height() for bar in found] for arm, found in bars.items()}
     assert heights == {"eager": [1.0, 1.0], "swap": [1.25]}
@@ -222,19 +208,15 @@ def result(name):
     return (ROOT / "docs" / "results" / f"{name}_h100.json").read_bytes()
 
 
+HALF_A_ROW = json.dumps({**KERNELS, "rows": [{"op": "ln"}]}).encode()
+A_RUN = b'{"arm": "golden", "seed": 0, "status": "failed"}'
 OTHER_KINDS = {
     "a trace": (b'{"traceEvents": []}', "a trace, as `normplug.bench kernels --trace` writes"),
-    "a run": (
-        b'{"arm": "golden", "seed": 0, "status": "failed"}',
-        "the result of a run, as `train.py` writes",
-    ),
+    "a run": (A_RUN, "the result of a run, as `train.py` writes"),
     "a list": (b"[{}, {}]", "holds a list. This command takes what `normplug.bench kernels`"),
     "a number": (b"5", "holds no result of normplug. This command takes"),
     "odd rows": (b'{"copy_gbps": 1, "rows": 5}', "holds no result of normplug"),
-    "half a row": (
-        json.dumps({**KERNELS, "rows": [{"op": "ln"}]}).encode(),
-        "holds no result of normplug",
-    ),
+    "half a row": (HALF_A_ROW, "holds no result of normplug"),
     "an empty file": (b" \n", "is empty."),
     "no JSON": (b"{", "is not JSON: Expecting property name"),
     "no text": (b"\x89PNG", "is not JSON: it is not text in UTF-8."),

@@ -12,19 +12,12 @@ import torch
 from torch import nn
 
 import normplug
-from bench_cases import command
 from normplug.bench import models
 from normplug.bench.__main__ import main
-from normplug.bench.models import (
-    ARMS,
-    GRAPHED,
-    ROUNDS,
-    TURN,
-    WARM_UPS,
-    Captured,
-)
+from normplug.bench.models import ARMS, GRAPHED, ROUNDS, TURN, WARM_UPS, Captured
 from normplug.bench.nets import MODELS, Case, Model, select
 from normplug.bench.results import Results
+from training import python
 
 TINY = Case("tiny", 4)
 UNFUSED = ["eager", "swap", "no-norm"]  # and uncompiled
@@ -39,17 +32,9 @@ class TinyNet(nn.Sequential):
 
     def __init__(self):
         shared = SubLayerNorm(6)
-        super().__init__(
-            nn.Conv2d(3, 4, 3, padding=1),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.LayerNorm(6),
-            shared,
-            nn.Identity(),
-            shared,
-            nn.Flatten(),
-            nn.Linear(4 * 6**2, 5),
-        )
+        stem = (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        norms = (nn.LayerNorm(6), shared, nn.Identity(), shared)
+        super().__init__(*stem, *norms, nn.Flatten(), nn.Linear(4 * 6**2, 5))
 
 
 class Still:
@@ -107,11 +92,8 @@ def test_the_network_for_cifar_has_a_stem_for_small_images():
 
 
 def test_select_takes_each_models_own_batches_unless_told():
-    assert select(["tiny", "vit_b_16"], None) == [
-        Case("vit_b_16", 128),
-        Case("tiny", 4),
-        Case("tiny", 2),
-    ]
+    own = [Case("vit_b_16", 128), Case("tiny", 4), Case("tiny", 2)]
+    assert select(["tiny", "vit_b_16"], None) == own
     assert select(["tiny"], 3) == [Case("tiny", 3)]
     named = [case.model for case in select(None, None)]
     assert list(dict.fromkeys(named)) == list(MODELS)
@@ -196,26 +178,14 @@ def test_a_row_says_what_was_measured(tmp_path, capsys):
     assert content["versions"].keys() >= {"torch", "normplug"}
     assert [row["arm"] for row in content["rows"]] == UNFUSED
     for row in content["rows"]:
-        assert row == {
-            "model": "tiny",
-            "batch": 4,
-            "arm": row["arm"],
-            "ms": 20.0,
-            "ms_p20": 18.0,
-            "ms_p80": 32.0,
-            "steps": ROUNDS * TURN,
-            "images_per_s": pytest.approx(4 / 0.02),
-            "peak_gib": row["peak_gib"],
-            "host_ms": 7.0,
-            "loss": row["loss"],
-        }
+        times = {"ms": 20.0, "ms_p20": 18.0, "ms_p80": 32.0, "host_ms": 7.0}
+        counts = {"steps": ROUNDS * TURN, "images_per_s": pytest.approx(4 / 0.02)}
+        others = {key: row[key] for key in ("arm", "peak_gib", "loss")}
+        assert row == {"model": "tiny", "batch": 4, **times, **counts, **others}
         assert 0 < row["loss"] < 5
     # The batch weighs 100 bytes and counts; it and what came before hold 1100, each arm 100.
-    assert [row["peak_gib"] * 2**30 for row in content["rows"]] == [
-        5000 - (1200 - 100),
-        5000 - (1300 - 100),
-        5000 - (1400 - 100),
-    ]
+    peaks = [row["peak_gib"] * 2**30 for row in content["rows"]]
+    assert peaks == [5000 - (held - 100) for held in (1200, 1300, 1400)]
     assert capsys.readouterr().out.startswith("tiny, batch 4 | eager 20.00 ms 200 images/s ")
 
 
@@ -269,10 +239,8 @@ def test_an_arm_that_fails_late_is_left_out_aloud(tmp_path, monkeypatch, capsys)
 
     monkeypatch.setitem(ARMS, "swap", (with_hook,))
     rows = measured(UNFUSED, tmp_path)["rows"]
-    assert [(row["arm"], row["steps"]) for row in rows] == [
-        ("eager", ROUNDS * TURN),
-        ("no-norm", ROUNDS * TURN),
-    ]
+    steps = {row["arm"]: row["steps"] for row in rows}
+    assert steps == {"eager": ROUNDS * TURN, "no-norm": ROUNDS * TURN}
     assert capsys.readouterr().err.count("swap is left out: OutOfMemoryError('no room')") == 1
 
 
@@ -307,9 +275,8 @@ def test_there_is_a_profile_of_each_arm(tmp_path, monkeypatch):
     path = tmp_path / "profile.json"
     measured(UNFUSED, tmp_path, profiles=Results(path, settings=models.SETTINGS))
     rows = json.loads(path.read_text())["rows"]
-    assert [(row["model"], row["batch"], row["arm"]) for row in rows] == [
-        ("tiny", 4, arm) for arm in UNFUSED
-    ]
+    cases = [(row["model"], row["batch"], row["arm"]) for row in rows]
+    assert cases == [("tiny", 4, arm) for arm in UNFUSED]
     assert all(row["groups_ms"]["norm"] > 0 for row in rows)
 
 
@@ -336,13 +303,8 @@ def test_the_command_line_chooses(runs, tmp_path):
     main(["models"])
     chosen = ["--model", "tiny", "--arm", "no-norm", "--arm", "eager", "--batch", "3"]
     files = {name: tmp_path / name for name in ("json", "markdown", "profile")}
-    main(
-        [
-            "models",
-            *chosen,
-            *(word for name, path in files.items() for word in (f"--{name}", str(path))),
-        ]
-    )
+    options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    main(["models", *chosen, *options])
     assert asked == [
         (select(None, None), list(ARMS), None, None),
         ([Case("tiny", 3)], ["eager", "no-norm"], files["json"], files["profile"]),
@@ -386,7 +348,8 @@ def test_a_small_model_from_end_to_end(tmp_path):
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
     arms = [*UNFUSED, "compile", *GRAPHED]
     chosen = [word for arm in arms for word in ("--arm", arm)]
-    done = command("models", "--model", "resnet18-cifar", "--batch", 64, *chosen, *options)
+    case = ["--model", "resnet18-cifar", "--batch", 64]
+    done = python("-m", "normplug.bench", "models", *case, *chosen, *options)
     assert done.returncode == 0, done.stderr
     assert "left out" not in done.stderr
     rows = {row["arm"]: row for row in json.loads(files["json"].read_text())["rows"]}

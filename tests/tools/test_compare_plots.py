@@ -5,67 +5,50 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from normplug._report.figures import draw_line
 from normplug.compare.canvas import arm_styles
-from normplug.compare.gather import Group, Run, group_runs
+from normplug.compare.gather import KEYS, Run, group_runs
 from normplug.compare.plots import accuracy_figure, seeds_figure
 from normplug.compare.throughput import throughput_figure
 from normplug.compare.variance import COLUMNS, Variance
 from normplug.compare.variance_plots import variance_by_depth_figure, variance_by_step_figure
 
 
-def a_run(
-    arm: str,
-    seed: int,
-    accuracy: float = 0.9,
-    curve: tuple[float, ...] = (0.5,),
-    speed: float | None = None,
-    hardware: str = "",
-) -> Run:
-    return Run(
-        path=Path("result.json"),
-        error="",
-        model="resnet18",
-        data="digits",
-        arm=arm,
-        seed=seed,
-        status="finished",
-        test_accuracy=accuracy,
-        accuracy_by_epoch=curve,
-        step_ms=None,
-        images_per_s=speed,
-        loader_wait_ms=None,
-        peak_memory_bytes=None,
-        norms_swapped=None,
-        versions={},
-        hardware=hardware,
-        date="",
-    )
+def a_run(arm, seed, accuracy=0.9, curve=(0.5,), speed=None, hardware=""):
+    found = {"test_accuracy": accuracy, "accuracy_by_epoch": curve, "images_per_s": speed}
+    where = {"model": "resnet18", "data": "digits", "arm": arm, "seed": seed, "hardware": hardware}
+    others = {"path": Path("result.json"), "error": "", "versions": {}, "date": ""}
+    return Run(**dict.fromkeys(KEYS) | found | where | others | {"status": "finished"})
 
 
-def a_group(*runs: Run) -> Group:
+def a_group(*runs):
     (group,) = group_runs(runs)
     return group
 
 
-def a_variance(steps: list[int], cells: np.ndarray, target: float = 1.0) -> Variance:
+def drawn(figure, *runs):
+    """The axes of a figure of some runs."""
+    group = a_group(*runs)
+    return figure(group, arm_styles([group])).axes
+
+
+def a_variance(steps, cells, target=1.0):
     values = {name: cells * (index + 1) for index, name in enumerate(COLUMNS)}
     values["target_variance"] = np.full_like(cells, target)
     depths = np.arange(cells.shape[1])
     return Variance(np.array(steps), depths, Counter(BatchNorm2d=len(depths)), values)
 
 
-def test_accuracy_stops_where_a_seed_stops() -> None:
-    group = a_group(
+def test_accuracy_stops_where_a_seed_stops():
+    whole, late = drawn(
+        accuracy_figure,
         a_run("baseline", 0, curve=(0.5, 0.7, 0.8, 0.9)),
         a_run("golden", 0, curve=(0.4, 0.6, 0.8)),
         a_run("golden", 1, curve=(0.6, 0.8)),
         a_run("standard", 0, curve=()),
     )
-    whole, late = accuracy_figure(group, arm_styles([group])).axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in whole.lines}
     assert lines.keys() == {"baseline (1 seed)", "golden (2 seeds)"}
     assert lines["golden (2 seeds)"] == [[1.0, 50.0], [2.0, 70.0]]
@@ -74,11 +57,10 @@ def test_accuracy_stops_where_a_seed_stops() -> None:
     assert (band.y0, band.y1) == (40.0, 80.0)
 
 
-def test_seeds_shows_each_seed_and_each_pair() -> None:
+def test_seeds_shows_each_seed_and_each_pair():
     runs = [a_run(arm, seed) for arm in ("baseline", "standard") for seed in range(3)]
     golden = [a_run("golden", seed, 0.9 + 0.01 * seed) for seed in range(1, 4)]
-    group = a_group(*runs, *golden)
-    left, right = seeds_figure(group, arm_styles([group])).axes
+    left, right = drawn(seeds_figure, *runs, *golden)
     names = [label.get_text() for label in left.get_yticklabels()]
     assert names[2] == "golden\n3 of 4 seeds"
     dots = [line for line in left.lines if line.get_linestyle() == "None" and len(line.get_xdata())]
@@ -94,14 +76,13 @@ def test_seeds_shows_each_seed_and_each_pair() -> None:
     ("other", "reference"),
     [("0.5", "a reference"), ("standard", "standard"), ("baseline", "baseline")],
 )
-def test_seeds_says_when_there_is_no_pair(other: str, reference: str) -> None:
-    group = a_group(a_run("golden", 0), a_run(other, 1))
-    _, right = seeds_figure(group, arm_styles([group])).axes
+def test_seeds_says_when_there_is_no_pair(other, reference):
+    _, right = drawn(seeds_figure, a_run("golden", 0), a_run(other, 1))
     assert [text.get_text() for text in right.texts] == [f"no seed to compare with {reference}"]
     assert not right.axison
 
 
-def test_the_reference_is_named_where_it_is_used() -> None:
+def test_the_reference_is_named_where_it_is_used():
     group = a_group(*(a_run(arm, 0, speed=100.0) for arm in ("standard", "golden")))
     for figure in (
         seeds_figure(group, arm_styles([group])),
@@ -112,33 +93,30 @@ def test_the_reference_is_named_where_it_is_used() -> None:
 
 
 @pytest.mark.parametrize("accuracies", [(0.0, 0.02), (0.97, 1.0), (1.0, 1.0), (0.0, 1.0)])
-def test_an_axis_of_accuracies_stays_within_0_and_100(accuracies: tuple[float, float]) -> None:
+def test_an_axis_of_accuracies_stays_within_0_and_100(accuracies):
     runs = [a_run("golden", seed, value, (0.5, value)) for seed, value in enumerate(accuracies)]
-    group = a_group(*runs)
-    left, _ = seeds_figure(group, arm_styles([group])).axes
-    for low, high in (
-        left.get_xlim(),
-        *(axes.get_ylim() for axes in accuracy_figure(group, arm_styles([group])).axes),
-    ):
+    left, _ = drawn(seeds_figure, *runs)
+    heights = [axes.get_ylim() for axes in drawn(accuracy_figure, *runs)]
+    for low, high in (left.get_xlim(), *heights):
         assert 0 <= low < high <= 100
     said = "(%; intervals are cut at 0 and 100)" in left.get_xlabel()
     assert said == (accuracies[0] != accuracies[1])  # t(0.975, 1) = 12.7 makes them wide
 
 
-def test_throughput_shows_each_run_and_each_pair_by_hardware() -> None:
-    group = a_group(
+def test_throughput_shows_each_run_and_each_pair_by_hardware():
+    gpu, ratio, cpu, nothing = drawn(
+        throughput_figure,
         *(a_run("baseline", seed, speed=100.0, hardware="GPU") for seed in range(3)),
         a_run("golden", 0, speed=80.0, hardware="GPU"),
         a_run("golden", 1, speed=125.0, hardware="GPU"),
         a_run("golden", 2, speed=5.0, hardware="CPU"),
         a_run("golden", 3, speed=None, hardware="GPU"),
     )
-    gpu, ratio, cpu, nothing = throughput_figure(group, arm_styles([group])).axes
     assert [axes.get_title("left") for axes in (gpu, cpu)] == ["GPU", "CPU"]
     rows = [[text.get_text() for text in axes.get_yticklabels()] for axes in (gpu, cpu)]
     assert rows == [["baseline\n3 of 4 seeds", "golden\n2 of 4 seeds"], ["golden\n1 of 4 seeds"]]
 
-    def dots(axes: Axes, marker: str) -> list[float]:
+    def dots(axes, marker):
         (line,) = [line for line in axes.lines if line.get_marker() == marker]
         return list(line.get_xdata())
 
@@ -153,29 +131,23 @@ def test_throughput_shows_each_run_and_each_pair_by_hardware() -> None:
     assert ratio.get_xlabel() == "images/s over baseline's, same seed"
 
 
-def test_speeds_that_hardly_differ_do_not_fill_the_axis() -> None:
-    runs = [
-        a_run(arm, seed, speed=1000 + seed / 10)
-        for arm in ("baseline", "golden")
-        for seed in (0, 1)
-    ]
-    group = a_group(*runs)
-    for axes, middle in zip(
-        throughput_figure(group, arm_styles([group])).axes, (1000, 1), strict=True
-    ):
+def test_speeds_that_hardly_differ_do_not_fill_the_axis():
+    arms = ("baseline", "golden")
+    runs = [a_run(arm, seed, speed=1000 + seed / 10) for arm in arms for seed in (0, 1)]
+    for axes, middle in zip(drawn(throughput_figure, *runs), (1000, 1), strict=True):
         low, high = axes.get_xlim()
         assert high - low >= 0.0999 * middle
 
 
-def test_any_ratio_of_speeds_is_drawn() -> None:
+def test_any_ratio_of_speeds_is_drawn():
     # The geometric mean of a single ratio may round to less than the ratio.
     rng = np.random.default_rng(0)
     for ours, theirs in rng.uniform(1, 1e5, (8, 2)):
-        group = a_group(a_run("baseline", 0, speed=theirs), a_run("golden", 0, speed=ours))
-        throughput_figure(group, arm_styles([group]))
+        both = (a_run("baseline", 0, speed=theirs), a_run("golden", 0, speed=ours))
+        drawn(throughput_figure, *both)
 
 
-def test_a_point_between_two_gaps_has_a_marker() -> None:
+def test_a_point_between_two_gaps_has_a_marker():
     axes = Figure().subplots()
     y = np.ones(60)
     y[[6, 8]] = np.nan
@@ -183,7 +155,7 @@ def test_a_point_between_two_gaps_has_a_marker() -> None:
     assert axes.lines[0].get_markevery() == sorted({*range(0, 60, 3), 7})
 
 
-def test_no_text_of_a_plot_lies_on_another_or_outside() -> None:
+def test_no_text_of_a_plot_lies_on_another_or_outside():
     long = "a-tag-that-goes-on_and_on_without_a_place_to_break_it_at_all_until_somebody_stops"
     arms = ["standard", "golden", "0.5", *(f"{i}.5-{long}" for i in range(5))]
     group = a_group(
@@ -205,17 +177,12 @@ def test_no_text_of_a_plot_lies_on_another_or_outside() -> None:
         variance_by_step_figure(group.title, variances),
     ):
         figure.draw_without_rendering()
-        named = [label for axes in figure.axes for label in axes.get_yticklabels()]
-        named = [label for label in named if "seed" in label.get_text()]
-        around = [
-            item
-            for axes in figure.axes
-            for item in (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts)
-        ]
-        items = [*named, *around, *figure.texts, *figure.legends]
-        items = [
-            item for item in items if item.get_visible() and item.get_window_extent().width > 2
-        ]
+        labels = [label for axes in figure.axes for label in axes.get_yticklabels()]
+        named = [label for label in labels if "seed" in label.get_text()]
+        items = [*named, *figure.texts, *figure.legends]
+        for axes in figure.axes:
+            items += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+        items = [i for i in items if i.get_visible() and i.get_window_extent().width > 2]
         assert items[len(named) :]
         for i, item in enumerate(items):
             box = item.get_window_extent().padded(-1)
@@ -224,7 +191,7 @@ def test_no_text_of_a_plot_lies_on_another_or_outside() -> None:
             assert not any(box.overlaps(other.get_window_extent()) for other in items[:i]), item
 
 
-def test_variance_by_depth_shows_the_last_step_and_each_target() -> None:
+def test_variance_by_depth_shows_the_last_step_and_each_target():
     targets = {"baseline": 1.0, "standard": 1.0, "golden": 0.618, "0.5": 0.5}
     group = a_group(*(a_run(arm, 0) for arm in targets))
     cells = np.random.default_rng(0).uniform(0.5, 2.0, (3, 20))
@@ -238,7 +205,7 @@ def test_variance_by_depth_shows_the_last_step_and_each_target() -> None:
         assert axes.get_yscale() == "log"
 
 
-def test_variance_by_step_has_one_scale_for_all_arms() -> None:
+def test_variance_by_step_has_one_scale_for_all_arms():
     cells = np.random.default_rng(0).uniform(0.5, 2.0, (6, 20))
     steps = [0, 10, 20, 40, 80, 160]
     arms = ("baseline", "standard", "golden", "0.5")
@@ -254,28 +221,27 @@ def test_variance_by_step_has_one_scale_for_all_arms() -> None:
     assert all(axes.yaxis_inverted() for axes in panels)  # the first layer at the top
 
 
-def test_equal_variances_do_not_fill_the_colour_scale() -> None:
+def test_equal_variances_do_not_fill_the_colour_scale():
     cells = np.random.default_rng(0).uniform(0.5997, 0.6003, (6, 20)) / 4
-    *panels, _ = variance_by_step_figure(
-        "resnet18", {"golden": a_variance([*range(6)], cells)}
-    ).axes
+    variances = {"golden": a_variance([*range(6)], cells)}
+    *panels, _ = variance_by_step_figure("resnet18", variances).axes
     low, high = panels[0].collections[0].get_clim()
     assert high / low >= 1.99
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), 1.0, float("inf")])
-def test_degenerate_variances_are_drawn(value: float) -> None:
+def test_degenerate_variances_are_drawn(value):
     variances = {"golden": a_variance([0], np.full((1, 1), value))}
     variance_by_depth_figure("golden", variances, arm_styles([])).canvas.draw()
     variance_by_step_figure("golden", variances).canvas.draw()
 
 
-def test_arms_are_told_apart_without_colour() -> None:
+def test_arms_are_told_apart_without_colour():
     group = a_group(*(a_run(arm, 0) for arm in ("baseline", "standard", "golden", *"1234567")))
     styles = arm_styles([group])
     assert len({style.marker for style in styles.values()}) == len(group.arms) == 10
 
 
-def test_no_two_arms_look_alike() -> None:
+def test_no_two_arms_look_alike():
     groups = [a_group(a_run(f"{i / 10}", 0), a_run("golden", 0)) for i in range(15)]
     assert len(set(arm_styles(groups).values())) == 3 + 15

@@ -1,12 +1,8 @@
 """The data of an experiment: fixed parts, repeatable streams, right pixels, clear refusals."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DistributedSampler
 
 from normplug.experiment.augment import Augment, crop_and_flip, normalise
@@ -24,7 +20,6 @@ from normplug.experiment.data import Cifar10, Digits, Fake, FashionMnist, ImageF
 from normplug.experiment.datamodule import ImageData
 from normplug.experiment.images import (
     FileImages,
-    ImageSet,
     MemoryImages,
     channel_statistics,
     decode,
@@ -39,27 +34,25 @@ SIZE = 6  # of the images in `tree`
 class Recorder(LightningModule):
     """The least a Trainer trains; it keeps the training batches of every epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head = nn.Linear(3, 10)
-        self.batches: dict[int, list[Tensor]] = {}
-        self.val: list[Tensor] = []
+        self.batches = {}
+        self.val = []
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         images, labels = batch
         self.batches.setdefault(self.current_epoch, []).append(images.clone())
         return nn.functional.cross_entropy(self.head(images.mean((2, 3))), labels)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.val.append(batch[0].clone())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(
-    data: ImageData, *, epochs: int = 2, ckpt_path: str | None = None, **kwargs: Any
-) -> Recorder:
+def fit(data, *, epochs=2, ckpt_path=None, **kwargs):
     model = Recorder()
     defaults = {"enable_checkpointing": False, "logger": False, "max_epochs": epochs}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
@@ -68,21 +61,16 @@ def fit(
     return model
 
 
-def parts(data: ImageData) -> list[MemoryImages]:
+def parts(data):
     data.setup("fit")
     return [part.decoded() for part in (data.train_images, data.val_images, data.test_images)]
 
 
-def paths(images: ImageSet) -> list[Path]:
-    assert isinstance(images, FileImages)
+def paths(images):
     return [Path(path) for path, _ in images.samples]
 
 
-def pixels(batches: list[Tensor]) -> Tensor:
-    return torch.cat(batches)
-
-
-def write_images(folder: Path, count: int, seed: int) -> None:
+def write_images(folder, count, seed):
     """Write `count` images, no two of one shape, so that resize and crop have work to do."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(seed)
@@ -92,7 +80,7 @@ def write_images(folder: Path, count: int, seed: int) -> None:
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     root = tmp_path / "pets"
     for seed, (part, count) in enumerate([("train", 20), ("test", 4)]):
         for label, name in enumerate(["cat", "dog"]):
@@ -101,7 +89,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def single_process_group() -> Iterator[None]:
+def single_process_group():
     """Take away what a one-process `strategy="ddp"` leaves behind for the tests that follow."""
     environment = dict(os.environ)
     yield
@@ -112,7 +100,7 @@ def single_process_group() -> Iterator[None]:
 
 
 class TestParts:
-    def test_are_disjoint_stratified_and_the_same_for_every_seed(self) -> None:
+    def test_are_disjoint_stratified_and_the_same_for_every_seed(self):
         first, second = (parts(Digits(seed=seed)) for seed in range(2))
         images = torch.cat([part.images for part in first])
         assert len(torch.unique(images, dim=0)) == 1797  # no two digits are equal
@@ -123,21 +111,21 @@ class TestParts:
                 part.labels.bincount() / 1797, torch.full((10,), share / 10), atol=5e-3, rtol=0
             )
 
-    def test_stratified_split_takes_its_share_of_every_class(self) -> None:
+    def test_stratified_split_takes_its_share_of_every_class(self):
         labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 20)[torch.randperm(100)]
         kept, held = stratified_split(labels, 0.1)
         assert labels[held].bincount().tolist() == [5, 3, 2]
         assert sorted(kept.tolist() + held.tolist()) == list(range(100))
 
-    def test_stratified_split_does_not_take_the_first_of_each_class(self) -> None:
+    def test_stratified_split_does_not_take_the_first_of_each_class(self):
         _, held = stratified_split(torch.zeros(100, dtype=torch.int64), 0.2)
         assert held.tolist() != list(range(20))
 
-    def test_an_empty_part_is_refused(self) -> None:
+    def test_an_empty_part_is_refused(self):
         with pytest.raises(ValueError, match=r"Fake: both parts .* val_fraction \(it is 0.1\)"):
             Fake(num_classes=10, num_images=30).setup("fit")
 
-    def test_fake_images_show_their_class(self) -> None:
+    def test_fake_images_show_their_class(self):
         data = Fake(num_classes=4, image_size=8, num_images=200)
         train, _, test = parts(data)
         means = torch.stack([train.images[train.labels == c].float().mean(0) for c in range(4)])
@@ -146,19 +134,19 @@ class TestParts:
 
 
 class TestStreams:
-    def loaded(self, seed: int) -> list[Tensor]:
+    def loaded(self, seed):
         data = Fake(seed=seed, image_size=8, num_images=400, batch_size=64)
         data.setup("fit")
         return [labels for _, labels in data.train_dataloader()]
 
-    def test_order_is_of_the_seed_and_not_of_the_global_generator(self) -> None:
+    def test_order_is_of_the_seed_and_not_of_the_global_generator(self):
         torch.manual_seed(0)
         first = torch.cat(self.loaded(seed=0))
         torch.manual_seed(1)
         assert torch.equal(torch.cat(self.loaded(seed=0)), first)
         assert not torch.equal(torch.cat(self.loaded(seed=1)), first)
 
-    def test_loading_draws_nothing_from_the_global_generator(self) -> None:
+    def test_loading_draws_nothing_from_the_global_generator(self):
         data = Fake(image_size=8)
         data.setup("fit")
         before = torch.get_rng_state()
@@ -166,24 +154,24 @@ class TestStreams:
             next(iter(loader))
         assert torch.equal(torch.get_rng_state(), before)
 
-    def test_near_seeds_share_no_order(self) -> None:
+    def test_near_seeds_share_no_order(self):
         images = MemoryImages(torch.empty(50, 3, 1, 1), torch.zeros(50, dtype=torch.int64))
         orders = {tuple(epoch_sampler(images, s, epoch=e)) for s in range(4) for e in range(4)}
         assert len(orders) == 16
 
-    def test_shards_deal_out_one_order(self) -> None:
+    def test_shards_deal_out_one_order(self):
         images = MemoryImages(torch.empty(11, 3, 1, 1), torch.zeros(11, dtype=torch.int64))
         whole = list(epoch_sampler(images, 0, epoch=3))
         shards = [list(epoch_sampler(images, 0, epoch=3, shards=2, shard=s)) for s in range(2)]
         assert sorted(whole) == list(range(11))
         assert shards == [whole[0:10:2], whole[1:10:2]]
 
-    def test_shards_augment_differently(self) -> None:
+    def test_shards_augment_differently(self):
         draws = [torch.rand(4, generator=stream(1, 0, 0, shard=s)) for s in range(2)]
         assert not torch.equal(*draws)
 
     @pytest.mark.parametrize(("batch_size", "batches"), [(64, 11), (720, 1), (1000, 1)])
-    def test_only_a_remainder_is_dropped(self, batch_size: int, batches: int) -> None:
+    def test_only_a_remainder_is_dropped(self, batch_size, batches):
         data = Fake(image_size=4, batch_size=batch_size)
         data.setup("fit")
         assert len(data.train_dataloader()) == batches
@@ -192,7 +180,7 @@ class TestStreams:
 class TestPixels:
     @pytest.mark.parametrize("flip", [False, True])
     @pytest.mark.parametrize("pad", [0, 2])
-    def test_crop_and_flip_matches_a_loop_over_images(self, pad: int, flip: bool) -> None:
+    def test_crop_and_flip_matches_a_loop_over_images(self, pad, flip):
         images = torch.randn(16, 3, 5, 7)
         out = crop_and_flip(images, Augment(pad, flip), stream(1, 0, 0))
 
@@ -208,7 +196,7 @@ class TestPixels:
                 expected = expected.flip(2)
             assert torch.equal(out[i], expected)
 
-    def test_crops_reach_every_offset_and_flips_half(self) -> None:
+    def test_crops_reach_every_offset_and_flips_half(self):
         images = torch.zeros(2000, 1, 5, 5)
         images[:, :, 2, 1] = 1
         out = crop_and_flip(images, Augment(pad=1), stream(1, 0, 0)).sum((0, 1))
@@ -217,7 +205,7 @@ class TestPixels:
         mirrored = crop_and_flip(images, Augment(flip=True), stream(1, 0, 0)).sum((0, 1))
         assert 900 < mirrored[2, 3] < 1100
 
-    def test_training_images_have_mean_0_and_std_1(self) -> None:
+    def test_training_images_have_mean_0_and_std_1(self):
         data = Fake(num_images=500, image_size=8)
         train, _, _ = parts(data)
         images, _ = data.on_after_batch_transfer((train.images, train.labels), 0)
@@ -225,70 +213,66 @@ class TestPixels:
         torch.testing.assert_close(mean, torch.zeros(3).double(), atol=1e-6, rtol=0)
         torch.testing.assert_close(var, torch.ones(3).double(), atol=1e-6, rtol=0)
 
-    def test_a_constant_channel_is_0(self) -> None:
+    def test_a_constant_channel_is_0(self):
         images = torch.full((2, 3, 4, 4), 7, dtype=torch.uint8)
         mean, std = channel_statistics(MemoryImages(images, torch.zeros(2)))
         assert normalise(images, mean, std).abs().max() < 1e-12
 
-    def test_grey_digits_become_three_equal_channels_of_the_full_range(self) -> None:
+    def test_grey_digits_become_three_equal_channels_of_the_full_range(self):
         images = parts(Digits())[0].images
         assert images.shape[1:] == (3, 8, 8)
         assert images.amax((0, 2, 3)).tolist() == [255] * 3
 
 
 class TestTrainer:
-    def data(self, seed: int = 0) -> Fake:
+    def data(self, seed=0):
         return Fake(
             seed=seed, image_size=8, num_images=400, batch_size=64, augment={"pad": 2, "flip": True}
         )
 
     @pytest.mark.parametrize("use_distributed_sampler", [True, False])
     @pytest.mark.usefixtures("single_process_group")
-    def test_one_process_of_ddp_trains_on_what_a_plain_run_trains_on(
-        self, use_distributed_sampler: bool
-    ) -> None:
+    def test_one_process_of_ddp_trains_on_what_a_plain_run_trains_on(self, use_distributed_sampler):
         plain = fit(self.data())
         ddp = fit(self.data(), strategy="ddp", use_distributed_sampler=use_distributed_sampler)
         for epoch in range(2):
-            assert torch.equal(pixels(ddp.batches[epoch]), pixels(plain.batches[epoch]))
-        sampler = ddp.trainer.val_dataloaders.sampler  # type: ignore[union-attr]
+            assert torch.equal(torch.cat(ddp.batches[epoch]), torch.cat(plain.batches[epoch]))
+        sampler = ddp.trainer.val_dataloaders.sampler
         assert isinstance(sampler, DistributedSampler) == use_distributed_sampler
 
-    def test_seed_decides_augmented_pixels_and_the_global_generator_does_not(self) -> None:
+    def test_seed_decides_augmented_pixels_and_the_global_generator_does_not(self):
         torch.manual_seed(0)
         first = fit(self.data()).batches
         torch.manual_seed(1)
         again = fit(self.data()).batches
         other = fit(self.data(seed=1)).batches
         for epoch in range(2):
-            assert torch.equal(pixels(again[epoch]), pixels(first[epoch]))
-            assert not torch.equal(pixels(other[epoch]), pixels(first[epoch]))
-        assert not torch.equal(pixels(first[0]), pixels(first[1]))
+            assert torch.equal(torch.cat(again[epoch]), torch.cat(first[epoch]))
+            assert not torch.equal(torch.cat(other[epoch]), torch.cat(first[epoch]))
+        assert not torch.equal(torch.cat(first[0]), torch.cat(first[1]))
 
-    def test_a_second_fit_starts_the_streams_again(self) -> None:
+    def test_a_second_fit_starts_the_streams_again(self):
         data = self.data()
         first = fit(data, epochs=1)
         second = fit(data, epochs=1)
-        assert torch.equal(pixels(first.batches[0]), pixels(second.batches[0]))
+        assert torch.equal(torch.cat(first.batches[0]), torch.cat(second.batches[0]))
 
-    def test_validation_is_not_augmented_and_takes_nothing_from_the_stream(self) -> None:
+    def test_validation_is_not_augmented_and_takes_nothing_from_the_stream(self):
         data = self.data()
         model = fit(data, epochs=1, val_check_interval=2)
         _, val, _ = parts(data)
         expected, _ = data.on_after_batch_transfer((val.images, val.labels), 0)
-        assert torch.equal(pixels(model.val)[: len(expected)], expected)
+        assert torch.equal(torch.cat(model.val)[: len(expected)], expected)
         undisturbed = fit(self.data(), epochs=1, limit_val_batches=0)
-        assert torch.equal(pixels(model.batches[0]), pixels(undisturbed.batches[0]))
+        assert torch.equal(torch.cat(model.batches[0]), torch.cat(undisturbed.batches[0]))
 
-    def test_a_low_precision_model_gets_its_own_dtype(self) -> None:
+    def test_a_low_precision_model_gets_its_own_dtype(self):
         model = fit(self.data(), epochs=1, precision="bf16-true")
         assert model.batches[0][0].dtype == torch.bfloat16
 
     @pytest.mark.parametrize("memory_gib", [4.0, 0.0], ids=["in memory", "workers"])
-    def test_a_resumed_run_goes_on_as_if_uninterrupted(
-        self, tree: Path, tmp_path: Path, memory_gib: float
-    ) -> None:
-        def data() -> ImageFolder:
+    def test_a_resumed_run_goes_on_as_if_uninterrupted(self, tree, tmp_path, memory_gib):
+        def data():
             return ImageFolder(
                 str(tree), SIZE, memory_gib=memory_gib, num_workers=1, batch_size=4,
                 augment={"pad": 1, "flip": True},
@@ -299,16 +283,16 @@ class TestTrainer:
         fit(data(), epochs=2).trainer.save_checkpoint(checkpoint)
         resumed = fit(data(), epochs=3, ckpt_path=checkpoint)
         assert list(resumed.batches) == [2]
-        assert torch.equal(pixels(resumed.batches[2]), pixels(whole.batches[2]))
+        assert torch.equal(torch.cat(resumed.batches[2]), torch.cat(whole.batches[2]))
 
 
 class TestImageFolder:
-    def test_reads_names_and_classes_before_setup(self, tree: Path) -> None:
+    def test_reads_names_and_classes_before_setup(self, tree):
         data = ImageFolder(str(tree), SIZE)
         assert (data.name, data.num_classes, data.image_size) == ("pets", 2, SIZE)
         assert data.classes == ["cat", "dog"]
 
-    def test_batches_are_the_same_in_memory_and_decoded_on_demand(self, tree: Path) -> None:
+    def test_batches_are_the_same_in_memory_and_decoded_on_demand(self, tree):
         memory = ImageFolder(str(tree), SIZE, batch_size=4)
         demand = ImageFolder(str(tree), SIZE, batch_size=4, memory_gib=0, num_workers=0)
         for data in (memory, demand):
@@ -323,7 +307,7 @@ class TestImageFolder:
                 assert torch.equal(images, other_images)
                 assert torch.equal(labels, other_labels)
 
-    def test_decodes_every_file_to_its_own_row(self, tmp_path: Path) -> None:
+    def test_decodes_every_file_to_its_own_row(self, tmp_path):
         for name, value in [("black", 0), ("white", 250)]:
             (tmp_path / name).mkdir()
             for i in range(100):  # more than one block of the decoder
@@ -338,25 +322,25 @@ class TestImageFolder:
         ]
         assert images.amin((1, 2, 3)).tolist() == images.amax((1, 2, 3)).tolist() == expected
 
-    def test_keeps_the_centre_in_its_own_proportions(self, tmp_path: Path) -> None:
+    def test_keeps_the_centre_in_its_own_proportions(self, tmp_path):
         image = Image.new("RGB", (24, 8), "black")
         image.paste("white", (8, 0, 16, 8))
         image.save(tmp_path / "wide.png")
         assert (decode(tmp_path / "wide.png", 8) == 255).all()
         assert decode(tmp_path / "wide.png", 4).min() > 200  # the resize blurs the edges
 
-    def test_val_stands_in_for_test(self, tree: Path) -> None:
+    def test_val_stands_in_for_test(self, tree):
         (tree / "test").rename(tree / "val")
         _, test = ImageFolder(str(tree), SIZE).load()
         assert {path.parts[-3] for path in paths(test)} == {"val"}
 
-    def test_a_train_directory_alone_gives_a_fifth_for_testing(self, tree: Path) -> None:
+    def test_a_train_directory_alone_gives_a_fifth_for_testing(self, tree):
         (tree / "test").rename(tree.parent / "elsewhere")
         train, test = ImageFolder(str(tree), SIZE).load()
         assert (len(train), len(test)) == (32, 8)
         assert not set(paths(train)) & set(paths(test))
 
-    def test_refuses_missing_arguments(self, tree: Path) -> None:
+    def test_refuses_missing_arguments(self, tree):
         with pytest.raises(ValueError, match=r"root must name .* Give data.root="):
             ImageFolder()
         with pytest.raises(ValueError, match=r"image_size must be .* got None. Give"):
@@ -364,7 +348,7 @@ class TestImageFolder:
         with pytest.raises(FileNotFoundError, match=r"nowhere. Check data.root"):
             ImageFolder(str(tree / "nowhere"), SIZE)
 
-    def test_refuses_a_tree_of_another_layout(self, tree: Path) -> None:
+    def test_refuses_a_tree_of_another_layout(self, tree):
         with pytest.raises(ValueError, match="must hold one directory a class"):
             ImageFolder(str(tree / "train" / "cat"), SIZE)
         (tree / "test" / "emu").mkdir()
@@ -374,7 +358,7 @@ class TestImageFolder:
         with pytest.raises(ValueError, match="needs a train directory beside it"):
             ImageFolder(str(tree), SIZE)
 
-    def test_refuses_parts_without_images(self, tree: Path) -> None:
+    def test_refuses_parts_without_images(self, tree):
         for folder in ("train/emu", "test/emu"):
             (tree / folder).mkdir()
         with pytest.raises(ValueError, match="none for emu. Add images"):
@@ -386,7 +370,7 @@ class TestImageFolder:
             ImageFolder(str(tree), SIZE).setup("fit")
 
     @pytest.mark.parametrize("memory_gib", [4.0, 0.0])
-    def test_names_an_unreadable_image(self, tree: Path, memory_gib: float) -> None:
+    def test_names_an_unreadable_image(self, tree, memory_gib):
         (tree / "train" / "dog" / "05.png").write_bytes(b"no image")
         data = ImageFolder(str(tree), SIZE, memory_gib=memory_gib)
         with pytest.raises(ValueError, match=r"dog/05.png is not a readable image"):
@@ -398,17 +382,11 @@ class TestTorchvision:
         ("source", "name", "shape"),
         [(Cifar10, "CIFAR10", (32, 32, 3)), (FashionMnist, "FashionMNIST", (28, 28))],
     )
-    def test_reads_the_official_parts(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        source: type[ImageData],
-        name: str,
-        shape: tuple[int, ...],
-    ) -> None:
-        downloads: list[bool] = []
+    def test_reads_the_official_parts(self, monkeypatch, source, name, shape):
+        downloads = []
         images = torch.randint(256, (40, *shape), dtype=torch.uint8)
 
-        def dataset(root: str, train: bool, download: bool) -> SimpleNamespace:
+        def dataset(root, train, download):
             if download:
                 downloads.append(train)
             count = 40 if train else 20
@@ -426,7 +404,7 @@ class TestTorchvision:
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "data").glob("*.yaml")), ids=lambda p: p.stem)
-def test_configs_build_their_source(path: Path, tmp_path: Path) -> None:
+def test_configs_build_their_source(path, tmp_path):
     (tmp_path / "only").mkdir()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         cfg = compose(overrides=[f"+data={path.stem}", "+seed=3"])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from normplug.compare.gather import find_runs
 from normplug.experiment import directory
 from normplug.experiment.directory import FORMER, LOCK, RunDirectory
 from normplug.experiment.errors import UserError
-from training import PLAIN, run_in
+from training import GOLDEN, PLAIN, result_of
 
 SMALL = [*training.SMALL, PLAIN]
 HOLD = """
@@ -29,17 +30,6 @@ lock.acquire()
 print("held", flush=True)
 time.sleep(60)
 """
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    """Call train.py in a directory of its own: (exit code, output, errors)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*overrides):
-        return run_in(tmp_path, monkeypatch, *overrides), *capsys.readouterr()
-
-    return call
 
 
 def contents(folder):
@@ -56,33 +46,29 @@ def record(folder, **values):
     (folder / "result.json").write_text(json.dumps(values))
 
 
-def test_a_directory_of_a_live_run_is_refused_and_left_alone(command, tmp_path):
+def test_a_directory_of_a_live_run_is_refused_and_left_alone(refuses, tmp_path):
     run = tmp_path / "run"
     record(run, status="running", process="123 on hostname", date="2026-11-22T16:00:00+00:00")
     (run / "metrics.csv").write_text("of the live run")
     before = contents(run)
     with FileLock(str(run / LOCK)):
-        code, _, errors = command(*SMALL, f"hydra.run.dir={run}")
-    assert code == 1
-    assert "Traceback" not in errors
-    (line,) = [line for line in errors.splitlines() if line.startswith("normplug")]
+        output = refuses(*SMALL, f"hydra.run.dir={run}")
+    (line,) = [line for line in output.splitlines() if line.startswith("normplug")]
     assert f"{run} belongs to a run that is still going on (process 123 on hostname, since" in line
     assert "hydra.run.dir=DIR, or study=NAME" in line
     assert contents(run) == before
 
 
-def test_a_sweep_leaves_the_arm_of_another_live_sweep_alone(command, tmp_path):
-    arm = tmp_path / "logs/sweeps/smoke/vit_tiny/fake/golden/seed_0"
+def test_a_sweep_leaves_the_arm_of_another_live_sweep_alone(refuses, tmp_path):
+    arm = tmp_path / GOLDEN
     record(arm, arm="golden", seed=0, model="vit_tiny", data="fake", status="running")
     before = contents(arm)
     with FileLock(str(arm / LOCK)):
-        code, output, errors = command(*SMALL, "mode=golden,baseline", "-m")
-    assert code == 1
-    assert f"failed: {arm}: normplug.experiment: {arm} belongs to a run that is still" in errors
+        output = refuses(*SMALL, "mode=golden,baseline", "-m")
+    assert f"failed: {arm}: normplug.experiment: {arm} belongs to a run that is still" in output
     assert 'golden, seed 0: unfinished: its status is "running"' in output
     assert contents(arm) == before
-    other = json.loads((arm.parent.with_name("baseline") / "seed_0/result.json").read_text())
-    assert other["status"] == "finished"
+    assert result_of(arm.parent.with_name("baseline") / "seed_0")["status"] == "finished"
 
 
 def test_a_killed_process_frees_its_directory(tmp_path):
@@ -120,7 +106,7 @@ def test_other_processes_of_a_run_share_its_directory(tmp_path, monkeypatch):
     first.release()
 
 
-def test_what_a_dead_run_left_is_not_mixed_with_a_new_run(command, tmp_path):
+def test_what_a_dead_run_left_is_not_mixed_with_a_new_run(trains, tmp_path):
     run = tmp_path / "run"
     record(run, status="running")
     old = {"metrics.csv": "step\n", "variance.csv": "step\n", "checkpoints/old.ckpt": "weights"}
@@ -128,73 +114,63 @@ def test_what_a_dead_run_left_is_not_mixed_with_a_new_run(command, tmp_path):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text(text)
     (run / "notes.txt").write_text("mine")
-    code, output, errors = command(*training.SMALL, f"hydra.run.dir={run}", "callbacks=minimal")
-    assert code == 0, output + errors
-    assert f"set aside: {run / FORMER} has the files of a run that did not finish" in errors
+    output = trains(*training.SMALL, f"hydra.run.dir={run}", "callbacks=minimal")
+    assert f"set aside: {run / FORMER} has the files of a run that did not finish" in output
     assert {name: (run / FORMER / name).read_text() for name in old} == old
     assert not (run / "variance.csv").exists()
     assert not (run / "checkpoints").exists()
     assert (run / "notes.txt").read_text() == "mine"
-    assert json.loads((run / "result.json").read_text())["status"] == "finished"
+    assert result_of(run)["status"] == "finished"
 
 
-def test_a_run_that_resumes_keeps_the_files_that_it_continues(command, tmp_path):
+def test_a_run_that_resumes_keeps_the_files_that_it_continues(trains, tmp_path):
     run = tmp_path / "run"
-    code, output, errors = command(*SMALL, f"hydra.run.dir={run}")
-    assert code == 0, output + errors
+    trains(*SMALL, f"hydra.run.dir={run}")
     record(run, status="running")
     resume = f"ckpt_path={run}/checkpoints/last.ckpt"
-    code, output, errors = command(*SMALL, f"hydra.run.dir={run}", resume, "trainer.max_epochs=2")
-    assert code == 0, output + errors
-    assert "set aside" not in errors
+    output = trains(*SMALL, f"hydra.run.dir={run}", resume, "trainer.max_epochs=2")
+    assert "set aside" not in output
     assert not (run / FORMER).exists()
     assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
 
 
-def test_a_refused_run_leaves_no_directory(command, tmp_path):
-    code, output, errors = command(*SMALL, "data.batch_size=0")
-    assert (code, output) == (1, "")
-    assert errors == "normplug.experiment: data.batch_size must be an integer >= 1; got 0.\n"
+def test_a_refused_run_leaves_no_directory(refuses, tmp_path):
+    sentence = "normplug.experiment: data.batch_size must be an integer >= 1; got 0.\n"
+    assert refuses(*SMALL, "data.batch_size=0") == sentence
     assert not list((tmp_path / "logs/runs").iterdir())
 
 
 def test_the_default_directory_tells_overrides_apart_and_leaves_logs_by_no_way(
-    command, tmp_path, monkeypatch
+    refuses, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(RunDirectory, "remove_traces", lambda self: None)
     overrides = ["tag=../../x", "mode=..", "optimizer.lr=0.01", "+swap.foo='a/b=c'"]
-    assert command(*SMALL, *overrides)[0] == 1
+    refuses(*SMALL, *overrides)
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
     (run,) = (tmp_path / "logs/runs").iterdir()
     assert run.name.endswith("_trainer.max_epochs-1")
     assert "_optimizer.lr-0.01_" in run.name
     assert "=" not in run.name
     long = [f"swap.include=[{','.join(f'layer{i}.*' for i in range(99))}]"]
-    assert command(*SMALL, *long, "data.batch_size=0")[0] == 1
+    refuses(*SMALL, *long, "data.batch_size=0")
     assert all(len(path.name.encode()) < 200 for path in (tmp_path / "logs/runs").iterdir())
-    assert command(*SMALL, "study=../../y", "seed=/../../../z", "-m")[0] == 1
+    refuses(*SMALL, "study=../../y", "seed=/../../../z", "-m")
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
-def test_a_mistaken_arm_fails_and_the_others_are_trained_and_compared(command, tmp_path):
-    code, output, errors = command(*SMALL, "mode=gold,golden", "seed=x,0", "-m")
-    assert code == 1
-    lines = [line for line in errors.splitlines() if line.startswith("failed: ")]
+def test_a_mistaken_arm_fails_and_the_others_are_trained_and_compared(refuses, tmp_path):
+    output = refuses(*SMALL, "mode=gold,golden", "seed=x,0", "-m")
+    lines = [line for line in output.splitlines() if line.startswith("failed: ")]
     assert len(lines) == 3
     assert "gold/seed_0: normplug: mode must be 'golden'" in lines[1]
     assert "gold, seed 0: failed: normplug: mode must be 'golden'" in output
     assert "seed_x/result.json: normplug.experiment: seed must be an integer; got 'x'" in output
-    root = tmp_path / "logs/sweeps/smoke/vit_tiny/fake"
-    status = {p: json.loads((root / p / "result.json").read_text())["status"] for p in ARMS}
-    assert status == ARMS
+    root = tmp_path / GOLDEN.parents[1]
+    for failed in ("gold/seed_x", "gold/seed_0", "golden/seed_x"):
+        assert result_of(root / failed)["status"] == "failed"
+    assert result_of(root / "golden/seed_0")["status"] == "finished"
 
 
-ARMS = {
-    "gold/seed_x": "failed",
-    "gold/seed_0": "failed",
-    "golden/seed_x": "failed",
-    "golden/seed_0": "finished",
-}
 BAD_RESULTS = {
     "a list": (b"[1, 2]", "it holds no JSON object"),
     "no text": (b'{"arm": "\xff"}', "'utf-8' codec can't decode"),
@@ -203,25 +179,22 @@ BAD_RESULTS = {
 
 
 @pytest.mark.parametrize("kind", BAD_RESULTS)
-def test_a_damaged_result_is_refused_and_stays(command, tmp_path, kind):
+def test_a_damaged_result_is_refused_and_stays(refuses, tmp_path, kind):
     content, why = BAD_RESULTS[kind]
     (tmp_path / "result.json").write_bytes(content)
-    code, _, errors = command(*SMALL, f"hydra.run.dir={tmp_path}")
-    assert code == 1
-    assert f"{tmp_path / 'result.json'} cannot be read: {why}" in errors
-    assert "Delete it to train this run again." in errors
-    assert "Traceback" not in errors
+    output = refuses(*SMALL, f"hydra.run.dir={tmp_path}")
+    assert f"{tmp_path / 'result.json'} cannot be read: {why}" in output
+    assert "Delete it to train this run again." in output
     assert (tmp_path / "result.json").read_bytes() == content
 
 
-def test_damaged_results_are_failed_arms_of_a_sweep(command, tmp_path):
-    root = tmp_path / "logs/sweeps/smoke/vit_tiny/fake/golden"
+def test_damaged_results_are_failed_arms_of_a_sweep(refuses, tmp_path):
+    root = tmp_path / GOLDEN.parent
     for seed, (content, _) in enumerate(BAD_RESULTS.values()):
         (root / f"seed_{seed}").mkdir(parents=True)
         (root / f"seed_{seed}" / "result.json").write_bytes(content)
-    code, output, errors = command(*SMALL, "seed=0,1,2,3", "-m")
-    assert code == 1
-    lines = [line for line in errors.splitlines() if line.startswith("failed: ")]
+    output = refuses(*SMALL, "seed=0,1,2,3", "-m")
+    lines = [line for line in output.splitlines() if line.startswith("failed: ")]
     assert len(lines) == 3
     for seed, (content, why) in enumerate(BAD_RESULTS.values()):
         assert why in lines[seed]
@@ -230,42 +203,38 @@ def test_damaged_results_are_failed_arms_of_a_sweep(command, tmp_path):
     assert "1 of 1" in output  # seed 3
 
 
-def test_a_finished_result_of_another_configuration_is_a_failed_arm_and_stays(command, tmp_path):
-    root = tmp_path / "logs/sweeps/smoke"
-    arm = root / "vit_tiny/fake/golden/seed_0"
+def test_a_finished_result_of_another_configuration_is_a_failed_arm_and_stays(
+    trains, refuses, tmp_path
+):
+    arm = tmp_path / GOLDEN
     again = [*SMALL, f"hydra.run.dir={arm}"]
-    assert command(*again)[0] == 0
+    trains(*again)
     config = (arm / "config.yaml").read_bytes()
     result = (arm / "result.json").read_bytes()
     for broken in (None, b"\xff", b"[1]", b"{", config.replace(b"warmup: 0.1", b"warmup: 0.2")):
         (arm / "config.yaml").unlink(missing_ok=True)
         if broken is not None:
             (arm / "config.yaml").write_bytes(broken)
-        code, _, errors = command(*again)
-        assert code == 1
-        assert f"normplug.experiment: {arm} holds a finished run w" in errors
-        assert "Name this one: study=NAME" in errors
-        assert "Traceback" not in errors
+        output = refuses(*again)
+        assert f"normplug.experiment: {arm} holds a finished run w" in output
+        assert "Name this one: study=NAME" in output
     (arm / "config.yaml").unlink()
-    code, output, errors = command(*SMALL, "mode=golden,baseline", "-m")
-    assert code == 1
-    (line,) = [line for line in errors.splitlines() if line.startswith("failed: ")]
+    output = refuses(*SMALL, "mode=golden,baseline", "-m")
+    (line,) = [line for line in output.splitlines() if line.startswith("failed: ")]
     assert "holds a finished run whose config.yaml cannot be read (" in line
     assert "golden, seed 0: failed: normplug.experiment: " in output
     assert "| baseline |" in output
     assert (arm / "result.json").read_bytes() == result
-    runs, unreadable = find_runs(root)
+    runs, unreadable = find_runs(tmp_path)
     assert [run.status for run in runs] == ["finished", "finished"]  # no refusal is left
     assert not unreadable
     (arm / "config.yaml").write_bytes(config)
-    code, _, errors = command(*again)
-    assert code == 0
-    assert "skipped: " in errors
+    assert "skipped: " in trains(*again)
 
 
 @pytest.mark.parametrize("failing", ["config.yaml", "result.json"])
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
-    command, tmp_path, monkeypatch, failing
+    refuses, tmp_path, monkeypatch, failing
 ):
     real = Path.write_bytes
 
@@ -277,15 +246,13 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
 
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
     run = tmp_path / "run"
-    code, _, errors = command(*SMALL, f"hydra.run.dir={run}")
-    assert code == 1
-    assert f"{run} cannot be written: No space left on device. Free or unlock the disk" in errors
-    assert "Traceback" not in errors
+    output = refuses(*SMALL, f"hydra.run.dir={run}")
+    assert f"{run} cannot be written: No space left on device. Free or unlock the disk" in output
     assert contents(run).keys() <= {"config.yaml"}
 
 
 def test_a_disk_that_fills_while_a_run_trains_leaves_no_result_that_says_running(
-    command, tmp_path, monkeypatch
+    refuses, tmp_path, monkeypatch
 ):
     real = RunDirectory.write
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.csv")
@@ -295,36 +262,26 @@ def test_a_disk_that_fills_while_a_run_trains_leaves_no_result_that_says_running
             raise full
         real(place, name, text)
 
-    def instantiate(*arguments, **options):
-        raise full
-
     monkeypatch.setattr(RunDirectory, "write", write)
-    monkeypatch.setattr(train, "instantiate", instantiate)
+    monkeypatch.setattr(train, "instantiate", Mock(side_effect=full))
     run = tmp_path / "run"
-    code, _, errors = command(*SMALL, f"hydra.run.dir={run}")
-    assert code == 1
-    assert "metrics.csv cannot be written: No space left on device" in errors
+    output = refuses(*SMALL, f"hydra.run.dir={run}")
+    assert "metrics.csv cannot be written: No space left on device" in output
     assert not (run / "result.json").exists()
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_a_disk_that_is_full_from_the_start_is_one_line(command, tmp_path, monkeypatch, single):
-    def refuse(**options):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
+def test_a_disk_that_is_full_from_the_start_is_one_line(refuses, tmp_path, monkeypatch, single):
+    refuse = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
     monkeypatch.setattr(directory.tempfile, "TemporaryFile", refuse)
-    code, output, errors = command(*SMALL, *([] if single else ["-m"]))
-    assert code == 1
-    assert output == ""
-    (line,) = errors.splitlines()
+    output = refuses(*SMALL, *([] if single else ["-m"]))
+    (line,) = output.splitlines()
     assert line.startswith(f"normplug.experiment: {tmp_path}/logs/")
     assert "cannot be written: Read-only file system. Free or unlock the disk" in line
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_can_be_no_directory_is_refused(command, tmp_path):
+def test_a_place_that_can_be_no_directory_is_refused(refuses, tmp_path):
     (tmp_path / "file").write_text("")
-    code, _, errors = command(*SMALL, f"hydra.run.dir={tmp_path}/file/run")
-    assert code == 1
-    assert "file/run cannot be written: Not a directory" in errors
-    assert "Traceback" not in errors
+    sentence = "file/run cannot be written: Not a directory"
+    assert sentence in refuses(*SMALL, f"hydra.run.dir={tmp_path}/file/run")
