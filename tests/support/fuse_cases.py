@@ -10,9 +10,16 @@ from torch import nn
 from normplug import fuse, swap, unfuse
 
 X = torch.randn(4, 8, 5, 5, dtype=torch.double)
-
-
 ROWS = torch.randn(4, 3, 8, dtype=torch.double)
+
+
+class Parts(nn.Module):
+    """Has the children and attributes that it is given, for the forward of a subclass."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
 
 
 class Block(nn.Module):
@@ -81,15 +88,12 @@ def saved_bytes(model, x):
     kept = {}
 
     def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = model(x)
-    del y
-    return sum(kept.values())
+        model(x)
+    return sum(size for pointer, size in kept.items() if pointer not in own)
 
 
 def check_saved_bytes(memory_format, device="cpu"):
@@ -149,14 +153,15 @@ def swapped(model, mode="golden"):
     return swap(model.double(), mode)
 
 
-def twins(model, mode="golden"):
-    """A model swapped and fused, and a copy that is only swapped."""
+def twins(model, mode="golden", **options):
+    """A model swapped and fused, and a copy that is only swapped. options: of `fuse`."""
     plain = swapped(model, mode)
-    return fuse(copy.deepcopy(plain)), plain
+    return fuse(copy.deepcopy(plain), **options), plain
 
 
 def outcome(model, *inputs, training=True):
     """All that a step gives: output, gradients, buffers."""
+    bare = getattr(model, "_orig_mod", getattr(model, "module", model))  # compiled, distributed
     torch.manual_seed(1)
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     model.train(training).zero_grad()
@@ -166,8 +171,8 @@ def outcome(model, *inputs, training=True):
     return {
         "y": y.detach(),
         **{f"dx{i}": x.grad for i, x in enumerate(inputs)},
-        **{f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None},
-        **{name: buffer.clone() for name, buffer in model.named_buffers()},
+        **{f"d{name}": p.grad for name, p in bare.named_parameters() if p.grad is not None},
+        **{name: buffer.clone() for name, buffer in bare.named_buffers()},
     }
 
 
@@ -177,12 +182,17 @@ def assert_same(one, other):
         torch.testing.assert_close(value, other[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
-def assert_runs_unfused(model, calls, *inputs):
-    """The model computes what it does unfused, and by the plain calls."""
-    calls.clear()
-    ours = outcome(model, *inputs)
-    assert calls == []
-    return ours
+def assert_same_step(model, plain, *inputs, training=True):
+    ours = outcome(model, *inputs, training=training)
+    assert_same(ours, outcome(plain, *inputs, training=training))
+
+
+def assert_same_after(change, model, plain):
+    """What happens to both has the same effect on their steps."""
+    for each in (model, plain):
+        torch.manual_seed(2)
+        change(each)
+    assert_same_step(model, plain, X)
 
 
 def torchvision_model(name, **options):
