@@ -88,26 +88,14 @@ def test_one_file_has_every_private_name_of_torch():
 # Hidden from `_torch` only, since torch uses most of them itself. One process a case, forked from
 # one that has torch, which takes longer to import than the rest.
 TRAIN_WITHOUT = """
-import contextlib, functools, importlib.util, json, os, sys, traceback, torch
-
-@contextlib.contextmanager
-def hidden(path):
-    *parents, name = path.split(".")
-    owner = functools.reduce(getattr, parents, torch)
-    if not hasattr(owner, name):
-        yield
-        return
-    value = getattr(owner, name)
-    delattr(owner, name)
-    yield
-    setattr(owner, name, value)
+import importlib.util, json, os, sys, traceback, pytest, torch
 
 def train_without(names, backend):
     spec = importlib.util.spec_from_file_location("normplug._torch", sys.argv[1])
     sys.modules["normplug._torch"] = without = importlib.util.module_from_spec(spec)
-    with contextlib.ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patch:
         for name in names:
-            stack.enter_context(hidden(name))
+            patch.delattr(f"torch.{name}", raising=False)
         spec.loader.exec_module(without)
     import normplug
     from normplug import _torch
