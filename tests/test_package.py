@@ -35,13 +35,11 @@ FLOORS = [
 
 def rooms_imported(path):
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("normplug"):
             inside = node.module.split(".")[1:]
-            names = inside[:1] or [alias.name for alias in node.names]
+            yield from inside[:1] or [alias.name for alias in node.names]
         elif isinstance(node, ast.Import):
-            names = [a.name.split(".")[1] for a in node.names if a.name.startswith("normplug.")]
-        yield from names
+            yield from (a.name.split(".")[1] for a in node.names if a.name.startswith("normplug."))
 
 
 def test_imports_point_one_way():

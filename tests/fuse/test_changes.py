@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from fuse_cases import (
     Block,
@@ -23,12 +24,17 @@ from fuse_cases import (
 )
 from normplug import fuse, unswap
 
+
+def hooked(module):
+    module.register_forward_hook(lambda module, args, y: y * 2)
+
+
 # What may happen to the pooling of a fused stem, and what it then does: as unfused, and by what.
 POOL_CHANGES = {
     "another kernel": (lambda pool: setattr(pool, "kernel_size", (3, 2)), "relu, max pool"),
     "no stride": (lambda pool: setattr(pool, "stride", None), "relu, max pool"),
     "a dilation": (lambda pool: setattr(pool, "dilation", (1, 2)), "relu"),
-    "a hook": (lambda pool: pool.register_forward_hook(lambda m, args, y: y * 2), "relu"),
+    "a hook": (hooked, "relu"),
     "a forward of its own": (lambda pool: setattr(pool, "forward", torch.neg), "relu"),
 }
 
@@ -54,10 +60,8 @@ def test_a_pooling_that_gives_its_indices_now_gives_them():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model: model.conv.register_forward_hook(lambda m, args, y: y * 2),
-        lambda model: nn.utils.parametrize.register_parametrization(
-            model.conv, "weight", nn.Tanh()
-        ),
+        lambda model: hooked(model.conv),
+        lambda model: register_parametrization(model.conv, "weight", nn.Tanh()),
         lambda model: setattr(model.conv, "bias", None),
         lambda model: setattr(model, "conv", nn.Conv2d(8, 8, 1, dtype=torch.double)),
     ],
@@ -83,10 +87,6 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_block_that_has_changed_runs_as_it_was_written(change, down, calls):
     assert_same_after(CHANGES[change], *twins(Block(down=copy.deepcopy(down))))
-
-
-def hooked(module):
-    module.register_forward_hook(lambda module, args, y: y * 2)
 
 
 def exchanged(container):

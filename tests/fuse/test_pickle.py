@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,36 +81,30 @@ def test_a_cycle_of_references_is_copied_with_its_fusion(how, start, calls):
     assert calls == ["relu", "add, relu"]
 
 
-def earlier(model, reduce, **names):
-    """A pickle as an earlier version wrote it.
+# Where earlier versions had what a pickle names, and how they took a `Fusion` apart.
+EARLIER = {
+    # It told of a fused module only whether that recomputes.
+    "normplug.fuse": (lambda _: (bool, (False,)), {fused_class.restore: "_restore"}),
+    "normplug._fusion": (
+        lambda made: (fusion.load, made.__reduce__()[1][:3]),
+        {fused_class.restore: "restore", fusion.load: "load"},
+    ),
+}
 
-    reduce: how that took a `Fusion` apart. names: where it had `restore` and `load`.
-    """
+
+def earlier(model, version):
+    """A pickle as an earlier version wrote it."""
+    reduce, names = EARLIER[version]
     file = io.BytesIO()
     pickler = pickle.Pickler(file, 0)  # names functions in plain text
     pickler.dispatch_table = copyreg.dispatch_table | {fusion.Fusion: reduce}
     pickler.dump(model)
     pickled = file.getvalue()
-    for name, then in names.items():
-        where = fused_class if name == "restore" else fusion
-        now = f"c{where.__name__}\n{name}\n".encode()
+    for function, then in names.items():
+        now = f"c{function.__module__}\n{function.__name__}\n".encode()
         assert now in pickled
-        pickled = pickled.replace(now, f"c{then}\n".encode())
+        pickled = pickled.replace(now, f"c{version}\n{then}\n".encode())
     return pickled
-
-
-EARLIER = {
-    # It told of a fused module only whether that recomputes.
-    "normplug.fuse": partial(
-        earlier, reduce=lambda _: (bool, (False,)), restore="normplug.fuse\n_restore"
-    ),
-    "normplug._fusion": partial(
-        earlier,
-        reduce=lambda made: (fusion.load, made.__reduce__()[1][:3]),
-        restore="normplug._fusion\nrestore",
-        load="normplug._fusion\nload",
-    ),
-}
 
 
 def another_forward(self, x):
@@ -140,7 +133,7 @@ def test_a_pickle_from_other_code_runs_as_that_is_written(change, monkeypatch, c
         pickled = pickle.dumps(model)
         OTHER_CODE[change](monkeypatch)
     else:
-        pickled = EARLIER[change](model)
+        pickled = earlier(model, change)
     with pytest.warns(UserWarning, match=r"a Block was fused with other versions.*normplug\.fuse"):
         loaded = pickle.loads(pickled)
     assert type(loaded) is Block
