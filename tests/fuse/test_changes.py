@@ -210,11 +210,8 @@ def test_hooks_on_norms_and_activations_run(name, kind, calls):
 
 def test_hooks_on_all_modules_run(calls):
     model, seen = fuse(swapped(Block())), []
-    handle = nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m))
-    try:
+    with nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m)):
         outcome(model, X)
-    finally:
-        handle.remove()
     assert calls == []
     assert model.bn1 in seen
 

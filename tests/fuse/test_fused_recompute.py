@@ -120,9 +120,8 @@ def test_a_layer_norms_result_that_is_computed_anew_on_the_gpu_changes_no_bit(ma
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_a_graph_computes_anew_at_each_replay(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    ours, plain = recompute_cases.twins(
-        recompute_cases.convolutions(nn.ReLU(), nn.GELU(), width=32).cuda()
-    )
+    layers = recompute_cases.convolutions(nn.ReLU(), nn.GELU(), width=32)
+    ours, plain = recompute_cases.twins(layers.cuda())
     x = torch.randn(8, 32, 28, 28, device="cuda")
 
     def step(model):

@@ -142,29 +142,21 @@ def test_a_pickle_from_other_code_runs_as_that_is_written(change, monkeypatch, c
     assert calls == []
 
 
-def pick(name):
-    """A function in whose global a forward finds an activation."""
-    globals()["chosen"] = getattr(F, name)
-
-
-pick("relu")
+chosen = F.relu
 
 
 class Chosen(Parts):
     def forward(self, x):
-        return chosen(self.norm(x))  # noqa: F821 - see `pick`
+        return chosen(self.norm(x))
 
 
-def test_a_pickle_from_a_module_with_other_globals_runs_as_it_is_written():
+def test_a_pickle_from_a_module_with_other_globals_runs_as_it_is_written(monkeypatch):
     pickled = pickle.dumps(fuse(swapped(Chosen(norm=nn.BatchNorm2d(8)))))
     assert fused_modules(pickle.loads(pickled))
-    pick("silu")
-    try:
-        with pytest.warns(UserWarning, match="a Chosen was fused with other versions or"):
-            loaded = pickle.loads(pickled)
-        assert torch.equal(loaded(X), F.silu(loaded.norm(X)))
-    finally:
-        pick("relu")
+    monkeypatch.setitem(globals(), "chosen", F.silu)
+    with pytest.warns(UserWarning, match="a Chosen was fused with other versions or"):
+        loaded = pickle.loads(pickled)
+    assert torch.equal(loaded(X), F.silu(loaded.norm(X)))
 
 
 LOAD = """

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -180,8 +181,6 @@ def test_unlogged_steps_run_no_measurement(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
 def test_the_loggers_get_the_numbers_and_a_new_fit_starts_a_new_file(tmp_path):
-    from lightning.pytorch.loggers import CSVLogger
-
     for _ in range(2):
         module, logger = Module(), CSVLogger(tmp_path, name="", version="run")
         normplug.swap(module, 0.25)

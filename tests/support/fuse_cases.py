@@ -114,10 +114,10 @@ def check_saved_bytes(memory_format, device="cpu"):
 class Half(nn.Module):
     """What can be fused with its norm is in the module after it, so that the caller follows it."""
 
-    def __init__(self, width=8, act=None):
+    def __init__(self, act=None):
         super().__init__()
-        self.act, self.inner = act or nn.ReLU(), nn.Sequential(nn.Conv2d(width, width, 1))
-        self.norm, self.scale = nn.BatchNorm2d(width), 1.0
+        self.act, self.inner = act or nn.ReLU(), nn.Sequential(nn.Conv2d(8, 8, 1))
+        self.norm, self.scale = nn.BatchNorm2d(8), 1.0
 
     def forward(self, x):
         return self.norm(self.inner(self.act(x)) * self.scale)
@@ -126,12 +126,12 @@ class Half(nn.Module):
 class Nested(nn.Module):
     """Containers in containers, which the forward goes through in every way that is traced."""
 
-    def __init__(self, width=8):
+    def __init__(self):
         super().__init__()
-        rows = [nn.ModuleList([Half(width), Half(width)]), nn.ModuleList([Half(width)])]
+        rows = [nn.ModuleList([Half(), Half()]), nn.ModuleList([Half()])]
         self.stages, self.extra = nn.ModuleList(rows), nn.ModuleList()
-        self.tail = nn.Sequential(nn.Identity(), Half(width), Half(width))
-        self.heads = nn.ModuleDict({"a": Half(width), "b": nn.Identity(), "c": Half(width)})
+        self.tail = nn.Sequential(nn.Identity(), Half(), Half())
+        self.heads = nn.ModuleDict({"a": Half(), "b": nn.Identity(), "c": Half()})
         self.act, self.start = nn.ReLU(), 1
 
     def forward(self, x):
