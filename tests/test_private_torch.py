@@ -20,7 +20,6 @@ from normplug import _torch
 
 ROOT = Path(normplug.__file__).parent
 NAMES = re.findall(r'_private\(\s*"([\w.]+)"', Path(_torch.__file__).read_text())
-
 LOOK_UPS = ("getattr", "hasattr", "setattr", "delattr")
 
 

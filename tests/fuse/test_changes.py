@@ -188,21 +188,17 @@ def test_a_method_that_was_patched_on_the_class_is_called(monkeypatch):
     assert torch.equal(model(X), X * 2)
 
 
-HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
-
-
-@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
 @pytest.mark.parametrize("name", ["bn1", "act"])
 def test_hooks_on_norms_and_activations_run(name, kind, calls):
     model, plain = twins(Block(act=nn.ReLU()))
     seen, other = [], []
-    handles = [
-        getattr(m.get_submodule(name), kind)(lambda *args, list_=list_: list_.append(args[0]))
-        for m, list_ in ((model, seen), (plain, other))
-    ]
+    for each, list_ in ((plain, other), (model, seen)):
+        register = getattr(each.get_submodule(name), f"register_{kind}_hook")
+        handle = register(lambda *args, list_=list_: list_.append(args[0]))
     assert_same_step(model, plain, X)
     assert len(seen) == len(other) > 0
-    handles[0].remove()
+    handle.remove()
     calls.clear()
     outcome(model, X)
     assert calls == ["relu", "add, relu"]

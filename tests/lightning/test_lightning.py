@@ -130,9 +130,8 @@ def test_variance_logger_measures_what_it_says(tmp_path, mode, compiled):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             with torch.no_grad():
                 first = expected_row(layers[0], batch[0], tv)
-                z = F.batch_norm(
-                    batch[0], None, None, layers[0].weight * tv**0.5, layers[0].bias, True
-                )
+                weight = layers[0].weight * tv**0.5
+                z = F.batch_norm(batch[0], None, None, weight, layers[0].bias, True)
                 z = module.net[2](module.net[1](z))
                 rows[trainer.global_step] = [first, expected_row(layers[1], z, tv)]
 

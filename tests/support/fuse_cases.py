@@ -176,15 +176,12 @@ def outcome(model, *inputs, training=True):
     }
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(value, other[name], rtol=1e-9, atol=1e-9, msg=name)
-
-
 def assert_same_step(model, plain, *inputs, training=True):
     ours = outcome(model, *inputs, training=training)
-    assert_same(ours, outcome(plain, *inputs, training=training))
+    theirs = outcome(plain, *inputs, training=training)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
 def assert_same_after(change, model, plain):
