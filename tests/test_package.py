@@ -12,16 +12,8 @@ from normplug._extras import MissingPackage, needs
 
 ROOT = Path(normplug.__file__).parent
 CHECKOUT = ROOT.parent
-TRAIN = (
-    "hydra",
-    "lightning",
-    "matplotlib",
-    "numpy",
-    "omegaconf",
-    "scipy",
-    "sklearn",
-    "torchvision",
-)
+TRAIN = ["hydra", "lightning", "matplotlib", "numpy"]
+TRAIN += ["omegaconf", "scipy", "sklearn", "torchvision"]
 # Of the standard library, what only some systems have.
 UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 # A room may import those before it and itself.
@@ -43,13 +35,11 @@ FLOORS = [
 
 def rooms_imported(path):
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("normplug"):
             inside = node.module.split(".")[1:]
-            names = inside[:1] or [alias.name for alias in node.names]
+            yield from inside[:1] or [alias.name for alias in node.names]
         elif isinstance(node, ast.Import):
-            names = [a.name.split(".")[1] for a in node.names if a.name.startswith("normplug.")]
-        yield from names
+            yield from (a.name.split(".")[1] for a in node.names if a.name.startswith("normplug."))
 
 
 def test_imports_point_one_way():
@@ -76,41 +66,22 @@ def test_importing_needs_torch_only_and_touches_no_device():
 
 
 def test_the_public_surface_is_what_the_design_names():
-    assert set(normplug.__all__) == {
-        "BatchNorm1d",
-        "BatchNorm2d",
-        "BatchNorm3d",
-        "LayerNorm",
-        "NormMode",
-        "SyncBatchNorm",
-        "check",
-        "functional",
-        "fuse",
-        "fusions",
-        "plan",
-        "set_mode",
-        "swap",
-        "swapped",
-        "target_variance",
-        "unfuse",
-        "unswap",
-    }
-    assert normplug.functional.__all__ == [
-        "add_layer_norm",
-        "batch_norm",
-        "channel_stats",
-        "layer_norm",
-    ]
+    norms = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "SyncBatchNorm"}
+    modes = {"NormMode", "set_mode", "target_variance"}
+    swaps = {"check", "plan", "swap", "swapped", "unswap"}
+    fuses = {"fuse", "fusions", "unfuse"}
+    assert set(normplug.__all__) == norms | modes | swaps | fuses | {"functional"}
+    functions = ["add_layer_norm", "batch_norm", "channel_stats", "layer_norm"]
+    assert normplug.functional.__all__ == functions
 
 
 def test_the_environment_sets_the_default_backend():
-    code = "import normplug; normplug.LayerNorm(4)"
-    command = [sys.executable, "-c", code]
-    good = subprocess.run(
-        command, env={"NORMPLUG_BACKEND": "torch"}, capture_output=True, text=True
+    command = [sys.executable, "-c", "import normplug; normplug.LayerNorm(4)"]
+    good, bad = (
+        subprocess.run(command, env={"NORMPLUG_BACKEND": name}, capture_output=True, text=True)
+        for name in ("torch", "gpu")
     )
     assert good.returncode == 0, good.stderr
-    bad = subprocess.run(command, env={"NORMPLUG_BACKEND": "gpu"}, capture_output=True, text=True)
     assert "NORMPLUG_BACKEND must be one of 'auto', 'triton', 'torch'; got 'gpu'" in bad.stderr
 
 
@@ -140,12 +111,7 @@ def run_without(packages, *command):
         (["matplotlib"], ["-m", "normplug.compare", "{runs}"], "normplug.compare", "train"),
         (TRAIN, ["-m", "normplug.bench", "plot", "{json}"], "normplug.bench plot", "bench"),
         (["torchvision"], ["-m", "normplug.bench", "models"], "normplug.bench models", "bench"),
-        (
-            ["timm"],
-            ["path", "tests/zoo", "--library", "timm"],
-            "zoo --library timm",
-            "zoo",
-        ),
+        (["timm"], ["path", "tests/zoo", "--library", "timm"], "zoo --library timm", "zoo"),
         (TRAIN, ["path", str(CHECKOUT / "train.py")], "train.py", "train"),
         (["hydra"], ["path", str(CHECKOUT / "train.py")], "train.py", "train"),
     ],
@@ -175,10 +141,8 @@ def test_every_library_of_the_zoo_that_is_missing_is_named():
     libraries = ("torchvision", "timm", "transformers")
     done = run_without(libraries, "path", "tests/zoo")
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [
-        f'zoo --library {library} needs {library}: pip install "normplug[zoo]"'
-        for library in libraries
-    ]
+    needs_zoo = 'zoo --library {0} needs {0}: pip install "normplug[zoo]"'
+    assert done.stderr.splitlines() == [needs_zoo.format(library) for library in libraries]
 
 
 def test_a_module_of_normplug_that_is_missing_is_no_missing_extra():

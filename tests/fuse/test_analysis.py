@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fuse_cases import Block, Encoder, Half, assert_same, outcome, swapped
+from fuse_cases import Block, Encoder, Half, assert_same_step, swapped
 from normplug import fuse, fusions, swap, unfuse
 from normplug._fuse.fuse import fused_modules
 from normplug.modules import LayerNorm, TargetVarianceNorm
@@ -76,11 +76,6 @@ def test_what_a_later_call_cannot_fuse_is_no_longer_fused():
     assert list(fused_modules(fuse(model))) == ["1"]
 
 
-def rms_norm(x, weight, target_variance):
-    scale = x.square().mean(-1, keepdim=True).add(1e-5).rsqrt() * target_variance**0.5
-    return x * scale * weight
-
-
 class Toy(TargetVarianceNorm):
     """A norm of which `normplug._fuse` knows nothing."""
 
@@ -91,7 +86,8 @@ class Toy(TargetVarianceNorm):
         self.made = []
 
     def forward(self, x):
-        return rms_norm(x, self.weight, self.target_variance)
+        scale = x.square().mean(-1, keepdim=True).add(1e-5).rsqrt() * self.target_variance**0.5
+        return x * scale * self.weight
 
 
 class Declared(Toy):
@@ -137,7 +133,7 @@ def test_a_norm_is_fused_with_what_its_class_declares(around, call):
     plain = copy.deepcopy(model)
     fuse(model)
     x = torch.randn(4, 8, dtype=torch.double)
-    assert_same(outcome(model, x), outcome(plain, x))
+    assert_same_step(model, plain, x)
     assert model.norm.made == [call]
 
 
@@ -167,10 +163,8 @@ def test_stock_norms_are_left_and_reported_as_such():
     with pytest.warns(UserWarning, match=r"2 \(not swapped\)"):
         fuse(model)
     fuse(swap(model, include="0"))
-    assert [(row.label, row.note) for row in fusions(model)] == [
-        ("ReLU", ""),
-        (None, "not swapped"),
-    ]
+    notes = [(row.label, row.note) for row in fusions(model)]
+    assert notes == [("ReLU", ""), (None, "not swapped")]
     assert "1 of 2 norm layers fused: 1 with ReLU" in str(fusions(model))
     fuse(swap(model))  # again, with more to fuse
     assert [row.label for row in fusions(model)] == ["ReLU", "ReLU"]

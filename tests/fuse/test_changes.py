@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from fuse_cases import (
     Block,
@@ -14,8 +15,8 @@ from fuse_cases import (
     Half,
     Nested,
     X,
-    assert_runs_unfused,
-    assert_same,
+    assert_same_after,
+    assert_same_step,
     outcome,
     renamed,
     swapped,
@@ -23,12 +24,17 @@ from fuse_cases import (
 )
 from normplug import fuse, unswap
 
+
+def hooked(module):
+    module.register_forward_hook(lambda module, args, y: y * 2)
+
+
 # What may happen to the pooling of a fused stem, and what it then does: as unfused, and by what.
 POOL_CHANGES = {
     "another kernel": (lambda pool: setattr(pool, "kernel_size", (3, 2)), "relu, max pool"),
     "no stride": (lambda pool: setattr(pool, "stride", None), "relu, max pool"),
     "a dilation": (lambda pool: setattr(pool, "dilation", (1, 2)), "relu"),
-    "a hook": (lambda pool: pool.register_forward_hook(lambda m, args, y: y * 2), "relu"),
+    "a hook": (hooked, "relu"),
     "a forward of its own": (lambda pool: setattr(pool, "forward", torch.neg), "relu"),
 }
 
@@ -38,9 +44,7 @@ def test_a_pooling_that_has_changed_is_called_as_it_is(change, calls):
     layers = nn.Sequential(nn.BatchNorm2d(8), nn.Identity(), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     model, plain = twins(layers)
     changed, call = POOL_CHANGES[change]
-    changed(model[3])
-    changed(plain[3])
-    assert_same(outcome(model, X), outcome(plain, X))
+    assert_same_after(lambda layers: changed(layers[3]), model, plain)
     assert calls == [call]
 
 
@@ -56,20 +60,15 @@ def test_a_pooling_that_gives_its_indices_now_gives_them():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model: model.conv.register_forward_hook(lambda m, args, y: y * 2),
-        lambda model: nn.utils.parametrize.register_parametrization(
-            model.conv, "weight", nn.Tanh()
-        ),
+        lambda model: hooked(model.conv),
+        lambda model: register_parametrization(model.conv, "weight", nn.Tanh()),
         lambda model: setattr(model.conv, "bias", None),
         lambda model: setattr(model, "conv", nn.Conv2d(8, 8, 1, dtype=torch.double)),
     ],
 )
 def test_a_convolution_that_has_changed_is_called_as_it_is(change, calls):
-    model, plain = twins(Depthwise())
-    for each in (model, plain):
-        torch.manual_seed(0)
-        change(each)
-    assert_same(assert_runs_unfused(model, calls, X), outcome(plain, X))
+    assert_same_after(change, *twins(Depthwise()))
+    assert calls == []
 
 
 # What may happen to a fused block afterwards: it must go on as an unfused one would.
@@ -87,15 +86,7 @@ CHANGES = {
 @pytest.mark.parametrize("down", [None, nn.Conv2d(8, 8, 1)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_block_that_has_changed_runs_as_it_was_written(change, down, calls):
-    model, plain = twins(Block(down=copy.deepcopy(down)))
-    for block in (model, plain):
-        torch.manual_seed(2)
-        CHANGES[change](block)
-    assert_same(outcome(model, X), outcome(plain, X))
-
-
-def hooked(module):
-    module.register_forward_hook(lambda module, args, y: y * 2)
+    assert_same_after(CHANGES[change], *twins(Block(down=copy.deepcopy(down))))
 
 
 def exchanged(container):
@@ -152,12 +143,9 @@ def test_a_module_deep_inside_that_has_changed_runs_as_it_was_written(how, chang
     model, plain = twins(Nested())
     if how != "fused":
         model = copy.deepcopy(model) if how == "copied" else pickle.loads(pickle.dumps(model))
-    assert_same(outcome(model, X), outcome(plain, X))
+    assert_same_step(model, plain, X)
     assert calls == ["relu"] * 7
-    for each in (model, plain):
-        torch.manual_seed(2)
-        DEEP_CHANGES[change](each)
-    assert_same(outcome(model, X), outcome(plain, X))
+    assert_same_after(DEEP_CHANGES[change], model, plain)
     torch.compiler.reset()
 
 
@@ -184,15 +172,13 @@ SETTINGS = {
 @pytest.mark.filterwarnings("ignore:normplug.fuse. nothing to fuse")
 def test_an_activation_computes_what_its_attributes_say(setting, when, calls):
     make, name, value, expected = SETTINGS[setting]
-    model = swapped(nn.Sequential(nn.BatchNorm2d(8), make()))
-    plain = copy.deepcopy(model)
+    layers = nn.Sequential(nn.BatchNorm2d(8), make())
     if when == "before":
-        setattr(model[1], name, value)
-    fuse(model)
+        setattr(layers[1], name, value)
+    model, plain = twins(layers)
     setattr(model[1], name, value)
     setattr(plain[1], name, value)
-    x = 9 * X  # past every bound
-    assert_same(outcome(model, x), outcome(plain, x))
+    assert_same_step(model, plain, 9 * X)  # past every bound
     assert calls == expected
 
 
@@ -202,21 +188,17 @@ def test_a_method_that_was_patched_on_the_class_is_called(monkeypatch):
     assert torch.equal(model(X), X * 2)
 
 
-HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
-
-
-@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
 @pytest.mark.parametrize("name", ["bn1", "act"])
 def test_hooks_on_norms_and_activations_run(name, kind, calls):
     model, plain = twins(Block(act=nn.ReLU()))
     seen, other = [], []
-    handles = [
-        getattr(m.get_submodule(name), kind)(lambda *args, list_=list_: list_.append(args[0]))
-        for m, list_ in ((model, seen), (plain, other))
-    ]
-    assert_same(outcome(model, X), outcome(plain, X))
+    for each, list_ in ((plain, other), (model, seen)):
+        register = getattr(each.get_submodule(name), f"register_{kind}_hook")
+        handle = register(lambda *args, list_=list_: list_.append(args[0]))
+    assert_same_step(model, plain, X)
     assert len(seen) == len(other) > 0
-    handles[0].remove()
+    handle.remove()
     calls.clear()
     outcome(model, X)
     assert calls == ["relu", "add, relu"]
@@ -224,18 +206,14 @@ def test_hooks_on_norms_and_activations_run(name, kind, calls):
 
 def test_hooks_on_all_modules_run(calls):
     model, seen = fuse(swapped(Block())), []
-    handle = nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m))
-    try:
-        assert_runs_unfused(model, calls, X)
-    finally:
-        handle.remove()
+    with nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m)):
+        outcome(model, X)
+    assert calls == []
     assert model.bn1 in seen
 
 
 def test_a_norm_that_is_measured_is_measured_as_before():
     model, plain = twins(Block())
-    for block in (model, plain):
-        block.bn1._probe = torch.zeros(4)
-    assert_same(outcome(model, X), outcome(plain, X))
+    assert_same_after(lambda block: setattr(block.bn1, "_probe", torch.zeros(4)), model, plain)
     assert model.bn1._probe[1] > 0
     assert torch.equal(model.bn1._probe, plain.bn1._probe)

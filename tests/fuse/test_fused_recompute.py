@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import recompute_cases
-from fuse_cases import Block, X, assert_same, outcome, swapped, torchvision_model
+from fuse_cases import Block, X, assert_same_step, swapped, torchvision_model
 from graphs import captured
 from normplug import fuse
 from normplug._fuse.fuse import fused_modules
@@ -23,7 +23,7 @@ def test_where_no_kernel_runs_everything_is_kept():
     plain = fuse(copy.deepcopy(model))
     convolutions = {n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
     assert recompute_cases.kept(model, X) == recompute_cases.kept(plain, X) == convolutions
-    assert_same(outcome(model, X), outcome(plain, X))
+    assert_same_step(model, plain, X)
 
 
 def test_computing_anew_needs_a_torch_that_tells_of_hooks(monkeypatch):
@@ -32,6 +32,24 @@ def test_computing_anew_needs_a_torch_that_tells_of_hooks(monkeypatch):
     with pytest.raises(NotImplementedError, match="normplug.fuse: recompute needs torch 2.8"):
         fuse(model, recompute=True)
     assert not fused_modules(model)
+
+
+def assert_same_bits(ours, plain, x, low):
+    for _ in range(2):
+        results = [recompute_cases.outcome(model, x, low) for model in (ours, plain)]
+        recompute_cases.assert_same(*results)
+
+
+def memory_of_a_step(model, x, low):
+    """The bytes that its forward leaves allocated, and the most that it allocates."""
+    model.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", low, enabled=low is not None):
+        y = model(x)
+    held = torch.cuda.memory_allocated() - before
+    y.sum().backward()
+    return held, torch.cuda.max_memory_allocated() - before
 
 
 def resnet18(memory_format):
@@ -50,32 +68,21 @@ def test_what_is_computed_anew_on_the_gpu_is_not_held_and_changes_no_bit(
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     ours, plain = recompute_cases.twins(resnet18(memory_format))
     x = torch.randn(32, 3, 32, 32, device="cuda").contiguous(memory_format=memory_format)
-    for _ in range(2):
-        results = [recompute_cases.outcome(model, x, low) for model in (ours, plain)]
-        recompute_cases.assert_same(*results)
-    del results
+    assert_same_bits(ours, plain, x, low)
     anew = [n for n, m in plain.named_modules() if isinstance(m, nn.Conv2d) and "conv2" in n]
     every = recompute_cases.kept(plain, x, low)
     assert every - recompute_cases.kept(ours, x, low) >= set(anew)
-    dropped, held, peak = [], {}, {}
+    dropped = []
     handles = [
         plain.get_submodule(n).register_forward_pre_hook(lambda m, a: dropped.append(a[0].nbytes))
         for n in anew
     ]
-    for model in (plain, ours):
-        model.zero_grad()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        with torch.autocast("cuda", low, enabled=low is not None):
-            y = model(x)
-        held[model] = torch.cuda.memory_allocated() - before
-        y.sum().backward()
-        del y
-        peak[model] = torch.cuda.max_memory_allocated() - before
+    held, peak = memory_of_a_step(plain, x, low)
+    our_held, our_peak = memory_of_a_step(ours, x, low)
     for handle in handles:
         handle.remove()
-    assert held[plain] - held[ours] >= sum(dropped) > 0
-    assert peak[ours] < peak[plain]
+    assert held - our_held >= sum(dropped) > 0
+    assert our_peak < peak
 
 
 @pytest.mark.gpu
@@ -86,9 +93,7 @@ def test_every_second_blocks_result_is_computed_anew_on_the_gpu(memory_format, l
     blocks = nn.Sequential(*(recompute_cases.Residual(width=64) for _ in range(4)))
     ours, plain = recompute_cases.twins(blocks.to("cuda", memory_format=memory_format))
     x = torch.randn(8, 64, 28, 28, device="cuda").contiguous(memory_format=memory_format)
-    for _ in range(2):
-        results = [recompute_cases.outcome(model, x, low) for model in (ours, plain)]
-        recompute_cases.assert_same(*results)
+    assert_same_bits(ours, plain, x, low)
     if low is None:
         anew = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
         assert anew == {"1.conv1", "3.conv1", *(f"{i}.conv2" for i in range(4))}
@@ -101,20 +106,10 @@ def test_a_layer_norms_result_that_is_computed_anew_on_the_gpu_changes_no_bit(ma
     ours, plain = recompute_cases.twins(make(256).cuda())
     x = torch.randn(16, 100, 256, device="cuda")
     with sdpa_kernel(SDPBackend.MATH):  # the others may add in any order
-        for _ in range(2):
-            recompute_cases.assert_same(
-                recompute_cases.outcome(ours, x, low), recompute_cases.outcome(plain, x, low)
-            )
-    held = {}
-    for model in (plain, ours):
-        model.zero_grad()
-        before = torch.cuda.memory_allocated()
-        with torch.autocast("cuda", low, enabled=low is not None):
-            y = model(x)
-        held[model] = torch.cuda.memory_allocated() - before
-        del y
+        assert_same_bits(ours, plain, x, low)
+    held, our_held = (memory_of_a_step(model, x, low)[0] for model in (plain, ours))
     result_bytes = x.numel() * (4 if low is None else 2)
-    assert held[plain] - held[ours] >= result_bytes
+    assert held - our_held >= result_bytes
     if low is None and make is recompute_cases.Feed:
         anew = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
         assert anew == {"mlp.0"}
@@ -125,9 +120,8 @@ def test_a_layer_norms_result_that_is_computed_anew_on_the_gpu_changes_no_bit(ma
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_a_graph_computes_anew_at_each_replay(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    ours, plain = recompute_cases.twins(
-        recompute_cases.convolutions(nn.ReLU(), nn.GELU(), width=32).cuda()
-    )
+    layers = recompute_cases.convolutions(nn.ReLU(), nn.GELU(), width=32)
+    ours, plain = recompute_cases.twins(layers.cuda())
     x = torch.randn(8, 32, 28, 28, device="cuda")
 
     def step(model):

@@ -6,6 +6,7 @@ import pickle
 import threading
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -20,9 +21,11 @@ from fuse_cases import (
     Block,
     Encoder,
     Nested,
+    Parts,
     PreNorm,
     X,
-    assert_same,
+    assert_same_after,
+    assert_same_step,
     check_saved_bytes,
     outcome,
     swapped,
@@ -45,15 +48,14 @@ def test_a_fused_model_computes_what_the_unfused_one_does(name, calls):
     x = X if name == "block" else torch.randn(2, 3, 32, 32, dtype=torch.double)
     for training in (True, False):
         calls.clear()
-        ours = outcome(model, x, training=training)
+        assert_same_step(model, plain, x, training=training)
         assert len(calls) == count
-        assert_same(ours, outcome(plain, x, training=training))
     assert unfuse(model) is model
-    assert {p: type(m) for p, m in model.named_modules()} == {
-        p: type(m) for p, m in plain.named_modules()
-    }
-    for now, then in zip(model.modules(), plain.modules(), strict=True):
-        assert vars(now).keys() == vars(then).keys()
+    now, then = (
+        {path: (type(m), vars(m).keys()) for path, m in each.named_modules()}
+        for each in (model, plain)
+    )
+    assert now == then
     y, expected = outcome(model, x)["y"], outcome(plain, x)["y"]
     assert torch.equal(y, expected)
 
@@ -81,8 +83,7 @@ def test_blocks_of_timm_are_fused(name, count):
     model, plain = twins(timm.create_model(name, num_classes=3))
     assert sum(row.label is not None for row in fusions(model)) == count
     assert [row.path for row in fusions(model) if row.label == "ReLU, max pool"] == ["bn1"]
-    x = torch.randn(2, 3, 32, 32, dtype=torch.double)
-    assert_same(outcome(model, x), outcome(plain, x))
+    assert_same_step(model, plain, torch.randn(2, 3, 32, 32, dtype=torch.double))
 
 
 def test_names_parameters_and_an_optimizer_from_before_stay():
@@ -102,7 +103,7 @@ def test_names_parameters_and_an_optimizer_from_before_stay():
     assert not torch.equal(model[0].conv1.weight, plain[0].conv1.weight)
     plain.load_state_dict(model.state_dict())
     fuse(plain).load_state_dict(model.state_dict())
-    assert_same(outcome(plain, X), outcome(model, X))
+    assert_same_step(plain, model, X)
 
 
 def test_a_fused_model_is_freed_as_soon_as_it_is_let_go():
@@ -121,16 +122,14 @@ def test_other_threads_run_while_models_are_fused_copied_and_checked():
     stock = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), Block()).double()
     inside = swapped(nn.Sequential(Block(), Nested()))
     models = [stock.eval(), copy.deepcopy(inside).eval(), fuse(inside).eval()]
-    expected = [model(X).detach() for model in models]
-    stop, errors, runs = threading.Event(), [], Counter()
+    stop, runs = threading.Event(), Counter()
 
     def until_the_end(name, step):
         try:
             while not stop.is_set():
                 step()
                 runs[name] += 1
-        except Exception as error:
-            errors.append(f"{name}: {error!r}")
+        finally:
             stop.set()
 
     def run(model, y):
@@ -146,20 +145,15 @@ def test_other_threads_run_while_models_are_fused_copied_and_checked():
         normplug.check(model)
         unfuse(model)
 
-    steps = {
-        f"model {i}": partial(run, m, y)
-        for i, (m, y) in enumerate(zip(models, expected, strict=True))
-    }
+    steps = {f"model {i}": partial(run, m, m(X).detach()) for i, m in enumerate(models)}
     for i in range(2):
         steps[f"change {i}"] = partial(change, swapped(nn.Sequential(Block(), Nested())))
-    threads = [threading.Thread(target=until_the_end, args=item) for item in steps.items()]
-    for thread in threads:
-        thread.start()
-    stop.wait(3)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(len(steps)) as pool:
+        ends = [pool.submit(until_the_end, *item) for item in steps.items()]
+        stop.wait(3)
+        stop.set()
+    for end in ends:
+        end.result()  # raises what the step raised
     assert all(runs[name] > 0 for name in steps)
 
 
@@ -202,17 +196,13 @@ def test_a_fused_block_with_a_forward_of_its_own_is_not_undone(undo):
 
 
 def test_checkpointing_recomputes_the_same():
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Block()
-
+    class Checkpointed(Parts):
         def forward(self, x):
             return checkpoint(self.block, x, use_reentrant=False)
 
-    model, plain = twins(Checkpointed())
+    model, plain = twins(Checkpointed(block=Block()))
     assert list(fused_modules(model)) == ["block"]
-    assert_same(outcome(model, X), outcome(plain, X))
+    assert_same_step(model, plain, X)
 
 
 def test_channels_last_stays():
@@ -220,7 +210,7 @@ def test_channels_last_stays():
     x = X.to(memory_format=torch.channels_last)
     assert model(x).is_contiguous(memory_format=torch.channels_last)
     plain(x)
-    assert_same(outcome(model, x), outcome(plain, x))
+    assert_same_step(model, plain, x)
 
 
 def test_float32_is_as_close_to_float64_as_unfused():
@@ -239,15 +229,10 @@ def test_under_distributed_data_parallel(tmp_path):
         pytest.skip("torch without torch.distributed")
     dist.init_process_group("gloo", f"file://{tmp_path}/store", world_size=1, rank=0)
     try:
-        model = swapped(Block())
-        plain = copy.deepcopy(model)
-        wrapped = nn.parallel.DistributedDataParallel(fuse(model))
-        ours = {k.removeprefix("module."): v for k, v in outcome(wrapped, X).items()}
-        ours = {k.replace("dmodule.", "d"): v for k, v in ours.items()}
-        assert_same(ours, outcome(plain, X))
+        model, plain = twins(Block())
+        assert_same_step(nn.parallel.DistributedDataParallel(model), plain, X)
         # Synchronised over processes, a norm is no longer one kernel.
-        swap(model, sync=True), swap(plain, sync=True)
-        assert_same(outcome(model, X), outcome(plain, X))
+        assert_same_after(partial(swap, sync=True), model, plain)
     finally:
         dist.destroy_process_group()
 
@@ -267,7 +252,8 @@ def test_fused_on_the_gpu_is_as_close_to_float64_as_unfused(name, dtype, calls):
     for module in exact.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    x = torch.randn(8, 3, 64 if name != "vit" else 32, 64 if name != "vit" else 32).cuda()
+    size = 32 if name == "vit" else 64
+    x = torch.randn(8, 3, size, size).cuda()
     errors = {}
     for fused in (True, False):
         model = copy.deepcopy(exact).to(dtype)

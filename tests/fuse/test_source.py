@@ -1,7 +1,5 @@
 """Which forwards are traced, and that a trace leaves the model alone."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,21 +7,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from fuse_cases import Half, Nested, X, assert_runs_unfused, assert_same, outcome, swapped, twins
+from fuse_cases import Half, Nested, Parts, X, assert_same_after, assert_same_step, swapped, twins
 from normplug import fuse, fusions
 from normplug._fuse.fuse import fused_modules
-
-
-class Amid(TorchFunctionMode):
-    """Calls a function whenever a forward calls one of torch's."""
-
-    def __init__(self, look):
-        super().__init__()
-        self.look = look
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.look()
-        return func(*args, **(kwargs or {}))
 
 
 class Functions(Half):
@@ -42,7 +28,12 @@ def test_a_trace_leaves_the_model_as_it_is():
         assert {name: vars(nn.Module)[name] for name in methods} == methods
         assert all(vars(m) == before for m, before in state.items())
 
-    with Amid(look):
+    class Amid(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            look()
+            return func(*args, **(kwargs or {}))
+
+    with Amid():
         fusions(model)
     assert looks
     look()
@@ -54,43 +45,34 @@ class Reversed(nn.ModuleList):
 
 
 def test_a_container_with_an_order_of_its_own_is_gone_through_in_it(calls):
-    model = swapped(Nested())
-    model.stages[0] = Reversed(model.stages[0])
-    plain = copy.deepcopy(model)
-    fuse(model)
+    nested = Nested()
+    nested.stages[0] = Reversed(nested.stages[0])
+    model, plain = twins(nested)
     assert "" not in fused_modules(model)
-    assert_same(assert_runs_unfused(model, calls, X), outcome(plain, X))
+    assert_same_step(model, plain, X)
+    assert calls == []
 
 
 def test_a_module_with_two_names_is_called_by_the_one_that_the_forward_used(calls):
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.holder = nn.Sequential(nn.Conv2d(8, 8, 1))  # which the forward only calls
-            self.conv, self.norm, self.act = self.holder[0], nn.BatchNorm2d(8), nn.ReLU()
-
+    class Named(Parts):  # of the holder, the forward only calls the convolution
         def forward(self, x):
             return self.act(self.norm(self.conv(x)))
 
-    model, plain = twins(Named())
-    for each in (model, plain):
-        each.holder[0] = nn.Tanh()
-    assert_same(outcome(model, X), outcome(plain, X))
+    conv = nn.Conv2d(8, 8, 1)
+    holder = nn.Sequential(conv)
+    model, plain = twins(Named(holder=holder, conv=conv, norm=nn.BatchNorm2d(8), act=nn.ReLU()))
+    assert_same_after(lambda named: named.holder.__setitem__(0, nn.Tanh()), model, plain)
     assert calls == ["relu"]
 
 
 def test_other_arguments_than_tensors_run_as_written(calls):
-    class Optional(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.act = nn.BatchNorm2d(8), nn.ReLU()
-
+    class Optional(Parts):
         def forward(self, x, shift=None):
             if shift is not None:
                 x = x + shift
             return self.act(self.norm(x))
 
-    model, plain = twins(Optional())
+    model, plain = twins(Optional(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
     assert torch.equal(model(X), plain(X))
     assert calls == ["relu"]
     assert torch.equal(model(X, 1.0), plain(X, 1.0))
@@ -101,106 +83,87 @@ def test_other_arguments_than_tensors_run_as_written(calls):
         model()
 
 
-class Untraceable(nn.Module):
-    """Each forward depends on something that a trace would burn in."""
+def multiplied_by(noise):
+    def closure(self, x):
+        return self.act(self.norm(x)) * noise[0]
+
+    return closure
+
+
+class Untraceable(Parts):
+    """Each method, as a forward, depends on something that a trace would burn in."""
 
     saved = None
     flag = True
 
-    def __init__(self, way):
-        super().__init__()
-        self.norm, self.act, self.settings = nn.BatchNorm2d(8), nn.ReLU(), {"flag": True}
-        self.way = way
-        self.list = nn.ModuleList([nn.Identity()])
-
     def result(self, x):
         return self.act(self.norm(x))
 
+    def data(self, x):
+        return self.act(self.norm(x)) if x.sum() > 0 else x
 
-def _ways():  # noqa: C901
-    noise = [1.0]
+    def random(self, x):
+        return self.act(self.norm(x)) * torch.rand(1)
 
-    class Data(Untraceable):
-        def forward(self, x):
-            return self.act(self.norm(x)) if x.sum() > 0 else x
+    def noise(self, x):
+        return self.act(self.norm(x)) + torch.normal(0.0, 1.0, (8, 5, 5))
 
-    class Random(Untraceable):
-        def forward(self, x):
-            return self.act(self.norm(x)) * torch.rand(1)
+    def grad_mode(self, x):
+        return self.act(self.norm(x)) if torch.is_grad_enabled() else x
 
-    class Noise(Untraceable):
-        def forward(self, x):
-            return self.act(self.norm(x)) + torch.normal(0.0, 1.0, (8, 5, 5))
-
-    class GradMode(Untraceable):
-        def forward(self, x):
-            return self.act(self.norm(x)) if torch.is_grad_enabled() else x
-
-    class Context(Untraceable):
-        def forward(self, x):
-            with torch.no_grad():
-                return self.act(self.norm(x))
-
-    class Closure(Untraceable):
-        def forward(self, x):
-            return self.act(self.norm(x)) * noise[0]
-
-    class Settings(Untraceable):
-        def forward(self, x):
-            return self.act(self.norm(x)) if self.settings["flag"] else x
-
-    class OfClass(Untraceable):
-        def forward(self, x):
-            return self.act(self.norm(x)) if self.flag else x
-
-    class Stores(Untraceable):
-        def forward(self, x):
-            self.saved = self.act(self.norm(x))
-            return self.saved
-
-    class OfChild(Untraceable):
-        def forward(self, x):
-            return self.act(self.norm(x)) if self.norm.eps > 0 else x
-
-    class Other(Untraceable):
-        def forward(self, x):
-            return checkpoint(self.result, x, use_reentrant=False)
-
-    class Types(Untraceable):
-        def forward(self, *xs):
-            return self.act(self.norm(xs[0]))
-
-    class Loops(Untraceable):
-        def forward(self, x):
-            for layer in self.list:
-                if layer.training:
-                    x = layer(x)
+    def context(self, x):
+        with torch.no_grad():
             return self.act(self.norm(x))
 
-    class HandsOn(Untraceable):
-        def forward(self, x):
-            norm = self.norm
-            return self.act(norm(x))
+    closure = multiplied_by([1.0])
+
+    def setting(self, x):
+        return self.act(self.norm(x)) if self.settings["flag"] else x
+
+    def attribute_of_class(self, x):
+        return self.act(self.norm(x)) if self.flag else x
+
+    def stores(self, x):
+        self.saved = self.act(self.norm(x))
+        return self.saved
+
+    def attribute_of_child(self, x):
+        return self.act(self.norm(x)) if self.norm.eps > 0 else x
+
+    def other_method(self, x):
+        return checkpoint(self.result, x, use_reentrant=False)
+
+    def starred(self, *xs):
+        return self.act(self.norm(xs[0]))
+
+    def loop(self, x):
+        for layer in self.list:
+            if layer.training:
+                x = layer(x)
+        return self.act(self.norm(x))
+
+    def hands_on(self, x):
+        norm = self.norm
+        return self.act(norm(x))
 
     @torch.no_grad()
     def decorated(self, x):
         return self.act(self.norm(x))
 
-    Decorated = type("Decorated", (Untraceable,), {"forward": decorated})
-    return [
-        Data, Random, Noise, GradMode, Context, Closure, Settings, OfClass, Stores, OfChild, Other,
-        Types, Loops, HandsOn, Decorated,
-    ]  # fmt: skip
+
+FORWARDS = [name for name, f in vars(Untraceable).items() if callable(f) and name != "result"]
 
 
-@pytest.mark.parametrize("cls", _ways())
-def test_what_a_trace_would_burn_in_is_left_with_the_reason(cls):
-    model = swapped(cls("way"))
+@pytest.mark.parametrize("name", FORWARDS)
+def test_what_a_trace_would_burn_in_is_left_with_the_reason(name):
+    cls = type("Written", (Untraceable,), {"forward": getattr(Untraceable, name)})
+    children = {"norm": nn.BatchNorm2d(8), "act": nn.ReLU(), "list": nn.ModuleList([nn.Identity()])}
+    model = swapped(cls(settings={"flag": True}, **children))
     before = {p: (type(m), dict(vars(m))) for p, m in model.named_modules()}
-    with pytest.warns(UserWarning, match=rf"normplug.fuse: nothing to fuse in {cls.__name__}"):
+    with pytest.warns(UserWarning, match="normplug.fuse: nothing to fuse in Written"):
         fuse(model)
     for path, module in model.named_modules():
         assert (type(module), vars(module)) == before[path]
     (row,) = fusions(model)
     assert row.label is None
-    assert row.note.startswith(f"{cls.__name__}: ")
+    assert row.note.startswith("Written: ")

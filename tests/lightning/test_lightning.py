@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -58,16 +59,15 @@ def loader():
 
 
 def trainer(tmp_path, *callbacks, **options):
-    options = {"logger": False, "enable_checkpointing": False, "max_epochs": 1} | options
-    return Trainer(
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-        **options,
-    )
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    usual = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 1}
+    options = dict.fromkeys(off, False) | usual | options
+    return Trainer(callbacks=list(callbacks), default_root_dir=tmp_path, **options)
+
+
+def rows_of(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -130,9 +130,8 @@ def test_variance_logger_measures_what_it_says(tmp_path, mode, compiled):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             with torch.no_grad():
                 first = expected_row(layers[0], batch[0], tv)
-                z = F.batch_norm(
-                    batch[0], None, None, layers[0].weight * tv**0.5, layers[0].bias, True
-                )
+                weight = layers[0].weight * tv**0.5
+                z = F.batch_norm(batch[0], None, None, weight, layers[0].bias, True)
                 z = module.net[2](module.net[1](z))
                 rows[trainer.global_step] = [first, expected_row(layers[1], z, tv)]
 
@@ -146,8 +145,7 @@ def test_variance_logger_measures_what_it_says(tmp_path, mode, compiled):
     classes = [type(layer) for layer in layers]
     trainer(tmp_path, Expect(), logger).fit(module, loader())
 
-    with (tmp_path / "variance.csv").open() as file:
-        table = list(csv.DictReader(file))
+    table = rows_of(tmp_path / "variance.csv")
     assert [int(row["step"]) for row in table] == [0, 0, 4, 4]
     assert [row["layer"] for row in table[:2]] == ["net.0", "net.3"]
     assert [row["depth"] for row in table[:2]] == ["0", "1"]
@@ -182,21 +180,12 @@ def test_unlogged_steps_run_no_measurement(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
 def test_the_loggers_get_the_numbers_and_a_new_fit_starts_a_new_file(tmp_path):
-    from lightning.pytorch.loggers import CSVLogger
-
     for _ in range(2):
-        run = trainer(
-            tmp_path,
-            VarianceLogger(5),
-            logger=CSVLogger(tmp_path, name="", version="run"),
-        )
-        module = Module()
+        module, logger = Module(), CSVLogger(tmp_path, name="", version="run")
         normplug.swap(module, 0.25)
-        run.fit(module, loader())
-        with (tmp_path / "run" / "variance.csv").open() as file:
-            assert len(list(csv.DictReader(file))) == 4
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["variance/net.0/output"]]
+        trainer(tmp_path, VarianceLogger(5), logger=logger).fit(module, loader())
+        assert len(rows_of(tmp_path / "run" / "variance.csv")) == 4
+    rows = [r for r in rows_of(tmp_path / "run" / "metrics.csv") if r["variance/net.0/output"]]
     assert [row["step"] for row in rows] == ["0", "5"]
     assert float(rows[0]["variance/net.0/output"]) == pytest.approx(0.25, rel=1e-3)
 

@@ -10,20 +10,12 @@ from matplotlib.figure import Figure
 from normplug.lightning.variance_table import LayerVariance, draw_heat_map
 
 
-def rows_of(values, steps=(0, 10, 20), target=0.618, world_size=1):
+def rows_of(values, steps=(0, 10, 20), world_size=1):
     """A row for each step and layer; `values` gives (input, output, affine) of (step, depth)."""
+    of_rank = {"weight_rms": 1.0, "rank": 0, "world_size": world_size}
     return [
         LayerVariance(
-            step,
-            0,
-            f"net.{depth}.norm",
-            depth,
-            "LayerNorm",
-            target,
-            *values(step, depth),
-            weight_rms=1.0,
-            rank=0,
-            world_size=world_size,
+            step, 0, f"net.{depth}.norm", depth, "LayerNorm", 0.618, *values(step, depth), **of_rank
         )
         for step in steps
         for depth in (1, 0, 2)
@@ -34,11 +26,7 @@ def rows_of(values, steps=(0, 10, 20), target=0.618, world_size=1):
 def draw(tmp_path, monkeypatch):
     """Draw rows, and return the figure."""
     made = []
-
-    def save(figure, path, **options):
-        made.append(figure)
-
-    monkeypatch.setattr(Figure, "savefig", save)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: made.append(figure))
 
     def call(rows):
         path = tmp_path / "resnet18" / "digits" / "golden" / "seed_0" / "variance.png"

@@ -10,9 +10,16 @@ from torch import nn
 from normplug import fuse, swap, unfuse
 
 X = torch.randn(4, 8, 5, 5, dtype=torch.double)
-
-
 ROWS = torch.randn(4, 3, 8, dtype=torch.double)
+
+
+class Parts(nn.Module):
+    """Has the children and attributes that it is given, for the forward of a subclass."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
 
 
 class Block(nn.Module):
@@ -81,15 +88,12 @@ def saved_bytes(model, x):
     kept = {}
 
     def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = model(x)
-    del y
-    return sum(kept.values())
+        model(x)
+    return sum(size for pointer, size in kept.items() if pointer not in own)
 
 
 def check_saved_bytes(memory_format, device="cpu"):
@@ -110,10 +114,10 @@ def check_saved_bytes(memory_format, device="cpu"):
 class Half(nn.Module):
     """What can be fused with its norm is in the module after it, so that the caller follows it."""
 
-    def __init__(self, width=8, act=None):
+    def __init__(self, act=None):
         super().__init__()
-        self.act, self.inner = act or nn.ReLU(), nn.Sequential(nn.Conv2d(width, width, 1))
-        self.norm, self.scale = nn.BatchNorm2d(width), 1.0
+        self.act, self.inner = act or nn.ReLU(), nn.Sequential(nn.Conv2d(8, 8, 1))
+        self.norm, self.scale = nn.BatchNorm2d(8), 1.0
 
     def forward(self, x):
         return self.norm(self.inner(self.act(x)) * self.scale)
@@ -122,12 +126,12 @@ class Half(nn.Module):
 class Nested(nn.Module):
     """Containers in containers, which the forward goes through in every way that is traced."""
 
-    def __init__(self, width=8):
+    def __init__(self):
         super().__init__()
-        rows = [nn.ModuleList([Half(width), Half(width)]), nn.ModuleList([Half(width)])]
+        rows = [nn.ModuleList([Half(), Half()]), nn.ModuleList([Half()])]
         self.stages, self.extra = nn.ModuleList(rows), nn.ModuleList()
-        self.tail = nn.Sequential(nn.Identity(), Half(width), Half(width))
-        self.heads = nn.ModuleDict({"a": Half(width), "b": nn.Identity(), "c": Half(width)})
+        self.tail = nn.Sequential(nn.Identity(), Half(), Half())
+        self.heads = nn.ModuleDict({"a": Half(), "b": nn.Identity(), "c": Half()})
         self.act, self.start = nn.ReLU(), 1
 
     def forward(self, x):
@@ -149,14 +153,15 @@ def swapped(model, mode="golden"):
     return swap(model.double(), mode)
 
 
-def twins(model, mode="golden"):
-    """A model swapped and fused, and a copy that is only swapped."""
+def twins(model, mode="golden", **options):
+    """A model swapped and fused, and a copy that is only swapped. options: of `fuse`."""
     plain = swapped(model, mode)
-    return fuse(copy.deepcopy(plain)), plain
+    return fuse(copy.deepcopy(plain), **options), plain
 
 
 def outcome(model, *inputs, training=True):
     """All that a step gives: output, gradients, buffers."""
+    bare = getattr(model, "_orig_mod", getattr(model, "module", model))  # compiled, distributed
     torch.manual_seed(1)
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     model.train(training).zero_grad()
@@ -166,23 +171,25 @@ def outcome(model, *inputs, training=True):
     return {
         "y": y.detach(),
         **{f"dx{i}": x.grad for i, x in enumerate(inputs)},
-        **{f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None},
-        **{name: buffer.clone() for name, buffer in model.named_buffers()},
+        **{f"d{name}": p.grad for name, p in bare.named_parameters() if p.grad is not None},
+        **{name: buffer.clone() for name, buffer in bare.named_buffers()},
     }
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(value, other[name], rtol=1e-9, atol=1e-9, msg=name)
+def assert_same_step(model, plain, *inputs, training=True):
+    ours = outcome(model, *inputs, training=training)
+    theirs = outcome(plain, *inputs, training=training)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
-def assert_runs_unfused(model, calls, *inputs):
-    """The model computes what it does unfused, and by the plain calls."""
-    calls.clear()
-    ours = outcome(model, *inputs)
-    assert calls == []
-    return ours
+def assert_same_after(change, model, plain):
+    """What happens to both has the same effect on their steps."""
+    for each in (model, plain):
+        torch.manual_seed(2)
+        change(each)
+    assert_same_step(model, plain, X)
 
 
 def torchvision_model(name, **options):
