@@ -66,11 +66,21 @@ def measure(
     for direction, passes in op.passes.items():
         calls = {name: problem.calls(call)[direction] for name, call in functions.items()}
         gpu, host = stopwatch.gpu_us(calls), stopwatch.host_time(calls)
+        floor = floor_bytes(case, passes)
+        measured = {
+            "op": case.op,
+            "direction": direction,
+            "layout": case.layout,
+            "shape": list(case.shape),
+            "dtype": case.dtype,
+            "floor_passes": passes,
+            "floor_bytes": floor,
+        }
         yield [
             {
-                **identity(case, direction, passes),
+                **measured,
                 "provider": name,
-                **figures(floor_bytes(case, passes), gpu[name], copy_gbps),
+                **figures(floor, gpu[name], copy_gbps),
                 **host[name]._asdict(),
                 **facts.get(name, {}),
             }
@@ -104,19 +114,6 @@ def accurate_functions(
         except Exception as error:  # of any kind: a rival must not stop the run
             print(f"{case}: {name} is left out: {error!r}", file=sys.stderr, flush=True)
     return functions
-
-
-def identity(case: Case, direction: str, passes: int) -> Row:
-    """The keys of a row that say what was measured."""
-    return {
-        "op": case.op,
-        "direction": direction,
-        "layout": case.layout,
-        "shape": list(case.shape),
-        "dtype": case.dtype,
-        "floor_passes": passes,
-        "floor_bytes": floor_bytes(case, passes),
-    }
 
 
 def floor_bytes(case: Case, passes: int) -> int:
