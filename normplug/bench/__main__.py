@@ -53,8 +53,7 @@ def models(arguments: argparse.Namespace) -> None:
 
 def table(arguments: argparse.Namespace) -> None:
     """Print or write the Markdown table of a JSON file."""
-    kinds = (KERNELS, MODELS, PROFILE)
-    markdown = _shown("table", arguments.file, kinds, render)
+    markdown = _shown("table", arguments.file, (KERNELS, MODELS, PROFILE), render)
     if arguments.out:
         write_file(arguments.out, markdown)
     else:
@@ -75,13 +74,11 @@ def _require_cuda() -> None:
         raise SystemExit("normplug.bench needs a CUDA device; torch.cuda.is_available() is False.")
 
 
-def _at_least(fewest: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if int(text) < fewest:
-            raise argparse.ArgumentTypeError(f"must be at least {fewest}; got {text}")
-        return int(text)
-
-    return number
+def number(text: str) -> int:
+    """A positive integer of the command line."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
+    return int(text)
 
 
 def _add_choices(command: argparse.ArgumentParser, **options: Iterable[str]) -> None:
@@ -138,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(command=models)
     _add_choices(command, model=nets.MODELS, arm=steps.ARMS)
     command.add_argument(
-        "--batch", metavar="N", type=_at_least(1), help="images a step; default: each model's own"
+        "--batch", metavar="N", type=number, help="images a step; default: each model's own"
     )
     _add_outputs(command)
     command.add_argument(

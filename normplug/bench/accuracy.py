@@ -57,10 +57,7 @@ def bound(theirs: float, dtype: torch.dtype) -> float:
 
 
 def require_accurate(
-    what: str,
-    outputs: Mapping[str, Tensor],
-    truth: Iterable[Piece],
-    yardstick: Mapping[str, float],
+    what: str, outputs: Mapping[str, Tensor], truth: Iterable[Piece], yardstick: Mapping[str, float]
 ) -> None:
     """Compare each output with the truth.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,33 +59,10 @@ def make(case: Case, device: str, activation: str | None, has_residual: bool) ->
     return problem
 
 
-def normplug_batch_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches_tracked: Tensor,
-    residual: Tensor | None = None,
-    *,
-    activation: str | None,
-    backend: str,
-) -> Tensor:
+def normplug_bn(x: Tensor, **others: Any) -> Tensor:
     """The norm in one call, with the residual and the activation if there are any."""
     return functional.batch_norm(
-        x,
-        running_mean,
-        running_var,
-        weight,
-        bias,
-        True,
-        MOMENTUM,
-        EPS,
-        mode="golden",
-        residual=residual,
-        activation=activation,
-        num_batches_tracked=num_batches_tracked,
-        backend=backend,
+        x, training=True, momentum=MOMENTUM, eps=EPS, mode="golden", **others
     )
 
 
@@ -195,7 +173,7 @@ def _op(
         name,
         passes,
         make=partial(make, activation=activation, has_residual=has_residual),
-        normplug=partial(normplug_batch_norm, activation=activation),
+        normplug=partial(normplug_bn, activation=activation),
         eager=eager,
         truth=partial(truth, activation=activation),
         eager_facts=aten_backend,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import statistics
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from normplug import target_variance
 from normplug.bench import batch_norm, layer_norm
 from normplug.bench.accuracy import relative_errors, require_accurate
 from normplug.bench.op import Function, Op, Problem
-from normplug.bench.results import Results, Row
+from normplug.bench.results import Results, Row, spread
 from normplug.bench.suites import Case
 from normplug.bench.timing import Stopwatch
 
@@ -27,13 +26,7 @@ PROVIDERS = (*OURS, "eager", "compile")
 
 
 def run(cases: Iterable[Case], providers: Collection[str], json: Path | None) -> Results:
-    """Measure and print every case that fits the GPU.
-
-    Args:
-        cases: what to measure.
-        providers: of `PROVIDERS` and `rivals.PACKAGES`.
-        json: the file for the rows; None to write none.
-    """
+    """Measure and print every case that fits the GPU; write the rows to `json`, if it is given."""
     stopwatch = Stopwatch()
     results = Results(json, copy_gbps=stopwatch.copy_gbps())
     content = results.content
@@ -68,23 +61,26 @@ def measure(
     """
     op = OPS[case.op]
     problem = op.make(case, device)
-    yardstick = relative_errors(problem.outputs(op.eager), op.truth(problem, 1.0))
-    functions = accurate_functions(case, op, problem, providers, yardstick)
-    if "eager" in providers:
-        functions["eager"] = op.eager
-    if "compile" in providers:
-        torch.compiler.reset()  # earlier cases count towards the limit of recompilations
-        functions["compile"] = torch.compile(op.eager, fullgraph=True, dynamic=False)
-    functions |= accurate_rivals(case, op, problem, providers, yardstick)
+    functions = accurate_functions(case, op, problem, providers)
     facts = {"eager": op.eager_facts(problem)}
     for direction, passes in op.passes.items():
         calls = {name: problem.calls(call)[direction] for name, call in functions.items()}
         gpu, host = stopwatch.gpu_us(calls), stopwatch.host_time(calls)
+        floor = floor_bytes(case, passes)
+        measured = {
+            "op": case.op,
+            "direction": direction,
+            "layout": case.layout,
+            "shape": list(case.shape),
+            "dtype": case.dtype,
+            "floor_passes": passes,
+            "floor_bytes": floor,
+        }
         yield [
             {
-                **identity(case, direction, passes),
+                **measured,
                 "provider": name,
-                **figures(floor_bytes(case, passes), gpu[name], copy_gbps),
+                **figures(floor, gpu[name], copy_gbps),
                 **host[name]._asdict(),
                 **facts.get(name, {}),
             }
@@ -93,62 +89,31 @@ def measure(
 
 
 def accurate_functions(
-    case: Case,
-    op: Op,
-    problem: Problem,
-    providers: Collection[str],
-    yardstick: Mapping[str, float],
+    case: Case, op: Op, problem: Problem, providers: Collection[str]
 ) -> dict[str, Function]:
-    """Those of `OURS` that have a kernel for the problem, checked against the truth."""
+    """Ours that have a kernel for the problem, torch's, and the rivals whose results are right."""
+    yardstick = relative_errors(problem.outputs(op.eager), op.truth(problem, 1.0))
     functions: dict[str, Function] = {}
-    for name, backend in OURS.items():
-        if name not in providers:
-            continue
-        function = partial(op.normplug, backend=backend)
-        try:
-            outputs = problem.outputs(function)
-        except NotImplementedError:
-            continue
-        truth = op.truth(problem, target_variance("golden"))
-        require_accurate(f"{name}, {case}", outputs, truth, yardstick)
+
+    def add(name: str, function: Function, variance: float) -> None:
+        outputs = problem.outputs(function)
+        require_accurate(f"{name}, {case}", outputs, op.truth(problem, variance), yardstick)
         functions[name] = function
-    return functions
 
-
-def accurate_rivals(
-    case: Case,
-    op: Op,
-    problem: Problem,
-    providers: Collection[str],
-    yardstick: Mapping[str, float],
-) -> dict[str, Function]:
-    """The rivals whose results are right; print what is wrong with the others."""
-    functions: dict[str, Function] = {}
-    for name, load in op.rivals.items():
-        if name not in providers:
-            continue
+    for name in [name for name in OURS if name in providers]:
+        with contextlib.suppress(NotImplementedError):  # it has no kernel
+            add(name, partial(op.normplug, backend=OURS[name]), target_variance("golden"))
+    if "eager" in providers:
+        functions["eager"] = op.eager
+    if "compile" in providers:
+        torch.compiler.reset()  # earlier cases count towards the limit of recompilations
+        functions["compile"] = torch.compile(op.eager, fullgraph=True, dynamic=False)
+    for name in [name for name in op.rivals if name in providers]:
         try:
-            function = load()
-            outputs = problem.outputs(function)
-            require_accurate(f"{name}, {case}", outputs, op.truth(problem, 1.0), yardstick)
+            add(name, op.rivals[name](), 1.0)
         except Exception as error:  # of any kind: a rival must not stop the run
             print(f"{case}: {name} is left out: {error!r}", file=sys.stderr, flush=True)
-        else:
-            functions[name] = function
     return functions
-
-
-def identity(case: Case, direction: str, passes: int) -> Row:
-    """The keys of a row that say what was measured."""
-    return {
-        "op": case.op,
-        "direction": direction,
-        "layout": case.layout,
-        "shape": list(case.shape),
-        "dtype": case.dtype,
-        "floor_passes": passes,
-        "floor_bytes": floor_bytes(case, passes),
-    }
 
 
 def floor_bytes(case: Case, passes: int) -> int:
@@ -158,13 +123,10 @@ def floor_bytes(case: Case, passes: int) -> int:
 
 def figures(floor: int, samples_us: list[float], copy_gbps: float) -> Row:
     """Median and spread of the repetitions, and the speed at which the floor's bytes moved."""
-    us = statistics.median(samples_us)
-    quintiles = statistics.quantiles(samples_us, n=5, method="inclusive")
-    gbps = floor / us / 1e3
+    times = spread("us", samples_us)
+    gbps = floor / times["us"] / 1e3
     return {
-        "us": us,
-        "us_p20": quintiles[0],
-        "us_p80": quintiles[-1],
+        **times,
         "repetitions": len(samples_us),
         "gbps": gbps,
         "percent_of_copy": 100 * gbps / copy_gbps,

@@ -21,7 +21,7 @@ MOMENTUM = 0.1
 CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB of float64 a tensor
 
 
-def make(case: Case, device: str, extra: str | None = None) -> Problem:
+def make(extra: str | None, case: Case, device: str) -> Problem:
     """Random tensors of the case's dtype, the same in every call, with a mean away from 0."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.dtype)
@@ -40,24 +40,14 @@ def make(case: Case, device: str, extra: str | None = None) -> Problem:
     return Problem(leaves, _state(dtype, device) if extra == "state" else {}, gradients)
 
 
-def normplug_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, *, backend: str, **others: Any
-) -> Tensor:
+def normplug_ln(x: Tensor, weight: Tensor, bias: Tensor, **others: Any) -> Tensor:
     """The norm in one call, with running statistics or the input bias if there are any."""
     return functional.layer_norm(
-        x,
-        x.shape[-1:],
-        weight,
-        bias,
-        EPS,
-        mode="golden",
-        momentum=MOMENTUM,
-        backend=backend,
-        **others,
+        x, x.shape[-1:], weight, bias, EPS, mode="golden", momentum=MOMENTUM, **others
     )
 
 
-def normplug_add_layer_norm(
+def normplug_add_ln(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Sum and norm in one call."""
@@ -169,41 +159,14 @@ def _normalised(leaves: dict[str, Tensor], part: slice) -> Tensor:
 
 # Forward reads x and writes y; backward reads dy and x, and writes dx. A residual adds a read, the
 # total a write, and the total's gradient a read.
+PASSES, PASSES_OF_SUM = {"F": 2, "F+B": 5}, {"F": 4, "F+B": 8}
+RIVALS = {
+    "liger": partial(rivals.liger_layer_norm, EPS),
+    "flaggems": partial(rivals.flaggems_layer_norm, EPS),
+}
 OPS = (
-    Op(
-        "ln",
-        {"F": 2, "F+B": 5},
-        make,
-        normplug_layer_norm,
-        eager_ln,
-        truth,
-        rivals={
-            "liger": partial(rivals.liger_layer_norm, EPS),
-            "flaggems": partial(rivals.flaggems_layer_norm, EPS),
-        },
-    ),
-    Op(
-        "ln_stats",
-        {"F": 2, "F+B": 5},
-        partial(make, extra="state"),
-        normplug_layer_norm,
-        eager_ln_stats,
-        truth,
-    ),
-    Op(
-        "add_ln",
-        {"F": 4, "F+B": 8},
-        partial(make, extra="residual"),
-        normplug_add_layer_norm,
-        eager_add_ln,
-        truth,
-    ),
-    Op(
-        "bias_ln",
-        {"F": 2, "F+B": 5},
-        partial(make, extra="input_bias"),
-        normplug_layer_norm,
-        eager_bias_ln,
-        truth,
-    ),
+    Op("ln", PASSES, partial(make, None), normplug_ln, eager_ln, truth, rivals=RIVALS),
+    Op("ln_stats", PASSES, partial(make, "state"), normplug_ln, eager_ln_stats, truth),
+    Op("add_ln", PASSES_OF_SUM, partial(make, "residual"), normplug_add_ln, eager_add_ln, truth),
+    Op("bias_ln", PASSES, partial(make, "input_bias"), normplug_ln, eager_bias_ln, truth),
 )

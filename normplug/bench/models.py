@@ -24,7 +24,7 @@ from torch.optim import SGD
 import normplug
 from normplug.bench.groups import profiled
 from normplug.bench.nets import MODELS, Case, Model
-from normplug.bench.results import Results, Row
+from normplug.bench.results import Results, Row, spread
 from normplug.bench.timing import StepStopwatch
 
 MODE = "golden"
@@ -59,12 +59,8 @@ def _swap(net: nn.Module) -> nn.Module:
     return normplug.swap(net, MODE)
 
 
-def _fuse(net: nn.Module) -> nn.Module:
-    return normplug.fuse(net)
-
-
-def _fuse_and_recompute(net: nn.Module) -> nn.Module:
-    return normplug.fuse(net, recompute=True)
+def _fuse(net: nn.Module, recompute: bool = False) -> nn.Module:
+    return normplug.fuse(net, recompute=recompute)
 
 
 def without_norms(net: nn.Module) -> nn.Module:
@@ -81,7 +77,7 @@ ARMS: dict[str, tuple[Change, ...]] = {
     "compile": (torch.compile,),
     "swap": (_swap,),
     "swap+fuse": (_swap, _fuse),
-    "swap+fuse+recompute": (_swap, _fuse_and_recompute),
+    "swap+fuse+recompute": (_swap, partial(_fuse, recompute=True)),
     "swap+fuse+compile": (_swap, _fuse, torch.compile),
     "eager+graph": (),
     "swap+fuse+graph": (_swap, _fuse),
@@ -96,11 +92,7 @@ def run(
 ) -> Results:
     """Measure and print every case on the GPU.
 
-    Args:
-        cases: what to measure.
-        arms: names in `ARMS`.
-        json: the file for the rows; None to write none.
-        profile: the file for the GPU's time by groups of kernels; None to measure none.
+    The rows go to `json`, and the GPU's time by groups of kernels to `profile`, if these are given.
     """
     stopwatch = StepStopwatch()
     results = Results(json, PACKAGES, settings=SETTINGS)
@@ -151,10 +143,8 @@ def warmed(
     batch = model.random_batch(case.batch, device)
     batch_bytes = stopwatch.held_bytes() - nothing
     # The libraries allocate workspaces in the first step and keep them: no arm is charged for them.
-    attempt(
-        f"{case}: the first step",
-        lambda: make_step(build(stock, "eager", model, device), *batch)(),
-    )
+    eager = partial(build, stock, "eager", model, device)
+    attempt(f"{case}: the first step", lambda: make_step(eager(), *batch)())
 
     steps: dict[str, Step] = {}
     facts: dict[str, Row] = {}
@@ -168,11 +158,7 @@ def warmed(
 
 
 def warm(
-    stock: nn.Module,
-    arm: str,
-    model: Model,
-    batch: tuple[Tensor, Tensor],
-    stopwatch: StepStopwatch,
+    stock: nn.Module, arm: str, model: Model, batch: tuple[Tensor, Tensor], stopwatch: StepStopwatch
 ) -> tuple[Step, int, float]:
     """An arm's step after the warm-up, the bytes held at its peak (by all arms), and its loss.
 
@@ -270,15 +256,8 @@ def attempt(what: str, call: Callable[[], T]) -> T | None:
 
 def figures(batch: int, samples_ms: list[float]) -> Row:
     """Median, spread and speed of the measured steps."""
-    ms = statistics.median(samples_ms)
-    quintiles = statistics.quantiles(samples_ms, n=5, method="inclusive")
-    return {
-        "ms": ms,
-        "ms_p20": quintiles[0],
-        "ms_p80": quintiles[-1],
-        "steps": len(samples_ms),
-        "images_per_s": 1e3 * batch / ms,
-    }
+    times = spread("ms", samples_ms)
+    return {**times, "steps": len(samples_ms), "images_per_s": 1e3 * batch / times["ms"]}
 
 
 def line(case: Case, rows: list[Row]) -> str:

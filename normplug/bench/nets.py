@@ -78,12 +78,7 @@ MODELS = {
 
 
 def select(models: Sequence[str] | None, batch: int | None) -> list[Case]:
-    """The cases of the models named, in the order of `MODELS`.
-
-    Args:
-        models: names in `MODELS`; None for all.
-        batch: images a step; None for each model's own.
-    """
+    """The cases of the models named (None: of all), with each model's own batches or `batch`."""
     return [
         Case(name, size)
         for name, model in MODELS.items()

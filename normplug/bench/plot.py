@@ -46,11 +46,8 @@ def draw(content: Mapping[str, Any]) -> Figure:
 def speed_figure(content: Mapping[str, Any]) -> Figure:
     """LayerNorm's GB/s by width: a column a direction, a row a dtype, a line a provider.
 
-    Args:
-        content: of the JSON file that `python -m normplug.bench kernels` writes.
-
     Raises:
-        ValueError: it has no row to draw.
+        ValueError: `content` has no row to draw.
     """
     rows = [row for row in content["rows"] if row["op"] == OP and row["shape"][0] == WIDTHS_ROWS]
     if not rows:
@@ -77,9 +74,6 @@ def speed_figure(content: Mapping[str, Any]) -> Figure:
 
 def step_figure(content: Mapping[str, Any]) -> Figure:
     """The speed of training steps over eager: a group of bars a case, a bar an arm.
-
-    Args:
-        content: of the JSON file that `python -m normplug.bench models` writes.
 
     Raises:
         ValueError: no case has a row of eager.

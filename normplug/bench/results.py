@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -55,7 +56,7 @@ class Kind(NamedTuple):
         writer: the command that writes it.
         use: what reads it, for error messages.
         keys: the keys that its object has at least.
-        row_keys: the keys that each of its rows has at least.
+        row_keys: the keys that each of its rows has at least; empty if it has no rows.
     """
 
     what: str
@@ -68,9 +69,7 @@ class Kind(NamedTuple):
         """Whether `content`, as parsed, is of this kind."""
         if not isinstance(content, Mapping) or not self.keys <= content.keys():
             return False
-        if "rows" not in self.keys:
-            return True
-        rows = content["rows"]
+        rows = content["rows"] if self.row_keys else []
         return isinstance(rows, list) and all(
             isinstance(row, Mapping) and self.row_keys <= row.keys() for row in rows
         )
@@ -124,6 +123,13 @@ KINDS = (
 )
 
 
+def spread(unit: str, samples: Sequence[float]) -> Row:
+    """The median of some times, and the bounds of their middle 60%, by the keys of a row."""
+    quintiles = statistics.quantiles(samples, n=5, method="inclusive")
+    bounds = {f"{unit}_p20": quintiles[0], f"{unit}_p80": quintiles[-1]}
+    return {unit: statistics.median(samples), **bounds}
+
+
 def read(path: Path, kinds: Collection[Kind]) -> dict[str, Any]:
     """The contents of a JSON file of one of `kinds`.
 
@@ -132,16 +138,14 @@ def read(path: Path, kinds: Collection[Kind]) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not JSON: it is not text in UTF-8.") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if not text.strip():
-        raise ValueError(f"{path} is empty.")
-    try:
-        content = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from None
+        fault = f"not JSON: {error}" if text.strip() else "empty"
+        raise ValueError(f"{path} is {fault}.") from None
     found = next((kind for kind in KINDS if kind.fits(content)), None)
     if found in kinds:
         return content

@@ -91,38 +91,31 @@ def layouts(shape: Shape) -> tuple[str, ...]:
     return ("NCHW",) if len(shape) == 3 else ("NCHW", "NHWC")
 
 
-def _every_layout(
-    ops: Iterable[str], shapes: Iterable[Shape], dtypes: Sequence[str]
-) -> tuple[Case, ...]:
+def _cases(ops: Iterable[str], shapes: Sequence[Shape], dtypes: Sequence[str]) -> tuple[Case, ...]:
+    """Every operation on every shape, in each of its layouts and in every dtype."""
     return tuple(
         Case(op, layout, shape, dtype)
         for op in ops
         for shape in shapes
-        for layout in layouts(shape)
+        for layout in (("rows",) if op in LAYER_NORMS else layouts(shape))
         for dtype in dtypes
     )
 
 
-def _rows(ops: Iterable[str], shapes: Iterable[Shape], dtypes: Sequence[str]) -> tuple[Case, ...]:
-    return tuple(
-        Case(op, "rows", shape, dtype) for op in ops for shape in shapes for dtype in dtypes
-    )
-
-
 HEADLINE = (
-    *_every_layout(["bn"], HEADLINE_SHAPES, ["bfloat16"]),
-    *_every_layout(["bn"], HEADLINE_SHAPES[:1], ["float32"]),
+    *_cases(["bn"], HEADLINE_SHAPES, ["bfloat16"]),
+    *_cases(["bn"], HEADLINE_SHAPES[:1], ["float32"]),
     *(
         Case(op, "NHWC", shape, "bfloat16")
         for op in ("bn_relu", "bn_add_relu")
         for shape in FUSED_SHAPES
     ),
-    *_rows(["ln"], [(WIDTHS_ROWS, width) for width in WIDTHS], ["bfloat16", "float32"]),
-    *_rows(["ln"], [VIT_ROWS, FEW_WIDE_ROWS], ["bfloat16", "float32"]),
-    *_rows(["ln_stats"], [VIT_ROWS, (4096, 8192)], ["bfloat16"]),
-    *_rows(["add_ln"], [VIT_ROWS, (8192, 4096)], ["bfloat16"]),
-    *_rows(["bias_ln"], [FEW_WIDE_ROWS], ["bfloat16", "float32"]),
-    *_rows(["bias_ln"], CONVNEXT_ROWS, ["bfloat16"]),
+    *_cases(["ln"], [(WIDTHS_ROWS, width) for width in WIDTHS], ["bfloat16", "float32"]),
+    *_cases(["ln"], [VIT_ROWS, FEW_WIDE_ROWS], ["bfloat16", "float32"]),
+    *_cases(["ln_stats"], [VIT_ROWS, (4096, 8192)], ["bfloat16"]),
+    *_cases(["add_ln"], [VIT_ROWS, (8192, 4096)], ["bfloat16"]),
+    *_cases(["bias_ln"], [FEW_WIDE_ROWS], ["bfloat16", "float32"]),
+    *_cases(["bias_ln"], CONVNEXT_ROWS, ["bfloat16"]),
 )
 SEED = tuple(
     Case(op, layouts(shape)[0], shape, dtype)
@@ -131,17 +124,17 @@ SEED = tuple(
     for dtype in ("float32", "float64")
 )
 SMALL = (
-    *_every_layout(BATCH_NORMS, SMALL_SHAPES, ["bfloat16", "float32"]),
-    *_rows(["ln", "ln_stats", "add_ln"], SMALL_ROWS, ["bfloat16", "float32"]),
+    *_cases(BATCH_NORMS, SMALL_SHAPES, ["bfloat16", "float32"]),
+    *_cases(["ln", "ln_stats", "add_ln"], SMALL_ROWS, ["bfloat16", "float32"]),
 )
 FULL = (
     *HEADLINE,
     *SEED,
     *SMALL,
-    *_every_layout(BATCH_NORMS, OTHER_SHAPES, ["bfloat16"]),
-    *_every_layout(["bn"], HEADLINE_SHAPES[:1], ["float16"]),
-    *_rows(["ln"], OTHER_ROWS, ["bfloat16", "float32"]),
-    *_rows(["ln"], [VIT_ROWS, (4096, 8192)], ["float16"]),
+    *_cases(BATCH_NORMS, OTHER_SHAPES, ["bfloat16"]),
+    *_cases(["bn"], HEADLINE_SHAPES[:1], ["float16"]),
+    *_cases(["ln"], OTHER_ROWS, ["bfloat16", "float32"]),
+    *_cases(["ln"], [VIT_ROWS, (4096, 8192)], ["float16"]),
 )
 SUITES: dict[str, tuple[Case, ...]] = {
     "headline": HEADLINE,
@@ -154,14 +147,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
 def select(
     suite: str, ops: Sequence[str] | None, dtypes: Sequence[str] | None, only: str
 ) -> list[Case]:
-    """The cases of a suite that pass all filters.
-
-    Args:
-        suite: a key of `SUITES`.
-        ops: None for all.
-        dtypes: None for all.
-        only: text within the printed case, such as a shape or a layout; "" for all.
-    """
+    """The cases of a suite that pass all filters; `only` is text within the printed case."""
     return [
         case
         for case in SUITES[suite]

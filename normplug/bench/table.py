@@ -14,16 +14,10 @@ COLUMNS = ("op", "direction", "layout", "shape", "dtype")
 CASE = ("model", "batch")
 
 Row = Mapping[str, Any]
-Key = tuple[str, ...]
 
 
 def render(content: Mapping[str, Any]) -> str:
-    """The whole document.
-
-    Args:
-        content: of a JSON file that `normplug.bench kernels`, `models` or `models --profile`
-            writes.
-    """
+    """The tables of what `normplug.bench kernels`, `models` or `models --profile` writes."""
     if "copy_gbps" in content:
         return _kernels(content)
     profiled = any("groups_ms" in row for row in content["rows"])
@@ -119,7 +113,7 @@ def _pivot(
     rows: Iterable[Row], columns: Sequence[str], series: str, cell: Callable[[Row], str]
 ) -> str:
     """A line for each combination of `columns`, a column for each value of `series`."""
-    by_key: dict[Key, dict[str, str]] = {}
+    by_key: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         key = tuple(str(row[column]) for column in columns)
         by_key.setdefault(key, {})[row[series]] = cell(row)

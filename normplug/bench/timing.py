@@ -59,9 +59,7 @@ class Gpu:
     def time_us(self, call: Call, lead_us: float) -> float | None:
         """Microseconds on the GPU, with a cold L2 cache; None if it had to wait for the host.
 
-        Args:
-            call: what to time.
-            lead_us: how long the GPU sleeps before, while the host queues the call.
+        The GPU sleeps for `lead_us` before, while the host queues the call.
         """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # The cache is left dirty: the call pays to write this back, as others pay for its output.

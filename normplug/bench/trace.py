@@ -16,10 +16,7 @@ from normplug.bench.suites import Case
 def trace(cases: Iterable[Case], path: Path, device: str) -> None:
     """Write a Chrome trace: one call of normplug, after a warm-up, for each case and direction.
 
-    Args:
-        cases: what to call.
-        path: of the trace; Perfetto and chrome://tracing show it.
-        device: "cuda", or "cpu".
+    Perfetto and chrome://tracing show it.
     """
     with profile() as profiler:
         for case in cases:

@@ -34,11 +34,7 @@ def render(
 ) -> str:
     """The whole report: a section per group, then unreadable files, then how to read it.
 
-    Args:
-        groups: the groups, in order.
-        notes: what each group lacks besides its runs.
-        unreadable: files that are no run, and why.
-        root: paths are written relative to it.
+    `notes` say what each group lacks besides its runs; paths are relative to `root`.
     """
     count = sum(len(runs) for group in groups for runs in group.arms.values())
     count += sum(len(group.left_out) for group in groups) + len(unreadable)

@@ -39,12 +39,7 @@ def throughput_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
     return figure
 
 
-def _draw_speeds(
-    axes: Axes,
-    arms: Speeds,
-    group: Group,
-    styles: Mapping[str, Style],
-) -> None:
+def _draw_speeds(axes: Axes, arms: Speeds, group: Group, styles: Mapping[str, Style]) -> None:
     for row, (arm, by_seed) in enumerate(arms.items()):
         draw_dots(axes, row, by_seed, group.seeds, styles[arm])
         values = list(by_seed.values())
@@ -55,12 +50,7 @@ def _draw_speeds(
     axes.grid(axis="x", alpha=0.3)
 
 
-def _draw_speed_ratios(
-    axes: Axes,
-    arms: Speeds,
-    group: Group,
-    styles: Mapping[str, Style],
-) -> None:
+def _draw_speed_ratios(axes: Axes, arms: Speeds, group: Group, styles: Mapping[str, Style]) -> None:
     pairs = {}
     for arm, by_seed in arms.items():
         ratios = speed_ratios(group, arm)

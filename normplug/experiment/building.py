@@ -59,12 +59,7 @@ def build_trainer(
 ) -> Trainer:
     """Build the configured Trainer; what is "auto" in its configuration is decided here.
 
-    Args:
-        cfg: the whole configuration.
-        callbacks: those of the configuration. What every run needs is added.
-        loggers: those of the configuration.
-        timer: times the steps, and the loader as the Trainer's profiler.
-        directory: of the run.
+    The callbacks that every run needs are added to those of the configuration.
 
     Raises:
         UserError: in a sweep, for a strategy that would repeat the sweep in every process.

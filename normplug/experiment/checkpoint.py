@@ -72,11 +72,7 @@ def check_identity(
 ) -> None:
     """Refuse the checkpoint of another arm, seed, model, data or optimizer, or of a longer run.
 
-    Args:
-        checkpoint: what `read` returned.
-        path: of the checkpoint.
-        identity: of this run.
-        max_epochs: of this run; None or -1 for no limit.
+    `identity` and `max_epochs` (None or -1 for no limit) are those of this run.
 
     Raises:
         ValueError: the checkpoint belongs to another run.

@@ -44,9 +44,6 @@ AUTO = {"trainer.precision": "auto", "trainer.enable_progress_bar": "auto"}
 def check(cfg: DictConfig) -> None:
     """Refuse a configuration that cannot run, or that asks for something without effect.
 
-    Args:
-        cfg: the composed configuration. It is not changed.
-
     Raises:
         UserError: names the key, the rule, the value and a way out.
     """

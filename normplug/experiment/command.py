@@ -33,9 +33,7 @@ def accept_null_groups(configs: str) -> Callable[[Callable[..., Any]], Callable[
 def groups_off(arguments: Sequence[str], configs: str) -> list[str]:
     """Rewrite `GROUP=null`, which Hydra refuses with a traceback, as `GROUP=[]`.
 
-    Args:
-        arguments: of the command line.
-        configs: the directory whose subdirectories are the groups.
+    The groups are the subdirectories of `configs`.
     """
     groups = "|".join(re.escape(path.name) for path in Path(configs).iterdir() if path.is_dir())
     override = re.compile(rf"(?:{groups})=")

@@ -43,9 +43,6 @@ class RunDirectory:
 
     The owner locks a file in it. The lock is the operating system's, so a process that is killed
     frees it. The processes of one distributed run share the lock of rank 0.
-
-    Args:
-        path: the directory; it exists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,14 +79,13 @@ class RunDirectory:
         path = self.path / RESULT
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(result, dict):
+                return result
+            why = "it holds no JSON object"
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
             why = str(error)
-        else:
-            if isinstance(result, dict):
-                return result
-            why = "it holds no JSON object"
         raise UserError(f"{WHO}: {path} cannot be read: {why}. Delete it to train this run again.")
 
     def finished_result(self, cfg: DictConfig) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,10 +47,17 @@ class FiniteLoss(Callback):
         self._arrived: Any = None
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Keep the batch, in case its forward must be repeated."""
         self._batch = batch
+
+    on_validation_batch_start = on_test_batch_start = on_train_batch_start
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -77,19 +85,6 @@ class FiniteLoss(Callback):
         if not math.isfinite(self._read.item()):
             self._stop(trainer, pl_module, "training", self._loss.item())
         self._batch = None
-
-    def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """As `on_train_batch_start`."""
-        self._batch = batch
-
-    on_test_batch_start = on_validation_batch_start
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop if the mean loss is not finite."""
@@ -152,11 +147,10 @@ def _first_norm(trainer: Trainer, pl_module: LightningModule, images: Tensor) ->
         if not found and not all(_is_finite(a) for a in arguments if isinstance(a, Tensor)):
             found.append(f"{path} ({type(module).__name__})")
 
-    def hook(path: str) -> Any:
-        return lambda module, arguments: look(path, module, arguments)
-
-    norms = list(norm_layers(pl_module))
-    handles = [module.register_forward_pre_hook(hook(path)) for path, module in norms]
+    handles = [
+        module.register_forward_pre_hook(partial(look, path))
+        for path, module in norm_layers(pl_module)
+    ]
     try:
         with (
             torch.no_grad(),

@@ -34,11 +34,9 @@ def user_sentence(error: BaseException) -> str | None:
 
 
 def building_sentence(error: InstantiationException, overrides: Iterable[str] = ()) -> str:
-    """The sentence for an object of the configuration whose constructor failed.
+    """The sentence for an object of the configuration that `instantiate` could not build.
 
-    Args:
-        error: what `hydra.utils.instantiate` raised.
-        overrides: of the command; those of the failing group are shown.
+    It shows those of the command's overrides that belong to the failing group.
     """
     key = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
     where = key[1] if key else "an object of the configuration"

@@ -7,15 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch.nn import Parameter
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    ConstantLR,
-    CosineAnnealingLR,
-    LinearLR,
-    LRScheduler,
-    OneCycleLR,
-    SequentialLR,
-)
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 SCHEDULES = ("one_cycle", "cosine", "constant")
 
@@ -45,15 +38,15 @@ def make_scheduler(optimizer: Optimizer, name: str, warmup: float, steps: int) -
     """
     if name == "one_cycle" and steps >= 4:
         rates = [group["lr"] for group in optimizer.param_groups]
-        return OneCycleLR(optimizer, rates, steps, pct_start=max(warmup, 2 / steps))
+        return lr_scheduler.OneCycleLR(optimizer, rates, steps, pct_start=max(warmup, 2 / steps))
     rising = round(warmup * steps)
-    after: LRScheduler = ConstantLR(optimizer, 1.0)
+    after: LRScheduler = lr_scheduler.ConstantLR(optimizer, 1.0)
     if name != "constant":
-        after = CosineAnnealingLR(optimizer, max(1, steps - rising))
+        after = lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - rising))
     if rising == 0:
         return after
-    rise = LinearLR(optimizer, 1 / rising, total_iters=max(1, rising - 1))
-    return SequentialLR(optimizer, [rise, after], [rising])
+    rise = lr_scheduler.LinearLR(optimizer, 1 / rising, total_iters=max(1, rising - 1))
+    return lr_scheduler.SequentialLR(optimizer, [rise, after], [rising])
 
 
 def move_to_step(scheduler: LRScheduler, step: int) -> None:

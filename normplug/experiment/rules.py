@@ -42,6 +42,10 @@ def _is_positive(value: Any) -> bool:
     return _is_number(value) and value > 0
 
 
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -61,26 +65,12 @@ def _maybe(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _whole(key: str, least: int, *, maybe: bool = False) -> Rule:
-    def holds(value: Any) -> bool:
-        return is_whole(value) and value >= least
-
-    must = f"must be an integer >= {least}"
-    return Rule(key, _maybe(holds), f"{must}, or null") if maybe else Rule(key, holds, must)
+    rule = Rule(key, lambda x: is_whole(x) and x >= least, f"must be an integer >= {least}")
+    return Rule(key, _maybe(rule.holds), f"{rule.must}, or null") if maybe else rule
 
 
 def _flag(key: str) -> Rule:
     return Rule(key, _is_bool, "must be true or false")
-
-
-def _share(key: str, *, least: bool, most: bool, must: str) -> Rule:
-    """A fraction; `least` and `most` say whether 0 and 1 are allowed."""
-
-    def holds(value: Any) -> bool:
-        return _is_number(value) and (
-            0 < value < 1 or (least and value == 0) or (most and value == 1)
-        )
-
-    return Rule(key, holds, must)
 
 
 NAME = "must be a name: at most 100 characters, without slashes, not beginning with a dot"
@@ -92,9 +82,7 @@ RULES = (
     Rule("seed", is_whole, "must be an integer"),
     Rule("seed", lambda seed: 0 <= seed < 2**32, SEED),
     Rule(
-        "gamma0",
-        _maybe(_is_positive),
-        "scales the norms' initial weights and must be a finite number above 0, or null",
+        "gamma0", _maybe(_is_positive), f"scales the norms' initial weights and {POSITIVE}, or null"
     ),
     _flag("compile"),
     Rule("fuse", _maybe(_is_bool), "must be true, false or null"),
@@ -102,13 +90,10 @@ RULES = (
     _flag("channels_last"),
     Rule("ckpt_path", _maybe(_is_text), "must be the path of a checkpoint, or null"),
     Rule("schedule", lambda value: value in SCHEDULES, f"must be one of {', '.join(SCHEDULES)}"),
-    _share(
-        "warmup",
-        least=True,
-        most=False,
-        must="is a fraction of all steps, at least 0 and below 1",
+    Rule("warmup", _is_share, "is a fraction of all steps, at least 0 and below 1"),
+    Rule(
+        "label_smoothing", lambda x: _is_number(x) and 0 <= x <= 1, "must be a number from 0 to 1"
     ),
-    _share("label_smoothing", least=True, most=True, must="must be a number from 0 to 1"),
     Rule("study", _is_name, NAME),
     Rule("tag", _maybe(lambda tag: tag == "" or _is_name(tag)), f"{NAME}; or null"),
     Rule("swap.include", _maybe(_is_pattern), PATTERNS),
@@ -121,7 +106,7 @@ RULES = (
     _whole("data.num_images", 1),
     _whole("data.num_workers", 0),
     Rule("data.memory_gib", lambda x: _is_number(x) and x >= 0, "must be a finite number >= 0"),
-    _share("data.val_fraction", least=False, most=False, must="must be above 0 and below 1"),
+    Rule("data.val_fraction", lambda x: _is_share(x) and x > 0, "must be above 0 and below 1"),
     _whole("data.augment.pad", 0),
     _flag("data.augment.flip"),
     Rule("optimizer.lr", _is_positive, POSITIVE),
@@ -130,7 +115,7 @@ RULES = (
     _whole("model.depth", 1),
     _whole("model.heads", 1),
     _whole("model.mlp_ratio", 1),
-    _share("model.dropout", least=True, most=False, must="must be at least 0 and below 1"),
+    Rule("model.dropout", _is_share, "must be at least 0 and below 1"),
     _whole("trainer.log_every_n_steps", 0),
     _whole("trainer.num_sanity_val_steps", -1),
     _whole("trainer.accumulate_grad_batches", 1),

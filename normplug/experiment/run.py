@@ -56,9 +56,6 @@ class Run:
 
     In a sweep, an error inside the context is recorded as a failed arm, and the sweep goes on.
 
-    Args:
-        cfg: the composed configuration.
-
     Attributes:
         finished: whether this very run has finished before; `result` is the former result then.
         checkpoint: where the run resumes from: the last checkpoint of this directory, if a run of

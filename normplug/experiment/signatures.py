@@ -119,12 +119,7 @@ def _words(hint: Any) -> list[str]:
     kind = typing.get_origin(hint) or hint
     if kind is bool:
         return ["true", "false"]
-    plain = {
-        int: "an integer",
-        float: "a number",
-        str: "text",
-        types.NoneType: "null",
-    }
+    plain = {int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
     if kind in plain:
         return [plain[kind]]
     if not isinstance(kind, type):

@@ -17,12 +17,7 @@ def stream(
 ) -> torch.Generator:
     """Return a new generator at the start of a stream.
 
-    Args:
-        purpose: `ORDER`, `AUGMENTATION` or `MODEL`.
-        seed: of the run.
-        epoch: from 0.
-        shard: which data-parallel process draws.
-        device: where it draws.
+    The purpose is `ORDER`, `AUGMENTATION` or `MODEL`; `shard` is the data-parallel process.
     """
     return torch.Generator(device).manual_seed(_seed(purpose, seed, epoch, shard))
 
@@ -37,9 +32,6 @@ class SeedEpochs(Callback):
 
     Dropout draws from them. So a run that resumes draws the same numbers as one that was never
     interrupted.
-
-    Args:
-        seed: of the run.
     """
 
     def __init__(self, seed: int) -> None:
@@ -58,13 +50,6 @@ def epoch_sampler(
     It is a `DistributedSampler` even for one shard, so that Lightning does not replace it. When a
     run resumes, Lightning starts the loader's workers before it calls `set_epoch`, and they read
     ahead. So the first epoch is set here.
-
-    Args:
-        images: what is sampled; only its length matters.
-        seed: of the run.
-        epoch: the first epoch; `set_epoch` moves on.
-        shards: number of data-parallel processes.
-        shard: which of them this is.
     """
     sampler: DistributedSampler[Batch] = DistributedSampler(
         images, num_replicas=shards, rank=shard, seed=_seed(ORDER, seed), drop_last=True

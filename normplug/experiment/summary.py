@@ -8,13 +8,7 @@ from typing import Any
 
 
 def summary(result: Mapping[str, Any], directory: Path, tables: Iterable[str] = ()) -> str:
-    """The result of a run, in words.
-
-    Args:
-        result: the content of `result.json`.
-        directory: of the run; its files are named.
-        tables: printed as they are, before the names of the files.
-    """
+    """The content of `result.json` in words, the `tables`, and the files in the directory."""
     r = result
     files = (
         f"{p.name}/" if p.is_dir() else p.name for p in directory.iterdir() if p.name[0] != "."

@@ -53,15 +53,17 @@ class CompareArms(Callback):
 
 
 def _check_disk(config: DictConfig, key: str) -> None:
-    own = HydraConfig.instance()
-    before = own.cfg
+    hydra = HydraConfig.instance()
+    before = hydra.cfg
     try:
-        own.set_config(config)  # the names of directories are made from it
+        hydra.set_config(config)  # the names of directories are made from it
         probe(Path(OmegaConf.select(config, key)))
-    except (OmegaConfBaseException, UserError) as error:
-        nameless = isinstance(error, OmegaConfBaseException)
-        why = f"{WHO}: {key} has no value: {str(error).splitlines()[0]}." if nameless else error
-        print(why, file=sys.stderr)
-        sys.exit(1)
+        return
+    except OmegaConfBaseException as error:
+        sentence = f"{WHO}: {key} has no value: {str(error).splitlines()[0]}."
+    except UserError as error:
+        sentence = str(error)
     finally:
-        own.cfg = before
+        hydra.cfg = before
+    print(sentence, file=sys.stderr)
+    sys.exit(1)

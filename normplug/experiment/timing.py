@@ -21,11 +21,7 @@ FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # what Lightning calls it
 
 
 class LoaderClock(Profiler):
-    """Time how long the training loop waits for each batch, as a Lightning profiler.
-
-    Attributes:
-        waits_ms: one for each batch.
-    """
+    """Keep in `waits_ms` how long the training loop waits for each batch; a Lightning profiler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,11 +123,7 @@ class StepTimer(Callback):
 
 
 class EpochLines(Callback):
-    """Print a line an epoch, in place of a progress bar that would fill a log.
-
-    Args:
-        title: printed once, at the start.
-    """
+    """Print `title`, then a line an epoch, in place of a progress bar that would fill a log."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -180,15 +172,10 @@ def peak_memory_bytes(gpu: bool) -> int | None:
     try:
         import resource
     except ModuleNotFoundError:  # Windows
-        return _peak_working_set_bytes()
+        with contextlib.suppress(ModuleNotFoundError):
+            import psutil
+
+            return getattr(psutil.Process().memory_info(), "peak_wset", None)
+        return None
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _peak_working_set_bytes() -> int | None:
-    """As Windows counts it; None without psutil."""
-    try:
-        import psutil
-    except ModuleNotFoundError:
-        return None
-    return getattr(psutil.Process().memory_info(), "peak_wset", None)
