@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normplug import _activations
-from normplug._fuse.hooks import has_hooks
 from normplug._ops import eligible, recompute
 from normplug._ops.spec import Pool
+from normplug._torch import has_hooks
 from normplug.modules.fusion_sites import FusionSites
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import normplug
 from normplug._fuse.fingerprint import fingerprint
 from normplug._fuse.guard import Guard
-from normplug._fuse.hooks import has_global_hooks
+from normplug._torch import has_global_hooks
 
 # The attribute of a fused module that has its `Fusion`.
 FUSION = "_normplug_fusion"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ class VarianceLogger(Callback):
         if step % self.every_n_steps or step == self.logged_step or not trainer.is_global_zero:
             return
         self.logged_step = step
-        for name, module in norm_layers(pl_module):
+        for name, module in _convert.norm_layers(pl_module):
             if isinstance(module, TargetVarianceNorm) or not hasattr(module, "process_group"):
                 self._probed.append(_Probed(name, module, pl_module.device))
 
@@ -143,13 +142,6 @@ class VarianceLogger(Callback):
         for probed in self._probed:
             probed.release()
         self._probed = []
-
-
-def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of each normplug layer, and of each layer that a swap could make one."""
-    for path, module in model.named_modules():
-        if isinstance(module, TargetVarianceNorm) or _convert.replacement(module) is not None:
-            yield path, module
 
 
 class _Probed:

@@ -51,8 +51,7 @@ class TargetVarianceNorm(nn.Module):
     `_synchronised`      its class over several processes, or None; not       swap(sync=True),
                          inherited                                            SyncNorms
     `_expected(x, ...)`  the formula in plain torch; a class that overrides   check
-                         one of `_forward_parts` must override this as well
-    `_forward_parts`     names of the methods that its forward consists of    check
+                         its forward must override this as well
     `_example_shape()`   shape of a small input                               check
     `_variance(x)`       mean over channels or rows of the variance in each   VarianceLogger
     `_without_affine(x)` its output without weight and bias                   VarianceLogger
@@ -75,7 +74,6 @@ class TargetVarianceNorm(nn.Module):
     _settings: ClassVar[tuple[str, ...]] = ("target_variance", "backend")
     _fusion_sites: ClassVar[FusionSites | None] = None
     _synchronised: ClassVar[type[TargetVarianceNorm] | None] = None
-    _forward_parts: ClassVar[tuple[str, ...]] = ("forward",)
 
     def __init__(
         self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
@@ -102,7 +100,8 @@ class TargetVarianceNorm(nn.Module):
     @classmethod
     def _forward_is_expected(cls) -> bool:
         """Whether `_expected` describes the class's forward, and not that of a class before it."""
-        return all(_depth(cls, part) >= _depth(cls, "_expected") for part in cls._forward_parts)
+        parts = cls._fusion_sites.methods if cls._fusion_sites else ("forward",)
+        return all(_depth(cls, part) >= _depth(cls, "_expected") for part in parts)
 
     def _example_shape(self) -> tuple[int, ...]:
         return (8, *self._affine_shape())

@@ -49,7 +49,6 @@ class LayerNorm(WatchedRows, nn.LayerNorm):
     _channels_first = False  # whether the input is a view of channels-first images
 
     _settings = (*WatchedRows._settings, "autocast_output")
-    _forward_parts = ("forward", "_normalise")
 
     def __init__(
         self,
