@@ -112,9 +112,7 @@ def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]]:
     """(path, layer) of every normplug layer in a model."""
-    for path, module in model.named_modules():
-        if isinstance(module, TargetVarianceNorm):
-            yield path, module
+    return ((path, m) for path, m in model.named_modules() if isinstance(m, TargetVarianceNorm))
 
 
 def is_patched(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,22 +26,21 @@ class _Proxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", add_in_place, (self, other), {})
 
 
+@dataclass(frozen=True, eq=False)
 class _Lazy(Mapping[str, Any]):
     """One of a module's tables, whose entries are made when they are read."""
 
-    def __init__(
-        self, entries: Callable[[], Mapping[str, Any]], make: Callable[[str, Any], Any]
-    ) -> None:
-        self._entries, self._make = entries, make
+    entries: Callable[[], Mapping[str, Any]]
+    make: Callable[[str, Any], Any]
 
     def __getitem__(self, name: str) -> Any:
-        return self._make(name, self._entries()[name])
+        return self.make(name, self.entries()[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries())
+        return iter(self.entries())
 
     def __len__(self) -> int:
-        return len(self._entries())
+        return len(self.entries())
 
 
 class Trace(fx.Tracer):

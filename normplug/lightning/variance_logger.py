@@ -30,14 +30,12 @@ class VarianceLogger(Callback):
     what the mode targets; of the output after them; and the root mean square of the weight.
     Variances are taken within each channel (BatchNorm) or row (LayerNorm) and averaged over them.
 
-    The layer's forward measures, on logged steps only; nothing runs on other steps. The values stay
-    on the device and come over in one transfer a log. Under `torch.compile` logged steps have a
-    second graph. Stock norms are measured too: for a logged step they act as normplug layers of
-    mode standard, which compute the same. Torch's own SyncBatchNorm is not measured, as one process
-    cannot change what it sends; `swap(model, "standard")` makes it a layer that is.
-
-    Under a distributed strategy only rank 0 measures, on its own part of the batch; rows say so in
-    `rank` and `world_size`.
+    The layer's forward measures, on logged steps only, and the values come over in one transfer a
+    log. Under `torch.compile` logged steps have a second graph. Stock norms are measured too: for a
+    logged step they act as normplug layers of mode standard, which compute the same. Torch's own
+    SyncBatchNorm is not measured, as one process cannot change what it sends; `swap(model,
+    "standard")` makes it a layer that is. Under a distributed strategy only rank 0 measures, on
+    its own part of the batch; rows say so in `rank` and `world_size`.
 
     It writes `variance.csv` as it goes, `variance.png` (a heat map, layer by step) at the end of
     the fit, and to the Trainer's loggers `variance/<layer>/{input,output,affine}` and
