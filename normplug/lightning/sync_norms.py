@@ -22,6 +22,7 @@ class SyncNorms(LayerSync):
     and FSDP).
 
     Example:
+        >>> from lightning.pytorch import Trainer
         >>> from normplug.lightning import SwapNorms
         >>> trainer = Trainer(plugins=[SyncNorms()], callbacks=[SwapNorms("golden")], logger=False)
     """
