@@ -176,30 +176,23 @@ def no_shape(who: str, given: Any) -> TypeError:
 
 
 def tensors(who: str, x: Any, **others: Any) -> None:
-    """Refuse what is no tensor, and what no norm computes with.
-
-    Args:
-        who: the function.
-        x: its input.
-        **others: its other tensors, or None.
-    """
+    """Refuse an input or other arguments (which may be None) that no norm computes with."""
     floating(who, x)
     for name, t in others.items():
         if t is None:
             continue
-        _tensor(who, name, t)
-        if name != "num_batches_tracked":
-            _floating(who, name, t)
+        if name == "num_batches_tracked":
+            _tensor(who, name, t)
+        else:
+            floating(who, t, name)
 
 
 def devices(who: str, x: Tensor, **others: Tensor | None) -> None:
     """Refuse tensors on several devices; after the kernels, which have a reason of their own."""
     for name, t in others.items():
         if t is not None and t.device != x.device:
-            rule, way_out = (
-                f"on the input's device {x.device}",
-                "Move one of them with .to(device).",
-            )
+            rule = f"on the input's device {x.device}"
+            way_out = "Move one of them with .to(device)."
             raise ValueError(_must(who, name, rule, str(t.device), way_out))
 
 
@@ -209,27 +202,19 @@ def _tensor(who: str, name: str, value: Any) -> None:
         raise TypeError(_must(who, name, "a torch.Tensor", type(value).__name__, way_out))
 
 
-def _floating(who: str, name: str, value: Tensor) -> None:
-    if not value.is_floating_point():
+def floating(who: str, x: Any, name: str = "input") -> None:
+    """Refuse what cannot be normalised: no tensor, integers, booleans, complex numbers."""
+    _tensor(who, name, x)
+    if not x.is_floating_point():
         rule = "float16, bfloat16, float32 or float64"
         way_out = f"Convert it first, e.g. {name}.float()."
-        raise TypeError(_must(who, name, rule, str(value.dtype), way_out))
-
-
-def floating(who: str, x: Any) -> None:
-    """Refuse an input that cannot be normalised: no tensor, integers, booleans, complex numbers."""
-    _tensor(who, "input", x)
-    _floating(who, "input", x)
+        raise TypeError(_must(who, name, rule, str(x.dtype), way_out))
 
 
 def momentum(who: str, value: float | None, counter: Tensor | None, moves: bool = True) -> None:
     """Refuse a momentum that is no number, and a cumulative average without a counter.
 
-    Args:
-        who: the function.
-        value: the momentum.
-        counter: num_batches_tracked, or None.
-        moves: whether there are running statistics to move.
+    moves: whether there are running statistics to move.
     """
     if value is not None:
         number(who, "momentum", value)

@@ -10,7 +10,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -41,31 +41,10 @@ _ADAPTERS = {
 }
 
 
-class Adapted(NamedTuple):
-    """What a swap makes of a library's class: what an adapter's `adapt(cls)` returns, or None.
-
-    Attributes:
-        norm: the normplug class that replaces it.
-        synchronised: what `swap(sync=True)` makes of it, if that is another class.
-    """
-
-    norm: type[TargetVarianceNorm]
-    synchronised: type[TargetVarianceNorm] | None = None
-
-
-def register(
-    ours: type[TargetVarianceNorm],
-    stock: type[nn.Module],
-    synchronised: type[TargetVarianceNorm] | None = None,
-) -> None:
-    """Have a swap turn layers of exactly the class `stock` into `ours`.
-
-    synchronised: as in `Adapted`.
-    """
+def register(ours: type[TargetVarianceNorm], stock: type[nn.Module]) -> None:
+    """Have a swap turn layers of exactly the class `stock` into `ours`."""
     REPLACEMENTS[stock] = ours
     _STOCK[ours] = stock
-    if synchronised is not None:
-        ours._synchronised = synchronised
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -95,12 +74,12 @@ def _learn(cls: type[nn.Module]) -> None:
     if cls in REPLACEMENTS or not issubclass(cls, tuple(REPLACEMENTS)):
         return
     for base in cls.__mro__:
-        if base not in REPLACEMENTS and (adapted := _adapt(base)) is not None:
-            register(adapted.norm, base, adapted.synchronised)
+        if base not in REPLACEMENTS and (ours := _adapted(base)) is not None:
+            register(ours, base)
 
 
-def _adapt(cls: type[nn.Module]) -> Adapted | None:
-    """What the adapter of the class's library, if there is one, makes of it."""
+def _adapted(cls: type[nn.Module]) -> type[TargetVarianceNorm] | None:
+    """The normplug class that the adapter of the class's library, if there is one, has for it."""
     for library, adapter in _ADAPTERS.items():
         if cls.__module__.startswith(library):
             try:
@@ -124,11 +103,16 @@ def is_revertible(module: nn.Module) -> bool:
     return cls in _STOCK or "_unsynced_class" in vars(module)
 
 
+def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of each normplug layer, and of each layer that a swap could make one."""
+    for path, module in model.named_modules():
+        if isinstance(module, TargetVarianceNorm) or replacement(module) is not None:
+            yield path, module
+
+
 def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]]:
     """(path, layer) of every normplug layer in a model."""
-    for path, module in model.named_modules():
-        if isinstance(module, TargetVarianceNorm):
-            yield path, module
+    return ((path, m) for path, m in model.named_modules() if isinstance(m, TargetVarianceNorm))
 
 
 def is_patched(module: nn.Module) -> bool:

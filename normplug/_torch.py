@@ -206,6 +206,18 @@ def has_global_hooks() -> bool:
     return bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something happens when a module is called beside its class's forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl is not None
+        or "forward" in module.__dict__
+    )
+
+
 def _assert(condition: Any, message: str) -> None:
     assert condition, message
 

@@ -13,11 +13,11 @@ from normplug._fuse import source, trace
 from normplug._fuse.fused_class import plain_class
 from normplug._fuse.fusion import Code, Fusion
 from normplug._fuse.guard import Guard
-from normplug._fuse.hooks import has_hooks
-from normplug._fuse.report import NOT_SWAPPED, Fused, Fusions, norm_layers
+from normplug._fuse.report import NOT_SWAPPED, Fused, Fusions
 from normplug._fuse.rewrite import recompute_results, rewrite
 from normplug._fuse.sites import Site, find
 from normplug._fuse.source import Reads, Untraceable
+from normplug._torch import has_hooks
 from normplug.modules import TargetVarianceNorm
 
 
@@ -66,12 +66,13 @@ class Analysis:
                 except Untraceable as why:
                     reason = f"{plain_class(module).__name__}: {why}"
                     self._reasons |= dict.fromkeys(callers[module], reason)
-        self.report = Fusions(tuple(self._row(*layer) for layer in norm_layers(model)))
+        self.report = Fusions(tuple(self._row(*layer) for layer in _convert.norm_layers(model)))
         found = tuple(map(tuple, self.report))
         for module, fusion in self.fusions.items():
             self.fusions[module] = replace(fusion, path=self._paths[module], found=found)
 
-    def _row(self, path: str, norm: nn.Module, kind: str) -> Fused:
+    def _row(self, path: str, norm: nn.Module) -> Fused:
+        kind = _convert.plain_class(norm).__name__
         if not isinstance(norm, TargetVarianceNorm):
             return Fused(path, kind, None, "", NOT_SWAPPED)
         found = self._labels.get(norm)

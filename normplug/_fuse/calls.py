@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normplug import _activations
-from normplug._fuse.hooks import has_hooks
 from normplug._ops import eligible, recompute
 from normplug._ops.spec import Pool
+from normplug._torch import has_hooks
 from normplug.modules.fusion_sites import FusionSites
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -93,14 +93,9 @@ def norm_max_pool(
     between: tuple[nn.Module, ...],
     pool: nn.Module | tuple[Any, ...],
 ) -> Tensor:
-    """A norm, relu and max pooling.
+    """A norm, relu (unless the module has changed) and max pooling.
 
-    Args:
-        norm: as in `norm_add_activation`.
-        x: its input.
-        activation: as in `norm_add_activation`; relu, unless the module has changed.
-        between: as in `norm_add_activation`.
-        pool: a module, or the settings of `F.max_pool2d`.
+    pool: a module, or the settings of `F.max_pool2d`; the rest is as in `norm_add_activation`.
     """
     window = _window(pool)
     if _name(activation) == "relu" and window and _are_plain(norm, x, activation, between):
@@ -129,12 +124,7 @@ def convolution_norm(
 ) -> Tensor:
     """A convolution, the permutation that moves its channels last, and a norm that adds its bias.
 
-    Args:
-        norm: a layer whose class declares a convolution's bias before it.
-        convolution: the module.
-        permute: a module that permutes to `dims`; None where a function did.
-        dims: the permutation.
-        x: the convolution's input.
+    permute: a module that permutes to `dims`; None where a function did.
     """
     if (
         isinstance(x, Tensor)

@@ -21,15 +21,10 @@ _MAX_POOLS = (F.max_pool2d, torch.max_pool2d)
 
 
 class Forward:
-    """The graph of a module's forward.
-
-    Attributes:
-        graph: the graph.
-        root: the module.
-    """
+    """The graph of a module's forward; `root` is the module."""
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
-        self.graph, self.root = graph, root
+        self.root = root
         self._order = {node: i for i, node in enumerate(graph.nodes)}
 
     def module(self, node: Any) -> nn.Module | None:

@@ -25,25 +25,22 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     and the LayerNorm over its channels, moved last. On CUDA the call is one kernel a direction, or
     two with max pooling, and keeps less for the backward. Under torch.compile it takes what was
     measured faster; elsewhere it is PyTorch's operations, one by one. Max pooling runs in the
-    kernel for channels_last input, and compares values before they are rounded. The first step
-    compiles the fused kernels too: see `normplug.swap`.
+    kernel for channels_last input, and compares values before they are rounded.
 
     In place: the modules that call the norms get a subclass of their class, with another forward.
     Modules, parameters, buffers, hooks, names and flags stay, so that checkpoints, optimizers and
-    aliases stay valid. torch.fx traces the forward, for training and for evaluation, and only if
-    its source shows that it depends on nothing but its inputs and the module's attributes. Each
-    call compares those attributes. A module runs as it is written if it has changed since, itself
-    or in a module or container that its forward reaches at any depth; if it gets hooks; and if it
-    is called with arguments or tensors that the fused calls do not take. Other threads can run
-    other models meanwhile: nothing of torch is patched.
+    aliases stay valid. torch.fx traces the forward, and only if its source shows that it depends
+    on nothing but its inputs and the module's attributes, which each call compares. A module runs
+    as it is written if it has changed since, itself or in a module that its forward reaches; if it
+    gets hooks; and if it is called with arguments that the fused calls do not take. Nothing of
+    torch is patched, so that other threads can run other models meanwhile.
 
     `recompute=True` saves memory: the next layer's backward recomputes the norm's output, bit for
-    bit, instead of storing it. That costs one more read and write of the output, and one more
-    launch. It applies to BatchNorm with an activation, to an addition with LayerNorm, and to every
-    second of a chain of residual blocks, if only modules and fused additions read the output, in
-    the same forward or in that of the next block. It needs the kernels: the flag has no effect on
-    the CPU, under torch.compile, whose partitioner decides, and inside activation checkpointing or
-    other `torch.autograd.graph.saved_tensors_hooks`. The last call of `fuse` decides.
+    bit, instead of storing it, for one more read and write of it. It applies to BatchNorm with an
+    activation, to an addition with LayerNorm, and to every second of a chain of residual blocks,
+    if only modules and fused additions read the output. The flag has no effect on the CPU, under
+    torch.compile, and inside activation checkpointing or other
+    `torch.autograd.graph.saved_tensors_hooks`. The last call of `fuse` decides.
 
     Copies and pickles are fused as the model is, with the same flag, and are not traced again. If
     torch, normplug or the code of a fused forward has changed, a loaded pickle runs as its modules

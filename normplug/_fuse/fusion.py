@@ -6,7 +6,7 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import normplug
 from normplug._fuse.fingerprint import fingerprint
 from normplug._fuse.guard import Guard
-from normplug._fuse.hooks import has_global_hooks
+from normplug._torch import has_global_hooks
 
 # The attribute of a fused module that has its `Fusion`.
 FUSION = "_normplug_fusion"
@@ -113,8 +113,8 @@ class Fusion:
             for training, code in self.codes.items()
         ]
         methods = [(cls, name) for cls, name, _ in self.methods]
-        inner = [(module, _fields(guard)) for module, guard in self.inner]
-        contents = (self.sequences, codes, _fields(self.guard), inner, methods)
+        inner = [(module, tuple(vars(guard).values())) for module, guard in self.inner]
+        contents = (self.sequences, codes, tuple(vars(self.guard).values()), inner, methods)
         return (load, (_versions(), self._fingerprint(), contents, self.path, self.found))
 
     def _fingerprint(self) -> str:
@@ -124,10 +124,6 @@ class Fusion:
 
 def _are_tensors(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and all(isinstance(t, Tensor) for t in x)
-
-
-def _fields(guard: Guard) -> tuple[Any, ...]:
-    return tuple(getattr(guard, field.name) for field in fields(guard))
 
 
 def _versions() -> str:

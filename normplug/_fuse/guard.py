@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from normplug._fuse.hooks import has_hooks
+from normplug._torch import has_hooks
 
 # The fused class of each class that has one; `fused_class` fills it.
 FUSED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

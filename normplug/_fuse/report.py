@@ -65,13 +65,6 @@ class Fusions:
         return "; ".join(parts)
 
 
-def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(path, module, name of its class) of every norm layer, swapped or not."""
-    for path, module in model.named_modules():
-        if isinstance(module, TargetVarianceNorm) or _convert.replacement(module) is not None:
-            yield path, module, _convert.plain_class(module).__name__
-
-
 def kept(model: nn.Module) -> Fusions | None:
     """What `fuse` found in a model, and what has changed since; None if nothing is fused."""
     modules = dict(model.named_modules())
@@ -84,8 +77,8 @@ def kept(model: nn.Module) -> Fusions | None:
     if not found:
         return None
     rows = (
-        Fused(path, kind, *_now(module, found.get(path), modules))
-        for path, module, kind in norm_layers(model)
+        Fused(path, _convert.plain_class(m).__name__, *_now(m, found.get(path), modules))
+        for path, m in _convert.norm_layers(model)
     )
     return Fusions(tuple(rows))
 

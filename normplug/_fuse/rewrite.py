@@ -17,17 +17,30 @@ from normplug._ops import recompute
 def rewrite(graph: fx.Graph, sites: list[Site]) -> None:
     """Put one call in place of each site."""
     for site in sites:
-        if isinstance(site, After):
-            _replace_after(graph, site)
-        elif isinstance(site, Single):
-            with graph.inserting_before(site.norm):
-                arguments = (_attribute(graph, site.norm), site.norm.args[0])
-                call = graph.call_function(calls.single_norm, arguments)
-            _replace(graph, call, site.norm)
-        elif isinstance(site, AddBefore):
-            _replace_add_before(graph, site)
-        else:
-            _replace_bias_before(graph, site)
+        late = isinstance(site, After) and site.add
+        with graph.inserting_before(late or site.nodes[0]):
+            norm = _attribute(graph, site.norm)
+            if isinstance(site, AddBefore):
+                _rewrite_sum(graph, site, norm)
+                continue
+            if isinstance(site, After):
+                function = calls.norm_add_activation if site.pool is None else calls.norm_max_pool
+                call = graph.call_function(function, (norm, *_arguments_after(graph, site)))
+            elif isinstance(site, BiasBefore):
+                arguments = _arguments_bias(graph, site, norm)
+                call = graph.call_function(calls.convolution_norm, arguments)
+            else:
+                call = graph.call_function(calls.single_norm, (norm, site.norm.args[0]))
+        _replace(graph, call, *([site.norm] if isinstance(site, Single) else site.nodes))
+
+
+def _rewrite_sum(graph: fx.Graph, site: AddBefore, norm: fx.Node) -> None:
+    add = site.nodes[0]
+    both = graph.call_function(calls.add_norm, (norm, *add.args))
+    y = graph.call_function(operator.getitem, (both, 0))
+    total = graph.call_function(operator.getitem, (both, 1))
+    _replace(graph, y, site.norm)
+    _replace(graph, total, add)
 
 
 def _attribute(graph: fx.Graph, call: fx.Node) -> fx.Node:
@@ -42,16 +55,8 @@ def _replace(graph: fx.Graph, call: fx.Node, *nodes: fx.Node) -> None:
         graph.erase_node(node)
 
 
-def _replace_after(graph: fx.Graph, site: After) -> None:
-    with graph.inserting_before(site.add or site.norm):
-        function = calls.norm_add_activation if site.pool is None else calls.norm_max_pool
-        call = graph.call_function(function, tuple(_arguments_after(graph, site)))
-    _replace(graph, call, *site.nodes)
-
-
 def _arguments_after(graph: fx.Graph, site: After) -> Iterator[Any]:
-    """What `norm_add_activation` takes, or `norm_max_pool`."""
-    yield _attribute(graph, site.norm)
+    """What `norm_add_activation` takes after the norm, or `norm_max_pool`."""
     yield site.norm.args[0]
     if site.activation is None:
         yield None
@@ -73,30 +78,11 @@ def _arguments_after(graph: fx.Graph, site: After) -> Iterator[Any]:
         yield flipped
 
 
-def _replace_add_before(graph: fx.Graph, site: AddBefore) -> None:
-    with graph.inserting_before(site.add):
-        arguments = (_attribute(graph, site.norm), *site.add.args)
-        both = graph.call_function(calls.add_norm, arguments)
-        y = graph.call_function(operator.getitem, (both, 0))
-        total = graph.call_function(operator.getitem, (both, 1))
-    _replace(graph, y, site.norm)
-    _replace(graph, total, site.add)
-
-
-def _replace_bias_before(graph: fx.Graph, site: BiasBefore) -> None:
-    with graph.inserting_before(site.convolution):
-        permute = None
-        if site.permute.op == "call_module":
-            permute = _attribute(graph, site.permute)
-        arguments = (
-            _attribute(graph, site.norm),
-            _attribute(graph, site.convolution),
-            permute,
-            site.dims,
-            site.convolution.args[0],
-        )
-        call = graph.call_function(calls.convolution_norm, arguments)
-    _replace(graph, call, *site.nodes)
+def _arguments_bias(graph: fx.Graph, site: BiasBefore, norm: fx.Node) -> tuple[Any, ...]:
+    """What `convolution_norm` takes."""
+    convolution, permute, _ = site.nodes
+    module = _attribute(graph, permute) if permute.op == "call_module" else None
+    return norm, _attribute(graph, convolution), module, site.dims, convolution.args[0]
 
 
 def recompute_results(graph: fx.Graph, root: nn.Module) -> None:

@@ -29,95 +29,43 @@ _FRESH = {
 
 
 @dataclass(frozen=True)
-class After:
-    """A norm, and what follows it.
+class Site:
+    """A norm, and what runs in one call with it.
 
     Attributes:
         norm: the node of the norm.
-        between: the nodes of `nn.Identity` after it.
-        add: the node that adds a residual, or None.
-        activation: the node of the activation, or None.
-        pool: the node of the max pooling after relu, or None.
-        label: what the norm is fused with, for a report.
+        nodes: the nodes that the call replaces, in order.
+        label: what the norm is fused with, for a report; "" for nothing.
     """
 
     norm: fx.Node
+    nodes: tuple[fx.Node, ...]
+    label: str
+
+
+@dataclass(frozen=True)
+class After(Site):
+    """A norm, `nn.Identity` modules, a residual's addition, an activation, and max pooling."""
+
     between: tuple[fx.Node, ...]
     add: fx.Node | None
     activation: fx.Node | None
     pool: fx.Node | None
-    label: str
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """What the call replaces, in order."""
-        others = (self.add, self.activation, self.pool)
-        return (self.norm, *self.between, *(n for n in others if n is not None))
 
 
-@dataclass(frozen=True)
-class Single:
-    """A norm whose result only another site's addition reads.
+class Single(Site):
+    """A norm whose result only another site's addition reads; that is the second of `nodes`."""
 
-    Attributes:
-        norm: the node of the norm.
-        add: that addition.
-    """
 
-    norm: fx.Node
-    add: fx.Node
-    label = ""  # it is fused with nothing
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """What decides whether the site is within one module."""
-        return (self.norm, self.add)
+class AddBefore(Site):
+    """The addition of two tensors, and a norm of the sum."""
 
 
 @dataclass(frozen=True)
-class AddBefore:
-    """A norm, and the addition before it.
+class BiasBefore(Site):
+    """A convolution with a bias, the permutation by `dims`, and a norm over its channels."""
 
-    Attributes:
-        norm: the node of the norm.
-        add: the node of the addition.
-    """
-
-    norm: fx.Node
-    add: fx.Node
-    label = "add before it"
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """What the call replaces, in order."""
-        return (self.add, self.norm)
-
-
-@dataclass(frozen=True)
-class BiasBefore:
-    """A norm over the channels of a convolution with a bias, moved last.
-
-    Attributes:
-        convolution: the node of the convolution.
-        permute: the node that moves its channels last.
-        dims: the permutation.
-        norm: the node of the norm.
-        label: what the norm is fused with, for a report.
-    """
-
-    convolution: fx.Node
-    permute: fx.Node
     dims: tuple[int, ...]
-    norm: fx.Node
-    label: str
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """What the call replaces, in order."""
-        return (self.convolution, self.permute, self.norm)
-
-
-Site = After | Single | AddBefore | BiasBefore
 
 
 def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, str]]:
@@ -133,7 +81,7 @@ def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, 
         times = sum(m is norm for _, m in norms)
         refusal = _refusal(node, norm, times)
         found = refusal or _site(traced, node, norm)
-        if isinstance(found, (After, AddBefore)) and found.add in taken:
+        if isinstance(found, (After, AddBefore)) and not taken.isdisjoint(found.nodes):
             found = "its addition is another norm's"
         if isinstance(found, str):
             reasons[norm] = found
@@ -181,7 +129,7 @@ def _single_sites(
     for node, declared in left:
         add = forward.reader(node)
         if add is not None and add in additions and declared and "addition" in declared.after:
-            yield Single(node, add)
+            yield Single(node, (node, add), "")
 
 
 def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | str:
@@ -206,7 +154,9 @@ def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | str:
             reason = f"followed by {traced.shown(user)}"
             break
         last = user
-    return reason if add is None else After(node, tuple(between), add, None, None, "add")
+    if add is None:
+        return reason
+    return After(node, (node, *between, add), "add", tuple(between), add, None, None)
 
 
 def _activated(
@@ -226,7 +176,8 @@ def _activated(
         pool = traced.max_pool(forward.reader(activation), activation)
         if pool is not None:
             parts.append("max pool")
-    return After(node, between, add, activation, pool, ", ".join(parts))
+    nodes = (node, *between, *(n for n in (add, activation, pool) if n is not None))
+    return After(node, nodes, ", ".join(parts), between, add, activation, pool)
 
 
 def _moves(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]) -> str:
@@ -254,7 +205,7 @@ def _add_before(traced: Forward, node: fx.Node) -> Site | str:
         return "what it normalises is used before it, and may change"
     if traced.calls(traced.amid(add, node), node):
         return "called inside another module, too"
-    return AddBefore(node, add)
+    return AddBefore(node, (add, node), "add before it")
 
 
 def _bias_before(traced: Forward, node: fx.Node) -> Site | str:
@@ -274,7 +225,8 @@ def _bias_before(traced: Forward, node: fx.Node) -> Site | str:
         return ""
     if traced.calls(traced.amid(source, node), node):
         return ""
-    return BiasBefore(source, permute, dims, node, f"bias of {type(layer).__name__}")
+    label = f"bias of {type(layer).__name__}"
+    return BiasBefore(node, (source, permute, node), label, dims)
 
 
 # How each site that a class declares under `before` is found: the site, why not, or "" for neither.

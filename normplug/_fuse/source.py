@@ -68,11 +68,7 @@ class Reads:
 
 
 def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
-    """What a module's forward depends on.
-
-    Args:
-        module: the module.
-        cls: the class whose forward it is.
+    """What a module's forward, which is that of `cls`, depends on.
 
     Raises:
         Untraceable: if the forward does something that cannot be traced safely.
@@ -270,8 +266,8 @@ class _Reader:
             return
         of_self = isinstance(node.left, ast.Attribute) and _is_name(node.left.value, scope.me)
         optional = isinstance(node.left, ast.Name) and node.left.id in scope.optional
-        against = node.comparators
-        if not (of_self or optional) or not _is_none(against[0]) or len(against) > 1:
+        nones = [isinstance(c, ast.Constant) and c.value is None for c in node.comparators]
+        if not (of_self or optional) or nones != [True]:
             raise Untraceable("its forward compares a value with `is`")
 
 
@@ -322,10 +318,6 @@ def _allowed(value: Any) -> bool:
 
 def _is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
-
-
-def _is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _kind(node: ast.AST) -> str:

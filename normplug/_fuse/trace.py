@@ -26,30 +26,36 @@ class _Proxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", add_in_place, (self, other), {})
 
 
+@dataclass(frozen=True, eq=False)
 class _Lazy(Mapping[str, Any]):
     """One of a module's tables, whose entries are made when they are read."""
 
-    def __init__(
-        self, entries: Callable[[], Mapping[str, Any]], make: Callable[[str, Any], Any]
-    ) -> None:
-        self._entries, self._make = entries, make
+    entries: Callable[[], Mapping[str, Any]]
+    make: Callable[[str, Any], Any]
 
     def __getitem__(self, name: str) -> Any:
-        return self._make(name, self._entries()[name])
+        return self.make(name, self.entries()[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries())
+        return iter(self.entries())
 
     def __len__(self) -> int:
-        return len(self._entries())
+        return len(self.entries())
 
 
-class _Tracer(fx.Tracer):
-    """Runs a forward on proxies, with stand-ins for the modules.
+class Trace(fx.Tracer):
+    """A module's forward as a graph, recorded on proxies, with stand-ins for the modules.
 
     `fx.Tracer.trace` patches `nn.Module` while it runs, and every thread of the process sees that.
     Here nothing is patched. A stand-in has the class of its module, so that the same forward runs,
     and tables of its own, in which children are stand-ins, and parameters and buffers are proxies.
+
+    Attributes:
+        graph: the graph. It calls modules by the paths that the forward took to them.
+        scopes: for each node, the modules whose forward made it, outermost first.
+        followed: the modules whose own forward is part of the graph, in order.
+        reached: the modules on whose children the graph depends: the root, those followed, and the
+            containers that the forward read.
     """
 
     def __init__(
@@ -59,7 +65,7 @@ class _Tracer(fx.Tracer):
         self.root, self.graph = root, fx.Graph()
         self.tensor_attrs = {}
         self.scopes: dict[fx.Node, tuple[nn.Module, ...]] = {}
-        self.followed: dict[nn.Module, None] = {}  # in order
+        self.followed: dict[nn.Module, None] = {}
         self.reached: dict[nn.Module, None] = {}
         self._reads, self._inner = reads, frozenset(inner)
         self._scope: tuple[nn.Module, ...] = ()
@@ -156,24 +162,6 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A module's forward as a graph.
-
-    Attributes:
-        graph: the graph. It calls modules by the paths that the forward took to them.
-        scopes: for each node, the modules whose forward made it, outermost first.
-        followed: the modules whose own forward is part of the graph.
-        reached: the modules on whose children the graph depends: the root, those followed, and the
-            containers that the forward read.
-    """
-
-    graph: fx.Graph
-    scopes: dict[fx.Node, tuple[nn.Module, ...]]
-    followed: tuple[nn.Module, ...]
-    reached: tuple[nn.Module, ...]
-
-
 def trace(
     root: nn.Module,
     reads: Mapping[nn.Module, Reads],
@@ -194,12 +182,12 @@ def trace(
         Untraceable: if torch.fx cannot follow the forward.
     """
     _log.debug("tracing the forward of %s, training=%s", type(root).__name__, training)
-    tracer = _Tracer(root, reads, inner)
+    made = Trace(root, reads, inner)
     try:
-        tracer.record(training)
+        made.record(training)
     except Untraceable:
         raise
     except Exception as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Untraceable(f"torch.fx cannot follow its forward: {text}") from error
-    return Trace(tracer.graph, tracer.scopes, tuple(tracer.followed), tuple(tracer.reached))
+    return made

@@ -176,7 +176,7 @@ def _stand_in(
     takes the copy's attributes, and has its own again after the block.
     """
     patched = _convert.is_patched(layer)
-    twin, own = layer if patched else _bare(layer), dict(vars(layer))
+    twin, own = layer if patched else object.__new__(type(layer)), dict(vars(layer))
     # Autograd keeps nothing of parameters that were made in inference mode.
     inference = any(p.is_inference() for p in layer.parameters())
     try:
@@ -194,11 +194,6 @@ def _stand_in(
             vars(layer).update(own)
 
 
-def _bare(module: nn.Module) -> Any:
-    """An object of the module's class without any attribute."""
-    return object.__new__(type(module))
-
-
 def _copied(module: nn.Module) -> dict[str, Any]:
     """A module's attributes, with copies of all buffers in it."""
     state = dict(vars(module))
@@ -211,7 +206,7 @@ def _copied(module: nn.Module) -> dict[str, Any]:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    twin = _bare(module)
+    twin = object.__new__(type(module))
     vars(twin).update(_copied(module))
     return twin
 

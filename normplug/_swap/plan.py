@@ -17,9 +17,7 @@ from normplug._table import counts, shown, table
 from normplug.modules import TargetVarianceNorm
 
 # Every class that torch defines here is a norm, and so is every subclass.
-_TORCHS_NORMS = {
-    f"torch.nn.modules.{name}" for name in ("batchnorm", "instancenorm", "normalization")
-}
+_TORCHS_NORMS = {c.__module__ for c in (nn.BatchNorm1d, nn.InstanceNorm1d, nn.LayerNorm)}
 
 
 @dataclass(frozen=True)

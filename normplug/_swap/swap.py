@@ -43,14 +43,12 @@ def swap(
     In place, by assignment of each layer's `__class__`: modules, parameters and buffers stay the
     same objects. So hooks, aliases, shared layers and an optimizer that was built before stay
     valid. Layers that are normplug's already take the new mode. Subclasses of the torch classes
-    stay as they are, since their forward is their own; `normplug.adapters` knows some of timm,
-    torchvision and transformers, which are swapped. `normplug.plan` lists what is taken and what
-    is left.
+    stay as they are, since their forward is their own, but for some of timm, torchvision and
+    transformers. `normplug.plan` lists what is taken and what is left.
 
-    On CUDA, Triton compiles a kernel for each class of shapes at the first step that needs it.
-    With an empty cache that adds 5 to 14 seconds to the first step of ResNet-50, MobileNetV3-L and
-    ViT-B/16 on an H100, and 6 to 39 after `normplug.fuse`. Compiled kernels are kept on disk, in
-    `~/.triton/cache` or `TRITON_CACHE_DIR`, so that later runs start at once.
+    On CUDA, Triton compiles a kernel for each class of shapes at the first step that needs it, and
+    keeps it in `~/.triton/cache` or `TRITON_CACHE_DIR`. Without one there, the first step of
+    ResNet-50, MobileNetV3-L or ViT-B/16 takes 5 to 14 seconds more on an H100, 6 to 39 if fused.
 
     Args:
         model: any module; it may itself be a norm layer.
@@ -188,10 +186,9 @@ def swapped(model: nn.Module, mode: ModeLike = "golden", **options: Any) -> Iter
     """Swap for the length of a `with` block, and put every layer back after it.
 
     After the block, even on an exception, each layer has its former class, attributes and buffers,
-    and a layer that was normplug's before has its own mode and options. Parameters and BatchNorm's
-    statistics stay as the block left them, since it may train. Weights trained in golden then sit
-    in stock layers, and the outputs differ. With `preserve_output=True` the weights are divided
-    before the block and multiplied after it, so that the outputs stay the same on entry and exit.
+    and its own mode and options if it had any. Parameters and BatchNorm's statistics stay as the
+    block left them. Weights trained in golden then sit in stock layers, and the outputs differ;
+    with `preserve_output=True` the outputs stay the same on entry and exit.
 
     Args:
         model: any module.
@@ -202,8 +199,7 @@ def swapped(model: nn.Module, mode: ModeLike = "golden", **options: Any) -> Iter
         `model` itself.
 
     Raises:
-        ValueError: as `normplug.swap` does.
-        TypeError: as `normplug.swap` does.
+        ValueError, TypeError: as `normplug.swap` does.
 
     Example:
         >>> model = nn.Sequential(nn.LayerNorm(8))

@@ -10,9 +10,7 @@ from timm.layers import activations, norm, norm_act
 from torch import Tensor, fx, nn
 
 from normplug import _activations, modules
-from normplug._convert import Adapted
-from normplug._fuse.hooks import has_hooks
-from normplug._torch import has_global_hooks
+from normplug._torch import has_global_hooks, has_hooks
 from normplug.adapters.channels_first import ChannelsFirstLayerNorm
 
 
@@ -44,6 +42,9 @@ class SyncBatchNormAct2d(modules.sync_batch_norm._SyncBatchNormForward, BatchNor
         if isinstance(input, fx.Proxy) or self.group_to_join() is None:
             return BatchNormAct2d.forward(self, input)
         return self.act(self.drop(super().forward(input)))
+
+
+BatchNormAct2d._synchronised = SyncBatchNormAct2d
 
 
 def _fused_activation(drop: nn.Module, act: nn.Module) -> str | None:
@@ -110,19 +111,14 @@ class LayerNormAct2dFp32(
     """`timm.layers.LayerNormAct2dFp32` that normalises to a target variance."""
 
 
-_ADAPTED: dict[type[nn.Module], Adapted] = {
-    norm_act.BatchNormAct2d: Adapted(BatchNormAct2d, SyncBatchNormAct2d),
-    norm.LayerNorm: Adapted(LayerNorm),
-    norm.LayerNorm2d: Adapted(LayerNorm2d),
-    norm.LayerNormFp32: Adapted(LayerNormFp32),
-    norm.LayerNorm2dFp32: Adapted(LayerNorm2dFp32),
-    norm_act.LayerNormAct: Adapted(LayerNormAct),
-    norm_act.LayerNormAct2d: Adapted(LayerNormAct2d),
-    norm_act.LayerNormActFp32: Adapted(LayerNormActFp32),
-    norm_act.LayerNormAct2dFp32: Adapted(LayerNormAct2dFp32),
-}
-
-
-def adapt(cls: type[nn.Module]) -> Adapted | None:
-    """The normplug class of a norm of `timm.layers`."""
-    return _ADAPTED.get(cls)
+adapt = {
+    norm_act.BatchNormAct2d: BatchNormAct2d,
+    norm.LayerNorm: LayerNorm,
+    norm.LayerNorm2d: LayerNorm2d,
+    norm.LayerNormFp32: LayerNormFp32,
+    norm.LayerNorm2dFp32: LayerNorm2dFp32,
+    norm_act.LayerNormAct: LayerNormAct,
+    norm_act.LayerNormAct2d: LayerNormAct2d,
+    norm_act.LayerNormActFp32: LayerNormActFp32,
+    norm_act.LayerNormAct2dFp32: LayerNormAct2dFp32,
+}.get

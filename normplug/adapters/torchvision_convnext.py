@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
 from torchvision.models import convnext
 
-from normplug._convert import Adapted
 from normplug.adapters.channels_first import ChannelsFirstLayerNorm
 
 
@@ -13,6 +11,4 @@ class LayerNorm2d(ChannelsFirstLayerNorm, convnext.LayerNorm2d):
     """`torchvision.models.convnext.LayerNorm2d` that normalises to a target variance."""
 
 
-def adapt(cls: type[nn.Module]) -> Adapted | None:
-    """The normplug class of torchvision's `LayerNorm2d`."""
-    return Adapted(LayerNorm2d) if cls is convnext.LayerNorm2d else None
+adapt = {convnext.LayerNorm2d: LayerNorm2d}.get

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import fx, nn
 
-from normplug._convert import Adapted
 from normplug.modules import LayerNorm
 
 _MODELS = {
@@ -49,7 +48,7 @@ _KNOWN = {
 }
 
 
-def adapt(cls: type[nn.Module]) -> Adapted | None:
+def adapt(cls: type[nn.Module]) -> type[LayerNorm] | None:
     """The normplug class of a LayerNorm of `transformers`; None if its forward is not known."""
     name = cls.__name__
     if cls.__module__ != _module_of(name) or not issubclass(cls, nn.LayerNorm):
@@ -61,7 +60,7 @@ def adapt(cls: type[nn.Module]) -> Adapted | None:
         if not _is_known(ours, cls):
             return None
         globals()[name] = ours
-    return Adapted(ours)
+    return ours
 
 
 def __getattr__(name: str) -> Any:

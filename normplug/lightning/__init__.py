@@ -1,10 +1,11 @@
 """For Lightning: swap a LightningModule's norms, synchronise them, and log their variances."""
 
+from normplug._convert import norm_layers
 from normplug._extras import needs
 
 with needs("normplug.lightning", "train"):
     from normplug.lightning.swap_norms import SwapNorms
     from normplug.lightning.sync_norms import SyncNorms
-    from normplug.lightning.variance_logger import VarianceLogger, norm_layers
+    from normplug.lightning.variance_logger import VarianceLogger
 
 __all__ = ["SwapNorms", "SyncNorms", "VarianceLogger", "norm_layers"]

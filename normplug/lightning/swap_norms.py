@@ -14,7 +14,6 @@ from normplug._swap import record
 from normplug._swap.check import refuse
 from normplug._swap.swap import swap
 from normplug._torch import BatchNormBase
-from normplug.lightning.variance_logger import norm_layers
 from normplug.modes import ModeLike, NormMode
 
 _OPTIONS = [p.name for p in inspect.signature(swap).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -50,7 +49,7 @@ class SwapNorms(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Swap, unless `configure_model` has yet to make the layers."""
-        if self._model is not pl_module and any(True for _ in norm_layers(pl_module)):
+        if self._model is not pl_module and any(True for _ in _convert.norm_layers(pl_module)):
             self._swap(pl_module)
         if stage == "fit":
             self._refuse_torchs_sync(trainer, pl_module)
@@ -64,9 +63,7 @@ class SwapNorms(Callback):
         """Verify, as `on_fit_start`."""
         self._verify(pl_module)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Verify, as `on_fit_start`."""
-        self._verify(pl_module)
+    on_test_start = on_validation_start
 
     def state_dict(self) -> dict[str, Any]:
         """The mode, for the checkpoint."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import LayerSync
 from torch import nn
 
@@ -21,13 +22,14 @@ class SyncNorms(LayerSync):
     and FSDP).
 
     Example:
+        >>> from lightning.pytorch import Trainer
         >>> from normplug.lightning import SwapNorms
         >>> trainer = Trainer(plugins=[SyncNorms()], callbacks=[SwapNorms("golden")], logger=False)
     """
 
     def __init__(self) -> None:
         self._synchronised: list[nn.Module] = []
-        self._deferred: _AtFitStart | None = None
+        self._deferred: Callback | None = None
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Synchronise every BatchNorm of `model`; on the CPU, when the fit starts."""
@@ -35,7 +37,7 @@ class SyncNorms(LayerSync):
         if trainer is not None and trainer.strategy.root_device.type == "cpu":
             # DistributedDataParallel wraps the model before the fit starts. On the CPU it refuses a
             # model with a SyncBatchNorm, since torch's does not run there.
-            self._deferred = _AtFitStart(self)
+            self._deferred = LambdaCallback(on_fit_start=lambda _, model: self.synchronise(model))
             trainer.callbacks.insert(0, self._deferred)
         else:
             self.synchronise(model)
@@ -54,11 +56,3 @@ class SyncNorms(LayerSync):
     def synchronise(self, model: nn.Module) -> None:
         """Synchronise every BatchNorm of `model` now, until `revert`."""
         self._synchronised += [m for m in model.modules() if _convert.synchronise(m)]
-
-
-class _AtFitStart(Callback):
-    def __init__(self, sync_norms: SyncNorms) -> None:
-        self._sync_norms = sync_norms
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._sync_norms.synchronise(pl_module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,12 @@ class VarianceLogger(Callback):
     what the mode targets; of the output after them; and the root mean square of the weight.
     Variances are taken within each channel (BatchNorm) or row (LayerNorm) and averaged over them.
 
-    The layer's forward measures, on logged steps only; nothing runs on other steps. The values stay
-    on the device and come over in one transfer a log. Under `torch.compile` logged steps have a
-    second graph. Stock norms are measured too: for a logged step they act as normplug layers of
-    mode standard, which compute the same. Torch's own SyncBatchNorm is not measured, as one process
-    cannot change what it sends; `swap(model, "standard")` makes it a layer that is.
-
-    Under a distributed strategy only rank 0 measures, on its own part of the batch; rows say so in
-    `rank` and `world_size`.
+    The layer's forward measures, on logged steps only, and the values come over in one transfer a
+    log. Under `torch.compile` logged steps have a second graph. Stock norms are measured too: for a
+    logged step they act as normplug layers of mode standard, which compute the same. Torch's own
+    SyncBatchNorm is not measured, as one process cannot change what it sends; `swap(model,
+    "standard")` makes it a layer that is. Under a distributed strategy only rank 0 measures, on
+    its own part of the batch; rows say so in `rank` and `world_size`.
 
     It writes `variance.csv` as it goes, `variance.png` (a heat map, layer by step) at the end of
     the fit, and to the Trainer's loggers `variance/<layer>/{input,output,affine}` and
@@ -92,7 +89,7 @@ class VarianceLogger(Callback):
         if step % self.every_n_steps or step == self.logged_step or not trainer.is_global_zero:
             return
         self.logged_step = step
-        for name, module in norm_layers(pl_module):
+        for name, module in _convert.norm_layers(pl_module):
             if isinstance(module, TargetVarianceNorm) or not hasattr(module, "process_group"):
                 self._probed.append(_Probed(name, module, pl_module.device))
 
@@ -143,13 +140,6 @@ class VarianceLogger(Callback):
         for probed in self._probed:
             probed.release()
         self._probed = []
-
-
-def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of each normplug layer, and of each layer that a swap could make one."""
-    for path, module in model.named_modules():
-        if isinstance(module, TargetVarianceNorm) or _convert.replacement(module) is not None:
-            yield path, module
 
 
 class _Probed:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 
 from normplug._extras import MissingPackage, needs
+from normplug._report.files import replace_file
 from normplug._table import table
 
 if TYPE_CHECKING:
@@ -55,10 +56,8 @@ def keep_before(step: int, path: Path) -> list[LayerVariance]:
         lines = [line for line in file if line.endswith("\n")]
     rows = [_parsed(row) for row in csv.DictReader(lines)]
     kept = [row for row in rows if row.step < step]
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)
-    append(kept, part)
-    part.replace(path)
+    with replace_file(path) as part:
+        append(kept, part)
     return kept
 
 
@@ -100,12 +99,8 @@ def draw_heat_map(rows: list[LayerVariance], path: Path, model: str) -> None:
     """Draw the variances of every layer (first at the top) at every logged step, as a PNG.
 
     The panels, from left to right: the input; the output before weight and bias, over the target;
-    the output after them. Without matplotlib it warns and draws nothing.
-
-    Args:
-        rows: of one run.
-        path: of the PNG; its directory names the run in the title.
-        model: its name, for the title.
+    the output after them. The title has the model's name and the run's, which is that of the PNG's
+    directory. Without matplotlib it warns and draws nothing.
     """
     try:
         with needs("normplug.lightning.VarianceLogger: variance.png", "train"):
@@ -170,8 +165,7 @@ def _summary(rows: list[LayerVariance], steps: list[int]) -> str:
 
 def _whose(row: LayerVariance) -> str:
     """Which part of the batch was measured; empty for the whole batch."""
-    ranks = row.world_size
-    return "" if ranks == 1 else f", rank 0 of {ranks}'s part of the batch"
+    return "" if row.world_size == 1 else f", rank 0 of {row.world_size}'s part of the batch"
 
 
 def _closeness(values: Floats) -> str:

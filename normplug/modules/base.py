@@ -36,32 +36,9 @@ class TargetVarianceNorm(nn.Module):
     """The base of every normplug layer: a mode, a backend, and a record of both in checkpoints.
 
     A norm inherits from this class and then from the stock class that it replaces. Beside its
-    `forward` it declares what follows, and no other room knows it by name. `docs/add-a-norm.md`
-    walks through an example.
-
-    ==================== ==================================================== =====================
-    declaration          what it is                                           who asks
-    ==================== ==================================================== =====================
-    `_affine_shape()`    shape of weight and bias; must work on the stock     swap, unswap, check
-                         layer too
-    `_settings`          names of the `Options` that each swap sets on it     swap, unswap, swapped
-    `_adopt(options)`    gives it what its stock class lacks, once its class  swap
-                         has changed
-    `_leave()`           removes that again, before its class changes back    unswap
-    `_synchronised`      its class over several processes, or None; not       swap(sync=True),
-                         inherited                                            SyncNorms
-    `_expected(x, ...)`  the formula in plain torch; a class that overrides   check
-                         one of `_forward_parts` must override this as well
-    `_forward_parts`     names of the methods that its forward consists of    check
-    `_example_shape()`   shape of a small input                               check
-    `_variance(x)`       mean over channels or rows of the variance in each   VarianceLogger
-    `_without_affine(x)` its output without weight and bias                   VarianceLogger
-    `computes_only()`    whether a forward does no more than compute          fuse, check
-    `stop_watching()`    removes statistics that no result depends on         Opacus
-    `_fusion_sites`      what its `fused*` methods run in one call with it    fuse
-    ==================== ==================================================== =====================
-
-    `_affine_shape`, `_expected`, `_variance` and `_without_affine` have no default.
+    `forward` it declares what follows, and no other room knows it by name. `_affine_shape`,
+    `_expected`, `_variance` and `_without_affine` have no default. `docs/add-a-norm.md` walks
+    through an example.
     """
 
     target_variance: float
@@ -72,10 +49,12 @@ class TargetVarianceNorm(nn.Module):
     # A (4,) float32 tensor while a `VarianceLogger` listens; otherwise layers carry nothing for it.
     _probe: Tensor | None = None
 
+    # The names of the `Options` that each swap sets.
     _settings: ClassVar[tuple[str, ...]] = ("target_variance", "backend")
+    # What `fuse` may run in one call with a layer, by its `fused*` methods.
     _fusion_sites: ClassVar[FusionSites | None] = None
+    # Its class over several processes, which `swap(sync=True)` and `SyncNorms` take; not inherited.
     _synchronised: ClassVar[type[TargetVarianceNorm] | None] = None
-    _forward_parts: ClassVar[tuple[str, ...]] = ("forward",)
 
     def __init__(
         self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
@@ -88,30 +67,35 @@ class TargetVarianceNorm(nn.Module):
         self.backend = backend
 
     def _affine_shape(self) -> tuple[int, ...]:
+        """The shape of weight and bias; it must work on the stock layer, too."""
         raise NotImplementedError
 
     def _adopt(self, options: Options) -> None:
-        """Nothing: the stock layer has all that this one needs."""
+        """Give the layer what its stock class lacks, once a swap has changed its class."""
 
     def _leave(self) -> None:
-        """Nothing: `_adopt` added nothing."""
+        """Remove what `_adopt` added, before `unswap` changes the class back."""
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
+        """The formula in plain torch, for `check`; a subclass overrides it with its forward."""
         raise NotImplementedError
 
     @classmethod
     def _forward_is_expected(cls) -> bool:
         """Whether `_expected` describes the class's forward, and not that of a class before it."""
-        return all(_depth(cls, part) >= _depth(cls, "_expected") for part in cls._forward_parts)
+        parts = cls._fusion_sites.methods if cls._fusion_sites else ("forward",)
+        return all(_depth(cls, part) >= _depth(cls, "_expected") for part in parts)
 
     def _example_shape(self) -> tuple[int, ...]:
+        """The shape of a small input, for `check`."""
         return (8, *self._affine_shape())
 
     def _variance(self, x: Tensor) -> Tensor:
+        """The variance in each channel or row, averaged over them, for `VarianceLogger`."""
         raise NotImplementedError
 
     def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
-        """The output without weight and bias.
+        """The output without weight and bias, for `VarianceLogger`.
 
         statistics: mean and variance that x was normalised by, where the layer has taken them from
             more than x.
@@ -123,7 +107,7 @@ class TargetVarianceNorm(nn.Module):
         return self._probe is None
 
     def stop_watching(self) -> None:
-        """Remove running statistics that no result depends on; by default there are none."""
+        """Remove running statistics that no result depends on, for Opacus; here are none."""
 
     @property
     def eps(self) -> float:

@@ -1,13 +1,11 @@
 """A guard on `eps`: it refuses code that would drop a layer's target variance without a word.
 
 Tools that fold, rebuild or recompute a norm (`convert_sync_batchnorm`, `fuse_conv_bn_eval`, timm's
-`reparameterize_model`, a forward that passes a norm's tensors to `F.layer_norm`) know nothing of a
-target variance and would scale every output of the layer by 1/sqrt(tv). They call no method of the
-layer, so that nothing else can notice. But they all read `eps`, beside other names of the formula.
-So `eps` of a normplug layer is a property that looks at the code that reads it. normplug's own
-forwards read `_eps`, which costs nothing.
-
-`normplug.check` finds afterwards what the guard cannot see, such as a tool with an eps of its own.
+`reparameterize_model`, a forward that passes a norm's tensors to `F.layer_norm`) would scale every
+output of the layer by 1/sqrt(tv). They call none of its methods, but they all read `eps`, beside
+other names of the formula. So `eps` of a normplug layer is a property that looks at the code that
+reads it. normplug's own forwards read `_eps`, which costs nothing. `normplug.check` finds what the
+guard cannot see, such as a tool with an eps of its own.
 """
 
 from __future__ import annotations

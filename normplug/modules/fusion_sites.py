@@ -10,7 +10,7 @@ class FusionSites(NamedTuple):
     """What `normplug.fuse` may run in one call with a layer; a class has it as `_fusion_sites`.
 
     Attributes:
-        methods: the methods that the fused ones replace, by name. A subclass with another one of
+        methods: the methods that the forward consists of, by name. A subclass with another one of
             them is not fused.
         after: what may follow the layer: any of "activation", "addition" (of a residual, before the
             activation) and "max_pool" (after relu). The layer's `fused` takes it.

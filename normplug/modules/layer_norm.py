@@ -26,8 +26,7 @@ class LayerNorm(WatchedRows, nn.LayerNorm):
 
     Args:
         *args: those of `torch.nn.LayerNorm`.
-        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        backend: "auto", "triton" or "torch"; the environment's `NORMPLUG_BACKEND` sets "auto".
+        mode, backend: as in `BatchNorm1d`.
         track_running_stats: carry the running statistics.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.layer_norm`.
@@ -49,7 +48,6 @@ class LayerNorm(WatchedRows, nn.LayerNorm):
     _channels_first = False  # whether the input is a view of channels-first images
 
     _settings = (*WatchedRows._settings, "autocast_output")
-    _forward_parts = ("forward", "_normalise")
 
     def __init__(
         self,
@@ -87,23 +85,13 @@ class LayerNorm(WatchedRows, nn.LayerNorm):
         return y
 
     def fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` returns for input + residual, and that sum, in one call.
-
-        Args:
-            input: as in `forward`.
-            residual: as in `normplug.functional.add_layer_norm`.
-        """
+        """What `forward` returns for input + residual, and that sum, in one call."""
         statistics = self._statistics_to_move(input)
         t = Tensors(input, residual, *self._affine(), None, *statistics)
         return self._run(t, self.autocast_output)
 
     def fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
-        """What `forward` returns for input + input_bias, in one call.
-
-        Args:
-            input: as in `forward`.
-            input_bias: as in `normplug.functional.layer_norm`.
-        """
+        """What `forward` returns for input + input_bias, in one call."""
         statistics = self._statistics_to_move(input)
         t = Tensors(input, None, *self._affine(), input_bias, *statistics)
         return self._run(t, self.autocast_output)

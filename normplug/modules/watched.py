@@ -134,20 +134,10 @@ class WatchedRows(TargetVarianceNorm):
             self.reset_running_stats()
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        *others, missing_keys, unexpected_keys, errors = args
         missing, unexpected = list[str](), list[str]()
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing, unexpected, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *others, missing, unexpected, errors)
         # A checkpoint may lack the statistics, or have them where the layer tracks none.
         watched = {prefix + name for name in _START}
         missing_keys += [key for key in missing if key not in watched]
