@@ -12,40 +12,17 @@ from normplug._kernels.layer_norm import schedule as ln
 from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
 
 # (N, C, HW), and whether channels are adjacent in memory.
+TINY = [(2, 1, 1), (1, 1, 2), (1, 64, 49), (33, 7, 1)]
+FLAT = [(64, 1000, 1), (4096, 64, 1), (1024, 100_000, 1), (200_000, 16, 1), (5_000_000, 33, 1)]
+SPACE = [(32, 2048, 49), (3, 33, 100), (3, 33, 101), (128, 64, 3136), (1, 1, 3_000_000)]
+OF_BOTH = [(8, 512, 49), (16, 256, 196), (32, 64, 784), (2, 3, 40_000)]
+ADJACENT = [(128, 256, 3136), (100, 33, 323), (1, 1, 7)]
+# 2^31 values and more.
+HUGE = [(2_200_000, 1000, 1), (60_000, 750, 49), (2, 2**30 + 7, 1)]
+HUGE_OF_BOTH = [(700, 1000, 3136), (1, 3, 2**30)]
 SHAPES = [
-    ((2, 1, 1), False),
-    ((1, 1, 2), False),
-    ((1, 64, 49), False),
-    ((33, 7, 1), False),
-    ((64, 1000, 1), False),
-    ((4096, 64, 1), False),
-    ((1024, 100_000, 1), False),
-    ((200_000, 16, 1), False),
-    ((5_000_000, 33, 1), False),
-    ((8, 512, 49), False),
-    ((32, 2048, 49), False),
-    ((3, 33, 100), False),
-    ((3, 33, 101), False),
-    ((16, 256, 196), False),
-    ((32, 64, 784), False),
-    ((2, 3, 40_000), False),
-    ((128, 64, 3136), False),
-    ((1, 1, 3_000_000), False),
-    ((8, 512, 49), True),
-    ((16, 256, 196), True),
-    ((32, 64, 784), True),
-    ((2, 3, 40_000), True),
-    ((128, 256, 3136), True),
-    ((100, 33, 323), True),
-    ((1, 1, 7), True),
-    # 2^31 values and more.
-    ((700, 1000, 3136), False),
-    ((700, 1000, 3136), True),
-    ((2_200_000, 1000, 1), False),
-    ((60_000, 750, 49), False),
-    ((1, 3, 2**30), False),
-    ((1, 3, 2**30), True),
-    ((2, 2**30 + 7, 1), False),
+    *((shape, False) for shape in [*TINY, *FLAT, *SPACE, *HUGE, *OF_BOTH, *HUGE_OF_BOTH]),
+    *((shape, True) for shape in [*OF_BOTH, *ADJACENT, *HUGE_OF_BOTH]),
 ]
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 MACHINES = [(132, True), (132, False), (16, True), (1, False)]
@@ -198,11 +175,6 @@ WIDTHS = [
 ]  # fmt: skip
 
 
-def units(width):
-    """What may divide a width and its strides."""
-    return {unit for unit in (1, 2, 4, 8) if width % unit == 0}
-
-
 # Processors, shared memory, and whether programs may wait for each other.
 ROW_MACHINES = [
     (132, 227 << 10, True),
@@ -214,7 +186,8 @@ ROW_MACHINES = [
 ROW_CALLS = [
     (rows, width, unit, itemsize, machine)
     for rows, width, itemsize, machine in itertools.product(HEIGHTS, WIDTHS, DTYPES, ROW_MACHINES)
-    for unit in units(width)
+    for unit in (1, 2, 4, 8)
+    if width % unit == 0  # as a unit must divide a width and its strides
 ]
 ROW_FORWARD = {
     (*call, running): ln.layer_norm_forward(*call[:4], running, call[4][0])
