@@ -22,14 +22,7 @@ import interpreted
 import routes
 from accuracy import assert_same_bits
 from calls import DTYPES
-from kernel_cases import (
-    INPUTS,
-    Case,
-    assert_accurate,
-    check_recomputed,
-    make,
-    run,
-)
+from kernel_cases import INPUTS, Case, assert_accurate, call, check_recomputed, make, run
 from normplug import functional, reference
 
 triton = pytest.importorskip("triton")
@@ -168,9 +161,6 @@ def test_offsets_of_64_bits(setup, prepared, monkeypatch):
     assert_accurate(prepared(setup, activation="relu", residual="contiguous"))
 
 
-NEEDS = [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual")]
-
-
 # Every setup with three variants, and every variant with two setups or more.
 RECOMPUTED = [(s, VARIANTS[(i + k) % 9]) for i, s in enumerate(SETUPS) for k in (0, 3, 6)]
 
@@ -179,6 +169,9 @@ RECOMPUTED = [(s, VARIANTS[(i + k) % 9]) for i, s in enumerate(SETUPS) for k in 
 def test_the_backward_can_recompute_the_result(setup, options, prepared):
     case = prepared(setup, **options)
     check_recomputed(dataclasses.replace(case, residual=case.residual and case.layout))
+
+
+NEEDS = [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual")]
 
 
 @SOME_SETUPS
@@ -308,11 +301,9 @@ def test_derivatives_once_and_twice(shape, activation, training):
     tensors = make(case)
     leaves = [getattr(tensors, name).requires_grad_() for name in INPUTS]
 
-    def norm(x, weight, bias, residual):
-        return functional.batch_norm(
-            x, tensors.running_mean, tensors.running_var, weight, bias, training,
-            residual=residual, activation=activation, backend="triton",
-        )  # fmt: skip
+    def norm(*inputs):
+        inputs = dict(zip(INPUTS, inputs, strict=True))
+        return call(case, inputs, "triton", **tensors.running(tracked=False))["y"]
 
     assert torch.autograd.gradcheck(norm, leaves, fast_mode=True)
     assert torch.autograd.gradgradcheck(norm, leaves, fast_mode=True)
@@ -320,17 +311,16 @@ def test_derivatives_once_and_twice(shape, activation, training):
 
 def test_gradients_that_will_be_differentiated_are_those_that_will_not():
     for activation, training in itertools.product([None, "relu", "silu", "relu6"], [True, False]):
-        tensors = make(Case((6, 3, 2, 2), torch.float64, residual="contiguous"))
-        leaves = [getattr(tensors, name).requires_grad_() for name in INPUTS]
-        y = functional.batch_norm(
-            leaves[0], tensors.running_mean, tensors.running_var, *leaves[1:3], training,
-            residual=leaves[3], activation=activation, backend="triton",
-        )  # fmt: skip
+        options = {"training": training, "activation": activation, "residual": "contiguous"}
+        case = Case((6, 3, 2, 2), torch.float64, **options)
+        tensors = make(case)
+        inputs = tensors.inputs(INPUTS)
+        y = call(case, inputs, "triton", **tensors.running(tracked=False))["y"]
+        leaves = [inputs[name] for name in INPUTS]
         for wanted in (leaves, leaves[1:2], leaves[3:]):
             once = torch.autograd.grad(y, wanted, tensors.dy, retain_graph=True)
             twice = torch.autograd.grad(y, wanted, tensors.dy, create_graph=True)
-            for a, b in zip(once, twice, strict=True):
-                torch.testing.assert_close(a, b)
+            torch.testing.assert_close(once, twice)
 
 
 # Parts of a kernel that whole calls reach with large tensors only.

@@ -5,6 +5,7 @@ Refusals, derivatives, what the backward keeps, and the operators that compilers
 
 import copy
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -43,38 +44,33 @@ NORMS = pytest.mark.parametrize("norm", [batch_norm, layer_norm, add_layer_norm]
 COUNT = {"running_mean": torch.zeros(()), "running_var": torch.ones(())}
 
 
-@pytest.mark.parametrize("norm", [batch_norm, layer_norm])
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"weight": torch.ones(6, device="meta")}, "not every tensor is on cpu"),
-        ({"weight": torch.ones(12)[::2]}, "strided"),
-    ],
-)
-def test_what_the_kernels_cannot_take_is_refused_with_the_reason(norm, options, why):
-    with pytest.raises(NotImplementedError, match=f"backend='triton', but.*{why}"):
-        norm(X, **options)
+META = (torch.ones(6, device="meta"), "not every tensor is on cpu")
+STRIDED = (torch.ones(12)[::2], "strided")
 
 
 @pytest.mark.parametrize(
     ("call", "why"),
     [
+        *(
+            (partial(norm, X, weight), why)
+            for norm in (batch_norm, layer_norm)
+            for weight, why in (META, STRIDED)
+        ),
         (lambda: batch_norm(X, residual=X.double()), "float32 and the residual torch.float64"),
-        (lambda: layer_norm(X, input_bias=torch.ones(12)[::2]), "strided"),
+        (lambda: layer_norm(X, input_bias=STRIDED[0]), "strided"),
         (
             lambda: layer_norm(X, **COUNT, num_batches_tracked=torch.tensor(0, dtype=torch.int32)),
             "num_batches_tracked is torch.int32",
         ),
         (
-            lambda: functional.batch_norm(
-                X, torch.zeros(6), torch.ones(6), training=True, backend="triton",
-                num_batches_tracked=torch.tensor(0.0),
+            lambda: routes.batch_norm(
+                X, torch.zeros(6), torch.ones(6), num_batches_tracked=torch.tensor(0.0)
             ),
             "num_batches_tracked is torch.float32",
         ),
     ],
-)  # fmt: skip
-def test_what_the_kernels_of_one_norm_cannot_take_is_refused_with_the_reason(call, why):
+)
+def test_what_the_kernels_cannot_take_is_refused_with_the_reason(call, why):
     with pytest.raises(NotImplementedError, match=f"backend='triton', but.*{why}"):
         call()
 
@@ -171,11 +167,8 @@ def test_a_residual_that_had_to_be_copied_is_not_kept():
     case = kernel_cases.Case((6, 3, 2, 2), residual="channels_last", activation="relu")
     tensors = kernel_cases.make(case)
     for residual, is_kept in ((tensors.residual, False), (tensors.x * 2, True)):
-        y = routes.batch_norm(
-            tensors.x.requires_grad_(), None, None, None, None, True, 0.1, 1e-5, mode="golden",
-            residual=residual, activation="relu", num_batches_tracked=None, backend="triton",
-            keeps_residual=True,
-        )  # fmt: skip
+        x, options = tensors.x.requires_grad_(), {"activation": "relu", "keeps_residual": True}
+        y = routes.batch_norm(x, residual=residual, **options)
         assert routes.is_recomputable(y) == is_kept
 
 

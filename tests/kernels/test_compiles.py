@@ -63,18 +63,20 @@ BATCH_NORMS = {
 }
 
 
+def batch_norm_launches(shape, dtype, residual, **options):
+    forward, backward = (
+        bn.geometry(*shape, dtype.itemsize, tensors, SMS, launch.COOPERATIVE) for tensors in (1, 2)
+    )
+    flags = batch_norm.Flags(residual=residual, running=True, tracked=True, **options)
+    yield batch_norm.forward_launch(forward, dtype, flags, 0.1, 1e-5, 0.6)
+    yield batch_norm.backward_launch(backward, dtype, flags, (True, True, True, residual), 0.6)
+
+
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
 @pytest.mark.parametrize("name", BATCH_NORMS)
 def test_batch_norm(name, dtype):
-    flags = batch_norm.Flags(residual=True, activation="relu", running=True, tracked=True)
-    forward, backward = (
-        bn.geometry(*BATCH_NORMS[name], dtype.itemsize, tensors, SMS, launch.COOPERATIVE)
-        for tensors in (1, 2)
-    )
-    made = batch_norm.forward_launch(forward, dtype, flags, 0.1, 1e-5, 0.6)
-    assert compiled(made, dtype).asm["cubin"]
-    made = batch_norm.backward_launch(backward, dtype, flags, (True,) * 4, 0.6)
-    assert compiled(made, dtype).asm["cubin"]
+    for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, activation="relu"):
+        assert compiled(made, dtype).asm["cubin"]
 
 
 def row_launches(rows, width, itemsize, dtype, spacing):
@@ -122,14 +124,7 @@ def tile_of(made, lanes):
     "shape", [(128, 256, 3136, True), (256, 2048, 49, True), (1024, 100_000, 1, True)], ids=str
 )
 def test_a_thread_of_batch_norm_holds_all_steps_of_its_lanes(shape, dtype):
-    flags = batch_norm.Flags(running=True, tracked=True)
-    forward, backward = (
-        bn.geometry(*shape, dtype.itemsize, tensors, SMS, launch.COOPERATIVE) for tensors in (1, 2)
-    )
-    for made in (
-        batch_norm.forward_launch(forward, dtype, flags, 0.1, 1e-5, 0.6),
-        batch_norm.backward_launch(backward, dtype, flags, (True, True, True, False), 0.6),
-    ):
+    for made in batch_norm_launches(shape, dtype, False):
         assert made._constants["U"] > 1
         assert set(threads_along_the_steps(made, dtype, tile_of(made, "BT"))) == {1}
 

@@ -6,7 +6,6 @@ run on a GPU only, in `test_layer_norm_kernels_gpu`.
 
 import dataclasses
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -20,39 +19,14 @@ from calls import DTYPES, HALVES
 from normplug import functional, reference
 from normplug._kernels.layer_norm import schedule
 from normplug._kernels.layer_norm.schedule import Rows, WideBackward
-from row_cases import (
-    INPUTS,
-    LAYOUTS,
-    Case,
-    assert_accurate,
-    call,
-    check_recomputed,
-    make,
-    run,
-)
-from row_setups import (
-    EVERY_SETUP,
-    SETUPS,
-    SOME_SETUPS,
-    VARIANTS,
-    blocks,
-    held,
-    prepare,
-    reschedule,
-    tiled,
-)
+from row_cases import INPUTS, LAYOUTS, Case, assert_accurate, call, check_recomputed, make, run
+from row_setups import EVERY_SETUP, SETUPS, SOME_SETUPS, VARIANTS, blocks, held, reschedule, tiled
 
 pytest.importorskip("triton")
 
 from normplug._kernels.layer_norm import rows  # noqa: E402
 
 pytestmark = interpreted.MARKS
-
-
-@pytest.fixture
-def prepared(monkeypatch):
-    """A function from the name of a setup to a `Case` in it."""
-    return partial(prepare, monkeypatch)
 
 
 def test_the_setups_are_the_corners_that_they_are_named_for():
@@ -241,20 +215,19 @@ def test_running_statistics_move_once_a_call():
     mean, var, count = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(0)
     expected = [mean.double(), var.double()]
     made = reference.layer_norm(x.double(), (12,))
-    for step in range(1, 4):
+    for step, momentum in enumerate((0.25, 0.25, None), 1):
         y = functional.layer_norm(
             x.clone().requires_grad_(), (12,), running_mean=mean, running_var=var,
-            num_batches_tracked=count, momentum=None if step == 3 else 0.25, backend="triton",
+            num_batches_tracked=count, momentum=momentum, backend="triton",
         )  # fmt: skip
         y.sum().backward()
         assert count == step
-        momentum = None if step == 3 else 0.25
         expected = [
             reference.running_average(old, value.mean(), momentum, step)
             for old, value in zip(expected, made[1:], strict=True)
         ]
-        torch.testing.assert_close(mean.double(), expected[0], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(var.double(), expected[1], rtol=1e-6, atol=1e-6)
+        moved = [mean.double(), var.double()]
+        torch.testing.assert_close(moved, expected, rtol=1e-6, atol=1e-6)
 
 
 @SOME_SETUPS
@@ -312,16 +285,15 @@ def test_derivatives_once_and_twice(shape, dims, residual):
     case = Case(
         shape, torch.float64, dims=dims, vectors=vectors, residual=residual, offset=0.5, eps=1e-2
     )
-    tensors = {name: getattr(make(case), name) for name in INPUTS}
-    names = [name for name, tensor in tensors.items() if tensor is not None]
+    tensors = make(case).inputs(INPUTS)
+    leaves = {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def norm(*inputs):
-        given = {**tensors, **dict(zip(names, inputs, strict=True))}
+        given = {**tensors, **dict(zip(leaves, inputs, strict=True))}
         return tuple(call(case, given, "triton").values())
 
-    leaves = [tensors[name].requires_grad_() for name in names]
-    assert torch.autograd.gradcheck(norm, leaves, fast_mode=True)
-    assert torch.autograd.gradgradcheck(norm, leaves, fast_mode=True)
+    assert torch.autograd.gradcheck(norm, [*leaves.values()], fast_mode=True)
+    assert torch.autograd.gradgradcheck(norm, [*leaves.values()], fast_mode=True)
 
 
 @pytest.mark.parametrize("vectors", ["", "bias", "weight+bias+input_bias"])
@@ -329,17 +301,16 @@ def test_derivatives_once_and_twice(shape, dims, residual):
 def test_gradients_that_will_be_differentiated_are_those_that_will_not(vectors, residual):
     case = Case((2, 3, 6), torch.float64, vectors=vectors, residual=residual, dims=2)
     tensors = make(case)
-    inputs = {name: getattr(tensors, name) for name in ("x", "residual", *NAMES[1:])}
+    inputs = tensors.inputs(INPUTS)
     if residual is not None:
         inputs["input_bias"] = None
-    leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
+    leaves = [t for t in inputs.values() if t is not None]
     outputs = list(call(case, inputs, "triton").values())
     gradients = [tensors.dy, tensors.dtotal][: len(outputs)]
     for wanted in (leaves, leaves[:1], leaves[-1:]):
         once = torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
         twice = torch.autograd.grad(outputs, wanted, gradients, create_graph=True)
-        for a, b in zip(once, twice, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(once, twice)
 
 
 @pytest.mark.parametrize("low", HALVES, ids=str)
@@ -464,15 +435,10 @@ def test_any_call(case, full_parameters, cut):
         if cut == "rows":
             reschedule(monkeypatch, held(2, 4, 2), held(2, 4, 2, keep=True))
         elif cut == "wide":
-            reschedule(monkeypatch, soon(16), soon_blocks(2, 8))
+            # With the least lag that there may be: the tiles of a row.
+            reschedule(
+                monkeypatch,
+                lambda shape: tiled(16, -(-shape.width // 16))(shape),
+                lambda shape: blocks(2, 8, -(-shape.width // 8))(shape),
+            )
         assert_accurate(case)
-
-
-def soon(block):
-    """As `tiled`, with the least lag that there may be."""
-    return lambda shape: tiled(block, -(-shape.width // block))(shape)
-
-
-def soon_blocks(rb, cw):
-    """As `blocks`, with the least lag that there may be."""
-    return lambda shape: blocks(rb, cw, -(-shape.width // cw))(shape)

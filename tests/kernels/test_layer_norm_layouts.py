@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -11,15 +10,9 @@ import interpreted
 import routes
 from accuracy import assert_same_bits
 from row_cases import LAYOUTS, PERMUTED, Case, assert_accurate, check_around_attention, make, run
-from row_setups import SETUPS, prepare
+from row_setups import SETUPS
 
 pytestmark = interpreted.MARKS
-
-
-@pytest.fixture
-def prepared(monkeypatch):
-    """A function from the name of a setup to a `Case` in it."""
-    return partial(prepare, monkeypatch)
 
 
 @pytest.mark.parametrize("dims", [1, 2])
@@ -71,21 +64,18 @@ def test_permuted_rows_by_offsets_of_32_and_64_bits(setup, options, prepared, mo
 @pytest.mark.parametrize("shape", [(3, 4, 12), (2, 3, 1, 2, 12)], ids=str)
 def test_rows_found_by_two_strides_are_not_copied(layout, shape, monkeypatch):
     launches = routes.watch_launches(monkeypatch)
-    case = Case(shape, layout=layout)
-    tensors = make(case)
-    run(case, tensors, "triton")
-    forward, backward = launches
-    assert forward["x"] == backward["x"] == tensors.x.data_ptr()
-    assert backward["dy"] == tensors.dy.data_ptr()
-    case = Case(shape, layout=layout, residual=layout)
-    tensors = make(case)
-    out = run(case, tensors, "triton")
-    forward, backward = launches[2:]
-    assert forward["x"] == tensors.x.data_ptr()
-    assert forward["residual"] == tensors.residual.data_ptr()
-    assert backward["dy"] == tensors.dy.data_ptr()
-    assert backward["dtotal"] == tensors.dtotal.data_ptr()
-    assert backward["x"] == out["total"].data_ptr()
+    for residual in (None, layout):
+        case = Case(shape, layout=layout, residual=residual)
+        tensors = make(case)
+        out = run(case, tensors, "triton")
+        forward, backward = launches[-2:]
+        assert forward["x"] == tensors.x.data_ptr()
+        assert backward["dy"] == tensors.dy.data_ptr()
+        assert backward["x"] == out.get("total", tensors.x).data_ptr()
+        if residual is not None:
+            assert forward["residual"] == tensors.residual.data_ptr()
+            assert backward["dtotal"] == tensors.dtotal.data_ptr()
+    assert len(launches) == 4
 
 
 def test_rows_of_another_order_than_those_before_are_copied(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -11,15 +12,9 @@ import torch.nn.functional as F
 import interpreted
 import routes
 from accuracy import assert_same_bits
+from kernel_cases import HALF
 from normplug import functional, fuse, swap
-from pool_cases import (
-    Pool,
-    PoolCase,
-    Stem,
-    assert_accurate,
-    make,
-    run,
-)
+from pool_cases import Pool, PoolCase, Stem, assert_accurate, make, run
 from saved import saved_bytes
 
 pytest.importorskip("triton")
@@ -28,8 +23,8 @@ from normplug._kernels.batch_norm import schedule  # noqa: E402
 
 pytestmark = interpreted.MARKS
 
-HALF = {"dtype": torch.bfloat16, "params": torch.float32}
 SHAPE = (2, 5, 7, 9)
+PAIRS = Pool((2, 2), (2, 2), (0, 0), False)
 CASES = [
     PoolCase(SHAPE),
     PoolCase(SHAPE, torch.float64, offset=1e3),
@@ -86,10 +81,7 @@ def test_of_equal_values_the_first_gets_the_gradient_and_below_zero_none_does():
     x = torch.zeros(1, 2, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
     for bias, expected in ((1.0, 1.0), (0.0, 0.0), (-1.0, 0.0)):
         given = (torch.zeros(2), torch.ones(2), torch.ones(2), torch.full((2,), bias))
-        y = routes.batch_norm(
-            x, *given, False, 0.1, 1e-5, mode="standard", num_batches_tracked=None,
-            pool=Pool((2, 2), (2, 2), (0, 0), False), backend="triton",
-        )  # fmt: skip
+        y = routes.batch_norm(x, *given, training=False, mode="standard", pool=PAIRS)
         assert torch.equal(y, torch.full_like(y, max(bias, 0.0)))
         (dx,) = torch.autograd.grad(y.sum(), x)
         assert not dx[..., 1::2, :].any()
@@ -129,15 +121,9 @@ def test_without_gradients_the_results_are_the_same_and_nothing_is_kept(monkeypa
 def test_the_backward_keeps_the_input_and_of_each_window_a_value_and_a_byte():
     x = torch.randn(4, 16, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
     weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
-
-    def call():
-        return routes.batch_norm(
-            x, None, None, weight, bias, True, 0.1, 1e-5, mode="golden", num_batches_tracked=None,
-            pool=Pool((2, 2), (2, 2), (0, 0), False), backend="triton",
-        )  # fmt: skip
-
-    y = call()
-    assert saved_bytes(call) == x.nbytes + y.nbytes + y.numel() + 4 * 4 * 16
+    norm = partial(routes.batch_norm, x, weight=weight, bias=bias, pool=PAIRS)
+    y = norm()
+    assert saved_bytes(norm) == x.nbytes + y.nbytes + y.numel() + 4 * 4 * 16
 
 
 def test_calls_of_one_shape_share_a_plan_and_its_launches(monkeypatch):
@@ -161,13 +147,11 @@ def test_derivatives_once_and_twice(training):
         torch.tensor([1.3, -0.7], dtype=torch.double, requires_grad=True),
         torch.tensor([0.4, 0.3], dtype=torch.double, requires_grad=True),
     ]
-    running = (torch.full((2,), 2.0).double(), torch.ones(2).double())
+    pool = Pool((3, 2), (2, 1), (1, 0), False)
 
     def norm(x, weight, bias):
-        return routes.batch_norm(
-            x, *(t.clone() for t in running), weight, bias, training, 0.1, 1e-5, mode="golden",
-            num_batches_tracked=None, pool=Pool((3, 2), (2, 1), (1, 0), False), backend="triton",
-        )  # fmt: skip
+        running = (torch.full((2,), 2.0).double(), torch.ones(2).double())
+        return routes.batch_norm(x, *running, weight, bias, training, pool=pool)
 
     assert torch.autograd.gradcheck(norm, leaves, fast_mode=True)
     assert torch.autograd.gradgradcheck(norm, leaves, fast_mode=True)
@@ -175,8 +159,7 @@ def test_derivatives_once_and_twice(training):
     dy = torch.randn_like(y)
     once = torch.autograd.grad(y, leaves, dy, retain_graph=True)
     twice = torch.autograd.grad(y, leaves, dy, create_graph=True)
-    for a, b in zip(once, twice, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(once, twice)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +180,7 @@ def test_what_the_kernels_cannot_pool_goes_by_torch(change, why):
     assert why in routes.refusal_to_pool(x, vectors, case.pool)
 
     def both():
-        given = {"mode": "golden", "num_batches_tracked": None, "backend": "triton"}
-        y = routes.batch_norm(x, *vectors, True, 0.1, 1e-5, pool=case.pool, **given)
+        y = routes.batch_norm(x, *vectors, pool=case.pool)
         norm = functional.batch_norm(x, *vectors, True, activation="relu", backend="triton")
         return y, F.max_pool2d(norm, case.kernel, case.stride, case.padding)
 
@@ -212,16 +194,9 @@ def test_what_the_kernels_cannot_pool_goes_by_torch(change, why):
 def test_transforms_go_by_torch():
     x = torch.randn(3, *SHAPE).movedim(2, -1).contiguous().movedim(-1, 2)
     pool = Pool((3, 3), (2, 2), (1, 1), False)
-
-    def norm(x, backend="auto"):
-        return routes.batch_norm(
-            x, None, None, None, None, True, 0.1, 1e-5, mode="golden", num_batches_tracked=None,
-            pool=pool, backend=backend,
-        )  # fmt: skip
-
-    mapped = torch.vmap(norm)(x)
-    for one, expected in zip(x, mapped, strict=True):
-        torch.testing.assert_close(norm(one, "triton"), expected)
+    norm = partial(routes.batch_norm, pool=pool)
+    mapped = torch.vmap(partial(norm, backend="auto"))(x)
+    torch.testing.assert_close(torch.stack([norm(one) for one in x]), mapped)
 
 
 def test_a_fused_stem_is_by_the_kernels_and_computes_what_the_unfused_one_does():
@@ -234,6 +209,5 @@ def test_a_fused_stem_is_by_the_kernels_and_computes_what_the_unfused_one_does()
     assert routes.is_pooled_by_kernel(fused)
     torch.testing.assert_close(fused, expected)
     ours = torch.autograd.grad(fused.square().sum(), list(stem.parameters()))
-    for one, other in zip(ours, gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(ours, gradients)
     assert stem.bn.num_batches_tracked == 2

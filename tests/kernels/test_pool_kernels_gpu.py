@@ -8,23 +8,14 @@ import torch
 import normplug
 import routes
 from accuracy import assert_same_bits
-from graphs import check_replays
+from graphs import check_replays, skip_below
+from kernel_cases import HALF
 from normplug import functional, fuse, swap
-from pool_cases import (
-    Pool,
-    PoolCase,
-    Stem,
-    assert_accurate,
-    check_compiled,
-    check_operators,
-    make,
-    run,
-)  # fmt: skip
+from pool_cases import PoolCase, Stem, assert_accurate, check_compiled, check_operators, make, run
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
-POOL = Pool((3, 3), (2, 2), (1, 1), False)
-HALF = {"dtype": torch.bfloat16, "params": torch.float32}
+POOL = routes.Pool((3, 3), (2, 2), (1, 1), False)
 STEM = (256, 64, 112, 112)
 CASES = [
     PoolCase((32, 64, 112, 112), **HALF),
@@ -127,9 +118,7 @@ def test_a_fused_stem_of_halves_is_as_close_to_float64_as_an_unfused_one(trainin
 
 
 def test_more_than_2_to_the_31_values():
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GiB of free GPU memory")
+    skip_below(gib=40)
     x = torch.empty(
         (700, 8, 640, 640), device=GPU, dtype=torch.bfloat16, memory_format=torch.channels_last
     )

@@ -28,15 +28,16 @@ from recompute_cases import (
     twins,
 )
 
-pytestmark = [
-    *interpreted.MARKS,
-    routes.NEEDS_RECOMPUTE,
-]
+pytestmark = [*interpreted.MARKS, routes.NEEDS_RECOMPUTE]
 
 X = torch.randn(2, 4, 6, 5)
 PLANES = torch.randn(2, 4, 11, 10)
 ROWS = torch.randn(4, 3, 8) * 2 + 3
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
+
+
+def check_same(ours, plain, x, low=None):
+    assert_same(outcome(ours, x, low), outcome(plain, x, low))
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_a_batch_norms_result_is_freed_and_no_bit_changes(name, memory_format):
     ours, plain = twins(make().to(dtype=dtype, memory_format=memory_format))
     x = PLANES.to(dtype).contiguous(memory_format=memory_format)
     for _ in range(2):
-        assert_same(outcome(ours, x), outcome(plain, x))
+        check_same(ours, plain, x)
     everything = {name for name, m in plain.named_modules() if isinstance(m, nn.Conv2d)}
     assert kept(plain, x) == everything
     assert kept(ours, x) == everything - dropped
@@ -91,7 +92,7 @@ def test_a_batch_norms_result_is_freed_and_no_bit_changes(name, memory_format):
 
 def test_a_layer_norms_result_is_freed_and_no_bit_changes():
     ours, plain = twins(Feed())
-    assert_same(outcome(ours, ROWS), outcome(plain, ROWS))
+    check_same(ours, plain, ROWS)
     assert kept(plain, ROWS) - kept(ours, ROWS) == {"mlp.0"}
 
 
@@ -99,7 +100,7 @@ def test_a_layer_norms_result_is_freed_and_no_bit_changes():
 @pytest.mark.parametrize("make", [Attend, Mixer])
 def test_a_permuted_copy_of_the_result_is_not_kept_either(make, low, recomputed):
     ours, plain = twins(make())
-    assert_same(outcome(ours, ROWS, low), outcome(plain, ROWS, low))
+    check_same(ours, plain, ROWS, low)
     assert len(recomputed) == 1
 
 
@@ -107,7 +108,7 @@ def test_a_permuted_copy_of_the_result_is_not_kept_either(make, low, recomputed)
 def test_what_autocast_makes_of_the_result_is_not_kept_either(output, recomputed):
     ours, plain = twins(Feed(), autocast_output=output)
     low = torch.bfloat16
-    assert_same(outcome(ours, ROWS, low), outcome(plain, ROWS, low))
+    check_same(ours, plain, ROWS, low)
     assert len(recomputed) == 1
     assert recomputed[0].dtype == (torch.float32 if output == "float32" else low)
 
@@ -116,7 +117,7 @@ def test_only_training_with_gradients_recomputes(recomputed):
     ours, plain = twins(chain())
     with torch.no_grad():
         assert torch.equal(ours(X), plain(X))
-    assert_same(outcome(ours.eval(), X), outcome(plain.eval(), X))
+    check_same(ours.eval(), plain.eval(), X)
     assert not recomputed
 
 
@@ -144,7 +145,7 @@ def test_what_the_module_changes_in_place_is_kept_as_it_read_it(recomputed):
     assert not recomputed
     changes = nn.Sequential(nn.Hardtanh(-0.5, 0.5, inplace=True), nn.Conv2d(4, 4, 1))
     ours, plain = twins(nn.Sequential(*first[:-1], changes))
-    assert_same(outcome(ours, X), outcome(plain, X))
+    check_same(ours, plain, X)
 
 
 class Views(nn.Module):
@@ -168,7 +169,7 @@ def test_views_and_casts_of_the_result_are_recomputed(memory_format, recomputed)
     model = nn.Sequential(*convolutions(nn.GELU())[:-1], Views())
     ours, plain = twins(model.to(memory_format=memory_format))
     x = X.contiguous(memory_format=memory_format)
-    assert_same(outcome(ours, x), outcome(plain, x))
+    check_same(ours, plain, x)
     assert len(recomputed) >= 3  # both parts and the cast
 
 
@@ -186,13 +187,12 @@ def test_a_weight_that_changes_before_the_backward_is_noticed():
 )
 def test_hooks_run_on_the_module_that_reads_the_result(kind, recomputed):
     ours, plain = twins(chain())
-    seen, other = [], []
-    for model, list_ in ((ours, seen), (plain, other)):
-        hook = lambda m, x, *_, list_=list_: list_.append(x[0].detach().clone())  # noqa: E731
-        getattr(model[3], kind)(hook)
-    assert_same(outcome(ours, X), outcome(plain, X))
-    assert len(seen) == 1
-    assert torch.equal(seen[0], other[0])
+    seen = []
+    for model in (ours, plain):
+        getattr(model[3], kind)(lambda m, x, *_: seen.append(x[0].detach().clone()))
+    check_same(ours, plain, X)
+    assert len(seen) == 2
+    assert torch.equal(*seen)
     assert len(recomputed) == 3
 
 
@@ -228,31 +228,27 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_works_around_the_model(reentrant, recomputed):
     ours, plain = twins(chain())
-    assert_same(
-        outcome(Checkpointed(ours, reentrant), X), outcome(Checkpointed(plain, reentrant), X)
-    )
-    assert len(recomputed) == (
-        3 if reentrant else 0
-    )  # else the checkpoint's own hooks are in force
+    check_same(Checkpointed(ours, reentrant), Checkpointed(plain, reentrant), X)
+    # Without reentrance the checkpoint's own hooks are in force.
+    assert len(recomputed) == (3 if reentrant else 0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_works_in_the_module_that_reads_the_result(reentrant, recomputed):
     inside = Checkpointed(nn.Conv2d(4, 4, 1), reentrant)
     ours, plain = twins(nn.Sequential(*convolutions(nn.ReLU())[:-1], inside))
-    assert_same(outcome(ours, X), outcome(plain, X))
+    check_same(ours, plain, X)
     assert len(recomputed) == 1
 
 
 def test_other_hooks_for_saved_tensors_get_what_is_saved(recomputed):
     ours, plain = twins(chain())
-    saved = {}
-    for model in (ours, plain):
-        saved[model] = []
-        with saved_tensors_hooks(lambda t, m=model: saved[m].append(t.detach()) or t, lambda t: t):
+    saved = {ours: [], plain: []}
+    for model, seen in saved.items():
+        with saved_tensors_hooks(lambda t, s=seen: s.append(t.detach()) or t, lambda t: t):
             model(X).sum().backward()
     assert not recomputed
-    for a, b in zip(saved[ours], saved[plain], strict=True):
+    for a, b in zip(*saved.values(), strict=True):
         assert torch.equal(a, b)
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         ours(X).sum().backward()
@@ -266,7 +262,7 @@ def test_fused_modules_inside_the_module_that_reads_the_result(recomputed):
     holder = nn.Sequential(*outer[:3], inner)
     ours, plain = twins(holder)
     inner.register_forward_hook(lambda *_: None)  # so that it is called, and not followed
-    assert_same(outcome(ours, X), outcome(plain, X))
+    check_same(ours, plain, X)
     assert len(recomputed) == 3
     assert kept(plain, X) - kept(ours, X) == {"3.0", "3.3", "3.6"}
 
@@ -292,7 +288,7 @@ def test_copies_keep_the_setting(how, recomputed):
     for model, count in zip(twins(nn.Sequential(chain(), Block(4))), (4, 0), strict=True):
         copied = how(model)
         recomputed.clear()
-        assert_same(outcome(copied, X), outcome(model, X))
+        check_same(copied, model, X)
         assert len(recomputed) == 2 * count
 
 
@@ -303,7 +299,7 @@ def test_the_last_call_decides_and_unfuse_undoes(recomputed):
         change(ours)
         if change is unfuse:
             unfuse(plain)
-        assert_same(outcome(ours, X), outcome(plain, X))
+        check_same(ours, plain, X)
         assert len(recomputed) == count
 
 
@@ -311,5 +307,5 @@ def test_a_compiled_module_may_read_the_result(recomputed):
     ours, plain = twins(convolutions(nn.ReLU()))
     for model in (ours, plain):
         model[3].compile(backend="aot_eager")
-    assert_same(outcome(ours, X), outcome(plain, X))
+    check_same(ours, plain, X)
     torch.compiler.reset()

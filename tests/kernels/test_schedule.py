@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+import torch
 
 from normplug._kernels.batch_norm import schedule as bn
 from normplug._kernels.batch_norm.schedule import Columns, Planes
@@ -11,48 +12,26 @@ from normplug._kernels.layer_norm import schedule as ln
 from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
 
 # (N, C, HW), and whether channels are adjacent in memory.
+TINY = [(2, 1, 1), (1, 1, 2), (1, 64, 49), (33, 7, 1)]
+FLAT = [(64, 1000, 1), (4096, 64, 1), (1024, 100_000, 1), (200_000, 16, 1), (5_000_000, 33, 1)]
+SPACE = [(32, 2048, 49), (3, 33, 100), (3, 33, 101), (128, 64, 3136), (1, 1, 3_000_000)]
+OF_BOTH = [(8, 512, 49), (16, 256, 196), (32, 64, 784), (2, 3, 40_000)]
+ADJACENT = [(128, 256, 3136), (100, 33, 323), (1, 1, 7)]
+# 2^31 values and more.
+HUGE = [(2_200_000, 1000, 1), (60_000, 750, 49), (2, 2**30 + 7, 1)]
+HUGE_OF_BOTH = [(700, 1000, 3136), (1, 3, 2**30)]
 SHAPES = [
-    ((2, 1, 1), False),
-    ((1, 1, 2), False),
-    ((1, 64, 49), False),
-    ((33, 7, 1), False),
-    ((64, 1000, 1), False),
-    ((4096, 64, 1), False),
-    ((1024, 100_000, 1), False),
-    ((200_000, 16, 1), False),
-    ((5_000_000, 33, 1), False),
-    ((8, 512, 49), False),
-    ((32, 2048, 49), False),
-    ((3, 33, 100), False),
-    ((3, 33, 101), False),
-    ((16, 256, 196), False),
-    ((32, 64, 784), False),
-    ((2, 3, 40_000), False),
-    ((128, 64, 3136), False),
-    ((1, 1, 3_000_000), False),
-    ((8, 512, 49), True),
-    ((16, 256, 196), True),
-    ((32, 64, 784), True),
-    ((2, 3, 40_000), True),
-    ((128, 256, 3136), True),
-    ((100, 33, 323), True),
-    ((1, 1, 7), True),
-    # 2^31 values and more.
-    ((700, 1000, 3136), False),
-    ((700, 1000, 3136), True),
-    ((2_200_000, 1000, 1), False),
-    ((60_000, 750, 49), False),
-    ((1, 3, 2**30), False),
-    ((1, 3, 2**30), True),
-    ((2, 2**30 + 7, 1), False),
+    *((shape, False) for shape in [*TINY, *FLAT, *SPACE, *HUGE, *OF_BOTH, *HUGE_OF_BOTH]),
+    *((shape, True) for shape in [*OF_BOTH, *ADJACENT, *HUGE_OF_BOTH]),
 ]
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 MACHINES = [(132, True), (132, False), (16, True), (1, False)]
 GEOMETRIES = {
     (shape, innermost, itemsize, tensors, sms, together): bn.geometry(
         *shape, innermost, itemsize, tensors, sms, together
     )
     for shape, innermost in SHAPES
-    for itemsize, tensors, (sms, together) in itertools.product((2, 4, 8), (1, 2), MACHINES)
+    for itemsize, tensors, (sms, together) in itertools.product(DTYPES, (1, 2), MACHINES)
 }
 PLANES = {key: shape for key, shape in GEOMETRIES.items() if isinstance(shape, Planes)}
 COLUMNS = {key: shape for key, shape in GEOMETRIES.items() if isinstance(shape, Columns)}
@@ -151,7 +130,7 @@ FLAGS = [
 def launches(key, shape):
     """Every launch that a call of this geometry may make: its flags, and the launch."""
     kernels = pytest.importorskip("normplug._kernels.batch_norm.launches")
-    dtype = {2: kernels.torch.bfloat16, 4: kernels.torch.float32, 8: kernels.torch.float64}[key[2]]
+    dtype = DTYPES[key[2]]
     for options in FLAGS:
         flags = kernels.Flags(**options)
         yield options, kernels.forward_launch(shape, dtype, flags, 0.1, 1e-5, 1.0)
@@ -160,23 +139,15 @@ def launches(key, shape):
                 yield needs, kernels.backward_launch(shape, dtype, flags, needs, 1.0)
 
 
-def test_a_cooperative_launch_is_no_larger_than_the_gpu():
-    pytest.importorskip("triton")
-    for key, shape in COLUMNS.items():
-        for options, launch in launches(key, shape):
-            if launch._constants.get("launch_cooperative_grid"):
-                assert launch._grid <= key[-2], (key, options)
-
-
-def test_there_are_programs_for_all_that_is_written():
+def test_launches_have_programs_for_all_that_is_written_and_cooperative_ones_fit_the_gpu():
     pytest.importorskip("triton")
     for key, shape in GEOMETRIES.items():
+        tiles = shape.tiles if isinstance(shape, Planes) else shape.slabs * shape.gathers
         for options, launch in launches(key, shape):
             assert 0 < launch._grid < 2**31, (key, options)
-            if isinstance(shape, Planes):
-                assert launch._grid >= shape.tiles, (key, options)
-            else:
-                assert launch._grid >= shape.slabs * shape.gathers, (key, options)
+            assert launch._grid >= tiles, (key, options)
+            if launch._constants.get("launch_cooperative_grid"):
+                assert launch._grid <= key[-2], (key, options)
 
 
 def test_the_workspace_has_room_for_all_that_programs_tell_each_other():
@@ -202,28 +173,21 @@ WIDTHS = [
     13_107, 13_108, 16_383, 16_384, 16_385, 20_480, 26_214, 26_215, 32_767, 32_768, 32_769, 40_000,
     52_428, 52_429, 65_535, 65_536, 65_537, 100_000, 131_071, 131_072, 131_073, 262_144, 300_000,
 ]  # fmt: skip
-SHARED_MEMORY = 227 << 10
-LEAST_SHARED_MEMORY = 99 << 10
 
 
-def units(width):
-    """What may divide a width and its strides."""
-    return {unit for unit in (1, 2, 4, 8) if width % unit == 0}
-
-
+# Processors, shared memory, and whether programs may wait for each other.
 ROW_MACHINES = [
-    (132, SHARED_MEMORY, True),
-    (132, SHARED_MEMORY, False),
+    (132, 227 << 10, True),
+    (132, 227 << 10, False),
     (108, 163 << 10, True),
     (14, 163 << 10, True),
-    (1, LEAST_SHARED_MEMORY, True),
+    (1, 99 << 10, True),
 ]
 ROW_CALLS = [
     (rows, width, unit, itemsize, machine)
-    for rows, width, itemsize, machine in itertools.product(
-        HEIGHTS, WIDTHS, (2, 4, 8), ROW_MACHINES
-    )
-    for unit in units(width)
+    for rows, width, itemsize, machine in itertools.product(HEIGHTS, WIDTHS, DTYPES, ROW_MACHINES)
+    for unit in (1, 2, 4, 8)
+    if width % unit == 0  # as a unit must divide a width and its strides
 ]
 ROW_FORWARD = {
     (*call, running): ln.layer_norm_forward(*call[:4], running, call[4][0])
@@ -340,7 +304,7 @@ def test_sums_over_rows_are_no_more_traffic_than_the_rows():
 def row_launches(key, shape, forward):
     """Launches that a call of this geometry may make: its flags or needs, launch and scratch."""
     kernels = pytest.importorskip("normplug._kernels.layer_norm.launches")
-    dtype = {2: kernels.torch.float32, 4: kernels.torch.float32, 8: kernels.torch.float64}[key[3]]
+    dtype = torch.promote_types(DTYPES[key[3]], torch.float32)
     strides = kernels.Strides(shape.width)
     if forward:
         for running in (False, True):

@@ -1,8 +1,16 @@
-"""Steps of modules as CUDA graphs."""
+"""What tests of a GPU share: steps of modules as CUDA graphs, and the memory that is free."""
 
+import pytest
 import torch
 
 WARM_UPS = 2
+
+
+def skip_below(gib):
+    """Skip the test unless so much GPU memory is free."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < gib << 30:
+        pytest.skip(f"needs {gib} GiB of free GPU memory")
 
 
 def captured(step, module):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import calls
 import normplug
 import routes
-from calls import assert_all_no_worse, assert_recomputable, check_one_graph, said
+from calls import Tensors, assert_all_no_worse, assert_recomputable, check_one_graph, said
 from normplug import functional, reference, target_variance
 
 INPUTS = ("x", "weight", "bias", "residual")
+HALF = {"dtype": torch.bfloat16, "params": torch.float32}
 # Where an activation's slope jumps.
 BENDS = {"relu": (0,), "relu6": (0, 6), "hardswish": (-3, 3)}
 
@@ -45,22 +49,6 @@ class Case:
     seed: int = 0
 
     __str__ = said
-
-
-@dataclass
-class Tensors:
-    """What a call is given, and the gradient of its output; None where there is none."""
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    dy: Tensor
-
-    def double(self) -> Tensors:
-        return Tensors(*(None if t is None else t.double() for t in vars(self).values()))
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -106,52 +94,42 @@ def make(case: Case, device: str = "cpu") -> Tensors:
     return tensors
 
 
-def run(case: Case, tensors: Tensors, backend: str) -> dict[str, Tensor]:
-    """Forward and backward: all that comes out, by name."""
-    count = torch.tensor(3, device=tensors.x.device)
-    mean, var = (None if t is None else t.clone() for t in _running(tensors))
-    inputs = {name: getattr(tensors, name) for name in INPUTS}
-    for name, tensor in inputs.items():
-        if tensor is not None:
-            inputs[name] = tensor.detach().requires_grad_(name in case.needs)
-    y = functional.batch_norm(
-        inputs["x"], mean, var, inputs["weight"], inputs["bias"], case.training, case.momentum,
+def call(
+    case: Case,
+    inputs: dict[str, Any],
+    backend: str,
+    norm: Callable[..., Tensor] = functional.batch_norm,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """The output, by name; `options` are running statistics, and what else the norm takes."""
+    running = (options.pop("running_mean", None), options.pop("running_var", None))
+    y = norm(
+        inputs["x"], *running, inputs["weight"], inputs["bias"], case.training, case.momentum,
         case.eps, mode=case.mode, residual=inputs["residual"], activation=case.activation,
-        num_batches_tracked=count if case.running else None, backend=backend,
+        backend=backend, **options,
     )  # fmt: skip
-    out: dict[str, Tensor] = {"y": y.detach()}
-    asked = {f"d{name}": t for name, t in inputs.items() if t is not None and t.requires_grad}
-    if asked:
-        gradients = torch.autograd.grad(y, list(asked.values()), tensors.dy)
-        out.update(zip(asked, gradients, strict=True))
-    if mean is not None and var is not None:
-        out.update(running_mean=mean, running_var=var, num_batches_tracked=count)
-    return out
+    return {"y": y}
 
 
-def assert_accurate(case: Case, device: str = "cpu", backend: str = "triton") -> dict[str, Tensor]:
+run = partial(calls.run, call)
+
+
+def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     """The kernels' results, which are as close to float64 as those of torch's own."""
     tensors = make(case, device)
-    ours = run(case, tensors, backend)
-    assert_as_accurate_as_torch(case, tensors, ours)
+    ours, theirs = (run(case, tensors, backend) for backend in ("triton", "torch"))
+    exact = _Exact(case, tensors)
+    assert_all_no_worse(ours, theirs, exact.results(), exact.terms())
     return ours
-
-
-def assert_as_accurate_as_torch(case: Case, tensors: Tensors, ours: dict[str, Tensor]) -> None:
-    assert_all_no_worse(ours, run(case, tensors, "torch"), _Exact(case, tensors))
 
 
 def check_recomputed(case: Case, device: str = "cpu") -> None:
     """The backward can recompute the result."""
     tensors = make(case, device)
-    count = torch.tensor(3, device=device)
-    y = routes.batch_norm(
-        tensors.x.requires_grad_(), *_running(tensors), tensors.weight, tensors.bias,
-        case.training, case.momentum, case.eps, mode=case.mode, residual=tensors.residual,
-        activation=case.activation, num_batches_tracked=count if case.running else None,
-        backend="triton", keeps_residual=True,
-    )  # fmt: skip
-    assert_recomputable(y, [t for t in (*_running(tensors), count) if t is not None])
+    running = tensors.running()
+    options = {"norm": routes.batch_norm, "keeps_residual": True}
+    y = call(case, tensors.inputs(("x",)), "triton", **running, **options)["y"]
+    assert_recomputable(y, running.values())
 
 
 OPERATOR_CASES = [
@@ -175,12 +153,8 @@ def check_operators(case: Case, device: str) -> None:
     from normplug._ops.batch_norm.compiled import PLAIN
 
     tensors = make(case, device)
-    x, weight, bias, residual = (
-        None if t is None else t.requires_grad_(name in case.needs)
-        for name, t in ((name, getattr(tensors, name)) for name in INPUTS)
-    )
-    running = (None, None) if case.training else _running(tensors)
-    t = routes.Tensors(x, residual, weight, bias, None, *running)
+    running = {} if case.training else tensors.running(tracked=False)
+    t = routes.Tensors(**tensors.inputs(case.needs), **running)
     numbers = (case.training, case.eps, target_variance(case.mode), case.activation, [])
     routes.check_operators(PLAIN, t, numbers, tensors.dy)
 
@@ -221,8 +195,8 @@ class _Exact:
     """A call in float64, by the formulas of `normplug.reference`."""
 
     def __init__(self, case: Case, tensors: Tensors) -> None:
-        self.case, t = case, tensors.double()
-        self.tensors = t
+        self.case, self.tensors = case, tensors.to(torch.double)
+        t = self.tensors
         self.tv = target_variance(case.mode)
         given: dict[str, Any] = {}
         if not case.training:
@@ -245,7 +219,8 @@ class _Exact:
         }
         for name, value in self._batch().items():
             old = getattr(self.tensors, name)
-            out[name] = reference.running_average(old, value, self._momentum(), 4)
+            momentum = self.case.momentum if self.case.training else 0.0
+            out[name] = reference.running_average(old, value, momentum, 4)
         return out
 
     def terms(self) -> dict[str, Tensor]:
@@ -299,10 +274,3 @@ class _Exact:
             return {}
         unbiased = self.var * (self.n / max(self.n - 1, 1))
         return {"running_mean": self.mean, "running_var": unbiased}
-
-    def _momentum(self) -> float | None:
-        return self.case.momentum if self.case.training else 0.0
-
-
-def _running(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
-    return tensors.running_mean, tensors.running_var

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import calls
+import kernel_cases
 import normplug
 import routes
-from accuracy import assert_no_worse
-from calls import check_one_graph
-from kernel_cases import Case, Tensors, _Exact
-from kernel_cases import make as make_norm
+from calls import Tensors, assert_all_no_worse, check_one_graph, truncation
+from kernel_cases import HALF, Case, _Exact
 from normplug import fuse, reference, swap, target_variance
 from routes import Pool
 
@@ -39,7 +40,7 @@ class PoolCase(Case):
 
 def make(case: PoolCase, device: str = "cpu") -> Tensors:
     """Values are eighths, so that two in a window are the same, or further apart than roundings."""
-    tensors = make_norm(case, device)
+    tensors = kernel_cases.make(case, device)
     generator = torch.Generator().manual_seed(case.seed)
     eighths = torch.randint(-40, 41, case.shape, generator=generator) / 8 + case.offset
     tensors.x.copy_(eighths)
@@ -54,41 +55,23 @@ def make(case: PoolCase, device: str = "cpu") -> Tensors:
     return tensors
 
 
-def run(case: PoolCase, tensors: Tensors, backend: str) -> dict[str, Tensor]:
-    """Forward and backward: all that comes out, by name."""
-    count = torch.tensor(3, device=tensors.x.device)
-    leaves = {name: leaf(getattr(tensors, name), name in case.needs) for name in INPUTS}
-    mean, var = (
-        None if t is None else t.clone() for t in (tensors.running_mean, tensors.running_var)
-    )
-    y = routes.batch_norm(
-        leaves["x"], mean, var, leaves["weight"], leaves["bias"], case.training, case.momentum,
-        case.eps, mode=case.mode, pool=case.pool, backend=backend,
-        num_batches_tracked=count if case.running else None,
-    )  # fmt: skip
-    assert backend == "torch" or "Pool2D" not in str(y.grad_fn)
-    out = {"y": y.detach()}
-    asked = {f"d{name}": t for name, t in leaves.items() if t is not None and t.requires_grad}
-    if asked:
-        gradients = torch.autograd.grad(y, list(asked.values()), tensors.dy)
-        out.update(zip(asked, gradients, strict=True))
-    if mean is not None and var is not None:
-        out.update(running_mean=mean, running_var=var, num_batches_tracked=count)
+def call(case: PoolCase, inputs: dict[str, Any], backend: str, **running: Any) -> dict[str, Tensor]:
+    """The output, by name."""
+    options = {"norm": routes.batch_norm, "pool": case.pool}
+    out = kernel_cases.call(case, inputs, backend, **running, **options)
+    assert backend == "torch" or "Pool2D" not in str(out["y"].grad_fn)
     return out
 
 
-def leaf(tensor: Tensor | None, needed: bool = True) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone().requires_grad_(needed)
+run = partial(calls.run, call)
 
 
 def assert_accurate(case: PoolCase, device: str = "cpu") -> dict[str, Tensor]:
     """The kernels' results, which are as close to float64 as torch's own, rounded at the end."""
     tensors = make(case, device)
     ours = run(case, tensors, "triton")
-    wide = reference.accumulator_dtype(case.dtype)
-    theirs = run(
-        case, Tensors(*(t if t is None else t.to(wide) for t in vars(tensors).values())), "torch"
-    )
+    wide = tensors.to(reference.accumulator_dtype(case.dtype))
+    theirs = {n: t.to(ours[n].dtype) for n, t in run(case, wide, "torch").items()}
     z = _Exact(case, replace(tensors, dy=tensors.x)).z
     pooled, places = F.max_pool2d(
         z.relu(), *case.pool[:3], ceil_mode=case.ceil_mode, return_indices=True
@@ -99,28 +82,14 @@ def assert_accurate(case: PoolCase, device: str = "cpu") -> dict[str, Tensor]:
     exact = _Exact(case, replace(tensors, dy=dz))
     truth, terms = exact.results(), exact.terms()
     truth["y"], terms["y"] = pooled, case.pool(terms["y"])
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        if name == "num_batches_tracked":
-            assert torch.equal(value, theirs[name])
-            continue
-        # Triton's interpreter cuts off what a GPU rounds.
-        truncated = value.is_cpu and value.dtype == torch.bfloat16
-        spare = torch.finfo(value.dtype).eps if truncated else 0.0
-        assert_no_worse(name, value, theirs[name].to(value.dtype), truth[name], terms[name], spare)
+    spare = lambda name, value: 2 * truncation(value)  # noqa: E731
+    assert_all_no_worse(ours, theirs, truth, terms, spare)
     return ours
 
 
 OPERATOR_CASES = [
     PoolCase((2, 3, 4, 5)),
-    PoolCase(
-        (2, 16, 4, 4),
-        torch.bfloat16,
-        params=torch.float32,
-        kernel=(2, 2),
-        padding=(0, 0),
-        affine="weight",
-    ),
+    PoolCase((2, 16, 4, 4), **HALF, kernel=(2, 2), padding=(0, 0), affine="weight"),
     PoolCase((2, 3, 4, 4), torch.float64, training=False, ceil_mode=True, needs=("x",)),
 ]
 
@@ -130,11 +99,10 @@ def check_operators(case: Case, device: str) -> None:
     from normplug._ops.batch_norm.compiled import POOLED
 
     tensors = make(case, device)
-    x, weight, bias = (leaf(getattr(tensors, name), name in case.needs) for name in INPUTS)
-    running = (None, None) if case.training else (tensors.running_mean, tensors.running_var)
+    running = {} if case.training else tensors.running(tracked=False)
     window = [*case.kernel, *case.stride, *case.padding, int(case.ceil_mode)]
     numbers = (case.training, case.eps, target_variance(case.mode), "relu", window)
-    t = routes.Tensors(x, None, weight, bias, None, *running)
+    t = routes.Tensors(**tensors.inputs(case.needs), **running)
     routes.check_operators(POOLED, t, numbers, tensors.dy)
 
 

@@ -5,7 +5,6 @@ Import it after `pytest.importorskip("triton")` where a test needs the kernels.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from calls import INNER_RULES
 from normplug import functional, target_variance
 from normplug._ops import cache, eligible, recompute
 from normplug._ops.spec import BatchNormSpec, Pool, Tensors
@@ -23,14 +21,8 @@ __all__ = ["HAS_RECOMPUTE", "NEEDS_RECOMPUTE", "Pool"]
 
 HAS_RECOMPUTE = recompute.AVAILABLE
 NEEDS_RECOMPUTE = pytest.mark.skipif(not HAS_RECOMPUTE, reason="needs torch 2.8")
-
-
-def _plans() -> list[Any]:
-    from normplug._ops.batch_norm.eager import BatchNormPlan
-    from normplug._ops.batch_norm.pooled import PooledPlan
-    from normplug._ops.layer_norm.eager import LayerNormPlan
-
-    return [BatchNormPlan, PooledPlan, LayerNormPlan]
+# Of an operator that is traced within another one, whose test compiles both.
+INNER_RULES = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,31 +89,13 @@ def watch_compiled(
 
     made: list[dict[str, Any]] = []
     start = Launch.__init__
-    parameters = inspect.signature(start)
 
-    def watched(*args: Any, **options: Any) -> None:
-        bound = parameters.bind(*args, **options)
-        made.append(change(bound.arguments["constants"]))
-        bound.arguments["constants"] = made[-1]
-        start(*bound.args, **bound.kwargs)
+    def watched(*args: Any, constants: dict[str, Any], **options: Any) -> None:
+        made.append(change(constants))
+        start(*args, constants=made[-1], **options)
 
     monkeypatch.setattr(Launch, "__init__", watched)
     forget(monkeypatch)
-    return made
-
-
-def watch_workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The workspaces that are made from now on."""
-    from normplug._kernels.launch import Workspace
-
-    made: list[Any] = []
-    start = Workspace.__init__
-
-    def watched(work: Any, *sizes: Any) -> None:
-        made.append(work)
-        start(work, *sizes)
-
-    monkeypatch.setattr(Workspace, "__init__", watched)
     return made
 
 
@@ -136,8 +110,12 @@ def assert_counters_are_zero() -> None:
 
 def watch_recomputed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The results that backwards recompute from now on."""
+    from normplug._ops.batch_norm.eager import BatchNormPlan
+    from normplug._ops.batch_norm.pooled import PooledPlan
+    from normplug._ops.layer_norm.eager import LayerNormPlan
+
     made: list[Tensor] = []
-    for plan in _plans():
+    for plan in (BatchNormPlan, PooledPlan, LayerNormPlan):
 
         def watched(self: Any, saved: Any, plain: Any = plan.recomputed) -> Tensor:
             made.append(plain(self, saved))
@@ -166,9 +144,8 @@ def refusal_to_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -
     """Why the kernels cannot normalise and pool x; vectors: running statistics, weight and bias."""
     from normplug._ops.batch_norm.pooled import KERNELS
 
-    mean, var, weight, bias = vectors or (None,) * 4
     spec = BatchNormSpec(True, 0.1, 1e-5, 1.0, "relu", pool)
-    return KERNELS.refusal(Tensors(x, None, weight, bias, None, mean, var), spec)
+    return KERNELS.refusal(Tensors(x, None, *vectors[2:], None, *vectors[:2]), spec)
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,20 +157,20 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def batch_norm(
     x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = True,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
     *,
-    mode: Any,
+    mode: Any = "golden",
     residual: Tensor | None = None,
     activation: str | None = None,
     pool: Pool | None = None,
     num_batches_tracked: Tensor | None = None,
-    backend: str = "auto",
+    backend: str = "triton",
     keeps_residual: bool = False,
 ) -> Tensor:
     """`functional.batch_norm` with what only a fused model asks for; pooling comes after relu."""

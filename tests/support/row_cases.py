@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import calls
 import normplug
 import routes
-from calls import (
-    assert_all_no_worse,
-    assert_recomputable,
-    check_one_graph,
-    said,
-    truncation,
-)
+from calls import INPUTS, Tensors, assert_all_no_worse, assert_recomputable, check_one_graph, said
 from normplug import functional, reference, target_variance
 
-INPUTS = ("x", "residual", "weight", "bias", "input_bias")
 PERMUTED = ("permuted", "rotated", "permuted apart", "repeated inside")  # two strides
 LAYOUTS = (
     "contiguous", "apart", "odd", "every second", "transposed", "repeated", "expanded", *PERMUTED,
@@ -70,24 +64,6 @@ class Case:
         if self.residual is None:
             return self.dtype
         return torch.promote_types(self.dtype, self.residual_dtype or self.dtype)
-
-
-@dataclass
-class Tensors:
-    """What a call is given, and the gradients of its outputs; None where there is none."""
-
-    x: Tensor
-    residual: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    input_bias: Tensor | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    dy: Tensor
-    dtotal: Tensor | None
-
-    def double(self) -> Tensors:
-        return Tensors(*(None if t is None else t.double() for t in vars(self).values()))
 
 
 def laid_out(x: Tensor, dims: int, layout: str) -> Tensor:
@@ -149,68 +125,39 @@ def make(case: Case, device: str = "cpu") -> Tensors:
 
 def call(case: Case, inputs: dict[str, Any], backend: str, **running: Any) -> dict[str, Tensor]:
     """The outputs, by name."""
-    options = {"mode": case.mode, "backend": backend}
     given = (case.row, inputs["weight"], inputs["bias"], case.eps)
-    if inputs["residual"] is None:
-        y = functional.layer_norm(
-            inputs["x"], *given, input_bias=inputs["input_bias"], **running, **options
-        )
-        return {"y": y}
-    y, total = functional.add_layer_norm(
-        inputs["x"], inputs["residual"], *given, **running, **options
-    )
+    options = {"mode": case.mode, "backend": backend, **running}
+    if running:
+        options["momentum"] = case.momentum
+    x, residual, input_bias = inputs["x"], inputs["residual"], inputs["input_bias"]
+    if residual is None:
+        return {"y": functional.layer_norm(x, *given, input_bias=input_bias, **options)}
+    y, total = functional.add_layer_norm(x, residual, *given, **options)
     return {"y": y, "total": total}
 
 
 def run(case: Case, tensors: Tensors, backend: str) -> dict[str, Tensor]:
     """Forward and backward: all that comes out, by name."""
-    inputs = {name: getattr(tensors, name) for name in INPUTS}
-    for name, tensor in inputs.items():
-        if tensor is not None:
-            inputs[name] = tensor.detach().requires_grad_(name in case.needs)
-    moved: dict[str, Tensor] = {}
-    running: dict[str, Any] = {}
-    if case.running is not None:
-        moved = {n: getattr(tensors, n).clone() for n in ("running_mean", "running_var")}
-        if case.tracked:
-            moved["num_batches_tracked"] = torch.tensor(3, device=tensors.x.device)
-        running = {**moved, "momentum": case.momentum}
-    outputs = call(case, inputs, backend, **running)
-    out = {name: output.detach() for name, output in outputs.items()}
-    asked = {f"d{name}": t for name, t in inputs.items() if t is not None and t.requires_grad}
-    if asked:
-        used = [name for name in outputs if name in case.used and outputs[name].requires_grad]
-        gradients = torch.autograd.grad(
-            [outputs[name] for name in used],
-            list(asked.values()),
-            [getattr(tensors, f"d{name}") for name in used],
-        )
-        out.update(zip(asked, gradients, strict=True))
-    return {**out, **moved}
+    return calls.run(call, case, tensors, backend, case.used, case.tracked)
 
 
-def assert_accurate(case: Case, device: str = "cpu", backend: str = "triton") -> dict[str, Tensor]:
+def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     """The kernels' results, which are as close to float64 as those of torch's own."""
     tensors = make(case, device)
-    ours = run(case, tensors, backend)
-    assert_as_accurate_as_torch(case, tensors, ours)
-    return ours
-
-
-def assert_as_accurate_as_torch(case: Case, tensors: Tensors, ours: dict[str, Tensor]) -> None:
-    theirs = run(case, tensors, "torch")
+    ours, theirs = (run(case, tensors, backend) for backend in ("triton", "torch"))
     if "total" in ours:
         theirs = _of_the_same_total(case, tensors, ours, theirs)
     exact = _Exact(case, tensors, ours.get("total"))
+    truth, terms = exact.results(), exact.terms()
 
     def spare(name: str, value: Tensor) -> float:
         assert value.isfinite().all(), name
         if name.startswith("running") and case.running == torch.float64 != case.dtype:
-            truth, terms = exact.results()[name], exact.terms()[name]
-            return float(1e-6 * terms / truth.abs())  # they move by float32
-        return truncation(value)
+            return float(1e-6 * terms[name] / truth[name].abs())  # they move by float32
+        return calls.truncation(value)
 
-    assert_all_no_worse(ours, theirs, exact, spare)
+    assert_all_no_worse(ours, theirs, truth, terms, spare)
+    return ours
 
 
 def _of_the_same_total(
@@ -218,10 +165,10 @@ def _of_the_same_total(
 ) -> dict[str, Tensor]:
     """Torch's results, of a total that agrees to the bit."""
     total = ours["total"]
-    if truncation(total):
+    if calls.truncation(total):
         off = (total.double() - theirs["total"].double()).abs()
         assert (off <= torch.finfo(total.dtype).eps * theirs["total"].abs()).all()
-        same = Tensors(**{**vars(tensors), "x": total, "residual": torch.zeros_like(total)})
+        same = replace(tensors, x=total, residual=torch.zeros_like(total))
         theirs = run(case, same, "torch")
     assert torch.equal(total, theirs["total"])
     return theirs
@@ -230,13 +177,8 @@ def _of_the_same_total(
 def check_recomputed(case: Case, device: str = "cpu") -> None:
     """The backward can recompute the result."""
     tensors = make(case, device)
-    inputs = {name: getattr(tensors, name) for name in INPUTS}
-    inputs["x"] = tensors.x.requires_grad_()
-    running = {}
-    if case.running is not None:
-        running = {n: getattr(tensors, n) for n in ("running_mean", "running_var")}
-        running["num_batches_tracked"] = torch.tensor(3, device=device)
-    y = call(case, inputs, "triton", **running)["y"]
+    running = tensors.running()
+    y = call(case, tensors.inputs(("x",)), "triton", **running)["y"]
     assert_recomputable(y, running.values())
 
 
@@ -264,19 +206,11 @@ def check_operators(case: Case, device: str) -> None:
     from normplug._ops.layer_norm.compiled import ADD, PLAIN
 
     tensors = make(case, device)
-    inputs = {name: getattr(tensors, name) for name in INPUTS}
-    for name, tensor in inputs.items():
-        if tensor is not None:
-            tensor.requires_grad_(name in case.needs)
-    count = None if case.running is None else torch.tensor(3, device=device)
-    t = routes.Tensors(
-        **inputs,
-        running_mean=tensors.running_mean,
-        running_var=tensors.running_var,
-        tracked=count,
-    )
-    shape = tensors.x.shape[tensors.x.dim() - case.dims :]
-    numbers = (list(shape), case.momentum, case.eps, target_variance(case.mode), None, "float32")
+    running = tensors.running()
+    count = running.pop("num_batches_tracked", None)
+    t = routes.Tensors(**tensors.inputs(case.needs), **running, tracked=count)
+    target = target_variance(case.mode)
+    numbers = (list(case.row), case.momentum, case.eps, target, None, "float32")
     operators = PLAIN if tensors.residual is None else ADD
     routes.check_operators(operators, t, numbers, tensors.dy, tensors.dtotal)
 
@@ -312,11 +246,7 @@ class _Block(torch.nn.Module):
 
 def check_around_attention(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Norms before and after an attention take its permuted tensors, and are right."""
-    torch.manual_seed(0)
-    block = _Attention().to(device)
-    exact = copy.deepcopy(block).double()
-    for norm in (exact.before, exact.after):
-        norm.backend = "torch"
+    block, exact = _attention(device)
     seen = []
 
     def see(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -327,7 +257,7 @@ def check_around_attention(monkeypatch: pytest.MonkeyPatch, device: str) -> None
         norm.register_forward_hook(see)
     launches = routes.watch_launches(monkeypatch)
     x = torch.randn(4, 5, 24, device=device)
-    assert_block_as_exact(block, exact, x)
+    _assert_block_as_exact(block, exact, x)
     assert len(launches) == 6  # three forward, three backward
     _, attended, _, dy = seen
     for tensor, launch, name in ((attended, 1, "x"), (attended, 2, "x"), (dy, 5, "dy")):
@@ -337,25 +267,30 @@ def check_around_attention(monkeypatch: pytest.MonkeyPatch, device: str) -> None
 
 def check_compiled_around_attention(device: str, backend: str) -> None:
     """The same in one graph."""
+    block, exact = _attention(device)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    _assert_block_as_exact(compiled, exact, torch.randn(4, 5, 24, device=device))
+
+
+def _attention(device: str) -> tuple[_Attention, _Attention]:
+    """By the kernels, and the same by torch in float64."""
     torch.manual_seed(0)
     block = _Attention().to(device)
     exact = copy.deepcopy(block).double()
-    for norm in (exact.before, exact.after):
-        norm.backend = "torch"
-    torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, backend=backend)
-    assert_block_as_exact(compiled, exact, torch.randn(4, 5, 24, device=device))
+    exact.before.backend = exact.after.backend = "torch"
+    return block, exact
 
 
-def assert_block_as_exact(block: Any, exact: torch.nn.Module, x: Tensor) -> None:
+def _assert_block_as_exact(block: Any, exact: torch.nn.Module, x: Tensor) -> None:
     results = []
     for module, given in ((block, x), (exact, x.double())):
         leaves = (given.requires_grad_(), *module.parameters())
         outputs = module(given)
         loss = sum((y.sigmoid() * (1 + i)).square().sum() for i, y in enumerate(outputs))
         results.append((*outputs, *torch.autograd.grad(loss, leaves)))
-    for ours, truth in zip(*results, strict=True):
-        torch.testing.assert_close(ours.double(), truth, rtol=1e-3, atol=1e-3)
+    ours, truth = results
+    torch.testing.assert_close([t.double() for t in ours], truth, rtol=1e-3, atol=1e-3)
 
 
 class _Attention(torch.nn.Module):
@@ -377,7 +312,7 @@ class _Exact:
     """A call in float64, by the formulas of `normplug.reference`; of a total that is known."""
 
     def __init__(self, case: Case, tensors: Tensors, total: Tensor | None) -> None:
-        self.case, self.tensors = case, tensors.double()
+        self.case, self.tensors = case, tensors.to(torch.double)
         t = self.tensors
         self.tv = target_variance(case.mode)
         self.h = t.x if total is None else total.double()
