@@ -1,6 +1,6 @@
 """What a user can get wrong in a call.
 
-Each sentence has one form: who, what must be (the rule), what was got, and the way out.
+Each sentence has one form: the caller, what must be (the rule), what was got, and the way out.
 """
 
 from __future__ import annotations
@@ -24,58 +24,58 @@ BACKENDS = ("auto", "triton", "torch")
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # once: a call costs microseconds
 
 
-def _must(who: str, name: str, rule: str, got: str, way_out: str = "") -> str:
-    """The sentence of almost every error; `who` is a function or a class of normplug."""
-    return f"normplug.{who}: {name} must be {rule}; got {got}.{way_out and f' {way_out}'}"
+def _must(caller: str, name: str, rule: str, got: str, way_out: str = "") -> str:
+    """The sentence of almost every error; `caller` is a function or a class of normplug."""
+    return f"normplug.{caller}: {name} must be {rule}; got {got}.{way_out and f' {way_out}'}"
 
 
-def module(who: str, model: Any) -> None:
+def module(caller: str, model: Any) -> None:
     """Refuse what is no module, and compiled TorchScript, which has no layers left."""
     if not isinstance(model, nn.Module):
-        raise TypeError(_must(who, "model", "an nn.Module", type(model).__name__))
+        raise TypeError(_must(caller, "model", "an nn.Module", type(model).__name__))
     if isinstance(model, torch.jit.ScriptModule):
         got = f"{type(model).__name__}, compiled TorchScript, whose layers cannot change"
         way_out = "Use the module it was made from."
-        raise TypeError(_must(who, "model", "an nn.Module in Python", got, way_out))
+        raise TypeError(_must(caller, "model", "an nn.Module in Python", got, way_out))
 
 
-def backend(who: str, name: str) -> str:
+def backend(caller: str, name: str) -> str:
     """Refuse an unknown backend; return the backend, or what `NORMPLUG_BACKEND` sets for "auto"."""
     if isinstance(name, str) and name == "auto":
-        return _one_of(who, "NORMPLUG_BACKEND", DEFAULT_BACKEND, BACKENDS)
-    return _one_of(who, "backend", name, BACKENDS)
+        return _one_of(caller, "NORMPLUG_BACKEND", DEFAULT_BACKEND, BACKENDS)
+    return _one_of(caller, "backend", name, BACKENDS)
 
 
-def autocast_output(who: str, name: str) -> None:
+def autocast_output(caller: str, name: str) -> None:
     """Refuse what is not one of the two rules for the output's dtype under autocast."""
-    _one_of(who, "autocast_output", name, AUTOCAST_OUTPUTS)
+    _one_of(caller, "autocast_output", name, AUTOCAST_OUTPUTS)
 
 
-def activation(who: str, name: str | None) -> None:
+def activation(caller: str, name: str | None) -> None:
     """Refuse an activation that is not fused."""
     if name is not None:
-        _one_of(who, "activation", name, ACTIVATIONS[1:], "None or one of")
+        _one_of(caller, "activation", name, ACTIVATIONS[1:], "None or one of")
 
 
-def _one_of(who: str, name: str, value: str, known: Sequence[Any], rule: str = "one of") -> str:
+def _one_of(caller: str, name: str, value: str, known: Sequence[Any], rule: str = "one of") -> str:
     if not isinstance(value, str) or value not in known:
         listed = ", ".join(map(repr, known))
-        raise ValueError(_must(who, name, f"{rule} {listed}", repr(value)))
+        raise ValueError(_must(caller, name, f"{rule} {listed}", repr(value)))
     return value
 
 
-def no_kernel(who: str, why: str) -> NotImplementedError:
+def no_kernel(caller: str, why: str) -> NotImplementedError:
     """The error of a call that asks for the kernels where they cannot run."""
     return NotImplementedError(
-        f"normplug.{who}: backend='triton', but {why}. Use backend='auto' or 'torch'."
+        f"normplug.{caller}: backend='triton', but {why}. Use backend='auto' or 'torch'."
     )
 
 
-def flags(who: str, **values: Any) -> None:
+def flags(caller: str, **values: Any) -> None:
     """Refuse anything but True and False, since "no" and 0.0 can be read in two ways."""
     for name, value in values.items():
         if not isinstance(value, bool):
-            raise TypeError(_must(who, name, "True or False", _shown(value)))
+            raise TypeError(_must(caller, name, "True or False", _shown(value)))
 
 
 def filters(role: str, given: Any) -> list[Any]:
@@ -93,208 +93,209 @@ def filters(role: str, given: Any) -> list[Any]:
     return listed
 
 
-def swap_options(who: str, **options: Any) -> None:
+def swap_options(caller: str, **options: Any) -> None:
     """Refuse options of `normplug.swap` that are wrong for every model."""
     for name, value in options.items():
         if name == "autocast_output":
-            autocast_output(who, value)
+            autocast_output(caller, value)
         elif name == "backend":
-            backend(who, value)
+            backend(caller, value)
         elif name not in ("include", "exclude"):
-            flags(who, **{name: value})
+            flags(caller, **{name: value})
         elif not isinstance(value, Iterator):  # it can only be read once
             filters(name, value)
 
 
-def known(who: str, options: Iterable[str], names: Sequence[str]) -> None:
+def known(caller: str, options: Iterable[str], names: Sequence[str]) -> None:
     """Refuse options that are not among `names`: typos, most likely."""
     for option in options:
         if option not in names:
             raise TypeError(
-                f"normplug.{who}: unknown option {option!r}; the options are {', '.join(names)}."
+                f"normplug.{caller}: unknown option {option!r}; the options are {', '.join(names)}."
             )
 
 
-def path(who: str, name: str, value: Any) -> None:
+def path(caller: str, name: str, value: Any) -> None:
     """Refuse what is neither None nor a path."""
     if not isinstance(value, (str, os.PathLike, type(None))):
-        raise TypeError(_must(who, name, "a path or None", _shown(value)))
+        raise TypeError(_must(caller, name, "a path or None", _shown(value)))
 
 
-def number(who: str, name: str, value: Any) -> None:
+def number(caller: str, name: str, value: Any) -> None:
     """Refuse what is no real number, and True and False."""
     if not isinstance(value, (float, int, numbers.Real)) or isinstance(value, bool):
-        raise TypeError(_must(who, name, "a number", _shown(value)))
+        raise TypeError(_must(caller, name, "a number", _shown(value)))
 
 
-def eps(who: str, value: Any, zero: bool = False) -> None:
+def eps(caller: str, value: Any, zero: bool = False) -> None:
     """Refuse an eps that does not keep the root above 0. zero: allow 0, as torch's LayerNorm."""
-    number(who, "eps", value)
+    number(caller, "eps", value)
     if not (0 < value < math.inf or (zero and value == 0)):
         rule = "0 or a finite number above" if zero else "a finite number above 0"
-        raise ValueError(_must(who, "eps", rule, str(value), "Torch's is 1e-5."))
+        raise ValueError(_must(caller, "eps", rule, str(value), "Torch's is 1e-5."))
 
 
-def count(who: str, name: str, value: Any) -> None:
+def count(caller: str, name: str, value: Any) -> None:
     """Refuse what is no whole number of at least 1."""
     whole = (int, torch.SymInt, numbers.Integral)
     if not isinstance(value, whole) or isinstance(value, bool):
-        raise TypeError(_must(who, name, "an integer", _shown(value)))
+        raise TypeError(_must(caller, name, "an integer", _shown(value)))
     if value < 1:
-        raise ValueError(_must(who, name, "at least 1", str(value)))
+        raise ValueError(_must(caller, name, "at least 1", str(value)))
 
 
-def shape(who: str, sizes: Sequence[Any]) -> None:
+def shape(caller: str, sizes: Sequence[Any]) -> None:
     """Refuse a normalized_shape of other than whole numbers of at least 1."""
     for size in sizes:
-        count(who, "each size in normalized_shape", size)
+        count(caller, "each size in normalized_shape", size)
 
 
-def layer(who: str, init: Callable[..., None], args: Any, kwargs: Any) -> None:
+def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> None:
     """Refuse arguments of a torch norm's constructor `init`, before it reads them."""
     given = inspect.signature(init).bind(*args, **kwargs).arguments
     if "num_features" in given:
-        count(who, "num_features", given["num_features"])
+        count(caller, "num_features", given["num_features"])
     if "normalized_shape" in given:
         sizes = given["normalized_shape"]
         if isinstance(sizes, Iterable) and not isinstance(sizes, Tensor):
-            shape(who, list(sizes))
+            shape(caller, list(sizes))
         else:
-            count(who, "normalized_shape", sizes)
+            count(caller, "normalized_shape", sizes)
     if "eps" in given:
-        eps(who, given["eps"], zero="normalized_shape" in given)
+        eps(caller, given["eps"], zero="normalized_shape" in given)
     if "momentum" in given:
-        momentum(who, given["momentum"], None, moves=False)
+        momentum(caller, given["momentum"], None, moves=False)
     switches = ("affine", "elementwise_affine", "track_running_stats")
-    flags(who, **{name: given[name] for name in switches if name in given})
+    flags(caller, **{name: given[name] for name in switches if name in given})
 
 
-def no_shape(who: str, given: Any) -> TypeError:
+def no_shape(caller: str, given: Any) -> TypeError:
     """The error of a normalized_shape that is no sequence."""
     rule = "a sequence of integers, e.g. input.shape[-1:]"
-    return TypeError(_must(who, "normalized_shape", rule, _shown(given)))
+    return TypeError(_must(caller, "normalized_shape", rule, _shown(given)))
 
 
-def tensors(who: str, x: Any, **others: Any) -> None:
+def tensors(caller: str, x: Any, **others: Any) -> None:
     """Refuse an input or other arguments (which may be None) that no norm computes with."""
-    floating(who, x)
+    floating(caller, x)
     for name, t in others.items():
         if t is None:
             continue
         if name == "num_batches_tracked":
-            _tensor(who, name, t)
+            _tensor(caller, name, t)
         else:
-            floating(who, t, name)
+            floating(caller, t, name)
 
 
-def devices(who: str, x: Tensor, **others: Tensor | None) -> None:
+def devices(caller: str, x: Tensor, **others: Tensor | None) -> None:
     """Refuse tensors on several devices; after the kernels, which have a reason of their own."""
     for name, t in others.items():
         if t is not None and t.device != x.device:
             rule = f"on the input's device {x.device}"
             way_out = "Move one of them with .to(device)."
-            raise ValueError(_must(who, name, rule, str(t.device), way_out))
+            raise ValueError(_must(caller, name, rule, str(t.device), way_out))
 
 
-def _tensor(who: str, name: str, value: Any) -> None:
+def _tensor(caller: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         way_out = "torch.as_tensor makes one of an array or a list."
-        raise TypeError(_must(who, name, "a torch.Tensor", type(value).__name__, way_out))
+        raise TypeError(_must(caller, name, "a torch.Tensor", type(value).__name__, way_out))
 
 
-def floating(who: str, x: Any, name: str = "input") -> None:
+def floating(caller: str, x: Any, name: str = "input") -> None:
     """Refuse what cannot be normalised: no tensor, integers, booleans, complex numbers."""
-    _tensor(who, name, x)
+    _tensor(caller, name, x)
     if not x.is_floating_point():
         rule = "float16, bfloat16, float32 or float64"
         way_out = f"Convert it first, e.g. {name}.float()."
-        raise TypeError(_must(who, name, rule, str(x.dtype), way_out))
+        raise TypeError(_must(caller, name, rule, str(x.dtype), way_out))
 
 
-def momentum(who: str, value: float | None, counter: Tensor | None, moves: bool = True) -> None:
+def momentum(caller: str, value: float | None, counter: Tensor | None, moves: bool = True) -> None:
     """Refuse a momentum that is no number, and a cumulative average without a counter.
 
     moves: whether there are running statistics to move.
     """
     if value is not None:
-        number(who, "momentum", value)
+        number(caller, "momentum", value)
         if not math.isfinite(value):
-            raise ValueError(_must(who, "momentum", "None or a finite number", str(value)))
+            raise ValueError(_must(caller, "momentum", "None or a finite number", str(value)))
     elif moves and counter is None:
         raise ValueError(
-            f"normplug.{who}: momentum=None averages over all batches and needs "
+            f"normplug.{caller}: momentum=None averages over all batches and needs "
             "num_batches_tracked to count them; got None. Pass a counter or a float momentum."
         )
 
 
-def channels(who: str, x: Tensor, **vectors: Tensor | None) -> None:
+def channels(caller: str, x: Tensor, **vectors: Tensor | None) -> None:
     """Refuse an input without a channel dimension, and vectors that are not one value a channel."""
     if x.is_nested:
         rule, got = "a dense tensor (N, C) or (N, C, *space)", "a nested tensor"
         way_out = "Pad it first, e.g. input.to_padded_tensor(0.0), or use LayerNorm."
-        raise ValueError(_must(who, "input", rule, got, way_out))
+        raise ValueError(_must(caller, "input", rule, got, way_out))
     if x.dim() < 2:
         got = f"{x.dim()} dimension(s), shape {tuple(x.shape)}"
-        raise ValueError(_must(who, "input", "(N, C) or (N, C, *space)", got))
+        raise ValueError(_must(caller, "input", "(N, C) or (N, C, *space)", got))
     for name, vector in vectors.items():
         if vector is not None and (vector.dim() != 1 or vector.shape[0] != x.shape[1]):
             rule = f"(C,) = ({x.shape[1]},) for input of shape {tuple(x.shape)}"
-            raise ValueError(_must(who, name, rule, str(tuple(vector.shape))))
+            raise ValueError(_must(caller, name, rule, str(tuple(vector.shape))))
 
 
-def more_than_one_value(who: str, x: Tensor) -> None:
+def more_than_one_value(caller: str, x: Tensor) -> None:
     """Refuse to train on one value a channel, whose variance is always 0."""
     if x.numel() == x.shape[1] != 0:
         raise ValueError(
-            f"normplug.{who}: training needs more than one value per channel; input of shape "
+            f"normplug.{caller}: training needs more than one value per channel; input of shape "
             f"{tuple(x.shape)} has 1. Use .eval(), a larger batch, or drop_last=True in the loader."
         )
 
 
-def running_pair(who: str, mean: Tensor | None, var: Tensor | None, training: bool) -> None:
+def running_pair(caller: str, mean: Tensor | None, var: Tensor | None, training: bool) -> None:
     """Refuse one running statistic without the other, and evaluation without either."""
     if (mean is None) != (var is None):
         raise ValueError(
-            f"normplug.{who}: running_mean and running_var go together; got "
+            f"normplug.{caller}: running_mean and running_var go together; got "
             f"{'only running_var' if mean is None else 'only running_mean'}."
         )
     if mean is None and not training:
         raise ValueError(
-            f"normplug.{who}: training=False normalises by running_mean and running_var, which are "
-            "None. Pass them, or training=True to use the batch's own statistics."
+            f"normplug.{caller}: training=False normalises by running_mean and running_var, which "
+            "are None. Pass them, or training=True to use the batch's own statistics."
         )
 
 
-def same_shape(who: str, x: Tensor, **others: Tensor | None) -> None:
+def same_shape(caller: str, x: Tensor, **others: Tensor | None) -> None:
     """Refuse a second input that would broadcast."""
     for name, other in others.items():
         if other is not None and _sizes(other) != _sizes(x):
             raise ValueError(
-                f"normplug.{who}: {name} must have the input's shape {_sizes(x)}; "
+                f"normplug.{caller}: {name} must have the input's shape {_sizes(x)}; "
                 f"got {_sizes(other)}."
             )
 
 
-def trailing(who: str, x: Tensor, shape: Sequence[int], **vectors: Tensor | None) -> None:
+def trailing(caller: str, x: Tensor, shape: Sequence[int], **vectors: Tensor | None) -> None:
     """Refuse an input that does not end in `shape`, and vectors that are not exactly `shape`."""
     shape = tuple(shape)
     if not shape or x.shape[-len(shape) :] != shape:
         rule = f"(*rows, *normalized_shape) with normalized_shape={shape}"
-        raise ValueError(_must(who, "input", rule, f"input of shape {tuple(x.shape)}"))
+        raise ValueError(_must(caller, "input", rule, f"input of shape {tuple(x.shape)}"))
     for name, vector in vectors.items():
         if vector is not None and vector.shape != shape:
             rule = f"of shape normalized_shape = {shape}"
-            raise ValueError(_must(who, name, rule, str(tuple(vector.shape))))
+            raise ValueError(_must(caller, name, rule, str(tuple(vector.shape))))
 
 
-def components(who: str, parts: Sequence[Tensor], shape: Sequence[int]) -> None:
+def components(caller: str, parts: Sequence[Tensor], shape: Sequence[int]) -> None:
     """Refuse a nested input without components, and components that do not end in `shape`."""
     if not parts:
         raise ValueError(
-            f"normplug.{who}: a nested input needs at least one component; got none. Skip the call."
+            f"normplug.{caller}: a nested input needs at least one component; got none. Skip the "
+            "call."
         )
     for part in parts:
-        trailing(who, part, shape)
+        trailing(caller, part, shape)
 
 
 def _sizes(x: Tensor) -> tuple[Any, ...]:
@@ -304,11 +305,11 @@ def _sizes(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape)
 
 
-def scalars(who: str, **values: Tensor | None) -> None:
+def scalars(caller: str, **values: Tensor | None) -> None:
     """Refuse running statistics that are more than one value."""
     for name, value in values.items():
         if value is not None and value.numel() != 1:
-            raise ValueError(_must(who, name, "a scalar tensor", f"shape {tuple(value.shape)}"))
+            raise ValueError(_must(caller, name, "a scalar tensor", f"shape {tuple(value.shape)}"))
 
 
 def _shown(value: Any) -> str:

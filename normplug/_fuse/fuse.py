@@ -133,7 +133,7 @@ def fused_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in model.named_modules() if isinstance(m, Fused)}
 
 
-def releasable(who: str, fused: dict[str, nn.Module]) -> list[nn.Module]:
+def releasable(caller: str, fused: dict[str, nn.Module]) -> list[nn.Module]:
     """The modules, if all can have their class back.
 
     Raises:
@@ -142,8 +142,8 @@ def releasable(who: str, fused: dict[str, nn.Module]) -> list[nn.Module]:
     patched = [shown(path) for path, m in fused.items() if _convert.is_patched(m)]
     if patched:
         raise ValueError(
-            f"normplug.{who}: the forward of {', '.join(patched)}, which is fused, was replaced on "
-            "the instance since, by a patch or accelerate's hooks; remove that first, as with "
+            f"normplug.{caller}: the forward of {', '.join(patched)}, which is fused, was replaced "
+            "on the instance since, by a patch or accelerate's hooks; remove that first, as with "
             "accelerate.hooks.remove_hook_from_module(model, recurse=True)."
         )
     return list(fused.values())

@@ -71,7 +71,7 @@ class Plan(ABC):
         """The inputs that have gradients, y of them by torch operations, and the dy of that y."""
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
-        """Y again, of a plan that `is_recomputable`."""
+        """The output y again, of a plan that `is_recomputable`."""
         raise NotImplementedError
 
     def run(self, t: Tensors) -> Any:
@@ -83,10 +83,12 @@ class Plan(ABC):
         if not torch.is_grad_enabled():
             return self.forward(t, ())[0]
         # What a transform of torch.func has left behind, as the plain tensor that it is.
-        alive = unwrap_if_dead(x)
-        if alive is not x:
-            return self.run(t._replace(x=alive))
-        return _apply(x, residual, weight, bias, input_bias, (self, t))
+        alive, beside = unwrap_if_dead(x), residual
+        if residual is not None:
+            beside = unwrap_if_dead(residual)
+        if alive is not x or beside is not residual:
+            t = t._replace(x=alive, residual=beside)
+        return _apply(alive, beside, weight, bias, input_bias, (self, t))
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]

@@ -118,12 +118,14 @@ def check(model: nn.Module, *inputs: Any) -> Report:
     return Report(tuple(rows))
 
 
-def refuse(who: str, model: nn.Module, findings: list[str]) -> None:
+def refuse(caller: str, model: nn.Module, findings: list[str]) -> None:
     """Raise what was found, if there is anything."""
     if findings:
         lines = "\n".join(f"  - {finding}" for finding in findings)
         problems = "1 problem" if len(findings) == 1 else f"{len(findings)} problems"
-        raise RuntimeError(f"normplug.{who}: {problems} found in {type(model).__name__}:\n{lines}")
+        raise RuntimeError(
+            f"normplug.{caller}: {problems} found in {type(model).__name__}:\n{lines}"
+        )
 
 
 def _untestable(layer: TargetVarianceNorm) -> str | None:

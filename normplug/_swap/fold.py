@@ -25,7 +25,7 @@ class Scaling(NamedTuple):
     factor: float
 
 
-def refuse_unscalable(who: str, inventory: Inventory, scalings: list[Scaling]) -> None:
+def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]) -> None:
     """Refuse to multiply a weight that is computed, has no shape, or belongs to others too.
 
     Raises:
@@ -41,7 +41,7 @@ def refuse_unscalable(who: str, inventory: Inventory, scalings: list[Scaling]) -
     for path, module, factor in scalings:
         if factor == 1.0:
             continue
-        where = f"normplug.{who}: the weight of {shown(path)}"
+        where = f"normplug.{caller}: the weight of {shown(path)}"
         if parametrize.is_parametrized(module, "weight"):
             raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
         if is_lazy(module.weight):  # type: ignore[arg-type]

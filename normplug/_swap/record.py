@@ -27,7 +27,7 @@ class _Entry(NamedTuple):
     now: nn.Module | None  # what is found under the path
 
 
-def renew(who: str, inventory: Inventory) -> None:
+def renew(caller: str, inventory: Inventory) -> None:
     """Record all normplug layers of a model as they are, in place of any record in it.
 
     Warns:
@@ -38,8 +38,8 @@ def renew(who: str, inventory: Inventory) -> None:
         paths = ", ".join(shown(entry.path) for entry in lost[:4])
         more = f", ... ({len(lost)} in all)" if len(lost) > 4 else ""
         warnings.warn(
-            f"normplug.{who}: another tool has rebuilt or removed norm layers of an earlier swap: "
-            f"{paths}{more}. normplug.check does not look for them any more.",
+            f"normplug.{caller}: another tool has rebuilt or removed norm layers of an earlier "
+            f"swap: {paths}{more}. normplug.check does not look for them any more.",
             stacklevel=3,
         )
     owner = unwrapped(inventory.model)

@@ -99,17 +99,17 @@ def _add_outputs(command: argparse.ArgumentParser) -> None:
 def _shown(
     command: str, path: Path, kinds: Collection[Kind], show: Callable[[dict[str, Any]], Shown]
 ) -> Shown:
-    who = f"normplug.bench {command}"
+    caller = f"normplug.bench {command}"
     try:
         content = read(path, kinds)
     except ValueError as error:
-        raise SystemExit(f"{who}: {error}") from None
+        raise SystemExit(f"{caller}: {error}") from None
     try:
         return show(content)
     except KeyError as error:
-        raise SystemExit(f"{who}: {path} lacks {error}.") from None
+        raise SystemExit(f"{caller}: {path} lacks {error}.") from None
     except ValueError as error:
-        raise SystemExit(f"{who}: {path}: {error}") from None
+        raise SystemExit(f"{caller}: {path}: {error}") from None
 
 
 def parser() -> argparse.ArgumentParser:

@@ -61,7 +61,7 @@ class TorchvisionImages(ImageData):
                 self._open(train=train, download=True)
         except (OSError, RuntimeError) as error:  # of the network, of the disk, of torchvision
             raise RuntimeError(
-                f"{self.who}: {self.dataset} must be in {self.root}, or be downloaded to it "
+                f"{self.caller}: {self.dataset} must be in {self.root}, or be downloaded to it "
                 f"({error}). Check the network and the disk, or name another directory: "
                 "data.root=DIR."
             ) from error
@@ -142,13 +142,13 @@ class ImageFolder(ImageData):
         super().__init__(**options)
         if root is None:
             raise ValueError(
-                f"{self.who}: root must name a directory of images, got None. Give "
+                f"{self.caller}: root must name a directory of images, got None. Give "
                 "data.root=/path/to/tree with /train/<class>/ and /test/<class>/ below it."
             )
         if image_size is None or image_size < 1:
             raise ValueError(
-                f"{self.who}: image_size must be a number of pixels >= 1, got {image_size}. Give "
-                "data.image_size=224, or the size that suits the images."
+                f"{self.caller}: image_size must be a number of pixels >= 1, got {image_size}. "
+                "Give data.image_size=224, or the size that suits the images."
             )
         self.root = Path(root).expanduser().resolve()
         self.name = self.root.name
@@ -167,7 +167,7 @@ class ImageFolder(ImageData):
         empty = [name for name, count in zip(self.classes, counts, strict=True) if not count]
         if empty:
             raise ValueError(
-                f"{self.who}: every class needs training images; {self._train} has none for "
+                f"{self.caller}: every class needs training images; {self._train} has none for "
                 f"{', '.join(empty)}. Add images, or delete the directory."
             )
         if self._test is None:
@@ -175,7 +175,7 @@ class ImageFolder(ImageData):
         test = list_files(self._test, self.classes, self.image_size)
         if not len(test):
             raise ValueError(
-                f"{self.who}: the test part needs images; {self._test} has none. Add some, or "
+                f"{self.caller}: the test part needs images; {self._test} has none. Add some, or "
                 f"delete the directory to hold out {TEST_FRACTION} of the training images."
             )
         return images, test
@@ -191,7 +191,7 @@ class ImageFolder(ImageData):
     def _find_parts(self) -> tuple[Path, Path | None]:
         if not self.root.is_dir():
             raise FileNotFoundError(
-                f"{self.who}: root must be a directory, got {self.root}. Check data.root; a "
+                f"{self.caller}: root must be a directory, got {self.root}. Check data.root; a "
                 "relative path starts at the directory that the program runs in."
             )
         train = self.root / "train"
@@ -200,7 +200,7 @@ class ImageFolder(ImageData):
             return train, tests[0] if tests else None
         if tests:
             raise ValueError(
-                f"{self.who}: {tests[0]} needs a train directory beside it, and {self.root} has "
+                f"{self.caller}: {tests[0]} needs a train directory beside it, and {self.root} has "
                 "none. Add it, or let root be a directory that holds only class directories."
             )
         return self.root, None
@@ -208,13 +208,13 @@ class ImageFolder(ImageData):
     def _check_classes(self) -> None:
         if not self.classes:
             raise ValueError(
-                f"{self.who}: {self._train} must hold one directory a class, and holds none. "
+                f"{self.caller}: {self._train} must hold one directory a class, and holds none. "
                 "Sort the images into directories named after their classes."
             )
         unknown = set(_directories(self._test) if self._test else ()) - set(self.classes)
         if unknown:
             raise ValueError(
-                f"{self.who}: every class in {self._test} must be in {self._train} too; "
+                f"{self.caller}: every class in {self._test} must be in {self._train} too; "
                 f"{', '.join(sorted(unknown))} is not. Add training images, or delete the class."
             )
 

@@ -102,7 +102,7 @@ class ImageData(LightningDataModule, ABC):
             kept, held = stratified_split(images.labels, fraction)
         except ValueError:
             raise ValueError(
-                f"{self.who}: both parts of a split need an image of each class; {fraction} of "
+                f"{self.caller}: both parts of a split need an image of each class; {fraction} of "
                 f"{len(images)} images cannot be held out, as the smallest class has "
                 f"{images.labels.unique(return_counts=True)[1].min()}. Use more images a class or "
                 f"another val_fraction (it is {self.val_fraction})."
@@ -141,7 +141,7 @@ class ImageData(LightningDataModule, ABC):
         return self.trainer.precision_plugin.convert_input(images), labels
 
     @property
-    def who(self) -> str:
+    def caller(self) -> str:
         """How error messages name this source."""
         return f"normplug.experiment.{type(self).__name__}"
 

@@ -59,11 +59,11 @@ class TargetVarianceNorm(nn.Module):
     def __init__(
         self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
     ) -> None:
-        who = type(self).__name__
-        _checks.layer(who, super().__init__, args, kwargs)
+        caller = type(self).__name__
+        _checks.layer(caller, super().__init__, args, kwargs)
         super().__init__(*args, **kwargs)
         self.target_variance = target_variance(mode)
-        _checks.backend(who, backend)
+        _checks.backend(caller, backend)
         self.backend = backend
 
     def _affine_shape(self) -> tuple[int, ...]:

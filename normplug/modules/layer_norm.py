@@ -59,10 +59,10 @@ class LayerNorm(WatchedRows, nn.LayerNorm):
         autocast_output: str = "float32",
         **kwargs: Any,
     ) -> None:
-        who = type(self).__name__
-        _checks.momentum(who, momentum, None, moves=False)
-        _checks.flags(who, track_running_stats=track_running_stats)
-        _checks.autocast_output(who, autocast_output)
+        caller = type(self).__name__
+        _checks.momentum(caller, momentum, None, moves=False)
+        _checks.flags(caller, track_running_stats=track_running_stats)
+        _checks.autocast_output(caller, autocast_output)
         super().__init__(*args, mode=mode, backend=backend, **kwargs)
         self.autocast_output = autocast_output
         self.track_running_stats = track_running_stats

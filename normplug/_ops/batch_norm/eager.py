@@ -116,7 +116,7 @@ class BatchNormPlan(Plan):
         return y, (x, kept, weight, bias, None, stats, bits)
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
-        """Y again, normalised by the statistics that the forward found."""
+        """The output y again, normalised by the statistics that the forward found."""
         x, residual, weight, bias, _, stats, _ = saved
         y = torch.empty_like(x)
         if self._recompute is None:

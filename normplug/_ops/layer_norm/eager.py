@@ -122,7 +122,7 @@ class LayerNormPlan(Plan):
         return (y, total), (total, None, weight, bias, None, stats)
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
-        """Y again, from the total and the rows' statistics."""
+        """The output y again, from the total and the rows' statistics."""
         total, _, weight, bias, _, stats = saved
         y = self._empty(total, self._total, self._output)
         if self._recompute is None:
