@@ -126,11 +126,10 @@ def convolution_norm(
 
     permute: a module that permutes to `dims`; None where a function did.
     """
+    # Where PyTorch's norm runs, the convolution adds its bias at no cost.
     if (
         isinstance(x, Tensor)
-        and eligible.has_kernels(
-            "fuse", norm.backend, x
-        )  # PyTorch's convolutions add it for nothing
+        and eligible.has_kernels("fuse", norm.backend, x)
         and _is_plain(norm)
         and _is_plain_convolution(convolution)
         and norm.normalized_shape == convolution.bias.shape

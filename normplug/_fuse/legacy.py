@@ -1,4 +1,4 @@
-"""The names that pickles of earlier versions use for what lies elsewhere now.
+"""The names that pickles of earlier versions use for what has moved since.
 
 `normplug.fuse` was a module, and is a function now. So such modules are made here, where `pickle`
 finds them and `import` does not put them before the function.

@@ -1,4 +1,4 @@
-"""The one cache: what calls with equal keys have in common is worked out once."""
+"""The one cache: calls with equal keys share their checks, their route and their plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def key_of(t: Tensors, spec: Hashable, route: Hashable) -> tuple[Any, ...]:
     # In one expression: this runs before every kernel.
     try:
         kinds = [
-            None if t is None else (t.shape, t.stride(), t.dtype, t.device, type(t)) for t in t
+            None if a is None else (a.shape, a.stride(), a.dtype, a.device, type(a)) for a in t
         ]
     except (AttributeError, RuntimeError):
         return ()
@@ -33,7 +33,7 @@ def key_of(t: Tensors, spec: Hashable, route: Hashable) -> tuple[Any, ...]:
 
 
 def find(key: tuple[Any, ...]) -> Any:
-    """What was kept for a call like this one; None where nothing was, or where it must not run."""
+    """What was kept under this key; None if nothing was, or if kernels must not run now."""
     if interposed():
         return None
     try:
@@ -43,19 +43,21 @@ def find(key: tuple[Any, ...]) -> Any:
 
 
 def keep(key: tuple[Any, ...], value: Any) -> None:
-    """Keep what carries out calls like this one, without their checks."""
-    if interposed():
-        return
-    if len(_kept) >= _MOST:
-        _kept.clear()
-    _kept[key] = value
+    """Keep what carries out calls with this key, so that they skip their checks."""
+    if not interposed():
+        _put(key, value)
 
 
 def made_once(key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -> Any:
-    """What `make` made of the arguments when this key was first seen."""
+    """The value of this key, made of the arguments when the key is first seen."""
     value = _kept.get(key)
     if value is None:
-        if len(_kept) >= _MOST:
-            _kept.clear()
-        value = _kept[key] = make(*arguments)
+        value = make(*arguments)
+        _put(key, value)
     return value
+
+
+def _put(key: tuple[Any, ...], value: Any) -> None:
+    if len(_kept) >= _MOST:
+        _kept.clear()
+    _kept[key] = value

@@ -26,12 +26,12 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def is_asked_for(backend: str, x: Tensor) -> bool:
-    """Whether a backend stands for the kernels, if they can run."""
+    """Whether this backend uses the kernels on x if they can run."""
     return backend == "triton" or (backend == "auto" and x.is_cuda)
 
 
 def is_compiling() -> bool:
-    """Whether a compiler looks on, so that kernels have to be operators."""
+    """Whether a compiler records the call, so that kernels have to be operators."""
     return torch.compiler.is_compiling() or dispatch_modes() > 0
 
 
@@ -41,7 +41,7 @@ def size_of(x: Tensor) -> int:
 
 
 def is_host_bound(x: Tensor) -> bool:
-    """Whether the GPU waits for the host over a norm of x, so that torch's own is faster."""
+    """Whether x is so small that the GPU waits for the host, and torch's own norm is faster."""
     return size_of(x) < _HOST_BOUND[x.element_size()]
 
 
@@ -53,7 +53,7 @@ def has_kernels(caller: str, backend: str, x: Tensor) -> bool:
 
 
 def refusal_now() -> str | None:
-    """Why no kernel can be called now, whatever the tensors; None where one may."""
+    """Why no kernel can run now, whatever the tensors; None if one may."""
     if not _HAS_TRITON:
         return "triton is not installed"
     if transforms_active():

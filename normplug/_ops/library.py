@@ -41,7 +41,7 @@ class NormOperators(ABC):
     Args:
         name: in the namespace "normplug".
         numbers: the schema of the spec's fields.
-        state: the schema of what the kernels find out in the forward.
+        state: the names of the tensors that the forward's kernels find out for the backward.
         has_total: whether the forward returns x + residual as well.
         moves: whether the forward moves the running statistics.
     """
@@ -50,8 +50,9 @@ class NormOperators(ABC):
         self, name: str, numbers: str, state: Sequence[str], *, has_total: bool, moves: bool
     ) -> None:
         self.has_total = has_total
+        self.results = 2 if has_total else 1  # y, and the total
         inputs = f"(Tensor x, {_AFFINE}, {_MOVED if moves else _RUNNING}, {numbers})"
-        outputs = ", ".join(["Tensor"] * (1 + has_total + len(state)))
+        outputs = ", ".join(["Tensor"] * (self.results + len(state)))
         kept = ", ".join(f"Tensor {name}" for name in state)
         forward = f"{inputs} -> ({outputs})"
         backward = (
@@ -145,7 +146,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
         ctx.has_residual = residual is not None and not operators.has_total
         kept = residual if operators.reads_residual(ctx.spec) else None
-        constant = state = outputs[1 + operators.has_total :]
+        constant = state = outputs[operators.results :]
         if operators.has_total:
             x = outputs[1]
             if not any(ctx.needs_input_grad[1:3]):

@@ -27,10 +27,10 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 
 
 class Plan(ABC):
-    """The launches of calls that have all but their tensors' values in common.
+    """The launches for calls that differ in nothing but their tensors' values.
 
-    What a forward saves for the backward is (x, residual, weight, bias, input_bias, *state). State
-    is what the kernels found out, and an input that the backward does not read is None.
+    A forward saves (x, residual, weight, bias, input_bias, *state) for the backward. An input that
+    the backward does not read is None. State holds what the kernels found out.
     """
 
     # Whether y can be recomputed, to the bit, from what the forward saved.
@@ -68,7 +68,7 @@ class Plan(ABC):
 
     @abstractmethod
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y of them by torch operations, and the dy of that y."""
+        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
         """The output y again, of a plan that `is_recomputable`."""

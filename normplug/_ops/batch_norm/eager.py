@@ -192,7 +192,7 @@ class BatchNormPlan(Plan):
         return launch
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y of them by torch operations, and the dy of that y."""
+        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
         x, residual, weight, bias, _, stats, bits = saved
         spec, activation = self.spec, self.spec.activation
         if bits is not None:

@@ -204,7 +204,7 @@ class PooledPlan(Plan):
         return dx, None, dweight, _as_gradient_of(bias, dbias, needs[3]), None
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y of them by torch operations, and the dy of that y."""
+        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
         x, _, weight, bias, _, stats, *_ = saved
         mean, var = constants_of(stats, self.spec, self._running_dtype)
         t = Tensors(x, None, weight, bias, None, mean, var)

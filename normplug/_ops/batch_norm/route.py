@@ -1,4 +1,4 @@
-"""Which route carries out a BatchNorm: what is asked for, can run, and was measured faster."""
+"""Choose the route of a BatchNorm: by backend, by what can run, and by measured speed."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def choose(
         return otherwise
     fuses = t.residual is not None or spec.activation is not None
     if eligible.is_compiling():
-        # Inductor fuses a norm by itself with what follows it, and an operator ends that: only what
-        # has fused more itself, or has nothing to be fused with, is worth one.
+        # Inductor fuses a norm with what follows it, and an operator prevents that. So an operator
+        # pays only if it fuses more itself, or if there is nothing to fuse the norm with.
         worth = (fuses or single) and eligible.size_of(t.x) >= _OPERATOR_BYTES
         return COMPILED if backend == "triton" or worth else otherwise
     if backend == "auto" and not fuses and _torch_is_faster(t.x, spec):

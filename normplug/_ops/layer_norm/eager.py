@@ -205,7 +205,7 @@ class LayerNormPlan(Plan):
         return self._of_total(through, needs, dweight, dbias)
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y of them by torch operations, and the dy of that y."""
+        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
         x, _, weight, _, input_bias, _ = saved
         acc, root = self.acc, math.sqrt(self.spec.target_variance)
         bias = None

@@ -1,4 +1,4 @@
-"""Which route carries out a LayerNorm: what is asked for, can run, and was measured faster."""
+"""Choose the route of a LayerNorm: by backend, by what can run, and by measured speed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _operator_pays(t: Tensors, channels_first: bool) -> bool:
     size = eligible.size_of(t.x)
     if t.residual is not None:  # Inductor fuses this too, forward as fast, backward slower
         return size >= _ADD_OPERATOR_BYTES
-    # Inductor fuses a single LayerNorm with the residual add before it. Over images' channels,
-    # innermost in memory, it loses to the kernels all the same (docs/speed.md).
+    # Inductor fuses a single LayerNorm with the residual add before it. Over the channels of
+    # channels_last images it is still slower than the kernels (docs/speed.md).
     slow = channels_first and t.x.is_contiguous()
     return (t.input_bias is not None or slow) and size >= _OPERATOR_BYTES
