@@ -31,10 +31,15 @@ def dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+def lies_like(tensor: Tensor, x: Tensor) -> bool:
+    """Whether the values of `tensor` lie in the order of the dense `x`, of its shape."""
+    if x.is_contiguous():
+        return tensor.is_contiguous()
+    return tensor.shape == x.shape and is_channels_last(tensor.shape, tensor.stride())
+
+
 def laid_out_like(tensor: Tensor, x: Tensor) -> Tensor:
     """`tensor`, copied if its layout differs from that of the dense `x`."""
-    if x.is_contiguous():
-        return tensor.contiguous()
-    if tensor.shape == x.shape and is_channels_last(tensor.shape, tensor.stride()):
+    if lies_like(tensor, x):
         return tensor
-    return torch.empty_like(x).copy_(tensor)
+    return tensor.contiguous() if x.is_contiguous() else torch.empty_like(x).copy_(tensor)

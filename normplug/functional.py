@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normplug import _checks
+from normplug import _checks, native
 from normplug._ops import cache, nested
 from normplug._ops.batch_norm import route as batch_norm_route
 from normplug._ops.layer_norm import route as layer_norm_route
@@ -107,8 +107,11 @@ def _batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, *, single: bool =
     caller = "functional.batch_norm"
     eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
     if eager:
+        if (known := native.call(spec, backend, t)) is not None:
+            return known
         key = cache.key_of(t, spec, backend)
         if (call := cache.find(key)) is not None:
+            native.keep(spec, backend, t, call)
             return call(t)
     _check_batch_norm(caller, t, spec)
     name = _checks.backend(caller, backend)
@@ -237,8 +240,11 @@ def _layer_norm(
     """
     eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
     if eager:
+        if (known := native.call(spec, backend, t)) is not None:
+            return known
         key = cache.key_of(t, spec, backend)
         if (call := cache.find(key)) is not None:
+            native.keep(spec, backend, t, call)
             return call(t)
     _check_layer_norm(caller, t, spec)
     if nested.is_strided(t.x):

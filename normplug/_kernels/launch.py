@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,11 +24,30 @@ COOPERATIVE = _VERSION >= (3, 3) and torch.version.hip is None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes", "y")
 
 
+# How parameters lie in memory, by Triton's name of their type.
+_LAYOUTS = {"*": "<Q", "i32": "<i", "i64": "<q", "fp32": "<f"}
+
+
 def scalars(double: bool, **values: float) -> dict[str, float | int]:
     """Numbers as the kernels take them: see `primitives.scalar`."""
     if not double:
         return {name: float(value) for name, value in values.items()}
     return {n: struct.unpack("<q", struct.pack("<d", v))[0] for n, v in values.items()}
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel as the driver launches it, for the host path in C++.
+
+    threads: of a program. shared: bytes of shared memory. parameters: of each, the place of its
+    tensor among the launch's tensors, or -1; the bits of a number; and its size in bytes.
+    """
+
+    function: int
+    grid: int
+    threads: int
+    shared: int
+    cooperative: bool
+    parameters: tuple[tuple[int, int, int], ...]
 
 
 class Launch:
@@ -64,7 +83,7 @@ class Launch:
         cooperative: bool = False,
     ) -> None:
         _check_names(kernel, [*(f"{name}_ptr" for name in pointers), *sizes, *scalars, *constants])
-        self._kernel, self._grid = kernel, grid
+        self.pointers, self._kernel, self._grid = pointers, kernel, grid
         self._numbers = (*sizes.values(), *scalars.values())
         # a * b + c in one rounding: the default of Triton before 3.10.
         self._constants = {**constants, "num_warps": warps, "enable_fp_fusion": True}
@@ -75,6 +94,7 @@ class Launch:
         self._run: Any = None
         self._function: Any = None
         self._metadata: Any = None
+        self._signature: dict[str, str] = {}
 
     def __call__(self, stream: int, *tensors: Tensor) -> None:
         """Launch on `stream`, which must be the current one of the current device."""
@@ -97,6 +117,37 @@ class Launch:
         if self._direct and all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
             self._function, self._metadata = compiled.function, compiled.packed_metadata
             self._run = compiled.run
+            self._signature = compiled.src.signature
+
+    def compiled(self) -> Compiled | None:
+        """What the driver needs to launch it; None before its first launch, or if unknown."""
+        details = getattr(self._run, "__self__", self._run)
+        scratch = [getattr(details, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
+        if self._run is None or any(scratch) or self._metadata is None:
+            return None
+        warps, clusters, shared, *_ = self._metadata
+        if clusters != 1:
+            return None
+        names, parameters = self._kernel.arg_names, []
+        values = (*range(len(self.pointers)), *self._numbers)
+        for place, (name, value) in enumerate(zip(names, values, strict=False)):
+            kind = self._signature.get(name, "constexpr")
+            if kind == "constexpr":  # a number that is compiled in
+                continue
+            is_tensor = place < len(self.pointers)
+            layout = _LAYOUTS.get("*" if is_tensor and kind.startswith("*") else kind)
+            if layout is None:
+                return None
+            bits = 0 if is_tensor else int.from_bytes(struct.pack(layout, value), "little")
+            parameters.append((value if is_tensor else -1, bits, struct.calcsize(layout)))
+        return Compiled(
+            self._function,
+            self._grid,
+            32 * warps,
+            shared,
+            bool(self._constants.get("launch_cooperative_grid")),
+            tuple(parameters),
+        )
 
     def _compile(self, tensors: tuple[Tensor, ...]) -> Any:
         return self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from normplug import native
 from normplug._ops.spec import Tensors
 from normplug._torch import interposed
 
@@ -60,4 +61,5 @@ def made_once(key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -
 def _put(key: tuple[Any, ...], value: Any) -> None:
     if len(_kept) >= _MOST:
         _kept.clear()
+        native.forget()
     _kept[key] = value

@@ -102,7 +102,7 @@ class NormOperators(ABC):
     def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         t, spec = Tensors(*arguments[:_TENSORS]), self.spec(*arguments[_TENSORS:])
         plan, t = self.kernels().plan_of(t, spec)
-        result, saved = plan.forward(t, (True,))
+        result, saved = plan.forward(t, True)
         results, state = result if self.has_total else (result,), saved[_INPUTS:]
         none = t.x.new_empty(0, dtype=torch.uint8)
         return (*results, *(none if each is None else each for each in state))
@@ -116,7 +116,7 @@ class NormOperators(ABC):
         plan, t = self.kernels().plan_of(t, spec)
         found = (None if each.numel() == 0 else each for each in state)
         saved = (t.x, residual, *vectors, *found)
-        gradients = plan.backward(saved, dy, dtotal, needs)
+        gradients = plan.backward(saved, dy, dtotal, tuple(needs))
         return tuple(x.new_empty(0) if g is None else g for g in gradients)
 
     def _fake_backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> Any:

@@ -10,13 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from normplug import native
 from normplug._kernels.launch import Workspace
 from normplug._ops import cache, eligible
+from normplug._ops.program import PLACE, SLOTS, Program
 from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import Route, Tensors
 from normplug._torch import applier, current_device_index, current_raw_stream, unwrap_if_dead
@@ -24,15 +26,20 @@ from normplug.reference import accumulator_dtype
 
 # The gradients of x, residual, weight, bias and input_bias.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Needs = tuple[bool, ...]  # which of these will be asked for
+_INPUTS = 5
+_BLANKS = [None] * (len(SLOTS) - len(Tensors._fields))
+_DY, _DTOTAL = PLACE["dy"], PLACE["dtotal"]
 
 
 class Plan(ABC):
-    """The launches for calls that differ in nothing but their tensors' values.
+    """The programs for calls that differ in nothing but their tensors' values.
 
     A forward saves (x, residual, weight, bias, input_bias, *state) for the backward. An input that
-    the backward does not read is None. State holds what the kernels found out.
+    the backward does not read is None. State is what the kernels found out, by `state`'s names.
     """
 
+    state: ClassVar[tuple[str, ...]]
     # Whether y can be recomputed, to the bit, from what the forward saved.
     is_recomputable = False
     # Whether the forward returns (y, x + residual).
@@ -41,10 +48,12 @@ class Plan(ABC):
     def __init__(self, t: Tensors, spec: Any) -> None:
         self.spec = spec
         self.acc = accumulator_dtype(t.x.dtype)
-        self._device = t.x.device
+        self.device = t.x.device
         # The GPU that launches must find current; None on the CPU.
-        self.gpu = self._device.index if t.x.is_cuda else None
+        self.gpu = self.device.index if t.x.is_cuda else None
+        self.saved_places = (*range(_INPUTS), *(PLACE[name] for name in self.state))
         self._workspaces: dict[tuple[int, int], Workspace] = {}
+        self._programs: dict[Any, Program] = {}
 
     @classmethod
     def refusal(cls, t: Tensors, spec: Any) -> str | None:
@@ -57,38 +66,96 @@ class Plan(ABC):
         """The call with its tensors copied where the kernels cannot read them; else as it is."""
 
     @abstractmethod
-    def forward(self, t: Tensors, needs: Sequence[bool]) -> tuple[Any, tuple[Any, ...]]:
-        """The result, and what to save. needs: which gradients will be asked for; () for none."""
+    def forward_program(self, t: Tensors, keep: bool) -> Program:
+        """Compute y, or (y, total). keep: whether to save what a backward needs."""
 
     @abstractmethod
-    def backward(
-        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
-    ) -> Gradients:
-        """The gradients that `needs` names."""
+    def backward_program(
+        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
+    ) -> Program:
+        """Compute the gradients that `needs` names, in the order of `Gradients`.
+
+        saved: what the forward saved, by slot, without what is None.
+        """
+
+    def recompute_program(self, saved: dict[str, Tensor]) -> Program:
+        """Compute y again, of a plan that `is_recomputable`."""
+        raise NotImplementedError
 
     @abstractmethod
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         """The inputs that have gradients, y computed from them by torch operations, and its dy."""
 
-    def recomputed(self, saved: Sequence[Any]) -> Tensor:
-        """The output y again, of a plan that `is_recomputable`."""
-        raise NotImplementedError
+    # The programs, each made once. The host path in C++ asks for them, too.
+
+    def forward_of(self, t: Sequence[Tensor | None], keep: bool) -> Program:
+        """The program of a forward."""
+        found = self._programs.get(keep)
+        if found is None:
+            found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
+        return found
+
+    def backward_of(
+        self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
+    ) -> Program:
+        """The program of a backward."""
+        strides = [None if t is None else t.stride() for t in (dy, dtotal)]
+        key = (needs, *strides)
+        found = self._programs.get(key)
+        if found is None:
+            found = self.backward_program(self._named(saved), dy, dtotal, needs)
+            self._programs[key] = found
+        return found
+
+    def recompute_of(self, saved: Sequence[Any]) -> Program:
+        """The program of `recomputed`."""
+        found = self._programs.get("recompute")
+        if found is None:
+            found = self._programs["recompute"] = self.recompute_program(self._named(saved))
+        return found
 
     def run(self, t: Tensors) -> Any:
         """The result, with what its gradients need."""
-        x, residual, weight, bias, input_bias, _, _, _ = t
+        # What a transform of torch.func has left behind, as the plain tensor that it is.
+        alive = unwrap_if_dead(t.x)
+        beside = None if t.residual is None else unwrap_if_dead(t.residual)
+        if alive is not t.x or beside is not t.residual:
+            t = t._replace(x=alive, residual=beside)
+        if (result := native.run(self, t)) is not None:
+            return result
         if self.gpu is not None and self.gpu != current_device_index():
             with torch.cuda.device(self.gpu):
                 return self.run(t)
         if not torch.is_grad_enabled():
-            return self.forward(t, ())[0]
-        # What a transform of torch.func has left behind, as the plain tensor that it is.
-        alive, beside = unwrap_if_dead(x), residual
-        if residual is not None:
-            beside = unwrap_if_dead(residual)
-        if alive is not x or beside is not residual:
-            t = t._replace(x=alive, residual=beside)
-        return _apply(alive, beside, weight, bias, input_bias, (self, t))
+            return self.forward(t, False)[0]
+        return _apply(*t[:_INPUTS], (self, t))
+
+    def forward(self, t: Tensors, keep: bool) -> tuple[Any, tuple[Any, ...]]:
+        """The result, and what to save if `keep`."""
+        program = self.forward_of(t, keep)
+        slots = [*t, *_BLANKS]
+        program.run(slots, self.device, self.workspace)
+        results = program.results_of(slots)
+        saved = tuple([slots[place] for place in program.saved])
+        return (tuple(results) if self.has_total else results[0]), saved
+
+    def backward(
+        self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
+    ) -> Gradients:
+        """The gradients that `needs` names."""
+        program = self.backward_of(saved, dy, dtotal, needs)
+        slots = self._slots(saved)
+        slots[_DY], slots[_DTOTAL] = dy, dtotal
+        program.run(slots, self.device, self.workspace)
+        dx, dresidual, dweight, dbias, dinput_bias = program.results_of(slots)
+        return dx, dresidual, dweight, dbias, dinput_bias
+
+    def recomputed(self, saved: Sequence[Any]) -> Tensor:
+        """The output y again."""
+        program = self.recompute_of(saved)
+        slots = self._slots(saved)
+        program.run(slots, self.device, self.workspace)
+        return program.results_of(slots)[0]
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
@@ -104,15 +171,25 @@ class Plan(ABC):
         )
         return dx, dresidual, dweight, dbias, dinput_bias
 
-    def _workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
+    def workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
         """The current stream, and on it `scratch` counters and partial results."""
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
         if stream != 0 or self.gpu is None:
-            return stream, Workspace(self._device, self.acc, *scratch)
+            return stream, Workspace(self.device, self.acc, *scratch)
         work = self._workspaces.get(scratch)
         if work is None:
-            work = self._workspaces[scratch] = Workspace.get(self._device, self.acc, *scratch)
+            work = self._workspaces[scratch] = Workspace.get(self.device, self.acc, *scratch)
         return stream, work
+
+    def _slots(self, saved: Sequence[Any]) -> list[Any]:
+        slots = [None] * len(SLOTS)
+        for place, t in zip(self.saved_places, saved, strict=True):
+            slots[place] = t
+        return slots
+
+    def _named(self, saved: Sequence[Any]) -> dict[str, Tensor]:
+        pairs = zip(self.saved_places, saved, strict=True)
+        return {SLOTS[place]: t for place, t in pairs if t is not None}
 
 
 class _Norm(Recomputable):
@@ -128,7 +205,7 @@ class _Norm(Recomputable):
         call: tuple[Plan, Tensors],
     ) -> Any:
         plan, t = call
-        result, saved = plan.forward(t, ctx.needs_input_grad)
+        result, saved = plan.forward(t, any(ctx.needs_input_grad))
         ctx.save_for_backward(*saved)
         ctx.plan = plan
         if plan.has_total:
@@ -139,12 +216,12 @@ class _Norm(Recomputable):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        plan, saved = ctx.plan, ctx.saved_tensors
+        plan, saved, needs = ctx.plan, ctx.saved_tensors, ctx.needs_input_grad[:_INPUTS]
         backward = plan.composed_backward if torch.is_grad_enabled() else plan.backward
         if plan.gpu is not None and plan.gpu != current_device_index():
             with torch.cuda.device(plan.gpu):
-                return (*backward(saved, dy, dtotal, ctx.needs_input_grad), None)
-        return (*backward(saved, dy, dtotal, ctx.needs_input_grad), None)
+                return (*backward(saved, dy, dtotal, needs), None)
+        return (*backward(saved, dy, dtotal, needs), None)
 
     @staticmethod
     def is_recomputable(node: Any) -> bool:
@@ -172,6 +249,7 @@ class KernelRoute(Route):
 
     def plan_of(self, t: Tensors, spec: Any) -> tuple[Any, Tensors]:
         """The plan of a call, and its tensors as the plan reads them."""
+        native.start()
         t, spec = self._plan.laid_out(t, spec)
         key = cache.key_of(t, spec, self._plan)
         return cache.made_once(key, self._plan, t, spec), t

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from normplug import native
 from normplug._torch import saved_tensors_hooks_are_allowed, top_saved_tensors_hooks
 
 AVAILABLE = top_saved_tensors_hooks is not None
@@ -63,15 +64,24 @@ def will_recompute(y: Any) -> bool:
     """Whether `call` with y would recompute it."""
     if torch.compiler.is_compiling() or top_saved_tensors_hooks is None:
         return False
-    node = getattr(y, "grad_fn", None)
-    function: Any = getattr(node, "_forward_cls", object)
     return (
-        issubclass(function, Recomputable)
-        and y.output_nr == 0
-        and function.is_recomputable(node)
+        _recomputation(y) is not None
         and saved_tensors_hooks_are_allowed()
         and isinstance(_hook(), (_Pack, NoneType))
     )
+
+
+def _recomputation(y: Any) -> Callable[[], Tensor] | None:
+    """What makes y again; None where nothing can."""
+    node = getattr(y, "grad_fn", None)
+    if node is None:
+        return None
+    if (known := native.recomputable_node(y)) is not None:
+        return partial(native.recompute, known)
+    function: Any = getattr(node, "_forward_cls", object)
+    if issubclass(function, Recomputable) and y.output_nr == 0 and function.is_recomputable(node):
+        return partial(function.recompute, node)
+    return None
 
 
 def _hook() -> Any:
@@ -83,12 +93,17 @@ def _hook() -> Any:
 class _Recipe:
     """How to make a saved tensor from y: y itself, a copy of it, or a view of either."""
 
-    def __init__(self, node: Any, copy: Callable[[Tensor], Tensor] | None, t: Tensor) -> None:
-        self._node, self._copy = node, copy
+    def __init__(
+        self,
+        make: Callable[[], Tensor],
+        copy: Callable[[Tensor], Tensor] | None,
+        t: Tensor,
+    ) -> None:
+        self._make, self._copy = make, copy
         self._view = (t.size(), t.stride(), t.storage_offset())
 
     def __call__(self) -> Tensor:
-        t = self._node._forward_cls.recompute(self._node)
+        t = self._make()
         if self._copy is not None:
             t = self._copy(t)
         return t.as_strided(*self._view)
@@ -109,6 +124,7 @@ class _Pack:
     def __init__(self, y: Tensor, outer: _Pack | None) -> None:
         self.y: Tensor | None = y
         self._node, self._version, self._outer = y.grad_fn, y._version, outer
+        self._make = _recomputation(y)
 
     def __call__(self, t: Tensor) -> _Recipe | tuple[Tensor, int]:
         if t.is_leaf:
@@ -126,16 +142,17 @@ class _Pack:
     def _recipe(self, t: Tensor) -> _Recipe | None:
         y = self.y
         assert y is not None
+        assert self._make is not None
         if y._version != self._version:
             return None
         if t.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
             unchanged = t.dtype == y.dtype and t._version == y._version
-            return _Recipe(self._node, None, t) if unchanged else None
+            return _Recipe(self._make, None, t) if unchanged else None
         source = t if t._base is None else t._base
         if source._version != 0 or source.dtype != t.dtype or source.device != y.device:
             return None
         copy = self._copy(source, y.dtype)
-        return None if copy is None else _Recipe(self._node, copy, t)
+        return None if copy is None else _Recipe(self._make, copy, t)
 
     def _copy(self, source: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """The function that makes `source` from y, of this dtype; None where there is none."""

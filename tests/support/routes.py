@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normplug import functional, target_variance
+from normplug import functional, native, target_variance
 from normplug._ops import cache, eligible, recompute
 from normplug._ops.spec import BatchNormSpec, Pool, Tensors
 
@@ -110,33 +110,37 @@ def assert_counters_are_zero() -> None:
 
 def watch_recomputed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The results that backwards recompute from now on."""
-    from normplug._ops.batch_norm.eager import BatchNormPlan
-    from normplug._ops.batch_norm.pooled import PooledPlan
-    from normplug._ops.layer_norm.eager import LayerNormPlan
-
     made: list[Tensor] = []
-    for plan in (BatchNormPlan, PooledPlan, LayerNormPlan):
+    plain = recompute._recomputation
 
-        def watched(self: Any, saved: Any, plain: Any = plan.recomputed) -> Tensor:
-            made.append(plain(self, saved))
+    def watched(y: Any) -> Callable[[], Tensor] | None:
+        make = plain(y)
+
+        def recorded() -> Tensor:
+            assert make is not None
+            made.append(make())
             return made[-1]
 
-        monkeypatch.setattr(plan, "recomputed", watched)
+        return None if make is None else recorded
+
+    monkeypatch.setattr(recompute, "_recomputation", watched)
     return made
 
 
 def recomputed(y: Any) -> Tensor:
     """y again, from what its backward has."""
-    return y.grad_fn._forward_cls.recompute(y.grad_fn)
+    make = recompute._recomputation(y)
+    assert make is not None
+    return make()
 
 
 def is_recomputable(y: Any) -> bool:
     """Whether the backward of y has all that y can be recomputed from."""
-    return y.grad_fn._forward_cls.is_recomputable(y.grad_fn)
+    return recompute._recomputation(y) is not None
 
 
 def is_pooled_by_kernel(y: Any) -> bool:
-    plan = getattr(y.grad_fn, "plan", None)
+    plan = native.plan_of(y) or getattr(y.grad_fn, "plan", None)
     return type(plan).__name__ == "PooledPlan"
 
 

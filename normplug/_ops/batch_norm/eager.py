@@ -11,10 +11,11 @@ from torch import Tensor
 
 from normplug._kernels.batch_norm import launches, schedule
 from normplug._kernels.device import processors
-from normplug._kernels.launch import COOPERATIVE, Launch, Workspace
-from normplug._layouts import dense, laid_out_like
+from normplug._kernels.launch import COOPERATIVE, Workspace
+from normplug._layouts import dense, laid_out_like, lies_like
 from normplug._ops.batch_norm import aten
-from normplug._ops.plans import Gradients, KernelRoute, Plan
+from normplug._ops.plans import KernelRoute, Needs, Plan
+from normplug._ops.program import NOTHING, PLACE, RUNNING, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._torch import current_raw_stream
 from normplug.reference import accumulator_dtype
@@ -27,11 +28,12 @@ class BatchNormPlan(Plan):
     """
 
     spec: BatchNormSpec
+    state = ("stats", "bits")
 
     def __init__(self, t: Tensors, spec: BatchNormSpec) -> None:
         super().__init__(t, spec)
         x = t.x
-        self._dtype, self._channels = x.dtype, x.shape[1]
+        self._channels = x.shape[1]
         self._running_dtype = None if t.running_mean is None else t.running_mean.dtype
         self._shape = shape_of(x)
         moves = spec.training and t.running_mean is not None
@@ -45,19 +47,11 @@ class BatchNormPlan(Plan):
             cumulative=moves and spec.momentum is None,
             tracked=moves and t.tracked is not None and spec.momentum is not None,
         )
-        geometry = schedule.geometry(*self._shape, 1, *machine_of(x))
-        self._forward = launches.forward_launch(
-            geometry, x.dtype, self._flags, spec.momentum or 0.0, spec.eps, spec.target_variance
-        )
-        self._forward_scratch = launches.scratch(geometry)
         self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
         # The backward of all but relu needs all of the input to the activation.
         self._reads_residual = self._flags.residual and spec.activation not in (None, "relu")
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self._keeps_residual or not self._flags.residual
-        self._recompute: Launch | None = None
-        self._backward: dict[tuple[bool, ...], Launch] = {}
-        self._backward_scratch = (0, 0)
         self._machine = machine_of(x)
 
     @classmethod
@@ -85,111 +79,91 @@ class BatchNormPlan(Plan):
             spec = spec._replace(keeps_residual=False)
         return t._replace(x=x, residual=residual), spec
 
-    def forward(self, t: Tensors, needs: Sequence[bool]) -> tuple[Tensor, tuple[Any, ...]]:
-        """y, and what to save."""
-        x, residual, weight, bias, _, running_mean, running_var, tracked = t
-        if self._flags.cumulative and tracked is not None:
-            tracked.add_(1)
-        y = torch.empty_like(x)
-        stats = x.new_empty(2 * self._channels, dtype=self.acc)
-        bits = None
+    def forward_program(self, t: Tensors, keep: bool) -> Program:
+        """Compute y in one launch."""
+        x, spec = t.x, self.spec
+        geometry = schedule.geometry(*self._shape, 1, *self._machine)
+        launch = launches.forward_launch(
+            geometry, x.dtype, self._flags, spec.momentum or 0.0, spec.eps, spec.target_variance
+        )
+        empties = {
+            "y": (x.shape, x.stride(), x.dtype),
+            "stats": ((2 * self._channels,), (1,), self.acc),
+        }
         if self._mask_bytes:
-            bits = x.new_empty(self._mask_bytes, dtype=torch.uint8)
-        stream, work = self._workspace(self._forward_scratch)
-        # What a call does not have, the kernel does not touch: any tensor stands in.
-        self._forward(
-            stream,
-            x,
-            x if residual is None else residual,
-            stats if weight is None else weight,
-            stats if bias is None else bias,
-            stats if running_mean is None else running_mean,
-            stats if running_var is None else running_var,
-            work.counters if tracked is None else tracked,
-            y,
-            x if bits is None else bits,
-            stats,
-            work.partial,
-            work.counters,
+            empties["bits"] = ((self._mask_bytes,), (1,), torch.uint8)
+        kept = "residual" if self._keeps_residual else "nothing"
+        return Program(
+            named(t),
+            empties=empties,
+            launches=[(launch, {})],
+            results=[Result(PLACE["y"])],
+            saved=("x", kept, "weight", "bias", "nothing", "stats", "bits"),
+            moves=RUNNING if spec.training else (),
+            counts=self._flags.cumulative,
+            scratch=launches.scratch(geometry),
         )
-        kept = residual if self._keeps_residual else None
-        return y, (x, kept, weight, bias, None, stats, bits)
 
-    def recomputed(self, saved: Sequence[Any]) -> Tensor:
-        """The output y again, normalised by the statistics that the forward found."""
-        x, residual, weight, bias, _, stats, _ = saved
-        y = torch.empty_like(x)
-        if self._recompute is None:
-            flags = launches.Flags(
-                training=False,
-                given=True,
-                weight=self._flags.weight,
-                bias=self._flags.bias,
-                residual=self._flags.residual,
-                activation=self._flags.activation,
-            )
-            geometry = schedule.geometry(*self._shape, 1, *self._machine)
-            self._recompute = launches.forward_launch(
-                geometry, self._dtype, flags, 0.0, self.spec.eps, self.spec.target_variance
-            )
-        stream, work = self._workspace((0, 0))
-        beside = x if residual is None else residual
-        vectors = (stats if weight is None else weight, stats if bias is None else bias)
-        self._recompute(
-            stream, x, beside, *vectors, stats, stats, work.counters, y, x, stats, work.partial,
-            work.counters,
-        )  # fmt: skip
-        return y
+    def recompute_program(self, saved: dict[str, Tensor]) -> Program:
+        """Compute y again, normalised by the statistics that the forward found."""
+        x, spec = saved["x"], self.spec
+        flags = launches.Flags(
+            training=False,
+            given=True,
+            weight=self._flags.weight,
+            bias=self._flags.bias,
+            residual=self._flags.residual,
+            activation=self._flags.activation,
+        )
+        geometry = schedule.geometry(*self._shape, 1, *self._machine)
+        numbers = (0.0, spec.eps, spec.target_variance)
+        launch = launches.forward_launch(geometry, x.dtype, flags, *numbers)
+        return Program(
+            saved,
+            empties={"y": (x.shape, x.stride(), x.dtype)},
+            launches=[(launch, {})],
+            results=[Result(PLACE["y"])],
+        )
 
-    def backward(
-        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
-    ) -> Gradients:
-        """The gradients that `needs` names."""
-        x, residual, weight, bias, _, stats, bits = saved
-        if dy.stride() != x.stride():
-            dy = laid_out_like(dy, x)
-        through, dresidual = needs[1], None
-        if through:
-            if self.spec.activation is None:
-                through, dresidual = False, dy
-            else:
-                dresidual = torch.empty_like(x)
+    def backward_program(
+        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
+    ) -> Program:
+        """Compute the gradients in one launch."""
+        x, plain = saved["x"], self.spec.activation is None
+        assert dy is not None
+        copies = {} if lies_like(dy, x) else {"dy": x.stride()}
+        # Without an activation, dy is the residual's gradient.
+        through = needs[1] and not plain
         wanted = (needs[0], needs[2], needs[3], through)
+        empties = {
+            f"d{name}": (saved[name].shape, saved[name].stride(), saved[name].dtype)
+            for name, want in zip(("x", "weight", "bias"), wanted, strict=False)
+            if want and name in saved
+        }
+        if through:
+            empties["dresidual"] = (x.shape, x.stride(), x.dtype)
+        found = [
+            (needs[0], "dx"),
+            (needs[1], "dy" if plain else "dresidual"),
+            (needs[2], "dweight"),
+            (needs[3], "dbias"),
+            (False, "dinput_bias"),
+        ]
+        results = [Result(PLACE[name]) if want else NOTHING for want, name in found]
         if not any(wanted):
-            return None, dresidual, None, None, None
-        dx = torch.empty_like(x) if needs[0] else None
-        dweight = torch.empty_like(weight) if needs[2] and weight is not None else None
-        dbias = torch.empty_like(bias) if needs[3] and bias is not None else None
-        launch = self._backward.get(wanted)
-        if launch is None:
-            launch = self._set_up_backward(wanted)
-        stream, work = self._workspace(self._backward_scratch)
-        launch(
-            stream,
-            dy,
-            x,
-            x if residual is None else residual,
-            x if bits is None else bits,
-            stats if weight is None else weight,
-            stats if bias is None else bias,
-            stats,
-            x if dx is None else dx,
-            x if dresidual is None else dresidual,
-            stats if dweight is None else dweight,
-            stats if dbias is None else dbias,
-            work.partial,
-            work.counters,
-        )
-        return dx, dresidual, dweight, dbias, None
-
-    def _set_up_backward(self, wanted: tuple[bool, bool, bool, bool]) -> Launch:
+            return Program(saved, copies=copies, empties={}, launches=[], results=results)
         geometry = schedule.geometry(*self._shape, 2, *self._machine)
-        self._backward_scratch = launches.scratch(geometry)
         launch = launches.backward_launch(
-            geometry, self._dtype, self._flags, wanted, self.spec.target_variance
+            geometry, x.dtype, self._flags, wanted, self.spec.target_variance
         )
-        self._backward[wanted] = launch
-        return launch
+        return Program(
+            {**saved, "dy": dy},
+            copies=copies,
+            empties=empties,
+            launches=[(launch, {})],
+            results=results,
+            scratch=launches.scratch(geometry),
+        )
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         """The inputs that have gradients, y computed from them by torch operations, and its dy."""
@@ -197,7 +171,7 @@ class BatchNormPlan(Plan):
         spec, activation = self.spec, self.spec.activation
         if bits is not None:
             # relu's signs as ones and zeros: the residual's gradient from a dy of ones.
-            needs = (False, True, False, False)
+            needs = (False, True, False, False, False)
             detached = (x.detach(), *saved[1:])
             _, signs, *_ = self.backward(detached, torch.ones_like(x), None, needs)
             assert signs is not None

@@ -19,7 +19,8 @@ from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
 from normplug._ops.batch_norm import aten
 from normplug._ops.batch_norm.eager import BatchNormPlan, constants_of, machine_of
-from normplug._ops.plans import Gradients, KernelRoute, Plan
+from normplug._ops.plans import KernelRoute, Needs, Plan
+from normplug._ops.program import NOTHING, PLACE, RUNNING, Layout, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
 
 
@@ -31,6 +32,7 @@ class PooledPlan(Plan):
     """
 
     spec: BatchNormSpec
+    state = ("stats", "peaks", "places")
 
     def __init__(self, t: Tensors, spec: BatchNormSpec) -> None:
         super().__init__(t, spec)
@@ -46,19 +48,6 @@ class PooledPlan(Plan):
         self._weight, self._bias = t.weight is not None, t.bias is not None
         self._running_dtype = None if t.running_mean is None else t.running_mean.dtype
         self._cumulative = spec.training and spec.momentum is None and t.running_mean is not None
-        self._statistics: Launch | None = None
-        self._statistics_scratch = self._sums_scratch = (0, 0)
-        if spec.training:
-            self._set_up_statistics(t)
-        self._forward = {keep: self._set_up_forward(keep) for keep in (True, False)}
-        self._sums: dict[tuple[bool, bool], Launch] = {}
-        down, right = pool.stride
-        rows, columns = self._n * -(-height // down), -(-width // right)
-        self._backward = pool_launches.backward_launch(
-            schedule.pixels(rows, columns, self._channels, x.dtype.itemsize), x.dtype,
-            self._window, self._size, self._pooled, spec.training, self._weight,
-            spec.target_variance,
-        )  # fmt: skip
 
     @classmethod
     def refusal(cls, t: Tensors, spec: BatchNormSpec) -> str | None:
@@ -87,7 +76,8 @@ class PooledPlan(Plan):
         shape = (self._n, self._channels, math.prod(size), True, self._dtype.itemsize)
         return schedule.geometry(*shape, tensors, *self._machine)
 
-    def _set_up_statistics(self, t: Tensors) -> None:
+    def _statistics(self, t: Tensors) -> tuple[Launch, tuple[int, int]]:
+        """The launch for mean and rstd, and the scratch memory that it needs."""
         spec, running = self.spec, t.running_mean is not None
         geometry = self._columns(self._size, 1)
         flags = launches.Flags(
@@ -98,110 +88,95 @@ class PooledPlan(Plan):
             tracked=running and t.tracked is not None and spec.momentum is not None,
             normalize=False,
         )
-        self._statistics = launches.forward_launch(
+        launch = launches.forward_launch(
             geometry, self._dtype, flags, spec.momentum or 0.0, spec.eps, spec.target_variance
         )
-        self._statistics_scratch = launches.scratch(geometry)
+        return launch, launches.scratch(geometry)
 
-    def _set_up_forward(self, keep: bool) -> Launch:
+    def forward_program(self, t: Tensors, keep: bool) -> Program:
+        """Compute y; without peaks and places where no gradient is needed."""
         spec, (height, width) = self.spec, self._pooled
-        return pool_launches.forward_launch(
+        steps: list[tuple[Launch, dict[str, str]]] = []
+        scratch = (0, 0)
+        if spec.training:
+            launch, scratch = self._statistics(t)
+            steps.append((launch, {"weight": "stats", "bias": "stats", "y": "x"}))
+        forward = pool_launches.forward_launch(
             schedule.pixels(self._n * height, width, self._channels, self._dtype.itemsize),
             self._dtype, self._window, self._size, self._pooled, spec.training, self._weight,
             self._bias, keep, spec.eps, spec.target_variance,
         )  # fmt: skip
-
-    def _set_up_sums(self, needs: tuple[bool, bool]) -> Launch:
-        geometry = self._columns(self._pooled, 2)
-        flags = launches.Flags(
-            training=self.spec.training, weight=self._weight, bias=self._bias, activation="relu"
+        steps.append((forward, {}))
+        output = (self._output_shape, _channels_last(self._output_shape))
+        empties = {"stats": ((2 * self._channels,), (1,), self.acc), "y": (*output, self._dtype)}
+        if keep:
+            empties |= {"peaks": (*output, self._dtype), "places": (*output, torch.uint8)}
+        return Program(
+            named(t),
+            empties=empties,
+            launches=steps,
+            results=[Result(PLACE["y"])],
+            saved=("x", "nothing", "weight", "bias", "nothing", *self.state),
+            moves=RUNNING if spec.training else (),
+            counts=self._cumulative,
+            scratch=scratch,
         )
-        self._sums_scratch = launches.scratch(geometry)
-        launch = launches.backward_launch(
-            geometry, self._dtype, flags, (False, *needs, False), self.spec.target_variance
-        )
-        self._sums[needs] = launch
-        return launch
 
-    def forward(self, t: Tensors, needs: Sequence[bool]) -> tuple[Tensor, tuple[Any, ...]]:
-        """y, and what to save; without peaks and places where no gradient is needed."""
-        x, _, weight, bias, _, running_mean, running_var, tracked = t
-        keep = any(needs)
-        stats = x.new_empty(2 * self._channels, dtype=self.acc)
-        y = self._empty(x, x.dtype)
-        peaks = self._empty(x, x.dtype) if keep else None
-        places = self._empty(x, torch.uint8) if keep else None
-        # What a call does not have, the kernels do not touch: any tensor stands in.
-        mean = stats if running_mean is None else running_mean
-        var = stats if running_var is None else running_var
-        stream, work = self._workspace(self._statistics_scratch)
-        if self._statistics is not None:
-            if self._cumulative and tracked is not None:
-                tracked.add_(1)
-            count = work.counters if tracked is None else tracked
-            self._statistics(
-                stream, x, x, stats, stats, mean, var, count, x, x, stats, work.partial,
-                work.counters,
-            )  # fmt: skip
-        self._forward[keep](
-            stream,
-            x,
-            stats if weight is None else weight,
-            stats if bias is None else bias,
-            mean,
-            var,
-            y,
-            x if peaks is None else peaks,
-            x if places is None else places,
-            stats,
-        )
-        return y, (x, None, weight, bias, None, stats, peaks, places)
-
-    def backward(
-        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
-    ) -> Gradients:
-        """The gradients that `needs` names."""
-        x, _, weight, bias, _, stats, peaks, places = saved
-        dy = dy.contiguous(memory_format=torch.channels_last)
-        through = needs[0] and self.spec.training
+    def backward_program(
+        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
+    ) -> Program:
+        """Compute sums by channel, in the dtype of stats, and then dx."""
+        training, tv = self.spec.training, self.spec.target_variance
+        assert dy is not None
+        is_laid_out = dy.is_contiguous(memory_format=torch.channels_last)
+        through = needs[0] and training
         summed = (needs[2] or through, needs[3] or through)
-        dweight = stats.new_empty(self._channels) if summed[0] else None
-        dbias = stats.new_empty(self._channels) if summed[1] else None
+        steps: list[tuple[Launch, dict[str, str]]] = []
+        scratch = (0, 0)
         if any(summed):
-            launch = self._sums.get(summed) or self._set_up_sums(summed)
-            stream, work = self._workspace(self._sums_scratch)
-            launch(
-                stream,
-                dy,
-                peaks,
-                peaks,
-                peaks,
-                stats if weight is None else weight,
-                stats if bias is None else bias,
-                stats,
-                peaks,
-                peaks,
-                stats if dweight is None else dweight,
-                stats if dbias is None else dbias,
-                work.partial,
-                work.counters,
+            geometry = self._columns(self._pooled, 2)
+            scratch = launches.scratch(geometry)
+            flags = launches.Flags(
+                training=training, weight=self._weight, bias=self._bias, activation="relu"
             )
-        dx = torch.empty_like(x) if needs[0] else None
-        if dx is not None:
-            stream, _ = self._workspace((0, 0))
-            self._backward(
-                stream,
-                dy,
-                x,
-                places,
-                stats if weight is None else weight,
-                stats,
-                stats if dweight is None else dweight,
-                stats if dbias is None else dbias,
-                dx,
-            )
-        dweight = _as_gradient_of(weight, dweight, needs[2])
-        return dx, None, dweight, _as_gradient_of(bias, dbias, needs[3]), None
+            wanted = (False, *summed, False)
+            launch = launches.backward_launch(geometry, self._dtype, flags, wanted, tv)
+            steps.append((launch, {"x": "peaks"}))
+        if needs[0]:
+            down, right = self._window[1]
+            rows, columns = self._n * -(-self._size[0] // down), -(-self._size[1] // right)
+            pixels = schedule.pixels(rows, columns, self._channels, self._dtype.itemsize)
+            launch = pool_launches.backward_launch(
+                pixels, self._dtype, self._window, self._size, self._pooled, training, self._weight,
+                tv,
+            )  # fmt: skip
+            steps.append((launch, {}))
+        x, channels = saved["x"], ((self._channels,), (1,), self.acc)
+        empties: dict[str, Layout] = {
+            f"d{n}": channels for n, s in zip(("weight", "bias"), summed, strict=True) if s
+        }
+        if needs[0]:
+            empties["dx"] = (x.shape, x.stride(), x.dtype)
+        return Program(
+            saved,
+            empties=empties,
+            launches=steps,
+            results=[
+                Result(PLACE["dx"]) if needs[0] else NOTHING,
+                NOTHING,
+                self._gradient_of("weight", saved, needs[2]),
+                self._gradient_of("bias", saved, needs[3]),
+                NOTHING,
+            ],
+            copies={} if is_laid_out else {"dy": _channels_last(self._output_shape)},
+            scratch=scratch,
+        )
+
+    def _gradient_of(self, name: str, saved: dict[str, Tensor], needed: bool) -> Result:
+        if not needed or name not in saved:
+            return NOTHING
+        dtype = saved[name].dtype
+        return Result(PLACE[f"d{name}"], None if dtype == self.acc else dtype)
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         """The inputs that have gradients, y computed from them by torch operations, and its dy."""
@@ -214,17 +189,11 @@ class PooledPlan(Plan):
             dy,
         )
 
-    def _empty(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        shape, last = self._output_shape, torch.channels_last
-        return torch.empty(shape, dtype=dtype, device=x.device, memory_format=last)
 
-
-def _as_gradient_of(
-    parameter: Tensor | None, gradient: Tensor | None, needed: bool
-) -> Tensor | None:
-    if not needed or gradient is None or parameter is None:
-        return None
-    return gradient.to(parameter.dtype)
+def _channels_last(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """The strides of a channels_last tensor."""
+    _, c, height, width = shape
+    return (height * width * c, 1, width * c, c)
 
 
 KERNELS = KernelRoute(PooledPlan)

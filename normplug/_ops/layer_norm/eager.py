@@ -16,11 +16,10 @@ from normplug._kernels.launch import COOPERATIVE, Launch
 from normplug._kernels.layer_norm import launches, schedule
 from normplug._kernels.layer_norm.launches import Spacing, TwoLevels
 from normplug._layouts import is_contiguous
-from normplug._ops.plans import Gradients, KernelRoute, Plan
+from normplug._ops.plans import Gradients, KernelRoute, Needs, Plan
+from normplug._ops.program import NOTHING, PLACE, RUNNING, Program, Result, contiguous, named
 from normplug._ops.spec import LayerNormSpec, Tensors
 from normplug.reference import accumulator_dtype
-
-_Prepared = tuple[Launch, tuple[int, int]]  # with the scratch memory that it needs
 
 
 class LayerNormPlan(Plan):
@@ -31,6 +30,7 @@ class LayerNormPlan(Plan):
     """
 
     spec: LayerNormSpec
+    state = ("stats",)
 
     def __init__(self, t: Tensors, spec: LayerNormSpec) -> None:
         super().__init__(t, spec)
@@ -61,13 +61,6 @@ class LayerNormPlan(Plan):
         self._residual_spacing = None if residual is None else _spacing(residual, row_dims)
         # The total is dense.
         self._normalised = self._x_spacing if residual is None else self._width
-        self._forward: dict[bool, _Prepared] = {}
-        self._backward: dict[tuple[Any, ...], _Prepared] = {}
-        self._recompute: Launch | None = None
-        # `empty_like` takes the host half the time of `empty`.
-        self._like_x = self._x_spacing == self._width
-        self._dx_like_x = lies_dense(self._normalised, self._rows, self._width)
-        self._dbias_like_weight = weight is not None and self._bias_dtype == weight.dtype
 
     @classmethod
     def refusal(cls, t: Tensors, spec: LayerNormSpec) -> str | None:
@@ -83,112 +76,129 @@ class LayerNormPlan(Plan):
     def laid_out(cls, t: Tensors, spec: LayerNormSpec) -> tuple[Tensors, LayerNormSpec]:
         """The call with dense rows, and those of the residual at strides that go with x's."""
         place = (len(spec.normalized_shape), math.prod(spec.normalized_shape))
-        x, spacing = _with_dense_rows(t.x, *place)
-        residual = t.residual
-        if residual is not None:
-            residual, _ = _with_dense_rows(residual, *place, spacing)
+        x, residual = t.x, t.residual
+        spacing = _spacing_after(x, *place)
+        if spacing is None:
+            x, spacing = x.contiguous(), place[1]
+        if residual is not None and _spacing_after(residual, *place, spacing) is None:
+            residual = residual.contiguous()
         same = x is t.x and residual is t.residual
         return (t if same else t._replace(x=x, residual=residual)), spec
 
-    def forward(self, t: Tensors, needs: Sequence[bool]) -> tuple[Any, tuple[Any, ...]]:
-        """y, or (y, total) where there is a residual; and what to save."""
-        x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
-        keep = bool(needs)
-        y = self._empty(x, self._dtype, self._output)
-        total = None if residual is None else self._empty(x, self._dtype, self._total)
-        stats = x.new_empty(2 * self._rows if keep else 1, dtype=self.acc)
-        launch, scratch = self._forward.get(keep) or self._set_up_forward(keep)
-        stream, work = self._workspace(scratch)
-        # What a call does not have, the kernel does not touch: any tensor stands in.
-        launch(
-            stream,
-            x,
-            x if residual is None else residual,
-            stats if weight is None else weight,
-            stats if bias is None else bias,
-            stats if input_bias is None else input_bias,
-            stats if running_mean is None else running_mean,
-            stats if running_var is None else running_var,
-            work.counters if tracked is None else tracked,
-            y,
-            y if total is None else total,
-            stats,
-            work.partial,
-            work.counters,
+    def forward_program(self, t: Tensors, keep: bool) -> Program:
+        """Compute y, and the total where there is a residual, in one launch."""
+        spec = self.spec
+        flags = launches.Flags(
+            weight=self._affine.weight,
+            bias=self._affine.bias,
+            input_bias=self._affine.input_bias,
+            residual=self.has_total,
+            stats=keep,
+            running=self._running,
+            tracked=self._tracked,
+            cumulative=self._running and spec.momentum is None,
         )
-        if total is None:
-            return y, (x, None, weight, None, input_bias, stats)
-        # With the bias, y can be recomputed from the total.
-        return (y, total), (total, None, weight, bias, None, stats)
-
-    def recomputed(self, saved: Sequence[Any]) -> Tensor:
-        """The output y again, from the total and the rows' statistics."""
-        total, _, weight, bias, _, stats = saved
-        y = self._empty(total, self._total, self._output)
-        if self._recompute is None:
-            flags = launches.Flags(
-                weight=self._affine.weight, bias=self._affine.bias, given=True, stats=False
-            )
-            strides = launches.Strides(self._width)  # of the total
-            shape = self._forward_shape(strides, False)
-            numbers = (0.0, self.spec.eps, self.spec.target_variance)
-            self._recompute = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
-        stream, work = self._workspace((0, 0))
-        vectors = (stats if weight is None else weight, stats if bias is None else bias)
-        self._recompute(
-            stream, total, total, *vectors, stats, stats, stats, work.counters, y, y, stats,
-            work.partial, work.counters,
-        )  # fmt: skip
-        return y
-
-    def backward(
-        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
-    ) -> Gradients:
-        """The gradients that `needs` names."""
-        if dy is None:  # nobody used y
-            return self._of_total(dtotal, needs, None, None)
-        x, _, weight, _, input_bias, stats = saved
-        before, row_dims, width = self._normalised, self._row_dims, self._width
-        dy, dy_spacing = _with_dense_rows(dy, row_dims, width, before)
-        dtotal_spacing = None
-        if dtotal is not None:
-            dtotal, dtotal_spacing = _with_dense_rows(dtotal, row_dims, width, before, dy_spacing)
-        wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
-        if not any(wanted):
-            return None, None, None, None, None
-        signature = (wanted, dy_spacing, dtotal_spacing)
-        launch, scratch = self._backward.get(signature) or self._set_up_backward(*signature)
-        dx = dweight = dbias = dinput_bias = None
-        if wanted[0]:
-            dx = torch.empty_like(x) if self._dx_like_x else x.new_empty(self._shape)
-        if needs[2] and weight is not None:
-            dweight = torch.empty_like(weight)
-        if needs[3]:
-            if weight is not None and self._dbias_like_weight:
-                dbias = torch.empty_like(weight)
-            else:
-                dbias = x.new_empty(self._row, dtype=self._bias_dtype)
-        if needs[4] and input_bias is not None:
-            dinput_bias = torch.empty_like(input_bias)
-        stream, work = self._workspace(scratch)
-        launch(
-            stream,
-            dy,
-            dy if dtotal is None else dtotal,
-            x,
-            stats if weight is None else weight,
-            stats if input_bias is None else input_bias,
-            stats,
-            dy if dx is None else dx,
-            stats if dweight is None else dweight,
-            stats if dbias is None else dbias,
-            stats if dinput_bias is None else dinput_bias,
-            work.partial,
-            work.counters,
-        )
+        strides = launches.Strides(self._x_spacing, residual=self._residual_spacing)
+        shape = self._forward_shape(strides, self._running)
+        numbers = (spec.momentum or 0.0, spec.eps, spec.target_variance)
+        launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
+        dense = (self._shape, contiguous(self._shape))
+        empties = {
+            "y": (*dense, self._output),
+            "stats": ((2 * self._rows if keep else 1,), (1,), self.acc),
+        }
+        saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
+        results = [Result(PLACE["y"])]
         if self.has_total:
-            return self._of_total(dx, needs, dweight, dbias)
-        return dx, None, dweight, dbias, dinput_bias
+            empties["total"] = (*dense, self._total)
+            # With the bias, y can be recomputed from the total.
+            saved = ("total", "nothing", "weight", "bias", "nothing", "stats")
+            results.append(Result(PLACE["total"]))
+        return Program(
+            named(t),
+            empties=empties,
+            launches=[(launch, {})],
+            results=results,
+            saved=saved,
+            moves=RUNNING,
+            scratch=launches.forward_scratch(shape, flags),
+        )
+
+    def recompute_program(self, saved: dict[str, Tensor]) -> Program:
+        """Compute y again, from the total and the rows' statistics."""
+        flags = launches.Flags(
+            weight=self._affine.weight, bias=self._affine.bias, given=True, stats=False
+        )
+        strides = launches.Strides(self._width)  # of the total
+        shape = self._forward_shape(strides, False)
+        numbers = (0.0, self.spec.eps, self.spec.target_variance)
+        launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
+        return Program(
+            saved,
+            empties={"y": (self._shape, contiguous(self._shape), self._output)},
+            launches=[(launch, {})],
+            results=[Result(PLACE["y"])],
+        )
+
+    def backward_program(
+        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
+    ) -> Program:
+        """Compute the gradients in one launch."""
+        given = {"dy": dy, "dtotal": dtotal}
+        if dy is None:  # nobody used y
+            results = self._results("dtotal", needs)
+            return Program(saved, empties={}, launches=[], results=results)
+        x, place = saved["x"], (self._row_dims, self._width)
+        before: list[Spacing] = [self._normalised]
+        copies = {}
+        for name, t in given.items():
+            if t is not None:
+                spacing = _spacing_after(t, *place, *before)
+                if spacing is None:
+                    copies[name], spacing = contiguous(self._shape), self._width
+                before.append(spacing)
+        wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
+        results = self._results("dx", needs)
+        if not any(wanted):
+            return Program(saved, empties={}, launches=[], results=results)
+        _, dy_spacing, *others = before
+        launch, scratch = self._backward_launch(wanted, dy_spacing, *others)
+        # The gradient of rows that lie dense, in whatever order, lies as they do.
+        is_dense = lies_dense(self._normalised, self._rows, self._width)
+        rows = {
+            "dx": (x.shape, x.stride() if is_dense else contiguous(x.shape), x.dtype),
+            "dweight": self._vector("weight", saved),
+            "dbias": (self._row, contiguous(self._row), self._bias_dtype),
+            "dinput_bias": self._vector("input_bias", saved),
+        }
+        pairs = zip(rows.items(), wanted, strict=True)
+        return Program(
+            {**saved, "dy": dy, **({} if dtotal is None else {"dtotal": dtotal})},
+            empties={name: layout for (name, layout), want in pairs if want},
+            launches=[(launch, {})],
+            results=results,
+            copies=copies,
+            scratch=scratch,
+        )
+
+    def _vector(self, name: str, saved: dict[str, Tensor]) -> Any:
+        return (self._row, contiguous(self._row), saved[name].dtype) if name in saved else None
+
+    def _results(self, through: str, needs: Needs) -> list[Result]:
+        """The gradients, where that of x and the residual is in the slot `through`."""
+        place = PLACE[through]
+        dtypes = (self._dtype, self._residual_dtype)
+        both = [
+            Result(place, None if dtype == self._total else dtype) if need else NOTHING
+            for need, dtype in zip(needs, dtypes, strict=False)
+        ]
+        names = ("dweight", "dbias", "dinput_bias")
+        used = through == "dx"
+        rest = [
+            Result(PLACE[n]) if need and used else NOTHING
+            for n, need in zip(names, needs[2:], strict=True)
+        ]
+        return [*both, *rest]
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
@@ -239,12 +249,6 @@ class LayerNormPlan(Plan):
             dresidual = through.to(self._residual_dtype)
         return dx if needs[0] else None, dresidual if needs[1] else None, dweight, dbias, None
 
-    def _empty(self, x: Tensor, dtype: torch.dtype, wanted: torch.dtype) -> Tensor:
-        """Contiguous, shaped like x, whose dtype is `dtype`."""
-        if self._like_x and dtype == wanted:
-            return torch.empty_like(x)
-        return x.new_empty(self._shape, dtype=wanted)
-
     def _forward_shape(
         self, strides: launches.Strides, running: bool
     ) -> schedule.Rows | schedule.WideForward:
@@ -253,28 +257,13 @@ class LayerNormPlan(Plan):
             self._rows, self._width, unit, self._itemsize, running, self._machine[0]
         )
 
-    def _set_up_forward(self, keep: bool) -> _Prepared:
-        spec = self.spec
-        flags = launches.Flags(
-            weight=self._affine.weight,
-            bias=self._affine.bias,
-            input_bias=self._affine.input_bias,
-            residual=self.has_total,
-            stats=keep,
-            running=self._running,
-            tracked=self._tracked,
-            cumulative=self._running and spec.momentum is None,
-        )
-        strides = launches.Strides(self._x_spacing, residual=self._residual_spacing)
-        shape = self._forward_shape(strides, self._running)
-        numbers = (spec.momentum or 0.0, spec.eps, spec.target_variance)
-        launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
-        prepared = self._forward[keep] = launch, launches.forward_scratch(shape, flags)
-        return prepared
-
-    def _set_up_backward(
-        self, wanted: tuple[bool, bool, bool, bool], dy: Spacing, dtotal: Spacing | None
-    ) -> _Prepared:
+    def _backward_launch(
+        self,
+        wanted: tuple[bool, bool, bool, bool],
+        dy: Spacing,
+        dtotal: Spacing | None = None,
+    ) -> tuple[Launch, tuple[int, int]]:
+        """The backward's launch, and the scratch memory that it needs."""
         flags = launches.Flags(weight=self._affine.weight, input_bias=self._affine.input_bias)
         strides = launches.Strides(self._normalised, dy=dy, dtotal=dtotal)
         shape = schedule.layer_norm_backward(
@@ -288,9 +277,7 @@ class LayerNormPlan(Plan):
         )
         tv = self.spec.target_variance
         launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
-        prepared = launch, launches.backward_scratch(shape, wanted)
-        self._backward[wanted, dy, dtotal] = prepared
-        return prepared
+        return launch, launches.backward_scratch(shape, wanted)
 
 
 KERNELS = KernelRoute(LayerNormPlan)
@@ -336,15 +323,13 @@ def _spacing(t: Tensor, row_dims: int) -> Spacing:
     return spacing
 
 
-def _with_dense_rows(
-    t: Tensor, row_dims: int, width: int, *before: Spacing
-) -> tuple[Tensor, Spacing]:
-    """A tensor and how its rows lie, copied if no launch could take them with those `before`."""
+def _spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spacing | None:
+    """How rows lie; None where no launch could take them with those `before`."""
     if t.is_contiguous():
-        return t, width
+        return width
     spacing = _row_spacing(t.shape, t.stride(), row_dims)
     if isinstance(spacing, TwoLevels):
         inners = (other.inner for other in before if isinstance(other, TwoLevels))
         if any(inner != spacing.inner for inner in inners):
-            spacing = None
-    return (t.contiguous(), width) if spacing is None else (t, spacing)
+            return None
+    return spacing

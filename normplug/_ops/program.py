@@ -1,0 +1,182 @@
+"""What a plan does with its tensors, as data, which Python and C++ carry out alike.
+
+A program works on a list of slots, one for each name that a tensor can have, and the last of them
+is always None. It copies what lies wrong, allocates, launches kernels, and says which slots are
+its results and which the backward will need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from normplug._kernels.launch import Launch
+from normplug._ops.spec import Tensors
+
+SLOTS = (
+    *Tensors._fields,
+    "y", "total", "stats", "bits", "peaks", "places",
+    "dy", "dtotal", "dx", "dresidual", "dweight", "dbias", "dinput_bias",
+    "partial", "counters", "nothing",
+)  # fmt: skip
+PLACE = {name: place for place, name in enumerate(SLOTS)}
+RUNNING = ("running_mean", "running_var", "tracked")
+TRACKED, PARTIAL, COUNTERS = PLACE["tracked"], PLACE["partial"], PLACE["counters"]
+
+# What is passed for a tensor that a call does not have: the kernel does not touch it. For other
+# names it is the launch's first tensor.
+_STAND_INS = {
+    **dict.fromkeys(("weight", "bias", "input_bias", "running_mean", "running_var"), "stats"),
+    **dict.fromkeys(("dweight", "dbias", "dinput_bias"), "stats"),
+    "tracked": "counters",
+    "total": "y",
+}
+
+
+Layout = tuple[Sequence[int], Sequence[int], torch.dtype]  # sizes, strides, dtype
+
+
+class Empty(NamedTuple):
+    """A tensor to allocate; `like`: the place of one with the same sizes, strides and dtype."""
+
+    place: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    like: int | None
+
+
+class Step(NamedTuple):
+    """A launch, the places of its tensors, and what takes these tensors from the slots."""
+
+    launch: Launch
+    places: tuple[int, ...]
+    pick: Callable[[Sequence[Any]], tuple[Tensor, ...]]
+
+
+class Result(NamedTuple):
+    """A slot to return, in another dtype where one is given."""
+
+    place: int
+    dtype: torch.dtype | None = None
+
+
+NOTHING = Result(PLACE["nothing"])
+
+
+class Program:
+    """Copies, allocations and launches for tensors of known sizes, strides and dtypes.
+
+    Args:
+        given: The tensors that the slots hold at the start, by slot.
+        empties: Shape, strides and dtype of each tensor to allocate, by slot.
+        launches: The kernels, in order; each with the slots that some of its tensors come from
+            where these are not named like the kernel's arguments.
+        results: What is returned.
+        saved: The slots that the backward will need, in the order of `Plan`.
+        copies: Slots whose tensors are copied first, and the strides they must have.
+        moves: The slots whose tensors the launches change.
+        counts: Whether `tracked` is raised by one first.
+        scratch: Counters and partial results that the launches need.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Tensor],
+        *,
+        empties: Mapping[str, Layout],
+        launches: Sequence[tuple[Launch, Mapping[str, str]]],
+        results: Sequence[Result],
+        saved: Sequence[str] = (),
+        copies: Mapping[str, Sequence[int]] | None = None,
+        moves: Sequence[str] = (),
+        counts: bool = False,
+        scratch: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.empties = tuple(_empty(given, name, *layout) for name, layout in empties.items())
+        present = {*given, *empties, "partial", "counters"}
+        self.steps = tuple(_step(launch, present, renamed) for launch, renamed in launches)
+        self.results = tuple(results)
+        self.saved = tuple(PLACE[name] for name in saved)
+        self.copies = tuple((PLACE[name], tuple(s)) for name, s in (copies or {}).items())
+        self.moves = tuple(PLACE[name] for name in moves if name in given)
+        self.counts, self.scratch = counts, scratch
+
+    def run(self, slots: list[Any], device: torch.device, workspace: Callable[..., Any]) -> None:
+        """Fill the slots.
+
+        Args:
+            slots: as long as `SLOTS`.
+            device: where to allocate.
+            workspace: from `scratch` to the current stream and a `Workspace` on it.
+        """
+        for place, wanted in self.copies:
+            t = slots[place]
+            copy = torch.empty_strided(t.shape, wanted, dtype=t.dtype, device=device)
+            slots[place] = copy.copy_(t)
+        if self.counts and slots[TRACKED] is not None:
+            slots[TRACKED].add_(1)
+        for place, shape, stride, dtype, like in self.empties:
+            slots[place] = (
+                torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                if like is None
+                else torch.empty_like(slots[like])
+            )
+        if self.steps:
+            stream, work = workspace(self.scratch)
+            slots[PARTIAL], slots[COUNTERS] = work.partial, work.counters
+            for launch, _, pick in self.steps:
+                launch(stream, *pick(slots))
+        if self.moves:  # unseen by autograd, which would miss that they are not as they were
+            moved = [slots[place] for place in self.moves]
+            increment_version([t for t in moved if not t.is_inference()])
+
+    def results_of(self, slots: Sequence[Any]) -> list[Any]:
+        """What a run returns, from its slots."""
+        return [
+            t if t is None or dtype is None else t.to(dtype)
+            for t, dtype in ((slots[place], dtype) for place, dtype in self.results)
+        ]
+
+
+def named(t: Tensors) -> dict[str, Tensor]:
+    """The tensors that a call has, by slot."""
+    return {name: each for name, each in t._asdict().items() if each is not None}
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _empty(
+    given: Mapping[str, Tensor],
+    name: str,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> Empty:
+    # `empty_like` takes the host half the time of `empty_strided`.
+    layout = (tuple(shape), tuple(stride), dtype)
+    alike = (n for n, t in given.items() if (tuple(t.shape), t.stride(), t.dtype) == layout)
+    like = next(alike, None)
+    return Empty(PLACE[name], *layout, None if like is None else PLACE[like])
+
+
+def _step(launch: Launch, present: set[str], renamed: Mapping[str, str]) -> Step:
+    places = []
+    for name in launch.pointers:
+        slot = renamed.get(name, name)
+        if slot not in present:
+            slot = _STAND_INS.get(name, launch.pointers[0])
+        places.append(PLACE[slot])
+    return Step(launch, tuple(places), itemgetter(*places))

@@ -1,0 +1,205 @@
+"""The host path in C++; `_ops` and `functional` call it, and all else may ask for its `status`.
+
+A call of a norm costs the host 25 us in Python before its kernel runs, and an autograd function in
+Python as much again. `host_path.cpp` does the same without Python, by the same programs, so that
+results are equal to the bit. It is compiled in the background when a kernel is first wanted, and
+kept; until then, and wherever it cannot be compiled, calls go the Python way.
+
+The environment's `NORMPLUG_NATIVE` is "auto" (the default), "0" for the Python way, or "1" to wait
+for the compiler at the first call, and to fail if it fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from normplug.native import building
+
+__all__ = ["Status", "build", "python_way", "status"]
+
+_log = logging.getLogger("normplug")
+
+
+class Status(NamedTuple):
+    """Which way calls go.
+
+    Attributes:
+        way: "C++" or "Python".
+        why: the reason, in one sentence.
+        library: the compiled file, or None.
+    """
+
+    way: str
+    why: str
+    library: Path | None
+
+    def __str__(self) -> str:
+        file = "" if self.library is None else f" ({self.library})"
+        return f"normplug: calls go the {self.way} way: {self.why}{file}."
+
+
+_NOT_WANTED = Status("Python", "no kernel was wanted yet", None)
+_OFF = Status("Python", "NORMPLUG_NATIVE is 0", None)
+
+_loaded: ModuleType | None = None
+_paused = 0  # how many `python_way` contexts are open
+_extension: ModuleType | None = None  # what is loaded, unless it is paused
+_status = _NOT_WANTED
+_started = False
+_lock = threading.Lock()
+# The C++ plan of each Python plan.
+_plans: dict[Any, Any] = {}
+
+
+def status() -> Status:
+    """Which way calls go now, and why."""
+    return _status
+
+
+def build() -> Path:
+    """Compile the host path now, unless that has been done, and wait for it.
+
+    Returns:
+        The compiled file.
+
+    Raises:
+        RuntimeError: it cannot be compiled; with the reason, and the compiler's output.
+    """
+    library = building.library()
+    if not library.exists():
+        building.compile_now(library)
+    return library
+
+
+@contextmanager
+def python_way() -> Iterator[None]:
+    """Send the calls of all threads the Python way for a while, to compare the two."""
+    global _extension, _paused
+    _paused, _extension = _paused + 1, None
+    try:
+        yield
+    finally:
+        _paused -= 1
+        _extension = None if _paused else _loaded
+
+
+def start() -> None:
+    """Load the host path, or have it compiled; called wherever a kernel is wanted."""
+    global _started
+    if _started:
+        return
+    with _lock:
+        if _started:
+            return
+        _started = True
+        _start()
+
+
+def _start() -> None:
+    wanted = os.environ.get("NORMPLUG_NATIVE", "auto")
+    if wanted not in ("0", "1", "auto"):
+        raise ValueError(
+            f"normplug: NORMPLUG_NATIVE must be 0, 1 or auto, not {wanted!r}. Set it to one of "
+            "these, or unset it."
+        )
+    if wanted == "0":
+        _say(_OFF, logging.DEBUG)
+    elif wanted == "1":
+        _load(build())
+    else:
+        _start_in_background()
+
+
+def _start_in_background() -> None:
+    try:
+        library = building.library()
+        if library.exists():
+            _load(library)
+            return
+        process = building.compile_in_background(library)
+    except RuntimeError as error:
+        _say(Status("Python", str(error), None))
+        return
+    _say(Status("Python", "the C++ way is being compiled", None), logging.DEBUG)
+    threading.Thread(target=_wait, args=(process, library), daemon=True).start()
+
+
+def _wait(process: Any, library: Path) -> None:
+    process.wait()
+    if not library.exists():
+        _say(Status("Python", building.failure(library), None))
+        return
+    try:
+        _load(library)
+    except ImportError as error:
+        _say(Status("Python", f"{library} cannot be loaded: {error}", None))
+
+
+def _load(library: Path) -> None:
+    global _extension, _loaded
+    _loaded = building.load(library)
+    _extension = None if _paused else _loaded
+    _say(Status("C++", "it is compiled", library), logging.DEBUG)
+
+
+def _say(now: Status, level: int = logging.WARNING) -> None:
+    global _status
+    _status = now
+    _log.log(level, "%s", now)
+
+
+# --- What `_ops` and `functional` call ---
+
+
+def call(spec: Any, backend: Any, t: Any) -> Any:
+    """The result of a call that `keep` has made known; else None."""
+    return None if _extension is None else _extension.call(spec, backend, t)
+
+
+def keep(spec: Any, backend: Any, t: Any, bound: Any) -> None:
+    """Let `call` carry out calls like this one, if what is bound to them is a plan's `run`."""
+    plan = getattr(bound, "__self__", None)
+    if _extension is not None and plan is not None:
+        _extension.keep(spec, backend, t, _plan_of(_extension, plan))
+
+
+def run(plan: Any, t: Any) -> Any:
+    """The result of a call by its plan; None where calls go the Python way."""
+    return None if _extension is None else _extension.run(_plan_of(_extension, plan), t)
+
+
+def forget() -> None:
+    """Forget all calls and plans, as the cache of Python does."""
+    _plans.clear()
+    if _extension is not None:
+        _extension.forget()
+
+
+def recomputable_node(y: Any) -> Any:
+    """The autograd node of y, if it is one of the C++ way that can recompute y; else None."""
+    return None if _extension is None else _extension.node(y)
+
+
+def recompute(node: Any) -> Any:
+    """The result of a node that `recomputable_node` gave, again."""
+    assert _extension is not None
+    return _extension.recompute(node)
+
+
+def plan_of(y: Any) -> Any:
+    """The plan of y's autograd node, if that is one of the C++ way; else None."""
+    return None if _extension is None or y.grad_fn is None else _extension.plan_of(y)
+
+
+def _plan_of(extension: ModuleType, plan: Any) -> Any:
+    known = _plans.get(plan)
+    if known is None:
+        known = _plans[plan] = extension.plan(plan)
+    return known
