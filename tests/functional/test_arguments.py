@@ -56,58 +56,59 @@ NO_EPS = [-1e-5, float("nan"), float("inf")]
 TABLE = []
 
 
-def cases(call, who, name, values, error):
+def cases(call, caller, name, values, error):
     for v in values:
-        case = f"{who}-{name}-{v!r:.20}"
-        TABLE.append(pytest.param(call, {name: v}, error, who, name, id=case))
+        case = f"{caller}-{name}-{v!r:.20}"
+        TABLE.append(pytest.param(call, {name: v}, error, caller, name, id=case))
 
 
-def number_cases(call, who):
+def number_cases(call, caller):
     """Of arguments that functions and layers take alike."""
-    cases(call, who, "momentum", NO_NUMBERS, TypeError)
-    cases(call, who, "eps", [None, *NO_NUMBERS], TypeError)
-    cases(call, who, "eps", NO_EPS, ValueError)
-    cases(call, who, "backend", NO_NAMES, ValueError)
+    cases(call, caller, "momentum", NO_NUMBERS, TypeError)
+    cases(call, caller, "eps", [None, *NO_NUMBERS], TypeError)
+    cases(call, caller, "eps", NO_EPS, ValueError)
+    cases(call, caller, "backend", NO_NAMES, ValueError)
 
 
 for call in (batch_norm, layer_norm, add_layer_norm):
-    who = f"functional.{call.func.__name__}"
-    number_cases(call, who)
+    caller = f"functional.{call.func.__name__}"
+    number_cases(call, caller)
     first = "x" if call is add_layer_norm else "input"
     for value in [None, *NO_TENSORS, X.int(), X.bool(), X.to(torch.complex64)]:
-        TABLE.append(pytest.param(call, {first: value}, TypeError, who, "input"))
+        TABLE.append(pytest.param(call, {first: value}, TypeError, caller, "input"))
     vectors = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
     vectors += {batch_norm: ["residual"], layer_norm: ["input_bias"]}.get(call, [])
     for name in vectors:
-        cases(call, who, name, NO_TENSORS, TypeError)
-        cases(call, who, name, [ON_META], ValueError)
+        cases(call, caller, name, NO_TENSORS, TypeError)
+        cases(call, caller, name, [ON_META], ValueError)
         if name != "num_batches_tracked":
-            cases(call, who, name, [torch.ones(6).int(), torch.ones(6) * 1j], TypeError)
-    cases(call, who, "momentum", [float("nan"), float("inf")], ValueError)
-    cases(call, who, "backend", ["cuda"], ValueError)
+            cases(call, caller, name, [torch.ones(6).int(), torch.ones(6) * 1j], TypeError)
+    cases(call, caller, "momentum", [float("nan"), float("inf")], ValueError)
+    cases(call, caller, "backend", ["cuda"], ValueError)
     if call is not batch_norm:
-        cases(call, who, "autocast_output", [*NO_NAMES, "half"], ValueError)
+        cases(call, caller, "autocast_output", [*NO_NAMES, "half"], ValueError)
         shapes = [(6.0,), [True], ("6",), 6, None, 6.0, "6", (None,), torch.tensor([6])]
-        cases(call, who, "normalized_shape", shapes, TypeError)
-        cases(call, who, "normalized_shape", [(0,), (-6,), [], (5,)], ValueError)
+        cases(call, caller, "normalized_shape", shapes, TypeError)
+        cases(call, caller, "normalized_shape", [(0,), (-6,), [], (5,)], ValueError)
 cases(batch_norm, "functional.batch_norm", "training", NO_FLAGS, TypeError)
 cases(batch_norm, "functional.batch_norm", "eps", [0.0, 0], ValueError)
 cases(batch_norm, "functional.batch_norm", "activation", [3, ["relu"], "tanh"], ValueError)
-cases(add_layer_norm, "functional.add_layer_norm", "residual", [X[:2]], ValueError)
+cases(add_layer_norm, "functional.add_layer_norm", "residual", [X[:2], X[0]], ValueError)
+cases(batch_norm, "functional.batch_norm", "residual", [X[:1]], ValueError)
 for name in ("running_mean", "running_var"):
     both = {"running_mean": torch.ones(()), "running_var": torch.ones(()), name: torch.ones(6)}
     TABLE.append(pytest.param(layer_norm, both, ValueError, "functional.layer_norm", name))
-who = "functional.channel_stats"
+caller = "functional.channel_stats"
 for value in [None, *NO_TENSORS, X.int()]:
-    TABLE.append(pytest.param(functional.channel_stats, {"x": value}, TypeError, who, "input"))
-for who in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"):
-    make = partial(getattr(normplug, who), num_features=6)
-    number_cases(make, who)
-    cases(make, who, "num_features", NO_COUNTS, TypeError)
-    cases(make, who, "num_features", NO_SIZES, ValueError)
-    cases(make, who, "eps", [0.0], ValueError)
-    cases(make, who, "affine", NO_FLAGS, TypeError)
-    cases(make, who, "track_running_stats", NO_FLAGS, TypeError)
+    TABLE.append(pytest.param(functional.channel_stats, {"x": value}, TypeError, caller, "input"))
+for caller in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"):
+    make = partial(getattr(normplug, caller), num_features=6)
+    number_cases(make, caller)
+    cases(make, caller, "num_features", NO_COUNTS, TypeError)
+    cases(make, caller, "num_features", NO_SIZES, ValueError)
+    cases(make, caller, "eps", [0.0], ValueError)
+    cases(make, caller, "affine", NO_FLAGS, TypeError)
+    cases(make, caller, "track_running_stats", NO_FLAGS, TypeError)
 number_cases(make_layer_norm, "LayerNorm")
 NO_SHAPES = [[1.0], *NO_COUNTS[:4], {}.get]
 cases(make_layer_norm, "LayerNorm", "normalized_shape", NO_SHAPES, TypeError)
@@ -116,11 +117,11 @@ cases(make_layer_norm, "LayerNorm", "elementwise_affine", NO_FLAGS, TypeError)
 cases(make_layer_norm, "LayerNorm", "track_running_stats", NO_FLAGS, TypeError)
 cases(make_layer_norm, "LayerNorm", "autocast_output", NO_NAMES, ValueError)
 OPTIONS = [(swap, "swap"), (swapped, "swap"), (SwapNorms, "lightning.SwapNorms")]
-for call, who in OPTIONS:
+for call, caller in OPTIONS:
     for name in ("track_running_stats", "preserve_output", "sync"):
-        cases(call, who, name, NO_FLAGS, TypeError)
-    cases(call, who, "backend", NO_NAMES, ValueError)
-    cases(call, who, "autocast_output", NO_NAMES, ValueError)
+        cases(call, caller, name, NO_FLAGS, TypeError)
+    cases(call, caller, "backend", NO_NAMES, ValueError)
+    cases(call, caller, "autocast_output", NO_NAMES, ValueError)
 NO_FILTERS = [3, [3], 1.5, True, ["norm", None], b"norm", ARRAY, X, {"norm": 1}, nn.LayerNorm(6)]
 for call, _ in [*OPTIONS, (plan, "plan")]:
     for name in ("include", "exclude"):
@@ -132,15 +133,17 @@ for call in [*TAKES_MODE, make_layer_norm]:
 cases(plan, "plan", "sync", NO_FLAGS, TypeError)
 cases(fuse, "fuse", "recompute", NO_FLAGS, TypeError)
 cases(unswap, "unswap", "fold", NO_FLAGS, TypeError)
-who = "lightning.VarianceLogger"
-cases(VarianceLogger, who, "every_n_steps", NO_COUNTS, TypeError)
-cases(VarianceLogger, who, "every_n_steps", NO_SIZES, ValueError)
-cases(VarianceLogger, who, "dirpath", [3, b"x", [], X], TypeError)
+caller = "lightning.VarianceLogger"
+cases(VarianceLogger, caller, "every_n_steps", NO_COUNTS, TypeError)
+cases(VarianceLogger, caller, "every_n_steps", NO_SIZES, ValueError)
+cases(VarianceLogger, caller, "dirpath", [3, b"x", [], X], TypeError)
 
 
-@pytest.mark.parametrize(("call", "arguments", "error", "who", "name"), TABLE)
-def test_a_wrong_argument_is_refused_with_the_rule(call, arguments, error, who, name):
-    with pytest.raises((TypeError, ValueError), match=rf"^normplug(\.{who})?: .*{name}") as raised:
+@pytest.mark.parametrize(("call", "arguments", "error", "caller", "name"), TABLE)
+def test_a_wrong_argument_is_refused_with_the_rule(call, arguments, error, caller, name):
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"^normplug(\.{caller})?: .*{name}"
+    ) as raised:
         call(**arguments)
     assert raised.type is error
     assert "; got " in str(raised.value) or "go together" in str(raised.value)

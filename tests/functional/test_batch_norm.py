@@ -8,6 +8,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import normplug
 from accuracy import leaf
 from batch_norm_cases import DTYPES, LAYOUTS, SHAPES, compare, make, run
+from calls import check_one_graph
 from normplug import functional, reference, target_variance
 
 
@@ -133,14 +134,6 @@ def test_an_empty_batch_leaves_the_statistics_and_gives_zero_gradients(shape, mo
     assert count == 7
 
 
-def test_infinity_and_nan_stay_in_their_channel():
-    x = torch.randn(8, 3)
-    x[2, 0], x[3, 1] = torch.inf, torch.nan
-    y = functional.batch_norm(x, None, None, training=True)
-    assert y[:, :2].isnan().all()
-    assert y[:, 2].isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_channel_stats_far_from_zero(dtype):
     x = (torch.randn(50, 4, 3, 3, dtype=torch.double) + 1e3).to(dtype)
@@ -153,8 +146,6 @@ def test_channel_stats_far_from_zero(dtype):
 
 
 X = torch.randn(4, 3, 2, 2)
-
-
 RUNNING = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)}
 
 
@@ -167,12 +158,9 @@ RUNNING = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)}
         ({"running_mean": torch.zeros(3)}, ValueError, "go together; got only running_mean"),
         ({"training": False}, ValueError, "training=False normalises by running_mean"),
         ({"input": X[:1, :, :1, :1]}, ValueError, r"more than one value per .*\(1, 3, 1, 1\)"),
-        ({"activation": "tanh"}, ValueError, "'silu', 'gelu', 'relu6', 'hardswish'; got 'tanh'"),
-        ({"residual": X[:1]}, ValueError, "residual must have the input's shape"),
         ({"backend": "cuda"}, ValueError, "'auto', 'triton', 'torch'; got 'cuda'"),
         ({"backend": "triton"}, NotImplementedError, "is on cpu.*Use backend='auto' or 'torch'"),
         ({**RUNNING, "momentum": None}, ValueError, "num_batches_tracked to count"),
-        ({**RUNNING, "momentum": float("nan")}, ValueError, "momentum must be None or"),
     ],
 )
 def test_a_wrong_call_says_the_rule_and_the_values(options, error, message):
@@ -203,10 +191,5 @@ def test_fake_tensors_of_unknown_size_take_torchs_own_operators():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_compiled_in_one_graph_with_another_batch_size(shape):
     cls = getattr(normplug, f"BatchNorm{max(len(shape) - 2, 1)}d")
-    layer, eager = cls(5), cls(5)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for batch in (shape[0], 2 * shape[0]):
-        x = torch.randn(batch, *shape[1:])
-        torch.testing.assert_close(compiled(x), eager(x))
-    torch.testing.assert_close(layer.running_var, eager.running_var)
-    assert layer.num_batches_tracked == 2
+    inputs = [torch.randn(batch, *shape[1:]) for batch in (shape[0], 2 * shape[0])]
+    check_one_graph(cls(5), cls(5), inputs, "aot_eager")

@@ -22,7 +22,7 @@ import interpreted
 import routes
 from accuracy import assert_same_bits
 from calls import DTYPES
-from kernel_cases import INPUTS, Case, assert_accurate, call, check_recomputed, make, run
+from kernel_cases import HALF, INPUTS, Case, assert_accurate, call, check_recomputed, make, run
 from normplug import functional, reference
 
 triton = pytest.importorskip("triton")
@@ -90,7 +90,6 @@ MANY_ITEMS = {
 }
 EVERY_SETUP = pytest.mark.parametrize("setup", SETUPS)
 SOME_SETUPS = pytest.mark.parametrize("setup", ["planes in tiles", "rows, phased", "small planes"])
-HALF = {"dtype": torch.bfloat16, "params": torch.float32}
 VARIANTS = [
     {"dtype": torch.float16, "activation": "relu", "affine": "bias", "running": False},
     {"dtype": torch.float64, "activation": "gelu", "residual": "strided", "momentum": None},
@@ -176,17 +175,11 @@ NEEDS = [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual")]
 
 @SOME_SETUPS
 @pytest.mark.parametrize("needs", NEEDS, ids="+".join)
-def test_some_of_the_gradients(setup, needs, prepared):
-    fused = {"activation": "relu", "residual": "contiguous"}
-    out = assert_accurate(prepared(setup, needs=needs, **fused))
+@pytest.mark.parametrize(("training", "activation"), [(True, "relu"), (False, "gelu")])
+def test_some_of_the_gradients(setup, needs, training, activation, prepared):
+    options = {"training": training, "activation": activation, "residual": "contiguous"}
+    out = assert_accurate(prepared(setup, needs=needs, **options))
     assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
-
-
-@SOME_SETUPS
-@pytest.mark.parametrize("needs", NEEDS[:3], ids="+".join)
-def test_some_of_the_gradients_in_eval(setup, needs, prepared):
-    fused = {"activation": "gelu", "residual": "contiguous"}
-    assert_accurate(prepared(setup, needs=needs, training=False, **fused))
 
 
 @pytest.mark.parametrize("shape", [(4, 5, 6, 3), (2, 3, 11, 13)], ids=str)

@@ -31,8 +31,8 @@ CASES = [
 ]
 
 
-def channels_last(*shape, dtype=torch.bfloat16):
-    x = torch.randn(shape, device=GPU, dtype=dtype) * 2 + 1
+def channels_last(*shape):
+    x = torch.randn(shape, device=GPU, dtype=torch.bfloat16) * 2 + 1
     return x.contiguous(memory_format=torch.channels_last)
 
 

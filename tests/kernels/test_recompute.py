@@ -124,20 +124,18 @@ def test_only_training_with_gradients_recomputes(recomputed):
 class Doubled(nn.Module):
     """Changes what it is given, and then reads it."""
 
-    def __init__(self, early):
+    def __init__(self):
         super().__init__()
-        self.conv, self.early = nn.Conv2d(4, 4, 1), early
+        self.conv = nn.Conv2d(4, 4, 1)
 
     def forward(self, x):
-        if self.early:
-            x.mul_(2)
-        y = self.conv(x)
+        y = self.conv(x.mul_(2))
         return y + x.mul_(2)
 
 
 def test_what_the_module_changes_in_place_is_kept_as_it_read_it(recomputed):
     first = convolutions(nn.ReLU())
-    ours, plain = twins(nn.Sequential(*first[:-1], Doubled(early=True)))
+    ours, plain = twins(nn.Sequential(*first[:-1], Doubled()))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outcome(plain, X)
     with pytest.raises(RuntimeError, match="normplug: .*modified by an inplace operation"):
@@ -212,8 +210,7 @@ def test_two_backwards_and_second_derivatives(make, x):
         again = torch.autograd.grad(y, leaves, create_graph=True)
         twice = torch.autograd.grad(sum(g.square().sum() for g in again), leaves)
         results.append([*once, *again, *twice])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 class Checkpointed(nn.Module):
@@ -248,8 +245,7 @@ def test_other_hooks_for_saved_tensors_get_what_is_saved(recomputed):
         with saved_tensors_hooks(lambda t, s=seen: s.append(t.detach()) or t, lambda t: t):
             model(X).sum().backward()
     assert not recomputed
-    for a, b in zip(*saved.values(), strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(*saved.values(), rtol=0, atol=0)
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         ours(X).sum().backward()
     assert not recomputed
@@ -257,10 +253,7 @@ def test_other_hooks_for_saved_tensors_get_what_is_saved(recomputed):
 
 def test_fused_modules_inside_the_module_that_reads_the_result(recomputed):
     inner = convolutions(nn.ReLU(), nn.GELU())
-    outer = convolutions(nn.SiLU())
-    outer[3] = inner
-    holder = nn.Sequential(*outer[:3], inner)
-    ours, plain = twins(holder)
+    ours, plain = twins(nn.Sequential(*convolutions(nn.SiLU())[:-1], inner))
     inner.register_forward_hook(lambda *_: None)  # so that it is called, and not followed
     check_same(ours, plain, X)
     assert len(recomputed) == 3

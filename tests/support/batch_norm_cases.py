@@ -1,6 +1,7 @@
 """Cases of BatchNorm in torch's dtypes and layouts, compared with the stock kernel and float64."""
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,12 @@ LAYOUTS = ["contiguous", "channels_last", "strided"]
 
 
 def laid_out(x, layout):
-    if layout == "channels_last" and x.dim() > 2:
-        # for any number of dimensions
+    if layout == "channels_last":  # for any number of dimensions
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
     if layout == "strided":
         return torch.stack([x, x + 1], dim=-1)[..., 0]
+    if layout == "expanded":
+        return x.flatten()[0].expand(x.shape)
     return x.contiguous()
 
 
@@ -50,7 +52,7 @@ def double(tensor):
     return None if tensor is None else tensor.double()
 
 
-def compare(x, weight, bias, mode, training=True, running=None, momentum=0.1, backend="auto"):
+def compare(x, weight, bias, mode, training=True, running=None):
     """Ours against the stock kernel with the folded weight, both against float64."""
     tv = target_variance(mode)
     dy = torch.randn_like(x)
@@ -60,11 +62,9 @@ def compare(x, weight, bias, mode, training=True, running=None, momentum=0.1, ba
             like = bias if bias is not None else (mean if mean is not None else x)
             ones = torch.ones(x.shape[1], dtype=like.dtype, device=x.device)
             weight = (ones if weight is None else weight) * math.sqrt(tv)
-        return F.batch_norm(x, mean, var, weight, bias, training, momentum)
+        return F.batch_norm(x, mean, var, weight, bias, training)
 
-    def ours(*args):
-        return functional.batch_norm(*args, momentum=momentum, mode=mode, backend=backend)
-
+    ours = partial(functional.batch_norm, mode=mode)
     args = (x, weight, bias, dy, training, running)
     exact = (double(x), double(weight), double(bias), dy.double(), training)
     truth = run(stock, *exact, None if running is None else tuple(map(double, running)))

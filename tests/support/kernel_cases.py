@@ -13,6 +13,7 @@ from torch import Tensor
 import calls
 import normplug
 import routes
+from batch_norm_cases import laid_out
 from calls import Tensors, assert_all_no_worse, assert_recomputable, check_one_graph, said
 from normplug import functional, reference, target_variance
 
@@ -49,16 +50,6 @@ class Case:
     seed: int = 0
 
     __str__ = said
-
-
-def laid_out(x: Tensor, layout: str) -> Tensor:
-    if layout == "channels_last":
-        return x.movedim(1, -1).contiguous().movedim(-1, 1)
-    if layout == "strided":
-        return torch.stack([x, x + 1], dim=-1)[..., 0]
-    if layout == "expanded":
-        return x.flatten()[0].expand(x.shape)
-    return x.contiguous()
 
 
 def make(case: Case, device: str = "cpu") -> Tensors:
@@ -160,35 +151,30 @@ def check_operators(case: Case, device: str) -> None:
 
 
 def check_compiled(
-    shape: tuple[int, ...], activation: str | None, device: str, backend: str
+    shape: tuple[int, ...], layout: str, activation: str | None, device: str, backend: str
 ) -> None:
     """One graph serves every batch size."""
-    layers = [_FusedNorm(shape[1], len(shape), activation).to(device) for _ in range(2)]
+    layers = [_FusedNorm(shape, activation).to(device) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     batches = [(n, *shape[1:]) for n in (shape[0], 2 * shape[0] + 1, 3 * shape[0])]
-    inputs = [torch.randn(batch, generator=generator).to(device) for batch in batches]
-    check_one_graph(*layers, inputs, backend)
+    values = [torch.randn(batch, generator=generator).to(device) for batch in batches]
+    check_one_graph(*layers, [laid_out(x, layout) for x in values], backend)
     assert layers[0].norm.num_batches_tracked == 3
 
 
 class _FusedNorm(torch.nn.Module):
     """The end of a residual block, by the kernels."""
 
-    def __init__(self, channels: int, dims: int, activation: str | None) -> None:
+    def __init__(self, shape: tuple[int, ...], activation: str | None) -> None:
         super().__init__()
-        cls = {2: normplug.BatchNorm1d, 3: normplug.BatchNorm1d, 4: normplug.BatchNorm2d}[dims]
-        self.norm = cls(channels, backend="triton")
+        cls = normplug.BatchNorm1d if len(shape) == 2 else normplug.BatchNorm2d
+        self.norm = cls(shape[1], backend="triton")
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = self.norm
         if self.activation is None:
-            return norm(x)
-        return functional.batch_norm(
-            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, True,
-            residual=x * 0.5, activation=self.activation,
-            num_batches_tracked=norm.num_batches_tracked, backend="triton",
-        )  # fmt: skip
+            return self.norm(x)
+        return self.norm.fused(x, residual=x * 0.5, activation=self.activation)
 
 
 class _Exact:

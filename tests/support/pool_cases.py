@@ -109,11 +109,11 @@ def check_operators(case: Case, device: str) -> None:
 class Stem(nn.Module):
     """The first layers of a ResNet."""
 
-    def __init__(self, width: int = 8, **pool: Any) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.bn, self.relu = nn.BatchNorm2d(width), nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(**{"kernel_size": 3, "stride": 2, "padding": 1, **pool})
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.maxpool(self.relu(self.bn(self.conv(x))))

@@ -38,10 +38,9 @@ class Attend(nn.Module):
 class Mixer(nn.Module):
     """An addition, a norm, and a linear layer over its result with rows and columns exchanged."""
 
-    def __init__(self, width=8, rows=3):
+    def __init__(self):
         super().__init__()
-        self.mix, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
-        self.across = Across(rows)
+        self.mix, self.norm, self.across = nn.Linear(8, 8), nn.LayerNorm(8), Across(3, 3)
 
     def forward(self, x):
         x = x + self.mix(x)
@@ -49,9 +48,6 @@ class Mixer(nn.Module):
 
 
 class Across(nn.Linear):
-    def __init__(self, rows):
-        super().__init__(rows, rows)
-
     def forward(self, x):
         return super().forward(x.transpose(-2, -1)).transpose(-2, -1)
 
