@@ -97,17 +97,22 @@ class Net(nn.Module):
         return self.head(self.norm(self.bn1(self.fc(x))))
 
 
-def make():
+def randomised(model):
+    """With weights and statistics that norms do not start with."""
     torch.manual_seed(0)
-    net = Net()
-    for module in net.modules():
+    for module in model.modules():
         if isinstance(module, NORMS):
             nn.init.normal_(module.weight, 1, 0.3)
             nn.init.normal_(module.bias, 0, 0.3)
         if isinstance(module, NORMS[0]):
             nn.init.normal_(module.running_mean, 0, 0.1)
             nn.init.uniform_(module.running_var, 0.5, 2)
-    return net
+    return model
+
+
+def make():
+    torch.manual_seed(0)
+    return randomised(Net())
 
 
 def stock(tv=None):
@@ -443,16 +448,14 @@ def fit(model, *callbacks, epochs=2, **options):
         def configure_optimizers(self):
             return torch.optim.SGD(parameters(self.net), 0.05)
 
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     with tempfile.TemporaryDirectory() as directory:
         Trainer(
             accelerator="cpu",
             callbacks=list(callbacks),
             max_epochs=epochs,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             default_root_dir=directory,
+            **dict.fromkeys(off, False),
             **options,
         ).fit(Module(), DataLoader(TensorDataset(X, Y), 8))
     return statistics(model), evaluate(model)
@@ -535,13 +538,19 @@ def forward_ad(model):
         return fwd.unpack_dual(y).tangent
 
 
+def known_to_opacus(model):
+    """In training, and swapped again now that Opacus is imported."""
+    if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
+        normplug.swap(model)
+    return model.train()
+
+
 @row("Opacus `ModuleValidator.validate`: says the same", "opacus")
 def opacus_validate(model):
     from opacus.validators import ModuleValidator
 
-    if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
-        normplug.swap(model)  # Opacus is imported by now
-    return [type(error).__name__ for error in ModuleValidator.validate(model.train())]
+    errors = ModuleValidator.validate(known_to_opacus(model))
+    return [type(error).__name__ for error in errors]
 
 
 @row("Opacus `ModuleValidator.fix`, then a private step", "opacus")
@@ -549,9 +558,7 @@ def opacus_fix(model):
     import opacus
     from opacus.validators import ModuleValidator
 
-    if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
-        normplug.swap(model)  # Opacus is imported by now
-    model = ModuleValidator.fix(model.train())
+    model = ModuleValidator.fix(known_to_opacus(model))
     private, optimizer, _ = opacus.PrivacyEngine().make_private(
         module=model,
         optimizer=torch.optim.SGD(parameters(model), 0.05),
@@ -692,23 +699,24 @@ def weight_decay_groups(model):
 # Saving and loading.
 
 
+def reloaded(value, weights_only):
+    """What `torch.load` reads of what `torch.save` writes."""
+    with io.BytesIO() as file:
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, weights_only=weights_only)
+
+
 @row("whole-module `pickle` and `torch.save`")
 def pickled(model):
-    model = pickle.loads(pickle.dumps(model))
-    with io.BytesIO() as file:
-        torch.save(model, file)
-        file.seek(0)
-        return evaluate(torch.load(file, weights_only=False))
+    return evaluate(reloaded(pickle.loads(pickle.dumps(model)), weights_only=False))
 
 
 @row("`torch.save(model.state_dict())`, `weights_only=True`")
 def saved_state(model):
     twin = copy.deepcopy(model)
     train(twin)
-    with io.BytesIO() as file:
-        torch.save(model.state_dict(), file)
-        file.seek(0)
-        twin.load_state_dict(torch.load(file, weights_only=True))
+    twin.load_state_dict(reloaded(model.state_dict(), weights_only=True))
     return evaluate(twin)
 
 

@@ -30,15 +30,6 @@ class Net(nn.Module):
         return self.head(self.again(x))
 
 
-def make_net():
-    torch.manual_seed(0)
-    net = Net()
-    for parameter in net.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, 1, 0.3)
-    return net
-
-
 class Stubborn(nn.LayerNorm):
     """A stock norm whose conversion fails."""
 

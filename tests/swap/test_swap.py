@@ -55,7 +55,8 @@ def test_settings_buffers_and_children_of_a_layer_survive():
     norm.register_buffer("mine", torch.ones(3), persistent=False)
     norm.child = nn.Linear(2, 2)
     keys = set(norm.state_dict())
-    swap(norm)
+    assert swap(norm) is norm
+    assert str(plan(norm)).splitlines()[1].startswith("(the model itself)")
     assert (norm.eps, norm.momentum, norm.running_mean) == (0.1, None, None)
     assert torch.equal(norm.mine, torch.ones(3))
     assert set(norm.state_dict()) == keys == {"child.weight", "child.bias"}
@@ -82,32 +83,6 @@ def test_a_swapped_model_is_copied_and_saved_whole(net, way, tmp_path):
     assert type(twin.norm) is nn.LayerNorm
     assert type(net.norm) is LayerNorm
     assert net.state_dict().keys() == expected.keys()
-
-
-def test_a_state_dict_loads_strictly_both_ways(net):
-    plain, swapped_net = copy.deepcopy(net), swap(net, "standard")
-    swapped_net.load_state_dict(plain.state_dict())
-    kept = {k: v for k, v in swapped_net.state_dict().items() if k in plain.state_dict()}
-    plain.load_state_dict(kept)
-    torch.testing.assert_close(plain(X), swapped_net(X))
-
-
-def test_a_running_optimizer_goes_on(net):
-    optimizer = torch.optim.AdamW(net.parameters(), 0.1)
-    train_step(net, optimizer)
-    swap(net)
-    before = net.norm.weight.detach().clone()
-    train_step(net, optimizer)
-    assert not torch.equal(net.norm.weight, before)
-    assert net.norm.weight in optimizer.state
-
-
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(3), nn.LayerNorm(6)])
-def test_the_root_itself(norm):
-    norm = copy.deepcopy(norm)
-    assert swap(norm) is norm
-    assert norm.target_variance == GOLDEN
-    assert str(plan(norm)).splitlines()[1].startswith("(the model itself)")
 
 
 def test_swapping_twice_changes_nothing_and_another_mode_sets_it(net):
@@ -214,13 +189,9 @@ def test_options_reach_the_layers(net):
     assert {m.backend for m in (net.norm, net.flat, net.stem[1])} == {"torch"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtype_and_meta_device_are_kept(net, dtype):
-    meta = swap(copy.deepcopy(net).to("meta"))
-    swap(net.to(dtype))
-    assert net.norm.weight.dtype == dtype
-    assert net.stem[1].running_var.dtype == dtype
-    assert {t.device.type for t in [*meta.parameters(), *meta.buffers()]} == {"meta"}
+def test_the_statistics_of_a_model_on_the_meta_device_are_there_too(net):
+    swap(net.to("meta"))
+    assert {t.device.type for t in [*net.parameters(), *net.buffers()]} == {"meta"}
 
 
 def test_the_mode_of_a_model_without_normplug_layers_cannot_be_set():
