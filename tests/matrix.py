@@ -424,11 +424,9 @@ def deepcopy_ema(model):
     average = copy.deepcopy(model)
 
     def update():
-        with torch.no_grad():
-            for a, b in zip(
-                average.state_dict().values(), model.state_dict().values(), strict=True
-            ):
-                a.copy_(a.float().lerp(b.float(), 0.5))
+        state = model.state_dict()
+        for name, value in average.state_dict().items():
+            value.copy_(value.float().lerp(state[name].float(), 0.5))
 
     train(model, after=update)
     return evaluate(average)
@@ -553,21 +551,28 @@ def opacus_validate(model):
     return [type(error).__name__ for error in errors]
 
 
-@row("Opacus `ModuleValidator.fix`, then a private step", "opacus")
-def opacus_fix(model):
-    import opacus
-    from opacus.validators import ModuleValidator
+def private(model, optimizer):
+    """Both as Opacus trains them on X, without noise and without clipping."""
+    from opacus import PrivacyEngine
 
-    model = ModuleValidator.fix(known_to_opacus(model))
-    private, optimizer, _ = opacus.PrivacyEngine().make_private(
+    model, optimizer, _ = PrivacyEngine().make_private(
         module=model,
-        optimizer=torch.optim.SGD(parameters(model), 0.05),
+        optimizer=optimizer,
         data_loader=DataLoader(TensorDataset(X, Y), 8),
         noise_multiplier=0.0,
         max_grad_norm=1e6,
         poisson_sampling=False,
     )
-    return train(private, optimizer)[0], evaluate(model)
+    return model, optimizer
+
+
+@row("Opacus `ModuleValidator.fix`, then a private step", "opacus")
+def opacus_fix(model):
+    from opacus.validators import ModuleValidator
+
+    model = ModuleValidator.fix(known_to_opacus(model))
+    optimizer = torch.optim.SGD(parameters(model), 0.05)
+    return train(*private(model, optimizer))[0], evaluate(model)
 
 
 # Parallel training, each in one process.
@@ -594,22 +599,30 @@ def data_parallel(model):
     return train(nn.DataParallel(model))
 
 
-@row("FSDP1, `use_orig_params=True`")
-def fsdp1(model):
+def in_fsdp1(model, **options):
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+    return FSDP(model, device_id=torch.device("cpu"), **options)
+
+
+@row("FSDP1, `use_orig_params=True`")
+def fsdp1(model):
     with process_group():
-        return train(FSDP(model, device_id=torch.device("cpu"), use_orig_params=True))
+        return train(in_fsdp1(model, use_orig_params=True))
+
+
+def in_fsdp2(model, *parts):
+    from torch.distributed.fsdp import fully_shard
+
+    for part in (*parts, model):
+        fully_shard(part)
+    return model
 
 
 @row("FSDP2, `fully_shard`", "torch>=2.14")
 def fsdp2(model):
-    from torch.distributed.fsdp import fully_shard
-
     with process_group():
-        for layer in (model.bn, model.norm, model):
-            fully_shard(layer)
-        losses, gradients, statistics, y = train(model)
+        losses, gradients, statistics, y = train(in_fsdp2(model, model.bn, model.norm))
         return losses, [g.full_tensor() for g in gradients], statistics, y
 
 

@@ -61,8 +61,11 @@ def test_the_output_has_the_target_variance(ours, stock, shape, mode):
     torch.testing.assert_close(variance, expected, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize(("ours", "stock", "shape"), PAIRS)
-def test_keys_are_torchs_and_a_strict_load_works_both_ways(ours, stock, shape):
+@pytest.mark.parametrize(
+    ("ours", "stock"),
+    [*dict.fromkeys(pair[:2] for pair in PAIRS), (normplug.SyncBatchNorm, nn.SyncBatchNorm)],
+)
+def test_keys_are_torchs_and_a_strict_load_works_both_ways(ours, stock):
     layer, theirs = randomise(ours(4, mode="standard")), randomise(stock(4))
     statistics = {"running_mean", "running_var", "num_batches_tracked"}
     extra = set(layer.state_dict()) - set(theirs.state_dict())

@@ -295,9 +295,3 @@ def test_a_lazy_layer_is_synchronised_before_and_after_its_first_forward():
     with pytest.raises(ValueError, match="expected 2D or 3D input"):
         model(torch.randn(4, 3, 2, 2))
     assert type(unswap(model)[0]) is nn.BatchNorm1d
-
-
-def test_a_stock_checkpoint_loads_and_a_saved_one_is_stock():
-    stock, ours = nn.SyncBatchNorm(4), SyncBatchNorm(4, mode="standard")
-    ours.load_state_dict(stock.state_dict())
-    stock.load_state_dict(ours.state_dict())

@@ -3,12 +3,14 @@
 import copy
 import pickle
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import normplug
+from matrix import reloaded
 from normplug import BatchNorm2d, LayerNorm, plan, set_mode, swap, target_variance, unswap
 from swap_cases import GOLDEN, Stubborn, X, assert_frozen, folded, frozen, one_graph, train_step
 
@@ -65,17 +67,18 @@ def test_settings_buffers_and_children_of_a_layer_survive():
     torch.testing.assert_close(norm.eval()(x), expected)  # no statistics: the batch's, in eval too
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_a_swapped_model_is_copied_and_saved_whole(net, way, tmp_path):
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": partial(reloaded, weights_only=False),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_swapped_model_is_copied_and_saved_whole(net, way):
     swap(net, 0.5, exclude="flat")
     expected = copy.deepcopy(net.state_dict())
-    if way == "deepcopy":
-        twin = copy.deepcopy(net)
-    elif way == "pickle":
-        twin = pickle.loads(pickle.dumps(net))
-    else:
-        torch.save(net, tmp_path / "net.pt")
-        twin = torch.load(tmp_path / "net.pt", weights_only=False)
+    twin = COPIES[way](net)
     assert twin.again is twin.norm is twin.head[1]
     assert normplug.check(twin).summary() == "2 norm layers in order: 2 in mode 0.5"
     torch.testing.assert_close(twin(X), net(X), rtol=0, atol=0)

@@ -8,24 +8,9 @@ import torch
 from torch import nn
 
 import normplug
-from matrix import X, make, process_group
+from matrix import X, in_fsdp1, in_fsdp2, make, process_group
 from normplug import check, plan, set_mode, swap, unswap
 from swap_cases import folded
-
-
-def fsdp1(net, **options):
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    return FSDP(net, device_id=torch.device("cpu"), **options)
-
-
-def fsdp2(net, *parts):
-    from torch.distributed.fsdp import fully_shard
-
-    for part in (*parts, net):
-        fully_shard(part)
-    return net
-
 
 WRAPPERS = {
     "DDP": nn.parallel.DistributedDataParallel,
@@ -33,10 +18,10 @@ WRAPPERS = {
     "torch.compile": lambda net: torch.compile(net, backend="aot_eager"),
     "module.compile": lambda net: net.compile(backend="aot_eager") or net,
     "layer.compile": lambda net: net.bn.compile(backend="aot_eager") or net,
-    "FSDP1 flat": fsdp1,
-    "FSDP1 use_orig_params": lambda net: fsdp1(net, use_orig_params=True),
-    "FSDP2": fsdp2,
-    "FSDP2 on each norm": lambda net: fsdp2(net, net.bn, net.bn1, net.norm),
+    "FSDP1 flat": in_fsdp1,
+    "FSDP1 use_orig_params": lambda net: in_fsdp1(net, use_orig_params=True),
+    "FSDP2": in_fsdp2,
+    "FSDP2 on each norm": lambda net: in_fsdp2(net, net.bn, net.bn1, net.norm),
 }
 
 
