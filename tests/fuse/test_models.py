@@ -158,12 +158,6 @@ def test_other_threads_run_while_models_are_fused_copied_and_checked():
     assert all(runs[name] > 0 for name in steps)
 
 
-def test_only_modules_can_be_fused():
-    for call in (fuse, unfuse, fusions):
-        with pytest.raises(TypeError, match="model must be an nn.Module"):
-            call("model")
-
-
 def test_unswap_unfuses_first_and_swapped_leaves_nothing_fused():
     model = Block().double()
     stock = copy.deepcopy(model)
