@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import normplug
-from matrix import reloaded
+from matrix import folded, reloaded
 from normplug import BatchNorm2d, LayerNorm, plan, set_mode, swap, target_variance, unswap
-from swap_cases import GOLDEN, Stubborn, X, assert_frozen, folded, frozen, one_graph, train_step
+from swap_cases import GOLDEN, Stubborn, X, assert_frozen, frozen, one_graph, train_step
 
 
 @pytest.mark.parametrize("mode", ["golden", 0.5, "standard"])

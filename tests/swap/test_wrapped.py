@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import normplug
-from matrix import X, in_fsdp1, in_fsdp2, make, process_group
+from matrix import X, folded, in_fsdp1, in_fsdp2, make, process_group
 from normplug import check, plan, set_mode, swap, unswap
-from swap_cases import folded
 
 WRAPPERS = {
     "DDP": nn.parallel.DistributedDataParallel,
