@@ -13,7 +13,6 @@ import datetime
 import importlib.metadata
 import importlib.util
 import io
-import math
 import pickle
 import platform
 import shutil
@@ -97,26 +96,32 @@ class Net(nn.Module):
         return self.head(self.norm(self.bn1(self.fc(x))))
 
 
-def make():
+def randomised(model):
+    """With weights and statistics that norms do not start with."""
     torch.manual_seed(0)
-    net = Net()
-    for module in net.modules():
+    for module in model.modules():
         if isinstance(module, NORMS):
             nn.init.normal_(module.weight, 1, 0.3)
             nn.init.normal_(module.bias, 0, 0.3)
         if isinstance(module, NORMS[0]):
             nn.init.normal_(module.running_mean, 0, 0.1)
             nn.init.uniform_(module.running_var, 0.5, 2)
-    return net
+    return model
 
 
-def stock(tv=None):
-    net, scale = make(), math.sqrt(tv or normplug.target_variance("golden"))
+def make():
+    torch.manual_seed(0)
+    return randomised(Net())
+
+
+def folded(model, tv):
+    """The stock model that a swapped one must equal: sqrt(tv) in every norm weight."""
+    model = copy.deepcopy(model)
     with torch.no_grad():
-        for module in net.modules():
+        for module in model.modules():
             if isinstance(module, NORMS):
-                module.weight.mul_(scale)
-    return net
+                module.weight.mul_(tv**0.5)
+    return model
 
 
 def column(name):
@@ -134,7 +139,7 @@ def outcome(one, name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(2)
-        expected = one.run(stock())
+        expected = one.run(folded(make(), normplug.target_variance("golden")))
         model = column(name)
         torch.manual_seed(2)
         try:
@@ -419,11 +424,9 @@ def deepcopy_ema(model):
     average = copy.deepcopy(model)
 
     def update():
-        with torch.no_grad():
-            for a, b in zip(
-                average.state_dict().values(), model.state_dict().values(), strict=True
-            ):
-                a.copy_(a.float().lerp(b.float(), 0.5))
+        state = model.state_dict()
+        for name, value in average.state_dict().items():
+            value.copy_(value.float().lerp(state[name].float(), 0.5))
 
     train(model, after=update)
     return evaluate(average)
@@ -443,16 +446,14 @@ def fit(model, *callbacks, epochs=2, **options):
         def configure_optimizers(self):
             return torch.optim.SGD(parameters(self.net), 0.05)
 
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     with tempfile.TemporaryDirectory() as directory:
         Trainer(
             accelerator="cpu",
             callbacks=list(callbacks),
             max_epochs=epochs,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             default_root_dir=directory,
+            **dict.fromkeys(off, False),
             **options,
         ).fit(Module(), DataLoader(TensorDataset(X, Y), 8))
     return statistics(model), evaluate(model)
@@ -535,32 +536,43 @@ def forward_ad(model):
         return fwd.unpack_dual(y).tangent
 
 
+def known_to_opacus(model):
+    """In training, and swapped again now that Opacus is imported."""
+    if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
+        normplug.swap(model)
+    return model.train()
+
+
 @row("Opacus `ModuleValidator.validate`: says the same", "opacus")
 def opacus_validate(model):
     from opacus.validators import ModuleValidator
 
-    if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
-        normplug.swap(model)  # Opacus is imported by now
-    return [type(error).__name__ for error in ModuleValidator.validate(model.train())]
+    errors = ModuleValidator.validate(known_to_opacus(model))
+    return [type(error).__name__ for error in errors]
 
 
-@row("Opacus `ModuleValidator.fix`, then a private step", "opacus")
-def opacus_fix(model):
-    import opacus
-    from opacus.validators import ModuleValidator
+def private(model, optimizer):
+    """Both as Opacus trains them on X, without noise and without clipping."""
+    from opacus import PrivacyEngine
 
-    if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
-        normplug.swap(model)  # Opacus is imported by now
-    model = ModuleValidator.fix(model.train())
-    private, optimizer, _ = opacus.PrivacyEngine().make_private(
+    model, optimizer, _ = PrivacyEngine().make_private(
         module=model,
-        optimizer=torch.optim.SGD(parameters(model), 0.05),
+        optimizer=optimizer,
         data_loader=DataLoader(TensorDataset(X, Y), 8),
         noise_multiplier=0.0,
         max_grad_norm=1e6,
         poisson_sampling=False,
     )
-    return train(private, optimizer)[0], evaluate(model)
+    return model, optimizer
+
+
+@row("Opacus `ModuleValidator.fix`, then a private step", "opacus")
+def opacus_fix(model):
+    from opacus.validators import ModuleValidator
+
+    model = ModuleValidator.fix(known_to_opacus(model))
+    optimizer = torch.optim.SGD(parameters(model), 0.05)
+    return train(*private(model, optimizer))[0], evaluate(model)
 
 
 # Parallel training, each in one process.
@@ -587,22 +599,30 @@ def data_parallel(model):
     return train(nn.DataParallel(model))
 
 
-@row("FSDP1, `use_orig_params=True`")
-def fsdp1(model):
+def in_fsdp1(model, **options):
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+    return FSDP(model, device_id=torch.device("cpu"), **options)
+
+
+@row("FSDP1, `use_orig_params=True`")
+def fsdp1(model):
     with process_group():
-        return train(FSDP(model, device_id=torch.device("cpu"), use_orig_params=True))
+        return train(in_fsdp1(model, use_orig_params=True))
+
+
+def in_fsdp2(model, *parts):
+    from torch.distributed.fsdp import fully_shard
+
+    for part in (*parts, model):
+        fully_shard(part)
+    return model
 
 
 @row("FSDP2, `fully_shard`", "torch>=2.14")
 def fsdp2(model):
-    from torch.distributed.fsdp import fully_shard
-
     with process_group():
-        for layer in (model.bn, model.norm, model):
-            fully_shard(layer)
-        losses, gradients, statistics, y = train(model)
+        losses, gradients, statistics, y = train(in_fsdp2(model, model.bn, model.norm))
         return losses, [g.full_tensor() for g in gradients], statistics, y
 
 
@@ -692,23 +712,24 @@ def weight_decay_groups(model):
 # Saving and loading.
 
 
+def reloaded(value, weights_only):
+    """What `torch.load` reads of what `torch.save` writes."""
+    with io.BytesIO() as file:
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, weights_only=weights_only)
+
+
 @row("whole-module `pickle` and `torch.save`")
 def pickled(model):
-    model = pickle.loads(pickle.dumps(model))
-    with io.BytesIO() as file:
-        torch.save(model, file)
-        file.seek(0)
-        return evaluate(torch.load(file, weights_only=False))
+    return evaluate(reloaded(pickle.loads(pickle.dumps(model)), weights_only=False))
 
 
 @row("`torch.save(model.state_dict())`, `weights_only=True`")
 def saved_state(model):
     twin = copy.deepcopy(model)
     train(twin)
-    with io.BytesIO() as file:
-        torch.save(model.state_dict(), file)
-        file.seek(0)
-        twin.load_state_dict(torch.load(file, weights_only=True))
+    twin.load_state_dict(reloaded(model.state_dict(), weights_only=True))
     return evaluate(twin)
 
 

@@ -17,7 +17,7 @@ import layer_norm_cases
 import normplug
 import routes
 from fuse_cases import Depthwise
-from normplug import functional, target_variance
+from normplug import functional
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
@@ -116,6 +116,10 @@ def swap_and_fuse(net):
     return normplug.fuse(normplug.swap(net))
 
 
+def gradients(net):
+    return {name: parameter.grad for name, parameter in net.named_parameters()}
+
+
 # Of torch's own make_graphed_callables, the second where nothing has used cuBLAS before.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
@@ -129,10 +133,8 @@ def test_a_cuda_graph_captures_the_step_and_the_statistics(change, memory_format
     x = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
     graphed(x).sum().backward()
     twin(x).sum().backward()
-    for (name, ours), theirs in zip(net.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
-    for (name, ours), theirs in zip(net.named_buffers(), twin.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, msg=name)
+    torch.testing.assert_close(gradients(net), gradients(twin))
+    torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
 
 
 def test_compiled_by_inductor_with_another_batch_size():
@@ -169,21 +171,12 @@ def test_a_compiler_that_reduces_overhead_captures_a_fused_model(operators, monk
         x = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=torch.channels_last)
         for module in (compiled, twin):
             module(x).square().sum().backward()
-        for (name, ours), theirs in zip(net.named_parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=1e-2, msg=name)
+        torch.testing.assert_close(gradients(net), gradients(twin), rtol=1e-2, atol=1e-2)
         net.zero_grad()
         twin.zero_grad()
     assert counters["inductor"]["cudagraph_skips"] == before
-    for (name, ours), theirs in zip(net.named_buffers(), twin.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3, msg=name)
-
-
-def test_channel_stats_of_a_golden_output():
-    y = normplug.BatchNorm2d(64, device=GPU)(torch.randn(32, 64, 28, 28, device=GPU) * 5 + 2)
-    _, var = functional.channel_stats(y)
-    torch.testing.assert_close(
-        var, torch.full_like(var, target_variance("golden")), rtol=1e-4, atol=0
-    )
+    buffers = dict(net.named_buffers()), dict(twin.named_buffers())
+    torch.testing.assert_close(*buffers, rtol=1e-3, atol=1e-3)
 
 
 def test_train_py_uses_the_gpu_and_says_so(tmp_path):
@@ -193,11 +186,3 @@ def test_train_py_uses_the_gpu_and_says_so(tmp_path):
     assert torch.cuda.get_device_name() in result["hardware"]
     assert result["precision"] == "bf16-mixed"
     assert 2**20 < result["peak_memory_bytes"] < 2**30
-
-
-def test_importing_and_swapping_leave_the_device_alone():
-    code = (
-        "import torch, normplug; normplug.swap(torch.nn.LayerNorm(4)); "
-        "assert not torch.cuda.is_initialized()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

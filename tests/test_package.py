@@ -54,25 +54,15 @@ def test_imports_point_one_way():
                 assert height[other] < height[room], f"{room} imports {other}"
 
 
-def test_importing_needs_torch_only_and_touches_no_device():
+def test_importing_needs_torch_only_and_swapping_touches_no_device():
     code = (
         "import sys, torch; before = set(sys.modules); import normplug; "
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "assert not new & {'triton', 'lightning', 'hydra', 'matplotlib', 'torchvision', 'timm', "
         "'transformers'}, new; "
-        "assert not torch.cuda.is_initialized()"
+        "normplug.swap(torch.nn.LayerNorm(4)); assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
-
-
-def test_the_public_surface_is_what_the_design_names():
-    norms = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "SyncBatchNorm"}
-    modes = {"NormMode", "set_mode", "target_variance"}
-    swaps = {"check", "plan", "swap", "swapped", "unswap"}
-    fuses = {"fuse", "fusions", "unfuse"}
-    assert set(normplug.__all__) == norms | modes | swaps | fuses | {"functional"}
-    functions = ["add_layer_norm", "batch_norm", "channel_stats", "layer_norm"]
-    assert normplug.functional.__all__ == functions
 
 
 def test_the_environment_sets_the_default_backend():

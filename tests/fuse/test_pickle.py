@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,23 +17,16 @@ from torch import nn
 
 import normplug
 from fuse_cases import Block, Half, Nested, Parts, X, assert_same_step, outcome, swapped
+from matrix import reloaded
 from normplug import fuse, fusions, unfuse
 from normplug._fuse import calls as fused_calls
 from normplug._fuse import fused_class, fusion
 from normplug._fuse.fuse import fused_modules
 
-
-def saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 COPIES = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "torch.save": saved,
+    "torch.save": partial(reloaded, weights_only=False),
     **{
         f"pickle {n}": lambda m, n=n: pickle.loads(pickle.dumps(m, n))
         for n in range(pickle.HIGHEST_PROTOCOL + 1)

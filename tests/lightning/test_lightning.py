@@ -1,15 +1,19 @@
 import csv
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_cases
 import normplug
+from accuracy import assert_same_bits
+from lightning_cases import trainer
 from normplug import target_variance
 from normplug.lightning import SwapNorms, VarianceLogger
 from normplug.lightning.variance_table import MEASURED
@@ -28,41 +32,11 @@ def make_net():
     return net
 
 
-class Module(LightningModule):
-    def __init__(self, late=False):
-        super().__init__()
-        self.net = None if late else make_net()
-        self.seen = []
-
-    def configure_model(self):
-        if self.net is None:
-            self.net = make_net()
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch[0])
-        loss = F.cross_entropy(self(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def test_step(self, batch, batch_idx):
-        self(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), 0.01)
+Module = partial(lightning_cases.Module, make_net)
 
 
 def loader():
     return DataLoader(TensorDataset(IMAGES, LABELS), 8)
-
-
-def trainer(tmp_path, *callbacks, **options):
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    usual = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 1}
-    options = dict.fromkeys(off, False) | usual | options
-    return Trainer(callbacks=list(callbacks), default_root_dir=tmp_path, **options)
 
 
 def rows_of(path):
@@ -72,7 +46,7 @@ def rows_of(path):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_swap_norms_swaps_before_the_optimizer_even_what_configure_model_makes(tmp_path, late):
-    module = Module(late)
+    module = Module(late=late)
     trainer(tmp_path, SwapNorms("golden", exclude="net.3")).fit(module, loader())
     assert type(module.net[0]) is normplug.BatchNorm2d
     assert type(module.net[3]) is nn.LayerNorm
@@ -124,7 +98,7 @@ def test_variance_logger_measures_what_it_says(tmp_path, mode, compiled):
     tv = 1.0 if mode is None else target_variance(mode)
     layers, rows = (module.net[0], module.net[3]), {}
 
-    class Expect(VarianceLogger):
+    class Expect(Callback):
         """At each logged step: what the definition gives, from the weights before the step."""
 
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -134,9 +108,6 @@ def test_variance_logger_measures_what_it_says(tmp_path, mode, compiled):
                 z = F.batch_norm(batch[0], None, None, weight, layers[0].bias, True)
                 z = module.net[2](module.net[1](z))
                 rows[trainer.global_step] = [first, expected_row(layers[1], z, tv)]
-
-        def on_train_batch_end(self, *args):
-            pass
 
     if mode is not None:
         normplug.swap(module, mode)
@@ -165,8 +136,7 @@ def test_measuring_changes_no_result(tmp_path):
         module = Module()
         trainer(tmp_path, *callbacks).fit(module, loader())
         results.append(module.net.state_dict())
-    for key, value in results[0].items():
-        assert torch.equal(value, results[1][key]), key
+    assert_same_bits(*results)
 
 
 def test_unlogged_steps_run_no_measurement(tmp_path):
@@ -215,8 +185,3 @@ def test_torchs_sync_batch_norm_is_not_measured_and_normplugs_is(tmp_path):
     trainer(tmp_path, logger, max_steps=1).fit(module, loader())
     assert [row.kind for row in logger.last] == ["SyncBatchNorm", "LayerNorm"]
     assert logger.last[0].output_variance == pytest.approx(0.25, rel=1e-3)
-
-
-def test_every_n_steps_must_be_positive():
-    with pytest.raises(ValueError, match="every_n_steps must be at least 1; got 0"):
-        VarianceLogger(0)

@@ -11,23 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import normplug
-from matrix import NORMS
+from matrix import randomised
 from normplug import BatchNorm2d, LayerNorm, check, fuse, set_mode, swap, unswap
 from swap_cases import one_graph
 
 X = torch.randn(2, 3, 8, 8)
-
-
-def randomised(model):
-    torch.manual_seed(0)
-    for norm in model.modules():
-        if isinstance(norm, NORMS[0]):
-            nn.init.normal_(norm.running_mean, 0, 0.1)
-            nn.init.uniform_(norm.running_var, 0.5, 2)
-        if isinstance(norm, NORMS):
-            nn.init.normal_(norm.weight, 1, 0.3)
-            nn.init.normal_(norm.bias, 0, 0.3)
-    return model.eval()
 
 
 def folded(conv, weight, bias, mean, std):
@@ -105,7 +93,7 @@ class ConvNormAct(nn.Module):
 
 def assert_refused(tool, reader, model, x=X):
     """The tool is refused on a golden model, which stays as it was, and is right after unswap."""
-    swap(model)
+    swap(model.eval())
     with torch.no_grad():
         expected = model(x)
         with pytest.raises(RuntimeError, match=rf"{reader} would drop the target variance of a "):
@@ -134,7 +122,7 @@ def test_whoever_folds_a_batch_norm_is_refused(std):
 def test_a_fused_model_is_reparameterised_as_an_unfused_one():
     manipulate = pytest.importorskip("timm.utils.model")
     model = randomised(nn.Sequential(ConvNormAct()))
-    fuse(swap(model))
+    fuse(swap(model.eval()))
     assert normplug.fusions(model).rows[0].label == "ReLU"
     assert_refused(manipulate.reparameterize_model, r"test_guards\.fuse_conv_and_bn", model)
 
@@ -208,7 +196,7 @@ def test_reparameterisation_in_place_changes_nothing_where_it_is_refused():
     timm = pytest.importorskip("timm")
     from timm.utils.model import reparameterize_model
 
-    model = swap(randomised(timm.create_model("repvit_m0_9", num_classes=4)))
+    model = swap(randomised(timm.create_model("repvit_m0_9", num_classes=4)).eval())
     modules, x = list(model.modules()), torch.randn(2, 3, 64, 64)
     expected = model(x)
     with pytest.raises(RuntimeError, match="fuse would drop"):

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning_cases
 import normplug
 import sync_cases
-import sync_lightning
-from accuracy import assert_no_worse
+from accuracy import assert_no_worse, assert_same_bits
 from normplug import SyncBatchNorm, plan, set_mode, swap, target_variance, unswap
 from normplug.lightning import SwapNorms, SyncNorms
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
@@ -68,9 +68,8 @@ def in_one_process(case, dtype=None):
 
 def assert_joined(case, results):
     parts = [result["numbers"][sync_cases.CASES[len(results)].index(case)] for result in results]
-    for part in parts[1:]:  # the same bits everywhere
-        for name, value in part["state"].items():
-            assert torch.equal(value, parts[0]["state"][name]), name
+    for part in parts[1:]:
+        assert_same_bits(part["state"], parts[0]["state"])
     if sum(case.batches) == 0:
         assert torch.equal(parts[0]["state"]["running_var"], torch.ones(CHANNELS))
         assert parts[0]["state"]["num_batches_tracked"] == 0
@@ -140,10 +139,8 @@ def test_second_derivatives_are_those_of_the_joined_batch(pair):
 def test_a_compiled_layer_is_one_graph_and_computes_the_same(pair):
     for result in pair:
         ours, eager = result["compiled"]
-        for name in ("y", "dx", "dweight", "dbias"):
-            torch.testing.assert_close(ours[name], eager[name], rtol=1e-4, atol=1e-5, msg=name)
-        for name in STATISTICS:
-            torch.testing.assert_close(ours["state"][name], eager["state"][name], msg=name)
+        torch.testing.assert_close(ours.pop("state"), eager.pop("state"))
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
 
 
 def test_one_process_can_measure_alone(pair):
@@ -165,15 +162,14 @@ def test_data_parallel_training_is_one_process_on_all_data(pair):
 
 
 def assert_close_states(state, truth):
-    for name, value in truth.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=name)
+    torch.testing.assert_close(state, truth, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("run", ["stock", "swapped", "late"])
 def test_lightnings_processes_train_as_one_and_give_the_layers_back(run, two, tmp_path):
     mode = [] if run == "stock" else [SwapNorms("golden")]
-    module = sync_lightning.Module()
-    plain = sync_lightning.fit(module, 16, tmp_path, *mode, plugins=[SyncNorms()])
+    module = lightning_cases.Module()
+    plain = lightning_cases.fit(module, 16, tmp_path, *mode, plugins=[SyncNorms()])
     truth = module.net.state_dict()
     for result in two:
         seen, after, state = result["with_lightning"][run]
@@ -229,8 +225,7 @@ def test_in_one_process_it_is_batch_norm_bit_for_bit(training):
     x = torch.randn(4, 3, 5, 2)
     ours, twin = SyncBatchNorm(3).train(training), normplug.BatchNorm2d(3).train(training)
     assert torch.equal(ours(x), twin(x))
-    for name, value in twin.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], value)
+    assert_same_bits(ours.state_dict(), twin.state_dict())
     with pytest.raises(ValueError, match="more than one value per channel"):
         SyncBatchNorm(3)(torch.randn(1, 3))
     with pytest.raises(ValueError, match="at least 2D"):
@@ -300,9 +295,3 @@ def test_a_lazy_layer_is_synchronised_before_and_after_its_first_forward():
     with pytest.raises(ValueError, match="expected 2D or 3D input"):
         model(torch.randn(4, 3, 2, 2))
     assert type(unswap(model)[0]) is nn.BatchNorm1d
-
-
-def test_a_stock_checkpoint_loads_and_a_saved_one_is_stock():
-    stock, ours = nn.SyncBatchNorm(4), SyncBatchNorm(4, mode="standard")
-    ours.load_state_dict(stock.state_dict())
-    stock.load_state_dict(ours.state_dict())

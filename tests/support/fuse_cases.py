@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from normplug import fuse, swap, unfuse
+from saved import saved_bytes
 
 X = torch.randn(4, 8, 5, 5, dtype=torch.double)
 ROWS = torch.randn(4, 3, 8, dtype=torch.double)
@@ -82,33 +83,23 @@ class Encoder(nn.Module):
         return self.norm(self.blocks(x))
 
 
-def saved_bytes(model, x):
-    """What autograd keeps of a forward, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(x)
-    return sum(size for pointer, size in kept.items() if pointer not in own)
-
-
 def check_saved_bytes(memory_format, device="cpu"):
     """With an activation the input is kept, and with a residual before it a bit a value too."""
     torch.manual_seed(0)
     x = torch.randn(4, 64, 8, 8, device=device).to(memory_format=memory_format).requires_grad_()
     vectors = 4 * 64 * 4
+
+    def kept(model):
+        return saved_bytes(lambda: model(x), besides=model.parameters())
+
     lone = swap(nn.Sequential(nn.BatchNorm2d(64), nn.ReLU()).to(device), backend="triton")
-    assert saved_bytes(lone, x) >= 2 * x.nbytes
-    assert saved_bytes(fuse(lone), x) <= x.nbytes + vectors
+    assert kept(lone) >= 2 * x.nbytes
+    assert kept(fuse(lone)) <= x.nbytes + vectors
     block = Block(64).to(device, memory_format=memory_format)
     fuse(swap(block, backend="triton"))
     # Of convolutions and norms their inputs, and the signs after the addition.
-    assert saved_bytes(block, x) <= 4 * x.nbytes + x.numel() // 8 + 2 * vectors
-    assert saved_bytes(unfuse(block), x) >= 5 * x.nbytes
+    assert kept(block) <= 4 * x.nbytes + x.numel() // 8 + 2 * vectors
+    assert kept(unfuse(block)) >= 5 * x.nbytes
 
 
 class Half(nn.Module):
@@ -179,9 +170,7 @@ def outcome(model, *inputs, training=True):
 def assert_same_step(model, plain, *inputs, training=True):
     ours = outcome(model, *inputs, training=training)
     theirs = outcome(plain, *inputs, training=training)
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-9, msg=name)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 def assert_same_after(change, model, plain):

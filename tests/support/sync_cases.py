@@ -1,5 +1,6 @@
 """What the processes of the tests of SyncBatchNorm run, and save for pytest to see."""
 
+import copy
 import os
 import tempfile
 import warnings
@@ -56,12 +57,17 @@ class Case:
         weight, bias = torch.rand(CHANNELS) + 0.5, torch.randn(CHANNELS)
         return x, dy, weight.to(self.params or self.dtype), bias.to(self.params or self.dtype)
 
-    def of_rank(self, rank, device="cpu"):
+    def of_rank(self, rank, device):
+        """A layer, and one process's share of x and dy."""
         x, dy, weight, bias = self.joined()
         end = list(accumulate(self.batches))[rank]
         own = slice(end - self.batches[rank], end)
         x, dy = (laid_out(t[own], self.layout).to(device) for t in (x, dy))
-        return x, dy, weight.to(device), bias.to(device)
+        placed = {"device": device, "dtype": weight.dtype}
+        layer = SyncBatchNorm(CHANNELS, mode=self.mode, **self.settings(), **placed)
+        if self.affine:
+            layer.load_state_dict({"weight": weight, "bias": bias}, strict=False)
+        return layer, x, dy
 
 
 FLAGS = [
@@ -98,16 +104,6 @@ THREE = [
 CASES = {2: TWO, 3: THREE}
 
 
-def layer_of(case, weight, bias):
-    placed = {"device": weight.device, "dtype": weight.dtype}
-    layer = SyncBatchNorm(CHANNELS, mode=case.mode, **case.settings(), **placed)
-    if case.affine:
-        with torch.no_grad():
-            layer.weight.copy_(weight)
-            layer.bias.copy_(bias)
-    return layer
-
-
 def outcome(layer, x, dy):
     """All that a layer gives for two equal batches, of which the second's result is kept."""
     x = x.detach().requires_grad_()
@@ -122,11 +118,7 @@ def outcome(layer, x, dy):
 
 def numbers(rank, world, device):
     """Every case's outcome."""
-    results = []
-    for case in CASES[world]:
-        x, dy, weight, bias = case.of_rank(rank, device)
-        results.append(outcome(layer_of(case, weight, bias), x, dy))
-    return results
+    return [outcome(*case.of_rank(rank, device)) for case in CASES[world]]
 
 
 @contextmanager
@@ -174,10 +166,8 @@ def too_few(rank, world, device):
 
 def second_derivatives(rank, world, device):
     """The gradients of a penalty on the input's gradient."""
-    case = Case((5, 3), dtype=torch.float64)
-    x, dy, weight, bias = case.of_rank(rank, device)
+    layer, x, dy = Case((5, 3), dtype=torch.float64).of_rank(rank, device)
     x.requires_grad_()
-    layer = layer_of(case, weight, bias)
     (dx,) = torch.autograd.grad(layer(x).square(), x, dy, create_graph=True)
     dx.square().sum().backward()
     return {"x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
@@ -185,9 +175,8 @@ def second_derivatives(rank, world, device):
 
 def compiled(rank, world, device):
     """A compiled layer's outcome, and the layer's own."""
-    case = Case((5, 3))
-    x, dy, weight, bias = case.of_rank(rank, device)
-    layer, twin = layer_of(case, weight, bias), layer_of(case, weight, bias)
+    layer, x, dy = Case((5, 3)).of_rank(rank, device)
+    twin = copy.deepcopy(layer)
     layer.compile(fullgraph=True)
     return outcome(layer, x, dy), outcome(twin, x, dy)
 
@@ -209,16 +198,14 @@ def with_activation(rank, world, device):
         from timm.layers import BatchNormAct2d
     except ImportError:
         return None
-    x, *_ = Case((5, 3)).of_rank(rank, device)
+    _, x, _ = Case((5, 3)).of_rank(rank, device)
     layer = swap(BatchNormAct2d(CHANNELS), 0.5, sync=True)
     return layer(x).detach(), SyncBatchNorm(CHANNELS, mode=0.5)(x).detach().relu()
 
 
 def measured(rank, world, device):
     """What one process alone measures while all train."""
-    case = Case((5, 3))
-    x, _, weight, bias = case.of_rank(rank, device)
-    layer = layer_of(case, weight, bias)
+    layer, x, _ = Case((5, 3)).of_rank(rank, device)
     if rank == 0:
         layer._probe = torch.zeros(4, device=device)
     y = layer(x)
@@ -277,13 +264,13 @@ def without_waiting(rank, world, device):
 
 def with_lightning(rank, world, device):
     """Models trained by Lightning's strategy ddp."""
-    import sync_lightning
+    import lightning_cases
 
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in environment.items()})
     os.environ |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with tempfile.TemporaryDirectory() as directory:
-        return sync_lightning.distributed(directory)
+        return lightning_cases.distributed(directory)
 
 
 CHECKS = {

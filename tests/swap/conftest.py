@@ -1,8 +1,11 @@
 import pytest
+import torch
 
-from swap_cases import make_net
+from matrix import randomised
+from swap_cases import Net
 
 
 @pytest.fixture
 def net():
-    return make_net()
+    torch.manual_seed(0)
+    return randomised(Net())

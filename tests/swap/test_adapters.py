@@ -20,24 +20,18 @@ ROOT = target_variance("golden") ** 0.5
 X = torch.randn(4, 8, 5, 6, generator=torch.Generator().manual_seed(0)) * 2 + 1
 
 
-def adapted(module, root_package):
-    """The layer with random weights, or a skip where its library is not installed."""
-    pytest.importorskip(root_package)
-    layer = module()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(1, 0.3)
-    return layer
-
-
 def layer_of(module, name, *args, **kwargs):
-    """How to make the layer, and the library that must be installed for it."""
+    """How to make the layer with random weights; a skip where its library is not installed."""
 
     def make():
-        return getattr(import_module(module), name)(*args, **kwargs)
+        pytest.importorskip(module.partition(".")[0])
+        layer = getattr(import_module(module), name)(*args, **kwargs)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.normal_(1, 0.3)
+        return layer
 
-    id = f"{module}.{name} {kwargs.get('act_layer', '')}"
-    return pytest.param(make, module.partition(".")[0], id=id)
+    return pytest.param(make, id=f"{module}.{name} {kwargs.get('act_layer', '')}")
 
 
 timm_layer = partial(layer_of, "timm.layers")
@@ -71,7 +65,11 @@ ROWS = [
     timm_layer("LayerNormAct", 6, act_layer="relu"),
     timm_layer("LayerNormActFp32", 6),
 ]
-EACH = pytest.mark.parametrize(("make", "library"), [*IMAGES, *ROWS])
+
+
+@pytest.fixture(params=[*IMAGES, *ROWS])
+def layer(request):
+    return request.param()
 
 
 @pytest.fixture
@@ -89,11 +87,9 @@ def run(layer, x, training):
     return [y, *grads, *(b.clone() for name, b in layer.named_buffers())]
 
 
-@EACH
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_standard_is_the_librarys_layer(make, library, training, channels_last):
-    layer = adapted(make, library)
+def test_standard_is_the_librarys_layer(layer, training, channels_last):
     x = X.to(memory_format=torch.channels_last) if channels_last else X
     ours = swap(copy.deepcopy(layer), "standard", track_running_stats=False)
     assert type(ours).__module__.startswith("normplug.adapters.")
@@ -102,10 +98,8 @@ def test_standard_is_the_librarys_layer(make, library, training, channels_last):
         assert a.stride() == b.stride()
 
 
-@EACH
 @pytest.mark.parametrize("training", [True, False])
-def test_golden_is_the_layer_with_a_scaled_weight_and_unswaps_to_it(make, library, training):
-    layer = adapted(make, library)
+def test_golden_is_the_layer_with_a_scaled_weight_and_unswaps_to_it(layer, training):
     ours = swap(copy.deepcopy(layer), "golden")
     assert [row.becomes for row in plan(ours)] == [type(layer).__name__]
     if layer.weight is None:
@@ -123,9 +117,8 @@ def test_golden_is_the_layer_with_a_scaled_weight_and_unswaps_to_it(make, librar
     torch.testing.assert_close(back.eval()(X), layer.eval()(X))
 
 
-@EACH
-def test_to_fx_it_is_one_node(make, library):
-    layer = swap(adapted(make, library)).eval()
+def test_to_fx_it_is_one_node(layer):
+    swap(layer).eval()
     graph = fx.symbolic_trace(nn.Sequential(layer, nn.Tanh()))
     assert [node.op for node in graph.graph.nodes].count("call_module") == 2
     torch.testing.assert_close(graph(X), layer(X).tanh())
@@ -140,9 +133,8 @@ class AddThenNorm(nn.Module):
         return self.norm(x + y).relu()
 
 
-@EACH
-def test_what_an_adapter_adds_is_not_lost_where_a_model_is_fused(make, library):
-    model = swap(AddThenNorm(adapted(make, library))).eval()
+def test_what_an_adapter_adds_is_not_lost_where_a_model_is_fused(layer):
+    model = swap(AddThenNorm(layer)).eval()
     expected = model(X, X)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nothing may be left to fuse
@@ -160,10 +152,10 @@ def test_a_norm_with_an_activation_is_synchronised_with_it(layers):
     assert type(unswap(layer, fold=False)) is layers.BatchNormAct2d
 
 
-@EACH
-def test_a_copy_and_a_pickle_are_the_same_layer(make, library):
-    layer = swap(adapted(make, library)).eval()
-    assert isinstance(layer, make().__class__)
+def test_a_copy_and_a_pickle_are_the_same_layer(layer):
+    library_class = type(layer)
+    swap(layer).eval()
+    assert isinstance(layer, library_class)
     for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(again) is type(layer)
         assert str(again) == str(layer)
@@ -171,15 +163,17 @@ def test_a_copy_and_a_pickle_are_the_same_layer(make, library):
 
 
 @pytest.mark.parametrize(
-    ("make", "library", "sync"),
+    ("make", "sync"),
     [
         (*timm_layer("BatchNormAct2d", 8).values, False),
         (*timm_layer("BatchNormAct2d", 8).values, True),
         (*transformers_layer("ConvNextLayerNorm", "convnext").values, False),
     ],
 )
-def test_a_pickle_loads_where_nothing_was_swapped(make, library, sync, tmp_path):
-    layer = swap(adapted(make, library), sync=sync)
+def test_a_pickle_loads_where_nothing_was_swapped(make, sync, tmp_path):
+    layer = make()
+    module = type(layer).__module__
+    swap(layer, sync=sync)
     (tmp_path / "layer").write_bytes(pickle.dumps(layer))
     code = (
         "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[1], 'rb')); "
@@ -188,7 +182,7 @@ def test_a_pickle_loads_where_nothing_was_swapped(make, library, sync, tmp_path)
     ran = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "layer"], capture_output=True, text=True, check=True
     )
-    assert ran.stdout.split() == ["golden", type(make()).__module__]
+    assert ran.stdout.split() == ["golden", module]
 
 
 @pytest.mark.parametrize(

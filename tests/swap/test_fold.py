@@ -10,9 +10,9 @@ from torch.nn.utils import parametrize, prune
 
 import normplug
 from batch_norm_cases import DTYPES
-from matrix import NORMS
+from matrix import NORMS, folded
 from normplug import BatchNorm1d, plan, swap, unswap
-from swap_cases import GOLDEN, X, assert_frozen, folded, frozen, train_step
+from swap_cases import GOLDEN, X, assert_frozen, frozen, train_step
 
 
 @pytest.mark.parametrize("mode", ["golden", 4])

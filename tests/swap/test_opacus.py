@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import normplug
+from matrix import BATCHES, private
 from normplug import BatchNorm2d, LayerNorm, swap
 
-opacus = pytest.importorskip("opacus")
+pytest.importorskip("opacus")
 from opacus.validators import ModuleValidator  # noqa: E402
 
 
@@ -18,8 +19,8 @@ from opacus.validators import ModuleValidator  # noqa: E402
 @pytest.mark.parametrize("mode", ["golden", "standard", 0.3])
 def test_opacus_fixes_a_swapped_model_and_trains_it(mode):
     torch.manual_seed(0)
-    body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(288)
-    model = swap(nn.Sequential(*body, nn.Linear(288, 4)), mode).train()
+    body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(128)
+    model = swap(nn.Sequential(*body, nn.Linear(128, 4)), mode).train()
     (error,) = ModuleValidator.validate(model)
     assert type(error).__name__ == "ShouldReplaceModuleError"
     fixed = ModuleValidator.fix(model)
@@ -29,17 +30,9 @@ def test_opacus_fixes_a_swapped_model_and_trains_it(mode):
     assert ModuleValidator.is_valid(fixed)
     assert model[4].running_mean is not None  # `fix` works on a copy
 
-    x, y = torch.randn(8, 3, 8, 8), torch.randint(4, (8,))
-    twin = copy.deepcopy(fixed)
-    private, optimizer, _ = opacus.PrivacyEngine().make_private(
-        module=fixed,
-        optimizer=torch.optim.SGD(fixed.parameters(), 0.1),
-        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 8),
-        noise_multiplier=0.0,
-        max_grad_norm=1e6,
-        poisson_sampling=False,
-    )
-    F.cross_entropy(private(x), y).backward()
+    (x, y), twin = BATCHES[0], copy.deepcopy(fixed)
+    model, optimizer = private(fixed, torch.optim.SGD(fixed.parameters(), 0.1))
+    F.cross_entropy(model(x), y).backward()
     optimizer.step()
     F.cross_entropy(twin(x), y).backward()
     torch.optim.SGD(twin.parameters(), 0.1).step()

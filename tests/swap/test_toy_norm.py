@@ -88,14 +88,6 @@ def model():
     return model
 
 
-def golden(model):
-    """The stock model with sqrt(tv) in every norm weight."""
-    model = copy.deepcopy(model)
-    for norm in (model[1].norm, model[1].last):
-        norm.weight.data.mul_(ROOT)
-    return model
-
-
 def kinds(model):
     return [type(m) for m in model.modules() if isinstance(m, Rescale)]
 
@@ -103,7 +95,10 @@ def kinds(model):
 @pytest.mark.parametrize("training", [True, False])
 def test_it_is_planned_swapped_and_unswapped_with_the_same_outputs(model, training):
     model.train(training)
-    expected, keys = golden(model)(X), set(model.state_dict())
+    keys, scaled = set(model.state_dict()), copy.deepcopy(model)
+    for norm in (scaled[1].norm, scaled[1].last):
+        norm.weight.data.mul_(ROOT)
+    expected = scaled(X)
     assert plan(model).summary() == "2 of 2 norm layers: 2 Rescale"
     assert [row.becomes for row in plan(model, exclude="1.last")] == ["TargetRescale", None]
     assert kinds(swap(model)) == [TargetRescale] * 2
@@ -208,27 +203,14 @@ def test_to_fx_and_to_a_compiler_it_is_a_layer(model):
 
 @pytest.mark.parametrize("mode", [None, "golden", 0.5])
 def test_its_variance_is_logged_stock_or_swapped(model, mode, tmp_path):
-    lightning = pytest.importorskip("lightning.pytorch")
+    lightning_cases = pytest.importorskip("lightning_cases")
     from normplug.lightning import VarianceLogger
-
-    class Module(lightning.LightningModule):
-        def __init__(self, net):
-            super().__init__()
-            self.net = net
-
-        def training_step(self, batch, batch_idx):
-            return self.net(batch).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.01)
 
     if mode is not None:
         swap(model, mode)
     before, logger = kinds(model), VarianceLogger(every_n_steps=1, dirpath=tmp_path)
-    options = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    quiet = dict.fromkeys(options, False)
-    trainer = lightning.Trainer(accelerator="cpu", callbacks=[logger], max_steps=1, **quiet)
-    trainer.fit(Module(model), torch.utils.data.DataLoader(X, 8))
+    model.extend([nn.Flatten(), nn.Linear(108, 4)])
+    lightning_cases.fit(lightning_cases.Module(lambda: model), 8, tmp_path, logger)
     assert [row.layer for row in logger.last] == ["net.1.norm", "net.1.last"]
     for row in logger.last:
         assert row.output_variance == pytest.approx(target_variance(mode or "standard"), rel=1e-3)

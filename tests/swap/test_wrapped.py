@@ -8,45 +8,19 @@ import torch
 from torch import nn
 
 import normplug
-from matrix import process_group
+from matrix import X, folded, in_fsdp1, in_fsdp2, make, process_group
 from normplug import check, plan, set_mode, swap, unswap
-from swap_cases import folded
-
-X = torch.randn(8, 3, 6, 6)
-
-
-def make():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LayerNorm(128))
-    for norm in (net[1], net[3]):
-        nn.init.normal_(norm.weight, 1, 0.3)
-    return net
-
-
-def fsdp1(net, **options):
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    return FSDP(net, device_id=torch.device("cpu"), **options)
-
-
-def fsdp2(net, *parts):
-    from torch.distributed.fsdp import fully_shard
-
-    for part in (*parts, net):
-        fully_shard(part)
-    return net
-
 
 WRAPPERS = {
     "DDP": nn.parallel.DistributedDataParallel,
     "DataParallel": nn.DataParallel,
     "torch.compile": lambda net: torch.compile(net, backend="aot_eager"),
     "module.compile": lambda net: net.compile(backend="aot_eager") or net,
-    "layer.compile": lambda net: net[1].compile(backend="aot_eager") or net,
-    "FSDP1 flat": fsdp1,
-    "FSDP1 use_orig_params": lambda net: fsdp1(net, use_orig_params=True),
-    "FSDP2": fsdp2,
-    "FSDP2 on each norm": lambda net: fsdp2(net, net[1], net[3]),
+    "layer.compile": lambda net: net.bn.compile(backend="aot_eager") or net,
+    "FSDP1 flat": in_fsdp1,
+    "FSDP1 use_orig_params": lambda net: in_fsdp1(net, use_orig_params=True),
+    "FSDP2": in_fsdp2,
+    "FSDP2 on each norm": lambda net: in_fsdp2(net, net.bn, net.bn1, net.norm),
 }
 
 
@@ -62,12 +36,12 @@ def test_a_wrapped_model_is_swapped_set_checked_and_unswapped(name, first):
             net = WRAPPERS[name](swap(make(), 0.3))
         else:
             net = WRAPPERS[name](make())
-            assert [row.becomes for row in plan(net)] == ["BatchNorm2d", "LayerNorm"]
+            assert [row.becomes for row in plan(net)] == ["BatchNorm2d", "BatchNorm1d", "LayerNorm"]
             net.eval()(X)  # what compiles has compiled the stock layers by now
             swap(net, 0.3)
         expected = folded(make(), 0.5)
         set_mode(net, 0.5)
-        assert check(net).summary() == "2 norm layers in order: 2 in mode 0.5"
+        assert check(net).summary() == "3 norm layers in order: 3 in mode 0.5"
         for training in (True, False):
             torch.testing.assert_close(net.train(training)(X), expected.train(training)(X))
         flat = name == "FSDP1 flat"
@@ -84,9 +58,9 @@ def test_a_layer_lost_inside_a_wrapper_is_found():
     with process_group():
         net = swap(nn.parallel.DistributedDataParallel(make()))
         assert check(net.module).summary() == check(net).summary()
-        net.module[1] = nn.BatchNorm2d(8)
+        net.module.bn = nn.BatchNorm2d(8)
         for model in (net, net.module, copy.deepcopy(net.module)):
-            with pytest.raises(RuntimeError, match="1: swapped in mode golden, a BatchNorm2d now"):
+            with pytest.raises(RuntimeError, match="bn: swapped in mode golden, a BatchNorm2d now"):
                 check(model)
 
 

@@ -1,4 +1,6 @@
-"""What a Trainer does with SyncNorms, in one process and in each of two."""
+"""Models that a Trainer trains, and what it does with SyncNorms in each of two processes."""
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,21 +15,33 @@ from normplug.lightning import SwapNorms, SyncNorms, VarianceLogger
 
 
 class Module(LightningModule):
-    """A model of two BatchNorms; late: made in `configure_model`."""
+    """What `make` makes, by default a model of two BatchNorms; late: in `configure_model`."""
 
-    def __init__(self, late=False):
+    def __init__(self, make=sync_cases.make_net, late=False):
         super().__init__()
-        self.net = None if late else sync_cases.make_net()
+        self.make = make
+        self.net = None if late else make()
 
     def configure_model(self):
         if self.net is None:
-            self.net = sync_cases.make_net()
+            self.net = self.make()
 
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
+    def test_step(self, batch, batch_idx):
+        self.net(batch[0])
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def trainer(directory, *callbacks, **options):
+    """One that only trains, on the CPU."""
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    usual = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 1}
+    options = dict.fromkeys(off, False) | usual | options
+    return Trainer(callbacks=list(callbacks), default_root_dir=directory, **options)
 
 
 class Classes(Callback):
@@ -50,11 +64,8 @@ def fit(module, batch, directory, *callbacks, **options):
     """The classes of the BatchNorms while it trains, and after."""
     noted = Classes()
     data = TensorDataset(sync_cases.IMAGES, sync_cases.LABELS)
-    Trainer(
-        accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=directory,
-        callbacks=[*callbacks, noted], **options,
-    ).fit(module, DataLoader(data, batch))  # fmt: skip
+    run = trainer(directory, *callbacks, noted, max_epochs=3, **options)
+    run.fit(module, DataLoader(data, batch))
     return noted.seen, classes(module)
 
 
@@ -65,19 +76,16 @@ def distributed(directory):
         "swapped": (Module(), [SwapNorms("golden")]),
         "late": (Module(late=True), [SwapNorms("golden")]),
     }
+    ddp = partial(DDPStrategy, cluster_environment=TorchElasticEnvironment())
     results = {}
     for name, (module, callbacks) in runs.items():
         callbacks.append(VarianceLogger(2, directory))
-        seen, after = fit(
-            module, 8, directory, *callbacks, plugins=[SyncNorms()], devices=2,
-            strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment()),
-        )  # fmt: skip
+        options = {"plugins": [SyncNorms()], "devices": 2, "strategy": ddp()}
+        seen, after = fit(module, 8, directory, *callbacks, **options)
         results[name] = seen, after, module.net.state_dict()
     try:
-        fit(
-            Module(), 8, directory, SwapNorms("golden"), sync_batchnorm=True, devices=2,
-            strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment()),
-        )  # fmt: skip
+        options = {"sync_batchnorm": True, "devices": 2, "strategy": ddp()}
+        fit(Module(), 8, directory, SwapNorms("golden"), **options)
     except RuntimeError as error:
         results["refused"] = str(error)
     return results
