@@ -65,8 +65,8 @@ def check(model: nn.Module, inputs: Inputs) -> Report:
     randomise(model)
     taken = [row.path for row in planned if row.becomes]
     # On a GPU torch sums in another order than our kernels.
-    on_gpu = next(model.parameters()).is_cuda
-    tolerance = (1024 if on_gpu else 64) * torch.finfo(_dtype(model)).eps
+    first = next(p for p in model.parameters() if p.is_floating_point())
+    tolerance = (1024 if first.is_cuda else 64) * torch.finfo(first.dtype).eps
 
     stock = observe(copy.deepcopy(model), inputs)
     standard = observe(_swapped(model, "standard"), inputs)
@@ -101,10 +101,6 @@ def check(model: nn.Module, inputs: Inputs) -> Report:
 
 def _swapped(model: nn.Module, mode: str) -> nn.Module:
     return swap(copy.deepcopy(model), mode)
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def randomise(model: nn.Module) -> None:
@@ -183,11 +179,7 @@ def train(model: nn.Module, inputs: Inputs) -> Observed:
 
 def _call(model: nn.Module, inputs: Inputs) -> Any:
     torch.manual_seed(SEED)
-    return model(**pytree.tree_map(_copied, dict(inputs)))
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    return model(**pytree.tree_map_only(Tensor, torch.clone, dict(inputs)))
 
 
 def _flat(name: str, result: Any) -> Observed:

@@ -126,12 +126,10 @@ def _size(architecture: Architecture) -> int:
 
 
 def _moved(inputs: Inputs, device: torch.device) -> Inputs:
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.to(device, torch.float64 if leaf.is_floating_point() else leaf.dtype)
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, torch.float64 if tensor.is_floating_point() else tensor.dtype)
 
-    return pytree.tree_map(move, dict(inputs))
+    return pytree.tree_map_only(Tensor, move, dict(inputs))
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -159,7 +158,7 @@ def test_differences_are_relative_and_a_missing_value_is_infinite():
 
 def only(**models):
     """A library of these models."""
-    return [Architecture("here", n, partial(m), inputs) for n, m in models.items()]
+    return [Architecture("here", name, model, inputs) for name, model in models.items()]
 
 
 def test_one_failing_architecture_does_not_stop_the_table(monkeypatch, capsys, tmp_path):
