@@ -133,10 +133,11 @@ def test_a_committed_table_is_that_of_its_committed_results(page, capsys):
     assert capsys.readouterr().out == page.read_text()
 
 
-def test_every_committed_result_is_linked_from_a_page():
-    pages = "".join(page.read_text() for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
-    for result in (ROOT / "docs" / "results").iterdir():
-        assert f"results/{result.name})" in pages, result
+def test_every_committed_result_and_picture_is_linked_from_a_page():
+    docs = ROOT / "docs"
+    pages = "".join(page.read_text() for page in docs.glob("*.md"))
+    for path in (*(docs / "results").iterdir(), *docs.rglob("*.png")):
+        assert f"({path.relative_to(docs).as_posix()})" in pages, path
 
 
 PANELS = list(product(("bfloat16", "float32"), ("F", "F+B")))
