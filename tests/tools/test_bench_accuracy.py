@@ -94,11 +94,6 @@ def scale(name, factor):
     return change
 
 
-def forget_the_call(y, tensors):
-    tensors["num_batches_tracked"].sub_(1)
-    return y
-
-
 def forget_the_statistics(x, weight, bias, **state):
     return OPS["ln"].normplug(x, weight, bias, backend="auto")
 
@@ -107,7 +102,7 @@ REFUSED = [
     ("bn", tampered("bn", lambda y, t: y + 0.02 * y.detach().abs().mean()), "y"),
     ("bn", tampered("bn", scale_the_gradient), "dx"),
     ("bn", tampered("bn", scale("running_var", 1.001)), "running_var"),
-    ("bn", tampered("bn", forget_the_call), "num_batches_tracked"),
+    ("bn", tampered("bn", scale("num_batches_tracked", 0)), "num_batches_tracked"),
     ("bn", tampered("bn", lambda y, t: y * torch.nan), "y"),
     ("bn", OPS["bn"].eager, "y"),
     # ReLU's forward, and a backward that lets all gradients through.

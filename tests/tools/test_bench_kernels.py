@@ -162,13 +162,8 @@ class LigerLayerNormFunction:
 FLAGGEMS = """
 import torch
 
-def layer_norm(x, shape, weight, bias, eps):
-    return torch.native_layer_norm(x, shape, weight, bias, eps)
-
-def layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, mask):
-    return torch.ops.aten.native_layer_norm_backward(
-        dy, x, shape, mean, rstd, weight, bias, mask
-    )
+layer_norm = torch.native_layer_norm
+layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 """
 
 

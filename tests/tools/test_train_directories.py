@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -80,7 +79,7 @@ def test_a_killed_process_frees_its_directory(tmp_path):
         place = RunDirectory(tmp_path)
         with pytest.raises(UserError, match="still going on"):
             place.take()
-        holder.send_signal(signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
+        holder.kill()
         holder.wait()
         place.take()
         with pytest.raises(UserError, match="still going on"):

@@ -85,13 +85,22 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_recorded(refuses, tmp_pa
     assert not (run / "checkpoints/last.ckpt").exists()
 
 
-def test_a_sweep_with_a_diverged_arm_goes_on_and_leaves_it_out(refuses, tmp_path, monkeypatch):
+@pytest.fixture
+def spoil(monkeypatch):
+    """Make the outputs of a Classifier nan where `when(classifier)`."""
     forward = Classifier.forward
 
-    def spoilt(self, images):
-        return forward(self, images) * (float("nan") if self.identity["arm"] == "0.5" else 1)
+    def patch(when):
+        def spoilt(self, images):
+            return forward(self, images) * (float("nan") if when(self) else 1)
 
-    monkeypatch.setattr(Classifier, "forward", spoilt)
+        monkeypatch.setattr(Classifier, "forward", spoilt)
+
+    return patch
+
+
+def test_a_sweep_with_a_diverged_arm_goes_on_and_leaves_it_out(refuses, tmp_path, spoil):
+    spoil(lambda model: model.identity["arm"] == "0.5")
     output = refuses(*TINY, "mode=0.5,golden", "-m")
     rows = {row.arm: row.n_finished for row in compare(tmp_path / "logs").rows}
     assert rows == {"0.5": 0, "golden": 1}
@@ -191,16 +200,9 @@ def test_a_batch_that_is_not_finite_is_named():
 
 
 @pytest.mark.parametrize("stage", ["validation", "test"])
-def test_an_evaluation_whose_loss_is_not_finite_is_no_result(refuses, tmp_path, monkeypatch, stage):
-    forward = Classifier.forward
-
-    def spoilt(self, images):
-        logits = forward(self, images)
-        trainer = self.trainer
-        bad = trainer.testing if stage == "test" else trainer.validating
-        return logits * float("nan") if bad else logits
-
-    monkeypatch.setattr(Classifier, "forward", spoilt)
+def test_an_evaluation_whose_loss_is_not_finite_is_no_result(refuses, tmp_path, spoil, stage):
+    doing = {"validation": "validating", "test": "testing"}[stage]
+    spoil(lambda model: getattr(model.trainer, doing))
     run = tmp_path / "run"
     refuses(*TINY, f"hydra.run.dir={run}")
     result = result_of(run)
