@@ -107,11 +107,7 @@ def test_what_does_not_fit_is_skipped_aloud(capsys):
 
 
 class FakeGpu:
-    """A GPU whose time is made up: a call returns the seconds that it takes.
-
-    Args:
-        needs: microseconds of sleep that it takes to queue any call.
-    """
+    """A call returns the seconds that it takes; to queue it takes `needs` microseconds of sleep."""
 
     def __init__(self, needs=0.0):
         self.needs = needs

@@ -3,7 +3,6 @@
 import copy
 import gc
 import json
-import sys
 from functools import partial
 from itertools import count
 from unittest.mock import Mock
@@ -304,13 +303,6 @@ def test_the_command_line_fails_where_nothing_could_be_measured(runs):
     runs[1].clear()
     with pytest.raises(SystemExit, match="every arm was left out"):
         main(["models"])
-
-
-def test_without_torchvision_it_says_what_to_install(runs, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(SystemExit, match=r'models needs torchvision: pip install "normplug\[bench'):
-        main(["models"])
-    assert runs[0] == []
 
 
 @pytest.mark.gpu

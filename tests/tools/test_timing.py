@@ -3,25 +3,13 @@
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from normplug.experiment.summary import summary
 from normplug.experiment.timing import peak_memory_bytes, reset_peak_memory
 from training import python
-
-
-@pytest.fixture
-def windows(monkeypatch):
-    """No /proc, no `resource`, no psutil."""
-
-    def no_file(path, *arguments, **options):
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(Path, "read_text", no_file)
-    monkeypatch.setattr(Path, "write_text", no_file)
-    for module in ("resource", "psutil"):
-        monkeypatch.setitem(sys.modules, module, None)
 
 
 def test_training_imports_no_other_tool_and_needs_no_resource():
@@ -39,7 +27,11 @@ print([name for name in sys.modules if name.startswith("normplug.")])
         assert name not in done.stdout
 
 
-def test_peak_memory_on_windows_is_psutils_or_unknown(windows, monkeypatch):
+def test_peak_memory_on_windows_is_psutils_or_unknown(monkeypatch):
+    for method in ("read_text", "write_text"):  # of /proc
+        monkeypatch.setattr(Path, method, Mock(side_effect=FileNotFoundError))
+    for module in ("resource", "psutil"):
+        monkeypatch.setitem(sys.modules, module, None)
     reset_peak_memory(gpu=False)
     assert peak_memory_bytes(gpu=False) is None
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=123))

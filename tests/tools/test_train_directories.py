@@ -24,10 +24,9 @@ SMALL = [*training.SMALL, PLAIN]
 HOLD = """
 import sys, time
 from filelock import FileLock
-lock = FileLock(sys.argv[1], timeout=0)
-lock.acquire()
-print("held", flush=True)
-time.sleep(60)
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
 """
 
 

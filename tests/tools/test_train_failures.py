@@ -19,34 +19,27 @@ IS_OF = "the checkpoint is of"
 ANOTHER_SHAPE = "tensors differ in name or shape, the first of them"
 
 
-def wrong_checkpoints(sweep, tmp_path):
-    """name -> (path, what the sentence says)."""
-    good = sweep.golden / LAST
-    content = torch.load(good, weights_only=True)
-    names = ("text", "cut", "weights", "module", "split")
-    paths = {name: tmp_path / f"{name}.ckpt" for name in names}
-    unreadable = "cannot be read: it is cut off, or train.py did not write it"
-    paths["text"].write_text("not a checkpoint")
-    paths["cut"].write_bytes(good.read_bytes()[:-1000])
-    torch.save(content["state_dict"], paths["weights"])
-    torch.save(nn.Linear(2, 2), paths["module"])
-    del content["run"]["split"]  # as before there was one
-    torch.save(content, paths["split"])
-    return {
-        "nothing": (tmp_path / "none.ckpt", "must be a checkpoint file"),
-        "directory": (tmp_path, "A run's own is checkpoints/last.ckpt in its directory"),
-        "run's directory": (sweep.golden, f"A run's own is {good}"),
-        **{name: (paths[name], unreadable) for name in ("text", "cut", "module")},
-        "weights": (paths["weights"], "not from weights alone"),
-        "split": (paths["split"], "held out other images for validation. Train again from the st"),
-    }
-
-
 def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(refuses, sweep, tmp_path):
-    run = tmp_path / "run"
-    for name, (path, sentence) in wrong_checkpoints(sweep, tmp_path).items():
+    good, run = sweep.golden / LAST, tmp_path / "run"
+    content = torch.load(good, weights_only=True)
+    text, cut, weights, module, split = (tmp_path / f"{i}.ckpt" for i in range(5))
+    unreadable = "cannot be read: it is cut off, or train.py did not write it"
+    text.write_text("not a checkpoint")
+    cut.write_bytes(good.read_bytes()[:-1000])
+    torch.save(content["state_dict"], weights)
+    torch.save(nn.Linear(2, 2), module)
+    del content["run"]["split"]  # as before there was one
+    torch.save(content, split)
+    for path, sentence in [
+        (tmp_path / "none.ckpt", "must be a checkpoint file"),
+        (tmp_path, "A run's own is checkpoints/last.ckpt in its directory"),
+        (sweep.golden, f"A run's own is {good}"),
+        *((path, unreadable) for path in (text, cut, module)),
+        (weights, "not from weights alone"),
+        (split, "held out other images for validation. Train again from the start."),
+    ]:
         output = refuses(*SWEEP, f"ckpt_path='{path}'", f"hydra.run.dir={run}")
-        assert sentence in output, name
+        assert sentence in output
         assert "weights_only" not in output
         assert not (run / "result.json").exists()
 
@@ -211,20 +204,22 @@ def test_an_evaluation_whose_loss_is_not_finite_is_no_result(refuses, tmp_path, 
     assert (run / "checkpoints/last.ckpt").exists() == (stage == "test")
 
 
+SPOILT = """
+import train
+from normplug.experiment.classifier import Classifier
+
+forward = Classifier.forward
+def spoilt(self, images):
+    bad = self.trainer.global_step == self.trainer.global_rank == 1
+    return forward(self, images * float("nan") if bad else images)
+Classifier.forward = spoilt
+train.main()
+"""
+
+
 def test_all_processes_stop_where_one_diverges(tmp_path):
     script = tmp_path / "spoilt.py"
-    script.write_text(
-        "import sys\n"
-        "import train\n"
-        "from normplug.experiment.classifier import Classifier\n"
-        "forward = Classifier.forward\n"
-        "def spoilt(self, images):\n"
-        "    if self.trainer.global_step == 1 and self.trainer.global_rank == 1:\n"
-        "        images = images * float('nan')\n"
-        "    return forward(self, images)\n"
-        "Classifier.forward = spoilt\n"
-        "train.main()\n"
-    )
+    script.write_text(SPOILT)
     options = [*TINY, *TWO_PROCESSES, f"hydra.run.dir={tmp_path / 'run'}"]
     done = python(script, *options, directory=tmp_path)
     assert done.returncode == 1, done.stderr

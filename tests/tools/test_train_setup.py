@@ -6,7 +6,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
@@ -112,49 +111,39 @@ MISTAKES = {
     line: f"{key} must be {kind}; got {value}."
     for keys, kind, values in ANNOTATED
     for line, key, value in lines_of(keys, values)
-} | {
-    # groups
-    **{
-        f"{group}=null": f"the configuration needs {group}, and has none."
-        for group in ("data", "model", "optimizer", "trainer")
-    },
-    # single keys
+}
+MISTAKES |= {
+    f"{group}=null": f"the configuration needs {group}, and has none."
+    for group in ("data", "model", "optimizer", "trainer")
+}
+MISTAKES |= {
     "+foo=1": "foo is not a key of the configuration. Leave it out (~foo), or use one of",
     "+warmpu=0.1": "warmpu is not a key of the configuration. Did you mean warmup?",
     "~warmup": "the configuration needs warmup, and has none.",
     "warmup=???": "warmup: Missing mandatory value",
     "warmup=${nowhere}": "warmup: Interpolation key 'nowhere' not found",
-    # swap
     "+swap.foo=1": "swap.foo is not an argument of normplug.swap.",
-    "+swap.includes=x": "swap.includes is not an argument of normplug.swap. Did you mean swap.incl",
     "+swap.mode=golden": "swap.mode comes from the key mode. Leave swap.mode out.",
-    # data
     "+data.foo=1": "data.foo is not an argument of normplug.experiment.data.Digits.",
-    "+data.num_classes=3": "data.num_classes is not an argument of normplug.experiment.data.Dig",
     "data._target_=nowhere.Data": "data._target_ must be the import path of a class or function",
     "experiment=smoke data=digits": "Leave it out (~data.image_size), or use one of augment",
-    # model
     "~model.arch": "model needs arch for normplug.experiment.models.resnet. Give +model.arch=",
     "+model.num_classes=5": "model.num_classes comes from the data. Leave model.num_classes out.",
     "+model.foo=1": "model.foo is not an argument of normplug.experiment.models.resnet.",
     "experiment=cifar10_vit model=resnet18": "Leave it out (~model.hidden_dim), or use one of",
-    # optimizer
     "optimizer.weight_decay=-1": "torch.optim.SGD refuses its settings: Invalid weight_decay valu",
-    "optimizer.momentum=-1": "torch.optim.SGD refuses its settings: Invalid momentum value: -1",
     "optimizer.momentum=0": "Nesterov momentum requires a momentum and zero dampening; got lr=0.1",
     "optimizer=adamw optimizer.betas=[2,2]": "torch.optim.AdamW refuses its settings: Invalid bet",
     "+optimizer.foo=1": "optimizer.foo is not an argument of torch.optim.SGD.",
     "+optimizer.params=[]": "optimizer.params comes from the model.",
     "optimizer._partial_=false": "torch.optim.SGD refuses its settings: SGD.__init__() missing 1",
     "optimizer._target_=torch.optim.LBFGS": "optimizer.momentum is not an argument of torch.opti",
-    # trainer
     "+trainer.max_epoch=3": "trainer.max_epoch is not an argument of lightning.pytorch.Trainer. D",
     "+trainer.callbacks=[]": "trainer.callbacks comes from the group callbacks.",
     "+trainer.logger=false": "trainer.logger comes from the group logger.",
     "+trainer.sync_batchnorm=true": "which would drop mode=golden",
     "'+trainer.plugins=[{_target_: normplug.lightning.SyncNorms, foo: 1}]'": "trainer.plugins.foo",
     "trainer.precision=foo": "trainer.precision must be 64, 32, 16,",
-    # callbacks and loggers
     "+callbacks.variance.foo=1": "callbacks.variance.foo is not an argument of normplug.lightning",
     "callbacks=minimal +callbacks.variance.every_n_steps=4": "callbacks.variance must be a mappi",
     "+callbacks.checkpoint.save_top_kk=1": "Did you mean callbacks.checkpoint.save_top_k?",
@@ -209,10 +198,8 @@ def test_what_can_run_passes(checked, line):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("trainer.accelerator=gpu", "trainer cannot be built: No supported gpu backend found"),
         ("trainer.devices=0", "the command gives trainer.max_epochs=1, trainer.devices=0. "),
-        ("trainer.accelerator=foo", "You selected an invalid accelerator name"),
-        ("trainer.strategy=foo", "You selected an invalid strategy name"),
+        ("trainer.accelerator=foo", "trainer cannot be built: You selected an invalid accelerator"),
         ("trainer.fast_dev_run=-1", "fast_dev_run=-1 is not a valid configuration"),
         ("model.heads=3", "model.heads must divide model.hidden_dim=64; got 3."),
         ("model=resnet18 model.arch=vit_b_16", "model.arch must be one of resnet101"),
@@ -231,8 +218,6 @@ def test_what_can_run_passes(checked, line):
 def test_what_only_the_object_itself_can_tell_is_one_sentence_too(
     refuses, tmp_path, line, sentence
 ):
-    if "gpu" in line and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     output = refuses(*SMALL, *line.split())
     (said,) = [line for line in output.splitlines() if line.startswith("normplug")]
     assert sentence in said
@@ -246,11 +231,13 @@ def test_a_choice_that_no_file_of_configs_has_is_refused(refuses):
 
 def test_an_image_folder_without_two_classes_is_refused(refuses, tmp_path):
     (tmp_path / "photos/train/cat").mkdir(parents=True)
-    folder = ["data=image_folder", "data.image_size=8"]
-    output = refuses(*folder, "data.root=photos")
-    assert "the data must have two classes or more to tell apart; got 1. An image folder" in output
-    assert "root must be a directory, got /nowhere" in refuses(*folder, "data.root=/nowhere")
-    assert "root must name a directory of images" in refuses(*folder)
+    for line, sentence in [
+        ("", "root must name a directory of images, got None. Give data.root=/path/to/tree with"),
+        ("data.root=photos", "image_size must be a number of pixels >= 1, got None. Give data.im"),
+        ("data.root=/no data.image_size=8", "root must be a directory, got /no. Check data.root"),
+        ("data.root=photos data.image_size=8", "two classes or more to tell apart; got 1"),
+    ]:
+        assert sentence in refuses("data=image_folder", *line.split())
 
 
 def test_data_that_cannot_be_downloaded_are_one_sentence(refuses, tmp_path, monkeypatch):

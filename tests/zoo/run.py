@@ -21,8 +21,7 @@ from torch.utils import _pytree as pytree
 from normplug._extras import MissingPackage, needs
 from normplug._report.files import write_file
 from normplug._report.provenance import hardware, versions
-from zoo.architecture import Architecture, Inputs
-from zoo.check import SEED, check
+from zoo.check import SEED, Architecture, Inputs, check
 
 LIBRARIES = ("torchvision", "timm", "transformers")
 # Parameters. In 16 GiB lie five copies of a model and two of its gradients.

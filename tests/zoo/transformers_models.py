@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from zoo.architecture import Architecture, Inputs
+from zoo.check import Architecture, Inputs
 
 _TINY: dict[str, Any] = {
     "vocab_size": 99,
