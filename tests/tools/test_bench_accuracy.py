@@ -23,19 +23,6 @@ def test_the_truth_in_groups_of_channels_is_the_whole_truth(monkeypatch):
     assert max(errors.values()) < 1e-13
 
 
-def stock_layer_norm(x, weight, bias, residual=None, input_bias=None, **state):
-    """In float64, by autograd; running statistics spelled out."""
-    h = x if residual is None else x + residual
-    h = h if input_bias is None else h + input_bias
-    if state:
-        mean, var = h.detach().mean(1), h.detach().var(1, correction=0)
-        state["running_mean"].copy_(0.9 * state["running_mean"] + 0.1 * mean.mean())
-        state["running_var"].copy_(0.9 * state["running_var"] + 0.1 * var.mean())
-        state["num_batches_tracked"].fill_(1)
-    y = F.layer_norm(h, x.shape[1:], weight, bias, 1e-5)
-    return y if residual is None else (y, h)
-
-
 @pytest.mark.parametrize(
     ("op", "others"),
     [
@@ -52,7 +39,7 @@ def test_the_truth_of_layer_norm_in_groups_of_rows_is_that_of_autograd(op, other
     assert [piece.where for piece in truth if piece.name == "y"] == [
         (slice(first, first + 3),) for first in (0, 3, 6, 9)
     ]
-    errors = relative_errors(problem.outputs(stock_layer_norm), truth)
+    errors = relative_errors(problem.outputs(OPS[op].eager), truth)
     assert set(errors) == {"y", "dx", "dweight", "dbias"} | others
     assert max(errors.values()) < 1e-13
 
@@ -94,11 +81,6 @@ def scale(name, factor):
     return change
 
 
-def forget_the_call(y, tensors):
-    tensors["num_batches_tracked"].sub_(1)
-    return y
-
-
 def forget_the_statistics(x, weight, bias, **state):
     return OPS["ln"].normplug(x, weight, bias, backend="auto")
 
@@ -107,7 +89,7 @@ REFUSED = [
     ("bn", tampered("bn", lambda y, t: y + 0.02 * y.detach().abs().mean()), "y"),
     ("bn", tampered("bn", scale_the_gradient), "dx"),
     ("bn", tampered("bn", scale("running_var", 1.001)), "running_var"),
-    ("bn", tampered("bn", forget_the_call), "num_batches_tracked"),
+    ("bn", tampered("bn", scale("num_batches_tracked", 0)), "num_batches_tracked"),
     ("bn", tampered("bn", lambda y, t: y * torch.nan), "y"),
     ("bn", OPS["bn"].eager, "y"),
     # ReLU's forward, and a backward that lets all gradients through.

@@ -107,11 +107,7 @@ def test_what_does_not_fit_is_skipped_aloud(capsys):
 
 
 class FakeGpu:
-    """A GPU whose time is made up: a call returns the seconds that it takes.
-
-    Args:
-        needs: microseconds of sleep that it takes to queue any call.
-    """
+    """A call returns the seconds that it takes; to queue it takes `needs` microseconds of sleep."""
 
     def __init__(self, needs=0.0):
         self.needs = needs
@@ -162,13 +158,8 @@ class LigerLayerNormFunction:
 FLAGGEMS = """
 import torch
 
-def layer_norm(x, shape, weight, bias, eps):
-    return torch.native_layer_norm(x, shape, weight, bias, eps)
-
-def layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, mask):
-    return torch.ops.aten.native_layer_norm_backward(
-        dy, x, shape, mean, rstd, weight, bias, mask
-    )
+layer_norm = torch.native_layer_norm
+layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 """
 
 

@@ -3,9 +3,9 @@
 import copy
 import gc
 import json
-import sys
 from functools import partial
 from itertools import count
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -99,21 +99,14 @@ def test_select_takes_each_models_own_batches_unless_told():
     assert list(dict.fromkeys(named)) == list(MODELS)
 
 
-@pytest.fixture
-def fused(monkeypatch):
-    """The layers of each model that is given to `normplug.fuse`, which does nothing."""
-    seen = []
-
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_arm_is_what_it_is_named_for(arm, tiny, monkeypatch):
     def fuse(net, recompute=False):
-        seen.append([type(module) for module in net])
+        assert type(net[1]) is normplug.BatchNorm2d
         return net
 
-    monkeypatch.setattr(normplug, "fuse", fuse, raising=False)
-    return seen
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_an_arm_is_what_it_is_named_for(arm, tiny, fused):
+    fused = Mock(side_effect=fuse)
+    monkeypatch.setattr(normplug, "fuse", fused)
     torch.manual_seed(1)
     stock = TinyNet()
     before = copy.deepcopy(stock.state_dict())
@@ -131,8 +124,7 @@ def test_an_arm_is_what_it_is_named_for(arm, tiny, fused):
         assert inner[4] is inner[6]
         assert type(inner[4]) is SubLayerNorm
         assert becomes is nn or inner[1].mode.name == models.MODE == "golden"
-    assert len(fused) == ("fuse" in arm)
-    assert all(classes[1] is normplug.BatchNorm2d for classes in fused)
+    assert fused.call_count == ("fuse" in arm)
 
     assert inner.training
     assert inner[0].weight.is_contiguous(memory_format=torch.channels_last)
@@ -141,9 +133,11 @@ def test_an_arm_is_what_it_is_named_for(arm, tiny, fused):
     assert all(torch.equal(before[key], t) for key, t in stock.state_dict().items())
 
 
-def test_the_fused_arm_trains_as_the_swapped_one(tmp_path):
-    rows = measured(["swap", "swap+fuse"], tmp_path)["rows"]
-    assert [row["arm"] for row in rows] == ["swap", "swap+fuse"]
+@pytest.mark.parametrize("arms", [["swap", "swap+fuse"], ["eager", "compile"]])
+def test_a_faster_arm_trains_as_the_plain_one(arms, tmp_path, monkeypatch):
+    monkeypatch.setitem(ARMS, "compile", (partial(torch.compile, backend="aot_eager"),))
+    rows = measured(arms, tmp_path)["rows"]
+    assert [row["arm"] for row in rows] == arms
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=0.02)
 
 
@@ -214,34 +208,33 @@ def infinite(net):
     return net
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"), [(fail, "too large"), (infinite, "the loss is nan, which would make")]
-)
-def test_an_arm_that_fails_is_left_out_aloud(change, reason, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(ARMS, "swap", (change,))
-    content = measured(UNFUSED, tmp_path)
-    assert [row["arm"] for row in content["rows"]] == ["eager", "no-norm"]
-    error = capsys.readouterr().err
-    assert error.startswith("tiny, batch 4: swap is left out: ")
-    assert reason in error
-
-
-def test_an_arm_that_fails_late_is_left_out_aloud(tmp_path, monkeypatch, capsys):
+def fail_late(net):
     calls = count()
 
-    def fail_late(module, inputs):
+    def hook(module, inputs):
         if next(calls) > WARM_UPS + ROUNDS // 2:
             raise torch.OutOfMemoryError("no room")
 
-    def with_hook(net):
-        net.register_forward_pre_hook(fail_late)
-        return net
+    net.register_forward_pre_hook(hook)
+    return net
 
-    monkeypatch.setitem(ARMS, "swap", (with_hook,))
-    rows = measured(UNFUSED, tmp_path)["rows"]
-    steps = {row["arm"]: row["steps"] for row in rows}
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (fail, "OutOfMemoryError('too large')"),
+        (fail_late, "OutOfMemoryError('no room')"),
+        (infinite, "the loss is nan, which would make"),
+    ],
+)
+def test_an_arm_that_fails_is_left_out_aloud(change, reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(ARMS, "swap", (change,))
+    steps = {row["arm"]: row["steps"] for row in measured(UNFUSED, tmp_path)["rows"]}
     assert steps == {"eager": ROUNDS * TURN, "no-norm": ROUNDS * TURN}
-    assert capsys.readouterr().err.count("swap is left out: OutOfMemoryError('no room')") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tiny, batch 4: swap is left out: ")
+    assert error.count("left out") == 1
+    assert reason in error
 
 
 def test_a_case_without_an_arm_that_works_has_no_row(tmp_path, monkeypatch, capsys):
@@ -262,12 +255,6 @@ def test_a_case_that_fails_does_not_end_the_run(monkeypatch, capsys):
     shown = capsys.readouterr()
     assert "tiny, batch 4 is left out: OutOfMemoryError('too many images')" in shown.err
     assert "tiny, batch 2 is measured" in shown.out
-
-
-def test_a_compiled_arm_trains_as_the_eager_one(tmp_path, monkeypatch):
-    monkeypatch.setitem(ARMS, "compile", (partial(torch.compile, backend="aot_eager"),))
-    rows = measured(["eager", "compile"], tmp_path)["rows"]
-    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=0.02)
 
 
 def test_there_is_a_profile_of_each_arm(tmp_path, monkeypatch):
@@ -316,13 +303,6 @@ def test_the_command_line_fails_where_nothing_could_be_measured(runs):
     runs[1].clear()
     with pytest.raises(SystemExit, match="every arm was left out"):
         main(["models"])
-
-
-def test_without_torchvision_it_says_what_to_install(runs, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(SystemExit, match=r'models needs torchvision: pip install "normplug\[bench'):
-        main(["models"])
-    assert runs[0] == []
 
 
 @pytest.mark.gpu

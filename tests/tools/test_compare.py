@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,12 +11,7 @@ import pytest
 from normplug._report.intervals import t_interval
 from normplug.compare import compare
 from normplug.compare.__main__ import main
-from normplug.compare.gather import find_runs, group_runs
-from normplug.compare.plots import file_stems
-from normplug.compare.report import render
-from normplug.compare.sheets import write_runs, write_summary
-from normplug.compare.stats import summarise
-from normplug.compare.variance import gather_variance, mean_variance, read_variance
+from normplug.compare.variance import mean_variance, read_variance
 
 VARIANCE_HEADER = (
     "step,epoch,layer,depth,kind,target_variance,input_variance,output_variance,"
@@ -58,26 +54,15 @@ def write_variance(run, cells, steps):
     (run / "variance.csv").write_text("\n".join(lines) + "\n")
 
 
-def rows_of(root):
-    (group,) = group_runs(find_runs(root)[0])
-    return {row.arm: row for row in summarise(group)}
+@pytest.fixture
+def compared(tmp_path, monkeypatch):
+    """Compare the runs in `tmp_path`, without the plots, which take longer than all else."""
+    monkeypatch.setattr("normplug.compare.plots.draw", lambda *arguments: [])
+    return partial(compare, tmp_path)
 
 
-def report_of(root):
-    runs, unreadable = find_runs(root)
-    groups = group_runs(runs)
-    return render(groups, [[] for _ in groups], unreadable, root)
-
-
-def tables_of(root):
-    """What `compare` finds and writes, but for the plots: rows, report, name of a CSV -> lines."""
-    runs, unreadable = find_runs(root)
-    groups = group_runs(runs)
-    rows = [row for group in groups for row in summarise(group)]
-    write_summary(root / "summary.csv", rows)
-    write_runs(root / "runs.csv", groups, unreadable, root)
-    tables = {name: read_csv(root / f"{name}.csv") for name in ("summary", "runs")}
-    return rows, report_of(root), tables
+def by_arm(comparison):
+    return {row.arm: row for row in comparison.rows}
 
 
 def read_csv(path):
@@ -85,12 +70,12 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
-def test_differences_are_paired_by_seed(tmp_path):
+def test_differences_are_paired_by_seed(compared, tmp_path):
     for seed, accuracy in {0: 0.90, 1: 0.92, 2: 0.94}.items():
         write_run(tmp_path, "baseline", seed, test_accuracy=accuracy)
     for seed, accuracy in {0: 0.92, 1: 0.92, 3: 0.50}.items():
         write_run(tmp_path, "golden", seed, test_accuracy=accuracy)
-    difference = rows_of(tmp_path)["golden"].difference
+    difference = by_arm(compared())["golden"].difference
     assert difference is not None
     assert difference.n == 2
     assert difference.mean == pytest.approx(0.01)
@@ -98,16 +83,14 @@ def test_differences_are_paired_by_seed(tmp_path):
     assert difference.half_width == pytest.approx(0.127062, rel=1e-5)
 
 
-def test_only_finished_runs_are_averaged_and_all_others_are_listed(tmp_path):
+def test_only_finished_runs_are_averaged_and_all_others_are_listed(compared, tmp_path):
     for seed in range(4):
         write_run(tmp_path, "baseline", seed)
     write_run(tmp_path, "golden", 0, test_accuracy=0.8)
     write_run(tmp_path, "golden", 1, test_accuracy=0.1, status="failed", error="out of\nmemory")
     write_run(tmp_path, "golden", 2, test_accuracy=0.1, status="running")
     lacking = write_run(tmp_path, "standard", 0, test_accuracy=0.1) / "result.json"
-    record = json.loads(lacking.read_text())
-    del record["step_ms"]
-    lacking.write_text(json.dumps(record))
+    lacking.write_text(lacking.read_text().replace('"step_ms": 10.0, ', ""))
     write_run(tmp_path, "standard", 1, test_accuracy=None)
     write_run(tmp_path, "standard", 2, test_accuracy=0.7)
     write_run(tmp_path, "standard", 3, test_accuracy=0.7)
@@ -115,8 +98,8 @@ def test_only_finished_runs_are_averaged_and_all_others_are_listed(tmp_path):
     cut.mkdir()
     (cut / "result.json").write_text('{"arm": "golden", ')
 
-    found, markdown, tables = tables_of(tmp_path)
-    rows = {row.arm: row for row in found}
+    comparison = compared()
+    rows = by_arm(comparison)
     assert (rows["golden"].n_finished, rows["golden"].n_expected) == (1, 4)
     assert rows["golden"].test_accuracy == t_interval([0.8])
     assert rows["standard"].test_accuracy == t_interval([0.7, 0.7])
@@ -131,45 +114,47 @@ def test_only_finished_runs_are_averaged_and_all_others_are_listed(tmp_path):
         "70.00 ± 0.00 (n = 2)",
         "# Comparison of 12 runs in ",
     ):
-        assert line in markdown
-    averaged = [line["averaged"] for line in tables["runs"]]
+        assert line in comparison.markdown
+    averaged = [line["averaged"] for line in read_csv(tmp_path / "runs.csv")]
     assert averaged.count("False") == 4
     assert len(averaged) == 12
 
 
-def test_of_two_runs_of_a_seed_the_finished_then_the_newer_counts(tmp_path):
+def test_of_two_runs_of_a_seed_the_finished_then_the_newer_counts(compared, tmp_path):
     write_run(tmp_path, "golden", 0, test_accuracy=0.7, date="2026-06-01")
     write_run(tmp_path, "golden", 0, test_accuracy=0.8, date="2026-06-02")
     write_run(tmp_path, "golden", 0, status="failed", date="2026-06-03")
-    assert rows_of(tmp_path)["golden"].test_accuracy == t_interval([0.8])
-    assert report_of(tmp_path).count("golden, seed 0: a second run, ") == 2
+    comparison = compared()
+    assert by_arm(comparison)["golden"].test_accuracy == t_interval([0.8])
+    assert comparison.markdown.count("golden, seed 0: a second run, ") == 2
 
 
-def test_arms_stand_in_one_order_and_columns_line_up(tmp_path):
+def test_arms_stand_in_one_order_and_columns_line_up(compared, tmp_path):
     for arm in ("standard-gamma0_0.786", "golden", "0.5", "baseline", "standard"):
         write_run(tmp_path, arm, 0)
     expected = ["baseline", "standard", "golden", "0.5", "standard-gamma0_0.786"]
-    assert list(rows_of(tmp_path)) == expected
-    table = [line for line in report_of(tmp_path).splitlines() if line.startswith("|")]
+    comparison = compared()
+    assert [row.arm for row in comparison.rows] == expected
+    table = [line for line in comparison.markdown.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(expected)
     assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in table}) == 1
 
 
-@pytest.mark.parametrize("status", ["none", "failed"])
-def test_without_a_baseline_there_is_no_difference(tmp_path, status):
+@pytest.mark.parametrize("baseline", ["no run", "no finished run"])
+def test_without_a_baseline_there_is_no_difference(compared, tmp_path, baseline):
     write_run(tmp_path, "golden", 0)
-    if status == "failed":
+    if baseline == "no finished run":
         write_run(tmp_path, "baseline", 0, status="failed")
-    golden = rows_of(tmp_path)["golden"]
+    comparison = compared()
+    golden = by_arm(comparison)["golden"]
     assert golden.difference is None
     assert golden.speed_ratio is None
-    no_run = "no run" if status == "none" else "no finished run"
-    why = f"No reference: baseline has {no_run} and standard has no run"
-    assert f"{why}: no differences, no speed ratios.\n" in report_of(tmp_path)
+    why = f"No reference: baseline has {baseline} and standard has no run"
+    assert f"{why}: no differences, no speed ratios.\n" in comparison.markdown
 
 
 @pytest.mark.parametrize("status", ["none", "failed", "running"])
-def test_standard_stands_in_for_a_baseline_without_finished_runs(tmp_path, status):
+def test_standard_stands_in_for_a_baseline_without_finished_runs(compared, tmp_path, status):
     for seed in range(2):
         write_run(tmp_path, "standard", seed, test_accuracy=0.90, images_per_s=100.0)
         write_run(tmp_path, "golden", seed, test_accuracy=0.92, images_per_s=110.0)
@@ -179,8 +164,8 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(tmp_path, statu
     write_run(tmp_path, "baseline", 0, model="other", test_accuracy=0.5)
     write_run(tmp_path, "standard", 0, model="other", test_accuracy=0.6)
 
-    found, markdown, tables = tables_of(tmp_path)
-    rows = {(row.model, row.arm): row for row in found}
+    comparison = compared()
+    rows = {(row.model, row.arm): row for row in comparison.rows}
     golden = rows["resnet18", "golden"]
     assert golden.reference == "standard"
     assert golden.difference is not None
@@ -190,7 +175,7 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(tmp_path, statu
     assert rows["resnet18", "standard"].difference is None
     assert rows["other", "standard"].reference == "baseline"
     why = f"baseline has {'no run' if status == 'none' else 'no finished run'}"
-    other, ours = markdown.split("## resnet18 on digits")
+    other, ours = comparison.markdown.split("## resnet18 on digits")
     assert " minus standard, points " in ours
     assert f"Reference: standard, since {why}.\n" in ours
     assert " minus baseline, points " in other
@@ -198,49 +183,50 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(tmp_path, statu
     (line,) = [line for line in ours.splitlines() if line.startswith("| standard")]
     assert line.count("reference") == 2
     expected = {("resnet18", "standard", why), ("other", "baseline", "it has finished runs")}
-    for lines in tables.values():
+    for name in ("summary.csv", "runs.csv"):
+        lines = read_csv(tmp_path / name)
         stated = {(line["model"], line["reference"], line["why_reference"]) for line in lines}
         assert stated == expected
 
 
-def test_one_seed_has_a_mean_and_no_interval(tmp_path):
+def test_one_seed_has_a_mean_and_no_interval(compared, tmp_path):
     write_run(tmp_path, "baseline", 0, test_accuracy=0.9)
     write_run(tmp_path, "golden", 0, test_accuracy=0.91)
-    _, markdown, tables = tables_of(tmp_path)
-    (line,) = [line for line in markdown.splitlines() if line.startswith("| g")]
+    (line,) = [line for line in compared().markdown.splitlines() if line.startswith("| g")]
     assert "91.00 " in line
     assert "+1.00 (1 pair)" in line
     assert "±" not in line
-    assert tables["summary"][1]["test_accuracy_t95_half_width"] == ""
+    assert read_csv(tmp_path / "summary.csv")[1]["test_accuracy_t95_half_width"] == ""
 
 
-def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(tmp_path):
+def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(compared, tmp_path):
     for seed in range(3):
         write_run(tmp_path, "baseline", seed, images_per_s=100.0)
     write_run(tmp_path, "golden", 0, images_per_s=200.0)
     write_run(tmp_path, "golden", 1, images_per_s=800.0)
     write_run(tmp_path, "golden", 2, images_per_s=1.0, hardware="A100")
-    golden = rows_of(tmp_path)["golden"]
+    comparison = compared()
+    golden = by_arm(comparison)["golden"]
     assert golden.speed_ratio == pytest.approx(4.0)
     assert golden.speed_pairs == 2
-    assert "H100 (5 runs), A100 (1 run). It differs" in report_of(tmp_path)
+    assert "H100 (5 runs), A100 (1 run). It differs" in comparison.markdown
 
 
-def test_an_unmeasured_speed_is_a_dash(tmp_path):
+def test_an_unmeasured_speed_is_a_dash(compared, tmp_path):
     write_run(tmp_path, "baseline", 0)
     write_run(tmp_path, "golden", 0, images_per_s=None, step_ms=float("nan"))
-    golden = rows_of(tmp_path)["golden"]
+    golden = by_arm(compared())["golden"]
     assert (golden.speed_ratio, golden.images_per_s, golden.step_ms) == (None, None, None)
     assert golden.peak_memory_mib == 512
 
 
-def test_versions_dates_and_epochs_come_from_the_runs(tmp_path):
+def test_versions_dates_and_epochs_come_from_the_runs(compared, tmp_path):
     write_run(tmp_path, "golden", 0, versions={"torch": "2.9.0", "numpy": "2.4"})
     later = "2026-06-03T01:00:00"
     versions = {"torch": "2.8.0", "numpy": "2.4"}
     curve = [0.5, 0.6]
     write_run(tmp_path, "golden", 1, versions=versions, date=later, accuracy_by_epoch=curve)
-    markdown = report_of(tmp_path)
+    markdown = compared().markdown
     assert "- versions: numpy 2.4\n" in markdown
     assert "- version differs: torch 2.9.0 (1 run), 2.8.0 (1 run)\n" in markdown
     assert "- dates: 2026-06-01 to 2026-06-03\n" in markdown
@@ -250,13 +236,12 @@ def test_versions_dates_and_epochs_come_from_the_runs(tmp_path):
 def test_models_are_not_mixed_and_keep_their_own_files(tmp_path):
     write_run(tmp_path, "golden", 0, model="a b", test_accuracy=0.1)
     write_run(tmp_path, "golden", 0, model="a/b", test_accuracy=0.3)
-    groups = group_runs(find_runs(tmp_path)[0])
-    assert [group.model for group in groups] == ["a b", "a/b"]
-    assert file_stems(groups) == ["a_b_digits", "a_b_digits_"]
-    out = tmp_path / "out"
-    paths = compare(tmp_path, out).paths
-    assert {path.name for path in paths} == {path.name for path in out.iterdir()}
-    assert len(paths) == 3 + 2 * 3
+    comparison = compare(tmp_path, tmp_path / "out")
+    assert [row.model for row in comparison.rows] == ["a b", "a/b"]
+    assert set(comparison.paths) == set((tmp_path / "out").iterdir())
+    assert len(comparison.paths) == 3 + 2 * 3
+    plots = {path.name for path in comparison.paths}
+    assert {"seeds_a_b_digits.png", "seeds_a_b_digits_.png"} < plots
 
 
 def test_variance_reader_takes_rank_0_and_the_last_word_on_a_step(tmp_path):
@@ -284,14 +269,13 @@ def test_mean_variance_keeps_shared_steps_and_never_drops_a_seed(tmp_path):
     np.testing.assert_array_equal(mean.values["affine_variance"], [[2.0, 2.0], [3.0, np.nan]])
 
 
-def test_a_lacking_or_broken_variance_file_is_named(tmp_path):
+def test_a_lacking_or_broken_variance_file_is_named(compared, tmp_path):
     write_variance(write_run(tmp_path, "golden", 0), np.ones((2, 3)), [0, 1])
     write_run(tmp_path, "golden", 1)
     (write_run(tmp_path, "golden", 2) / "variance.csv").write_text("step,depth\n0,0\n")
-    (group,) = group_runs(find_runs(tmp_path)[0])
-    notes = gather_variance(group).notes
-    assert any("golden, seed 2: variance.csv could not be read: lacks" in note for note in notes)
-    assert "no variance.csv, so not in those plots: golden seed 1" in notes
+    markdown = compared().markdown
+    assert "golden, seed 2: variance.csv could not be read: lacks" in markdown
+    assert "no variance.csv, so not in those plots: golden seed 1\n" in markdown
 
 
 def test_without_a_finished_run_there_is_a_table_and_no_plot(tmp_path):
@@ -314,7 +298,6 @@ def test_accuracies_that_are_not_finite_are_named_and_not_drawn(tmp_path):
     assert "golden, seed 1: finished, but no test accuracy (" in comparison.markdown
     assert comparison.rows[1].test_accuracy is None
     assert comparison.rows[1].difference is None
-    (tmp_path / "alone").mkdir()
     write_run(tmp_path / "alone", "golden", 0, test_accuracy=nan, accuracy_by_epoch=[nan, nan])
     plots = [path.name for path in compare(tmp_path / "alone").paths if path.suffix == ".png"]
     assert plots == ["throughput_resnet18_digits.png"]

@@ -84,10 +84,8 @@ def test_seeds_says_when_there_is_no_pair(other, reference):
 
 def test_the_reference_is_named_where_it_is_used():
     group = a_group(*(a_run(arm, 0, speed=100.0) for arm in ("standard", "golden")))
-    for figure in (
-        seeds_figure(group, arm_styles([group])),
-        throughput_figure(group, arm_styles([group])),
-    ):
+    for draw in (seeds_figure, throughput_figure):
+        figure = draw(group, arm_styles([group]))
         assert figure.get_suptitle().endswith("\nReference: standard, since baseline has no run")
         assert " standard" in figure.axes[1].get_xlabel()
 

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -70,33 +71,27 @@ def paths(images):
     return [Path(path) for path, _ in images.samples]
 
 
-def write_images(folder, count, seed):
-    """Write `count` images, no two of one shape, so that resize and crop have work to do."""
-    folder.mkdir(parents=True)
-    random = np.random.default_rng(seed)
-    for i in range(count):
-        shape = (SIZE + i, SIZE + 2 + i // 2, 3)
-        Image.fromarray(random.integers(0, 256, shape, np.uint8)).save(folder / f"{i:02}.png")
-
-
 @pytest.fixture
 def tree(tmp_path):
-    root = tmp_path / "pets"
-    for seed, (part, count) in enumerate([("train", 20), ("test", 4)]):
-        for label, name in enumerate(["cat", "dog"]):
-            write_images(root / part / name, count, seed=10 * seed + label)
-    return root
+    """Images of many shapes, so that resize and crop have work to do."""
+    random = np.random.default_rng(0)
+    for part, count in {"train": 20, "test": 4}.items():
+        for name in ("cat", "dog"):
+            folder = tmp_path / "pets" / part / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = random.integers(0, 256, (SIZE + i, SIZE + 2 + i // 2, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i:02}.png")
+    return tmp_path / "pets"
 
 
 @pytest.fixture
 def single_process_group():
     """Take away what a one-process `strategy="ddp"` leaves behind for the tests that follow."""
-    environment = dict(os.environ)
-    yield
+    with patch.dict(os.environ):
+        yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 class TestParts:
@@ -270,13 +265,10 @@ class TestTrainer:
         model = fit(self.data(), epochs=1, precision="bf16-true")
         assert model.batches[0][0].dtype == torch.bfloat16
 
-    @pytest.mark.parametrize("memory_gib", [4.0, 0.0], ids=["in memory", "workers"])
-    def test_a_resumed_run_goes_on_as_if_uninterrupted(self, tree, tmp_path, memory_gib):
+    def test_a_resumed_run_with_workers_goes_on_as_if_uninterrupted(self, tree, tmp_path):
         def data():
-            return ImageFolder(
-                str(tree), SIZE, memory_gib=memory_gib, num_workers=1, batch_size=4,
-                augment={"pad": 1, "flip": True},
-            )  # fmt: skip
+            options = {"memory_gib": 0, "num_workers": 1, "augment": {"pad": 1, "flip": True}}
+            return ImageFolder(str(tree), SIZE, batch_size=4, **options)
 
         checkpoint = str(tmp_path / "stopped.ckpt")
         whole = fit(data(), epochs=3)
@@ -339,14 +331,6 @@ class TestImageFolder:
         train, test = ImageFolder(str(tree), SIZE).load()
         assert (len(train), len(test)) == (32, 8)
         assert not set(paths(train)) & set(paths(test))
-
-    def test_refuses_missing_arguments(self, tree):
-        with pytest.raises(ValueError, match=r"root must name .* Give data.root="):
-            ImageFolder()
-        with pytest.raises(ValueError, match=r"image_size must be .* got None. Give"):
-            ImageFolder(str(tree))
-        with pytest.raises(FileNotFoundError, match=r"nowhere. Check data.root"):
-            ImageFolder(str(tree / "nowhere"), SIZE)
 
     def test_refuses_a_tree_of_another_layout(self, tree):
         with pytest.raises(ValueError, match="must hold one directory a class"):

@@ -19,30 +19,27 @@ IS_OF = "the checkpoint is of"
 ANOTHER_SHAPE = "tensors differ in name or shape, the first of them"
 
 
-def wrong_checkpoints(sweep, tmp_path):
-    """name -> (path, what the sentence says)."""
-    good = sweep.golden / LAST
-    content = torch.load(good, weights_only=True)
-    paths = {name: tmp_path / f"{name}.ckpt" for name in ("text", "cut", "weights", "module")}
-    unreadable = "cannot be read: it is cut off, or train.py did not write it"
-    paths["text"].write_text("not a checkpoint")
-    paths["cut"].write_bytes(good.read_bytes()[:-1000])
-    torch.save(content["state_dict"], paths["weights"])
-    torch.save(nn.Linear(2, 2), paths["module"])
-    return {
-        "nothing": (tmp_path / "none.ckpt", "must be a checkpoint file"),
-        "directory": (tmp_path, "A run's own is checkpoints/last.ckpt in its directory"),
-        "run's directory": (sweep.golden, f"A run's own is {good}"),
-        **{name: (paths[name], unreadable) for name in ("text", "cut", "module")},
-        "weights": (paths["weights"], "not from weights alone"),
-    }
-
-
 def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(refuses, sweep, tmp_path):
-    run = tmp_path / "run"
-    for name, (path, sentence) in wrong_checkpoints(sweep, tmp_path).items():
+    good, run = sweep.golden / LAST, tmp_path / "run"
+    content = torch.load(good, weights_only=True)
+    text, cut, weights, module, split = (tmp_path / f"{i}.ckpt" for i in range(5))
+    unreadable = "cannot be read: it is cut off, or train.py did not write it"
+    text.write_text("not a checkpoint")
+    cut.write_bytes(good.read_bytes()[:-1000])
+    torch.save(content["state_dict"], weights)
+    torch.save(nn.Linear(2, 2), module)
+    del content["run"]["split"]  # as before there was one
+    torch.save(content, split)
+    for path, sentence in [
+        (tmp_path / "none.ckpt", "must be a checkpoint file"),
+        (tmp_path, "A run's own is checkpoints/last.ckpt in its directory"),
+        (sweep.golden, f"A run's own is {good}"),
+        *((path, unreadable) for path in (text, cut, module)),
+        (weights, "not from weights alone"),
+        (split, "held out other images for validation. Train again from the start."),
+    ]:
         output = refuses(*SWEEP, f"ckpt_path='{path}'", f"hydra.run.dir={run}")
-        assert sentence in output, name
+        assert sentence in output
         assert "weights_only" not in output
         assert not (run / "result.json").exists()
 
@@ -69,14 +66,6 @@ def test_another_runs_checkpoint_is_refused(refuses, sweep, tmp_path, options, s
     assert sentence in refuses(*options, f"ckpt_path={path}", f"hydra.run.dir={tmp_path}/run")
 
 
-def test_a_checkpoint_with_another_split_of_the_data_is_refused(refuses, sweep, tmp_path):
-    content = torch.load(sweep.golden / LAST, weights_only=True)
-    del content["run"]["split"]  # as before there was one
-    torch.save(content, tmp_path / "old.ckpt")
-    sentence = "which held out other images for validation. Train again from the start."
-    assert sentence in refuses(*SWEEP, f"ckpt_path={tmp_path}/old.ckpt")
-
-
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_recorded(refuses, tmp_path):
     run = tmp_path / "run"
     output = refuses(*TINY, "optimizer.lr=1e30", "warmup=0", f"hydra.run.dir={run}")
@@ -89,13 +78,22 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_recorded(refuses, tmp_pa
     assert not (run / "checkpoints/last.ckpt").exists()
 
 
-def test_a_sweep_with_a_diverged_arm_goes_on_and_leaves_it_out(refuses, tmp_path, monkeypatch):
+@pytest.fixture
+def spoil(monkeypatch):
+    """Make the outputs of a Classifier nan where `when(classifier)`."""
     forward = Classifier.forward
 
-    def spoilt(self, images):
-        return forward(self, images) * (float("nan") if self.identity["arm"] == "0.5" else 1)
+    def patch(when):
+        def spoilt(self, images):
+            return forward(self, images) * (float("nan") if when(self) else 1)
 
-    monkeypatch.setattr(Classifier, "forward", spoilt)
+        monkeypatch.setattr(Classifier, "forward", spoilt)
+
+    return patch
+
+
+def test_a_sweep_with_a_diverged_arm_goes_on_and_leaves_it_out(refuses, tmp_path, spoil):
+    spoil(lambda model: model.identity["arm"] == "0.5")
     output = refuses(*TINY, "mode=0.5,golden", "-m")
     rows = {row.arm: row.n_finished for row in compare(tmp_path / "logs").rows}
     assert rows == {"0.5": 0, "golden": 1}
@@ -195,16 +193,9 @@ def test_a_batch_that_is_not_finite_is_named():
 
 
 @pytest.mark.parametrize("stage", ["validation", "test"])
-def test_an_evaluation_whose_loss_is_not_finite_is_no_result(refuses, tmp_path, monkeypatch, stage):
-    forward = Classifier.forward
-
-    def spoilt(self, images):
-        logits = forward(self, images)
-        trainer = self.trainer
-        bad = trainer.testing if stage == "test" else trainer.validating
-        return logits * float("nan") if bad else logits
-
-    monkeypatch.setattr(Classifier, "forward", spoilt)
+def test_an_evaluation_whose_loss_is_not_finite_is_no_result(refuses, tmp_path, spoil, stage):
+    doing = {"validation": "validating", "test": "testing"}[stage]
+    spoil(lambda model: getattr(model.trainer, doing))
     run = tmp_path / "run"
     refuses(*TINY, f"hydra.run.dir={run}")
     result = result_of(run)
@@ -213,20 +204,22 @@ def test_an_evaluation_whose_loss_is_not_finite_is_no_result(refuses, tmp_path, 
     assert (run / "checkpoints/last.ckpt").exists() == (stage == "test")
 
 
+SPOILT = """
+import train
+from normplug.experiment.classifier import Classifier
+
+forward = Classifier.forward
+def spoilt(self, images):
+    bad = self.trainer.global_step == self.trainer.global_rank == 1
+    return forward(self, images * float("nan") if bad else images)
+Classifier.forward = spoilt
+train.main()
+"""
+
+
 def test_all_processes_stop_where_one_diverges(tmp_path):
     script = tmp_path / "spoilt.py"
-    script.write_text(
-        "import sys\n"
-        "import train\n"
-        "from normplug.experiment.classifier import Classifier\n"
-        "forward = Classifier.forward\n"
-        "def spoilt(self, images):\n"
-        "    if self.trainer.global_step == 1 and self.trainer.global_rank == 1:\n"
-        "        images = images * float('nan')\n"
-        "    return forward(self, images)\n"
-        "Classifier.forward = spoilt\n"
-        "train.main()\n"
-    )
+    script.write_text(SPOILT)
     options = [*TINY, *TWO_PROCESSES, f"hydra.run.dir={tmp_path / 'run'}"]
     done = python(script, *options, directory=tmp_path)
     assert done.returncode == 1, done.stderr

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -232,18 +233,12 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_former_one(tmp_path, mo
     assert torch.equal(torch.load(path, weights_only=True)["a"], torch.ones(3))
 
 
-def test_the_runs_checkpoints_are_written_in_their_own_directory(command, tmp_path, monkeypatch):
-    written = []
-    save = torch.save
-
-    def spy(content, file, *args, **kwargs):
-        written.append(str(file))
-        save(content, file, *args, **kwargs)
-
-    monkeypatch.setattr(torch, "save", spy)
-    assert command(*SMALL, PLAIN, f"hydra.run.dir={tmp_path / 'run'}")[0] == 0
-    (path,) = written
-    assert Path(path).parent == tmp_path / "run/checkpoints"
+def test_the_runs_checkpoints_are_written_in_their_own_directory(trains, tmp_path, monkeypatch):
+    save = Mock(wraps=torch.save)
+    monkeypatch.setattr(torch, "save", save)
+    trains(*SMALL, PLAIN, f"hydra.run.dir={tmp_path / 'run'}")
+    save.assert_called_once()
+    assert Path(save.call_args.args[1]).parent == tmp_path / "run/checkpoints"
 
 
 def test_rows_that_a_kill_cut_off_are_not_continued(tmp_path):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from normplug import plan, swap, target_variance, unswap
-from zoo.architecture import Inputs
 
 SEED = 0
 GOLDEN = math.sqrt(target_variance("golden"))
@@ -21,8 +21,25 @@ GOLDEN = math.sqrt(target_variance("golden"))
 # So no tensor is measured against less than this part of the largest tensor of its kind.
 NOISE = 1e-3
 
+Inputs: TypeAlias = Mapping[str, Any]
 # "output in training/0" -> its value
 Observed: TypeAlias = dict[str, Tensor]
+
+
+class Architecture(NamedTuple):
+    """An entry of a library's list, and a row of the table.
+
+    Attributes:
+        library: its package.
+        name: its name in that package.
+        build: makes it with random weights, under `torch.device("meta")` too.
+        inputs: arguments of its forward by name; tensors are on the CPU.
+    """
+
+    library: str
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[nn.Module], Inputs]
 
 
 @dataclass
@@ -65,8 +82,8 @@ def check(model: nn.Module, inputs: Inputs) -> Report:
     randomise(model)
     taken = [row.path for row in planned if row.becomes]
     # On a GPU torch sums in another order than our kernels.
-    on_gpu = next(model.parameters()).is_cuda
-    tolerance = (1024 if on_gpu else 64) * torch.finfo(_dtype(model)).eps
+    first = next(p for p in model.parameters() if p.is_floating_point())
+    tolerance = (1024 if first.is_cuda else 64) * torch.finfo(first.dtype).eps
 
     stock = observe(copy.deepcopy(model), inputs)
     standard = observe(_swapped(model, "standard"), inputs)
@@ -103,10 +120,6 @@ def _swapped(model: nn.Module, mode: str) -> nn.Module:
     return swap(copy.deepcopy(model), mode)
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in model.parameters() if p.is_floating_point())
-
-
 def randomise(model: nn.Module) -> None:
     """Add noise to constant parameters (norms, layer scales, biases) and to running statistics."""
     generator = torch.Generator().manual_seed(SEED)
@@ -116,17 +129,15 @@ def randomise(model: nn.Module) -> None:
 
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point() and parameter.numel() and _is_constant(parameter):
+            if not (parameter.is_floating_point() and parameter.numel()):
+                continue
+            if parameter.min() == parameter.max():
                 parameter.add_(noise(parameter), alpha=0.2 if parameter.dim() < 2 else 0.02)
         for name, buffer in model.named_buffers():
             if name.endswith("running_mean"):
                 buffer += 0.1 * noise(buffer)
             elif name.endswith("running_var"):
                 buffer *= (0.2 * noise(buffer)).exp()
-
-
-def _is_constant(tensor: Tensor) -> bool:
-    return bool((tensor == tensor.flatten()[0]).all())
 
 
 def fold(model: nn.Module, paths: list[str]) -> nn.Module:
@@ -183,11 +194,7 @@ def train(model: nn.Module, inputs: Inputs) -> Observed:
 
 def _call(model: nn.Module, inputs: Inputs) -> Any:
     torch.manual_seed(SEED)
-    return model(**pytree.tree_map(_copied, dict(inputs)))
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    return model(**pytree.tree_map_only(Tensor, torch.clone, dict(inputs)))
 
 
 def _flat(name: str, result: Any) -> Observed:
@@ -245,10 +252,7 @@ def _hold(what: str, errors: dict[str, float], tolerance: float, report: Report)
 def differences(ours: nn.Module, stock: nn.Module, *, affine: bool) -> list[str]:
     """Where an unswapped model differs from the stock one in classes, attributes, keys, values.
 
-    Args:
-        ours: the unswapped model.
-        stock: the model before the swap.
-        affine: whether the norms' weights and running statistics may differ.
+    With `affine`, the norms' weights and running statistics may differ.
     """
     found = []
     was = dict(stock.named_modules())

@@ -21,8 +21,7 @@ from torch.utils import _pytree as pytree
 from normplug._extras import MissingPackage, needs
 from normplug._report.files import write_file
 from normplug._report.provenance import hardware, versions
-from zoo.architecture import Architecture, Inputs
-from zoo.check import SEED, check
+from zoo.check import SEED, Architecture, Inputs, check
 
 LIBRARIES = ("torchvision", "timm", "transformers")
 # Parameters. In 16 GiB lie five copies of a model and two of its gradients.
@@ -126,12 +125,10 @@ def _size(architecture: Architecture) -> int:
 
 
 def _moved(inputs: Inputs, device: torch.device) -> Inputs:
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.to(device, torch.float64 if leaf.is_floating_point() else leaf.dtype)
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, torch.float64 if tensor.is_floating_point() else tensor.dtype)
 
-    return pytree.tree_map(move, dict(inputs))
+    return pytree.tree_map_only(Tensor, move, dict(inputs))
 
 
 def _line(row: dict[str, Any]) -> str:

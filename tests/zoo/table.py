@@ -18,11 +18,7 @@ ARCHITECTURES = ("architecture", "norms taken", "norms left", "result", "error")
 
 
 def render(content: Mapping[str, Any]) -> str:
-    """The whole document.
-
-    Args:
-        content: of the JSON file that `python tests/zoo` writes.
-    """
+    """The whole document, from the content of the JSON file that `python tests/zoo` writes."""
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     rows = content["rows"]
     libraries = list(dict.fromkeys(row["library"] for row in rows))

@@ -11,7 +11,7 @@ import torch
 from timm.models import _registry
 from torch import nn
 
-from zoo.architecture import Architecture, Inputs
+from zoo.check import Architecture, Inputs
 
 # The smallest of each family of timm 1.0.31, and others that have norms which it has not.
 _NAMES = """

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchvision import models
 
-from zoo.architecture import Architecture, Inputs
+from zoo.check import Architecture, Inputs
 
 _SMALL_IMAGES = {"weights_backbone": None, "min_size": 64, "max_size": 96}
 _FEW_BOXES = {

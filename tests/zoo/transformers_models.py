@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from zoo.architecture import Architecture, Inputs
+from zoo.check import Architecture, Inputs
 
 _TINY: dict[str, Any] = {
     "vocab_size": 99,
@@ -60,56 +60,21 @@ dinov2 distilbert dpt electra ernie esm falcon flaubert fnet gpt2 gpt_neox ijepa
 longformer mamba mobilebert mpnet mpt nystromformer olmo opt persimmon phi rembert roberta
 roformer starcoder2 vit vit_mae vit_msn xlm xlm-roberta
 """
-# Name -> what its configuration needs beyond `_TINY`, or, with "only", instead of it.
-_CONFIGURATIONS: dict[str, dict[str, Any]] = {
+# Name -> what its configuration has beyond `_TINY`.
+_BEYOND: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_PLAIN.split(), {}),
     **dict.fromkeys(("bart", "blenderbot", "led", "m2m_100", "marian", "mbart", "pegasus"), _PAIR),
     **dict.fromkeys(("hubert", "sew", "unispeech", "wav2vec2", "wavlm"), _SPEECH),
-    **dict.fromkeys(("convnext", "convnextv2", "dinov3_convnext"), {"only": _STAGES}),
-    **dict.fromkeys(("clip", "siglip"), {"only": _TEXT_AND_IMAGE}),
-    **dict.fromkeys(("swin", "swinv2"), {"only": _WINDOWS}),
     **dict.fromkeys(("timesformer", "videomae", "vivit"), {"num_frames": 4}),
+    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 4}),
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {**_PAIR, "attention_type": "original_full"},
-    "bit": {"only": {**_STAGES, "embedding_size": 16, "num_groups": 4}},
-    "cvt": {"only": {"depth": [1, 2, 3]}},
     "detr": {**_PAIR, "num_queries": 5},
-    "efficientnet": {
-        "only": {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320}
-    },
-    "focalnet": {"only": {"embed_dim": 16, "depths": [1, 1, 2, 1], "image_size": 32}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "gptj": {"rotary_dim": 4},
-    "codegen": {"rotary_dim": 4},
-    "glpn": {"only": {}},
-    "levit": {"only": {"image_size": 64}},
-    "mobilenet_v2": {"only": {"depth_multiplier": 0.25}},
-    "mobilevit": {
-        "only": {"hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 32, 48]}
-    },
     "nemotron": {"num_key_value_heads": 4, "head_dim": 8},
-    "poolformer": {"only": {**_STAGES}},
-    "prophetnet": {
-        "only": {
-            "vocab_size": 99,
-            "hidden_size": 32,
-            "num_encoder_layers": 2,
-            "num_decoder_layers": 2,
-            "num_encoder_attention_heads": 4,
-            "num_decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-        }
-    },
-    "pvt": {"only": {"image_size": 32}},
-    "pvt_v2": {"only": {"image_size": 32}},
-    "regnet": {"only": {**_STAGES, "embedding_size": 16, "groups_width": 8}},
-    "resnet": {"only": {**_STAGES, "embedding_size": 16}},
-    "segformer": {"only": {}},
     "speech_to_text": {**_PAIR, "input_feat_per_channel": 8, "conv_channels": 16},
     "squeezebert": {"embedding_size": 32},
     "stablelm": {"num_key_value_heads": 4},
-    "swiftformer": {"only": {"embed_dims": [16, 32, 48, 64], "depths": [1, 1, 2, 1]}},
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
     "whisper": {
         **_PAIR,
@@ -117,17 +82,47 @@ _CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "max_source_positions": 16,
         "max_target_positions": 16,
     },
-    "xlnet": {"only": {"vocab_size": 99, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}},
     "yolos": {"image_size": [32, 32]},
-    "hiera": {
-        "only": {
-            "image_size": [32, 32],
-            "embed_dim": 16,
-            "depths": [1, 1, 1, 1],
-            "num_heads": [1, 2, 4, 8],
-        }
-    },
 }
+# Name -> all that its configuration has.
+_WHOLE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("convnext", "convnextv2", "dinov3_convnext", "poolformer"), _STAGES),
+    **dict.fromkeys(("clip", "siglip"), _TEXT_AND_IMAGE),
+    **dict.fromkeys(("swin", "swinv2"), _WINDOWS),
+    **dict.fromkeys(("glpn", "segformer"), {}),
+    **dict.fromkeys(("pvt", "pvt_v2"), {"image_size": 32}),
+    "bit": {**_STAGES, "embedding_size": 16, "num_groups": 4},
+    "cvt": {"depth": [1, 2, 3]},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320},
+    "focalnet": {"embed_dim": 16, "depths": [1, 1, 2, 1], "image_size": 32},
+    "hiera": {
+        "image_size": [32, 32],
+        "embed_dim": 16,
+        "depths": [1, 1, 1, 1],
+        "num_heads": [1, 2, 4, 8],
+    },
+    "levit": {"image_size": 64},
+    "mobilenet_v2": {"depth_multiplier": 0.25},
+    "mobilevit": {
+        "hidden_sizes": [16, 24, 32],
+        "neck_hidden_sizes": [8, 8, 16, 16, 24, 32, 48],
+    },
+    "prophetnet": {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "num_encoder_attention_heads": 4,
+        "num_decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+    },
+    "regnet": {**_STAGES, "embedding_size": 16, "groups_width": 8},
+    "resnet": {**_STAGES, "embedding_size": 16},
+    "swiftformer": {"embed_dims": [16, 32, 48, 64], "depths": [1, 1, 2, 1]},
+    "xlnet": {"vocab_size": 99, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},
+}
+_CONFIGURATIONS = {name: {**_TINY, **more} for name, more in _BEYOND.items()} | _WHOLE
 
 
 def architectures() -> Iterator[Architecture]:
@@ -137,9 +132,7 @@ def architectures() -> Iterator[Architecture]:
 
 
 def _build(name: str) -> nn.Module:
-    more = _CONFIGURATIONS[name]
-    options = more.get("only", {**_TINY, **more})
-    return AutoModel.from_config(AutoConfig.for_model(name, **options))
+    return AutoModel.from_config(AutoConfig.for_model(name, **_CONFIGURATIONS[name]))
 
 
 def _inputs(model: nn.Module) -> Inputs:
