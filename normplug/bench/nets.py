@@ -124,6 +124,7 @@ def _bert_base() -> nn.Module:
 
 
 def _gpt2() -> nn.Module:
+    # In transformers 5 its forward waits for the GPU once, to look for packed sequences.
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return _Logits(GPT2LMHeadModel(GPT2Config(use_cache=False)))
