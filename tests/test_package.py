@@ -75,6 +75,9 @@ def test_the_environment_sets_the_default_backend():
     assert "NORMPLUG_BACKEND must be one of 'auto', 'triton', 'torch'; got 'gpu'" in bad.stderr
 
 
+MODELS = ["-m", "normplug.bench", "models", "--rows"]
+
+
 def run_without(packages, *command):
     """Run Python with `packages` hidden from import: `-m module ...`, `-c code` or a script."""
     code = (
@@ -100,7 +103,8 @@ def run_without(packages, *command):
         (TRAIN, ["-m", "normplug.compare", "{runs}"], "normplug.compare", "train"),
         (["matplotlib"], ["-m", "normplug.compare", "{runs}"], "normplug.compare", "train"),
         (TRAIN, ["-m", "normplug.bench", "plot", "{json}"], "normplug.bench plot", "bench"),
-        (["torchvision"], ["-m", "normplug.bench", "models"], "normplug.bench models", "bench"),
+        (["torchvision"], [*MODELS, "resnet50"], "normplug.bench models", "bench"),
+        (["transformers"], [*MODELS, "gpt2"], "normplug.bench models", "zoo"),
         (["timm"], ["path", "tests/zoo", "--library", "timm"], "zoo --library timm", "zoo"),
         (TRAIN, ["path", str(CHECKOUT / "train.py")], "train.py", "train"),
         (["hydra"], ["path", str(CHECKOUT / "train.py")], "train.py", "train"),

@@ -1,22 +1,25 @@
 """Measure what norms cost on a GPU; make tables and pictures of the results."""
 
 import argparse
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from normplug._extras import needs
+from normplug._extras import MissingPackage, needs
 from normplug._report.files import write_file
+from normplug.bench import first_step, host, nets, rivals
 from normplug.bench import models as steps
-from normplug.bench import nets, rivals
 from normplug.bench.kernels import OPS, PROVIDERS, run
-from normplug.bench.results import KERNELS, MODELS, PROFILE, Kind, read
+from normplug.bench.results import HOST, KERNELS, MODELS, PROFILE, Kind, Results, read
 from normplug.bench.suites import DTYPES, SUITES, select
 from normplug.bench.table import render
 from normplug.bench.trace import trace
 
+ALL = "all"
 Shown = TypeVar("Shown")
 
 
@@ -38,22 +41,60 @@ def kernels(arguments: argparse.Namespace) -> None:
 
 
 def models(arguments: argparse.Namespace) -> None:
-    """Measure whole training steps."""
-    with needs("normplug.bench models", "bench", SystemExit):
-        import torchvision  # noqa: F401
+    """Measure whole training steps, or only the first."""
+    names = nets.MODELS if ALL in arguments.rows else arguments.rows
+    cases = _with_library(nets.select(list(names), arguments.batch))
+    arms = [arm for arm in steps.ARMS if arm in arguments.arms or ALL in arguments.arms]
     _require_cuda()
-    arms = [arm for arm in steps.ARMS if arm in (arguments.arm or steps.ARMS)]
-    cases = nets.select(arguments.model, arguments.batch)
-    results = steps.run(cases, arms, arguments.json, arguments.profile)
-    if not results.content["rows"]:
+    results = _resumed(arguments.json, MODELS)
+    if arguments.first_step:
+        done = first_step.run(cases, arms, results)
+    else:
+        profiles = _resumed(arguments.profile, PROFILE) if arguments.profile else None
+        done = steps.run(cases, arms, arguments.rounds, results, profiles)
+    if not done:
         raise SystemExit("normplug.bench: every arm was left out.")
     if arguments.markdown:
         write_file(arguments.markdown, render(results.content))
 
 
+def _with_library(cases: Sequence[nets.Case]) -> list[nets.Case]:
+    """The cases whose library is installed; print what the others need."""
+    for library, extra in nets.EXTRAS.items():
+        need = [case for case in cases if nets.MODELS[case.model].library == library]
+        if not need:
+            continue
+        try:
+            with needs("normplug.bench models", extra):
+                import_module(library)
+        except MissingPackage as missing:
+            cases = [case for case in cases if case not in need]
+            if not cases:
+                raise SystemExit(str(missing)) from None
+            print(f"{missing} (left out: {'; '.join(map(str, need))})", file=sys.stderr)
+    return list(cases)
+
+
+def _resumed(path: Path | None, kind: Kind) -> Results:
+    try:
+        return Results(path, steps.PACKAGES, resume=kind, settings=steps.SETTINGS)
+    except ValueError as error:
+        raise SystemExit(f"normplug.bench models: {error}") from None
+
+
+def single_calls(arguments: argparse.Namespace) -> None:
+    """Measure single calls back to back."""
+    cases = [case for case in host.CASES if arguments.only in str(case)]
+    if not cases:
+        raise SystemExit(f"normplug.bench host: no case has {arguments.only!r} in its name.")
+    providers = arguments.provider or host.PROVIDERS
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(render(host.run(cases, providers, arguments.calls, arguments.out, device).content))
+
+
 def table(arguments: argparse.Namespace) -> None:
     """Print or write the Markdown table of a JSON file."""
-    markdown = _shown("table", arguments.file, (KERNELS, MODELS, PROFILE), render)
+    markdown = _shown("table", arguments.file, (KERNELS, MODELS, PROFILE, HOST), render)
     if arguments.out:
         write_file(arguments.out, markdown)
     else:
@@ -133,13 +174,45 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("models", help="time whole training steps, swapped and not")
     command.set_defaults(command=models)
-    _add_choices(command, model=nets.MODELS, arm=steps.ARMS)
+    for name, choices, default in (
+        ("rows", nets.MODELS, (ALL,)),
+        ("arms", steps.ARMS, steps.USUAL),
+    ):
+        command.add_argument(
+            f"--{name}",
+            nargs="+",
+            metavar="NAME",
+            choices=(ALL, *choices),
+            default=default,
+            help=f"{ALL}, or some of {', '.join(choices)}; default: {' '.join(default)}",
+        )
     command.add_argument(
-        "--batch", metavar="N", type=number, help="images a step; default: each model's own"
+        "--batch", metavar="N", type=number, help="samples a step; default: each model's own"
+    )
+    command.add_argument(
+        "--rounds", metavar="N", type=number, default=steps.ROUNDS, help="turns of each arm"
+    )
+    command.add_argument(
+        "--first-step",
+        action="store_true",
+        help="time only the first step, in a process of its own with no compiled kernel",
     )
     _add_outputs(command)
     command.add_argument(
         "--profile", metavar="FILE.json", type=Path, help="GPU time by kind of kernel; see `table`"
+    )
+
+    command = commands.add_parser("host", help="time single calls back to back")
+    command.set_defaults(command=single_calls)
+    _add_choices(command, provider=host.PROVIDERS)
+    command.add_argument(
+        "--only", metavar="TEXT", default="", help="only cases whose name contains this"
+    )
+    command.add_argument(
+        "--calls", metavar="N", type=number, default=host.CALLS, help="at most, in a repeat"
+    )
+    command.add_argument(
+        "-o", "--out", metavar="FILE.json", type=Path, help="all rows, written after each"
     )
 
     command = commands.add_parser("table", help="make the Markdown table of a JSON file")

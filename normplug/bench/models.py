@@ -13,7 +13,6 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import normplug
+from normplug.bench import native
 from normplug.bench.groups import profiled
-from normplug.bench.nets import MODELS, Case, Model
-from normplug.bench.results import Results, Row, spread
+from normplug.bench.nets import EXTRAS, MODELS, Case, Model
+from normplug.bench.results import STEP, Results, Row, spread
 from normplug.bench.timing import StepStopwatch
 
 MODE = "golden"
@@ -33,16 +33,15 @@ MOMENTUM = 0.9
 # A step's work does not depend on the rate. Rate 0 keeps the weights finite: without norms they
 # would soon be infinite, and a GPU computes infinities with less power, so faster.
 LEARNING_RATE = 0.0
-WARM_UPS = 10  # steps, compilation among them
-ROUNDS, TURN = 8, 5  # rounds of turns, measured steps in each
-SEED = 0  # of weights, of images and of the order of turns
-PACKAGES = ("torchvision",)
+WARM_UPS = 5  # steps, compilation among them
+ROUNDS, TURN = 6, 2  # rounds of turns, measured steps in each
+SEED = 0  # of weights, of samples and of the order of turns
+PACKAGES = tuple(EXTRAS)
 SETTINGS = {
     "mode": MODE,
     "autocast": str(DTYPE).removeprefix("torch."),
     "optimizer": f"SGD, momentum {MOMENTUM}, foreach",
     "warm_ups": WARM_UPS,
-    "rounds": ROUNDS,
     "steps_a_turn": TURN,
 }
 
@@ -85,50 +84,60 @@ ARMS: dict[str, tuple[Change, ...]] = {
 }
 # The whole step, optimizer included, is one CUDA graph: the GPU does not wait for the host.
 GRAPHED = ("eager+graph", "swap+fuse+graph")
+USUAL = ("eager", "swap", "swap+fuse")  # the arms that are measured unless others are named
 
 
 def run(
-    cases: Sequence[Case], arms: Sequence[str], json: Path | None, profile: Path | None
-) -> Results:
-    """Measure and print every case on the GPU.
+    cases: Sequence[Case],
+    arms: Sequence[str],
+    rounds: int,
+    results: Results,
+    profiles: Results | None,
+) -> bool:
+    """Measure and print every case on the GPU; return whether any arm worked.
 
-    The rows go to `json`, and the GPU's time by groups of kernels to `profile`, if these are given.
+    The rows go to `results`, and the GPU's time by groups of kernels to `profiles`.
     """
     stopwatch = StepStopwatch()
-    results = Results(json, PACKAGES, settings=SETTINGS)
-    profiles = Results(profile, PACKAGES, settings=SETTINGS) if profile else None
     print(f"{results.content['device']}, {results.content['versions']}")
+    native.build()
+    done = []
     for case in cases:
-        attempt(str(case), partial(measure, case, arms, stopwatch, "cuda", results, profiles))
+        task = partial(measure, case, arms, rounds, stopwatch, "cuda", results, profiles)
+        done.append(attempt(str(case), task))
         gc.collect()
         torch.cuda.empty_cache()
-    return results
+    return any(done)
 
 
 def measure(
     case: Case,
     arms: Sequence[str],
+    rounds: int,
     stopwatch: StepStopwatch,
     device: str,
     results: Results,
     profiles: Results | None,
-) -> None:
-    """Add a row for each arm that works; print why the others do not."""
+) -> bool:
+    """Add a row for each arm that works; print why the others do not. Return whether any does."""
     steps, facts = warmed(case, arms, stopwatch, device)
-    times, host = in_turns(case, steps, stopwatch)
-    rows = [
-        {**case._asdict(), "arm": arm, **figures(case.batch, ms), **facts[arm]}
-        | {"host_ms": statistics.median(host[arm])}
-        for arm, ms in times.items()
-    ]
-    for row in rows:
-        results.add(row)
+    times, host = in_turns(case, steps, rounds, stopwatch)
+    rows = []
+    for arm, ms in times.items():
+        name = {**case._asdict(), "arm": arm}
+        found = attempt(f"{case}: the profile of {arm}", partial(profiled, steps[arm])) or {}
+        row = {
+            **name,
+            **figures(case.batch, ms, host[arm]),
+            "gpu_ms": found.pop("gpu_ms", None),
+            **facts[arm],
+        }
+        rows.append(row)
+        results.update({**row, "native": native.status()}, STEP)
+        if found and profiles is not None:
+            profiles.update({**name, **found}, STEP)
     print(line(case, rows) if rows else f"{case}: no arm", flush=True)
-    if profiles is not None:
-        for arm in times:
-            found = attempt(f"{case}: the profile of {arm}", partial(profiled, steps[arm]))
-            if found is not None:
-                profiles.add({**case._asdict(), "arm": arm, **found})
+    return bool(rows)
 
 
 def warmed(
@@ -182,13 +191,13 @@ def build(stock: nn.Module, arm: str, model: Model, device: str) -> nn.Module:
     return net
 
 
-def make_step(net: nn.Module, images: Tensor, labels: Tensor) -> Step:
+def make_step(net: nn.Module, samples: Tensor, labels: Tensor) -> Step:
     """A whole training step; it returns the loss and does not wait for the GPU."""
     optimizer = SGD(net.parameters(), LEARNING_RATE, momentum=MOMENTUM, foreach=True)
 
     def step(between: Callable[[], None] = _nothing) -> Tensor:
-        with torch.autocast(images.device.type, DTYPE):
-            loss = F.cross_entropy(net(images), labels)
+        with torch.autocast(samples.device.type, DTYPE):
+            loss = F.cross_entropy(net(samples).flatten(0, -2), labels.flatten())
         between()
         loss.backward()
         between()
@@ -223,7 +232,7 @@ class Captured:
 
 
 def in_turns(
-    case: Case, steps: Mapping[str, Step], stopwatch: StepStopwatch
+    case: Case, steps: Mapping[str, Step], rounds: int, stopwatch: StepStopwatch
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Arm -> milliseconds of each step, and of the host in each round; turns are shuffled."""
     times: dict[str, list[float]] = {arm: [] for arm in steps}
@@ -235,7 +244,7 @@ def in_turns(
         return True
 
     shuffled = random.Random(SEED)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for arm in shuffled.sample(list(times), len(times)):
             if not attempt(f"{case}: {arm}", partial(turn, arm)):
                 del times[arm], host[arm]
@@ -254,17 +263,26 @@ def attempt(what: str, call: Callable[[], T]) -> T | None:
     return None
 
 
-def figures(batch: int, samples_ms: list[float]) -> Row:
-    """Median, spread and speed of the measured steps."""
+def figures(batch: int, samples_ms: list[float], host_ms: list[float]) -> Row:
+    """The best and the median of the measured steps, their spread and the speed of the median."""
     times = spread("ms", samples_ms)
-    return {**times, "steps": len(samples_ms), "images_per_s": 1e3 * batch / times["ms"]}
+    median = times.pop("ms")
+    return {
+        "ms": min(samples_ms),
+        "median_ms": median,
+        **times,
+        "steps": len(samples_ms),
+        "images_per_s": 1e3 * batch / median,
+        "host_ms": min(host_ms),
+        "median_host_ms": statistics.median(host_ms),
+    }
 
 
 def line(case: Case, rows: list[Row]) -> str:
-    """The rows of a case as one line of text."""
+    """The rows of a case as one line of text: times are the best ones."""
     cells = [
-        f"{row['arm']} {row['ms']:.2f} ms {row['images_per_s']:.0f} images/s "
-        f"{row['peak_gib']:.2f} GiB host {row['host_ms']:.1f} ms"
+        f"{row['arm']} {row['ms']:.2f} ms, GPU {row['gpu_ms'] or math.nan:.2f}, "
+        f"host {row['host_ms']:.2f}, {row['peak_gib']:.2f} GiB"
         for row in rows
     ]
     return f"{case} | {' | '.join(cells)}"

@@ -1,4 +1,4 @@
-"""The networks whose training steps are measured: torchvision's, with random weights."""
+"""The networks whose training steps are measured, with random weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.
+    """What is trained; here, to classify images.
 
     Attributes:
-        build: a new network with random weights, on the CPU.
-        batches: images a step, in the order of measuring.
+        build: a new network with random weights, on the CPU; its output is (*samples, classes).
+        batches: samples a step, in the order of measuring.
+        library: the package that the network is of, if it is not torch.
         image_size: height and width, in pixels.
         classes: outputs.
         memory_format: of images and weights.
@@ -25,6 +26,7 @@ class Model:
 
     build: Callable[[], nn.Module]
     batches: tuple[int, ...]
+    library: str | None = None
     image_size: int = 224
     classes: int = 1000
     memory_format: torch.memory_format = torch.channels_last
@@ -36,8 +38,35 @@ class Model:
         return images.contiguous(memory_format=self.memory_format), labels
 
 
+@dataclass(frozen=True)
+class Text(Model):
+    """A model of text: a class for each token.
+
+    Attributes:
+        length: tokens a sample.
+    """
+
+    length: int = 512
+    memory_format: torch.memory_format = torch.contiguous_format
+
+    def random_batch(self, count: int, device: str) -> tuple[Tensor, Tensor]:
+        """Random tokens (count, length), and as many labels."""
+        tokens, labels = torch.randint(self.classes, (2, count, self.length), device=device)
+        return tokens, labels
+
+
+@dataclass(frozen=True)
+class Vectors(Text):
+    """A model of vectors as wide as its output; the output's elements count as classes."""
+
+    def random_batch(self, count: int, device: str) -> tuple[Tensor, Tensor]:
+        """Random vectors (count, length, classes) in float32, and labels (count, length)."""
+        vectors = torch.randn(count, self.length, self.classes, device=device)
+        return vectors, torch.randint(self.classes, (count, self.length), device=device)
+
+
 class Case(NamedTuple):
-    """A model and a number of images a step."""
+    """A model and a number of samples a step."""
 
     model: str
     batch: int
@@ -46,7 +75,10 @@ class Case(NamedTuple):
         return f"{self.model}, batch {self.batch}"
 
 
-# torchvision is imported where it is used: the command line names the models without it.
+# A library is imported where it is used: the command line names the models without it.
+EXTRAS = {"torchvision": "bench", "transformers": "zoo"}  # library -> the extra that brings it
+
+
 def _torchvision(name: str, **options: Any) -> Any:
     from torchvision.models import get_model
 
@@ -69,11 +101,56 @@ def _vit_b_16() -> nn.Module:
     return net
 
 
+def _encoder() -> nn.Module:
+    """As wide as the name says, with 8 heads; the rest is torch's default."""
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(256, 8, batch_first=True), 6)
+
+
+class _Logits(nn.Module):
+    """A model of transformers, called with tokens alone."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens).logits
+
+
+def _bert_base() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return _Logits(BertForMaskedLM(BertConfig()))
+
+
+def _gpt2() -> nn.Module:
+    # In transformers 5 its forward waits for the GPU once, to look for packed sequences.
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return _Logits(GPT2LMHeadModel(GPT2Config(use_cache=False)))
+
+
+def _cnn(name: str, *batches: int) -> Model:
+    return Model(partial(_torchvision, name), batches, "torchvision")
+
+
+def _transformer(build: Callable[[], nn.Module], batch: int) -> Model:
+    return Model(build, (batch,), "torchvision", memory_format=torch.contiguous_format)
+
+
 MODELS = {
-    "resnet50": Model(partial(_torchvision, "resnet50"), (256,)),
-    "resnet18-cifar": Model(_resnet18_cifar, (512, 128), image_size=32, classes=10),
-    "vit_b_16": Model(_vit_b_16, (128,), memory_format=torch.contiguous_format),
-    "convnext_tiny": Model(partial(_torchvision, "convnext_tiny"), (128,)),
+    "resnet50": _cnn("resnet50", 256, 32),
+    "resnet18-cifar": Model(_resnet18_cifar, (512, 128), "torchvision", image_size=32, classes=10),
+    "vit_b_16": _transformer(_vit_b_16, 128),
+    "convnext_tiny": _cnn("convnext_tiny", 128),
+    "efficientnet_b0": _cnn("efficientnet_b0", 128),
+    "mobilenet_v3_large": _cnn("mobilenet_v3_large", 256),
+    "regnet_y_1_6gf": _cnn("regnet_y_1_6gf", 128),
+    "densenet121": _cnn("densenet121", 64),
+    "swin_t": _transformer(partial(_torchvision, "swin_t"), 128),
+    "encoder_6x256": Vectors(_encoder, (64,), length=128, classes=256),
+    "bert_base": Text(_bert_base, (32,), "transformers", length=512, classes=30522),
+    "gpt2": Text(_gpt2, (16,), "transformers", length=1024, classes=50257),
 }
 
 

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from normplug._report.figures import FIXED, Style, draw_line, legend_below, new_figure
+from normplug.bench.results import median
 from normplug.bench.suites import WIDTHS_ROWS
 
 Row = Mapping[str, Any]
@@ -80,7 +81,9 @@ def step_figure(content: Mapping[str, Any]) -> Figure:
     """
     cases: dict[str, dict[str, Row]] = {}
     for row in content["rows"]:
-        cases.setdefault(f"{row['model']}\nbatch {row['batch']}", {})[row["arm"]] = row
+        if "ms" in row:
+            case = f"{row['model']}\nbatch {row['batch']}"
+            cases.setdefault(case, {})[row["arm"]] = {**row, "ms": median(row, "ms")}
     cases = {name: rows for name, rows in cases.items() if "eager" in rows}
     if not cases:
         raise ValueError("no row of eager")

@@ -27,25 +27,63 @@ class Results:
     Args:
         path: the file; None to write none.
         packages: record the versions of these packages, too.
+        resume: keep the rows of a file of this kind, if `path` is one; None starts the file anew.
         **facts: what else holds for all rows, such as the speed of a copy.
 
     Attributes:
+        path: as given.
         content: what the file holds.
+
+    Raises:
+        ValueError: the file to resume cannot be read, is of another kind, or has rows of another
+            device, of other versions or of other facts.
     """
 
-    def __init__(self, path: Path | None, packages: Sequence[str] = (), **facts: Any) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Path | None,
+        packages: Sequence[str] = (),
+        *,
+        resume: Kind | None = None,
+        **facts: Any,
+    ) -> None:
+        self.path = path
         self.content: dict[str, Any] = {**provenance(*packages), **facts, "rows": []}
-        self._save()
+        if resume is None:
+            self._save()
+        elif path is not None and path.exists():
+            self.content["rows"] = self._rows_alike(path, resume)
 
     def add(self, row: Row) -> None:
         """Add a row and write the file."""
         self.content["rows"].append(row)
         self._save()
 
+    def update(self, row: Row, keys: Sequence[str]) -> None:
+        """Set the fields of the row that has the same `keys`, or add a row; write the file.
+
+        The row gets the date: the other rows of the file may be older.
+        """
+        rows = self.content["rows"]
+        found = next((old for old in rows if all(old[key] == row[key] for key in keys)), None)
+        if found is None:
+            rows.append(found := {})
+        found.update(row, date=_now())
+        self._save()
+
+    def _rows_alike(self, path: Path, kind: Kind) -> list[Row]:
+        found = read(path, (kind,))
+        for name, value in self.content.items():
+            if name not in ("date", "rows") and found.get(name) != value:
+                raise ValueError(
+                    f"{path} has results of another run: its {name} is {found.get(name)}, and now "
+                    f"it is {value}. Write to another file."
+                )
+        return found["rows"]
+
     def _save(self) -> None:
-        if self._path is not None:
-            write_file(self._path, json.dumps(self.content, indent=1) + "\n")
+        if self.path is not None:
+            write_file(self.path, json.dumps(self.content, indent=1) + "\n")
 
 
 class Kind(NamedTuple):
@@ -75,6 +113,7 @@ class Kind(NamedTuple):
         )
 
 
+STEP = ("model", "batch", "arm")  # what a row of training steps is told by
 ORIGIN = frozenset({"device", "versions", "date"})
 KERNELS = Kind(
     "times of kernels",
@@ -88,19 +127,27 @@ MODELS = Kind(
     "normplug.bench models",
     "`normplug.bench table` and `normplug.bench plot` take it",
     ORIGIN | {"settings", "rows"},
-    frozenset({"model", "batch", "arm", "ms"}),
+    frozenset(STEP),
 )
 PROFILE = Kind(
     "a profile of training steps",
     "normplug.bench models --profile",
     "`normplug.bench table` takes it",
     ORIGIN | {"settings", "rows"},
-    frozenset({"model", "batch", "arm", "groups_ms"}),
+    frozenset({*STEP, "groups_ms"}),
 )
-KINDS = (
+HOST = Kind(
+    "times of single calls",
+    "normplug.bench host",
+    "`normplug.bench table` takes it",
+    ORIGIN | {"settings", "rows"},
+    frozenset({"op", "direction", "layout", "shape", "dtype", "provider", "wall_us"}),
+)
+KINDS = (  # the first that fits counts: a profile would pass for times
     KERNELS,
-    MODELS,
     PROFILE,
+    HOST,
+    MODELS,
     Kind(
         "a comparison of architectures",
         "python tests/zoo",
@@ -128,6 +175,11 @@ def spread(unit: str, samples: Sequence[float]) -> Row:
     quintiles = statistics.quantiles(samples, n=5, method="inclusive")
     bounds = {f"{unit}_p20": quintiles[0], f"{unit}_p80": quintiles[-1]}
     return {unit: statistics.median(samples), **bounds}
+
+
+def median(row: Mapping[str, Any], key: str) -> float:
+    """The median of a time in a row; rows of older files have it as `key` itself."""
+    return row.get(f"median_{key}", row[key])
 
 
 def read(path: Path, kinds: Collection[Kind]) -> dict[str, Any]:
@@ -158,10 +210,14 @@ def read(path: Path, kinds: Collection[Kind]) -> dict[str, Any]:
 
 def provenance(*packages: str) -> dict[str, Any]:
     """The device, the versions (of `packages`, too) and the date of a measurement."""
-    found = versions(*rivals.PACKAGES.values())
+    found = versions(*rivals.PACKAGES.values(), *packages)
     found |= {"cuda": str(torch.version.cuda), "normplug": normplug.__version__}
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "versions": {name: found[name] for name in (*PACKAGES, *packages) if name in found},
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": _now(),
     }
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from normplug._report.markdown import table
+from normplug.bench.results import median
 from normplug.bench.suites import SUITES, shape_name
 
 NOTHING = "-"
@@ -17,9 +18,11 @@ Row = Mapping[str, Any]
 
 
 def render(content: Mapping[str, Any]) -> str:
-    """The tables of what `normplug.bench kernels`, `models` or `models --profile` writes."""
+    """The tables of what `normplug.bench kernels`, `models`, its `--profile` or `host` writes."""
     if "copy_gbps" in content:
         return _kernels(content)
+    if any("wall_us" in row for row in content["rows"]):
+        return _host(content)
     profiled = any("groups_ms" in row for row in content["rows"])
     return _profile(content) if profiled else _models(content)
 
@@ -43,23 +46,60 @@ def _kernels(content: Mapping[str, Any]) -> str:
 
 
 def _models(content: Mapping[str, Any]) -> str:
+    """A table for each kind of figure that any row has; older files have fewer."""
     rows = content["rows"]
-    eager = {(row["model"], row["batch"]): row["ms"] for row in rows if row["arm"] == "eager"}
+    eager = {
+        (row["model"], row["batch"]): median(row, "ms")
+        for row in rows
+        if row["arm"] == "eager" and "ms" in row
+    }
 
     def speed(row: Row) -> str:
-        shown = f"{row['ms']:.2f} ms, {row['images_per_s']:.0f}/s"
+        ms = median(row, "ms")
+        shown = f"{ms:.2f} ms, {row['images_per_s']:.0f}/s"
         whole = eager.get((row["model"], row["batch"]))
-        return shown if whole is None else f"{shown} ({whole / row['ms']:.2f}x)"
+        return shown if whole is None else f"{shown} ({whole / ms:.2f}x)"
+
+    figures: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
+        ("ms", "Median time of a training step, samples a second, and speed over eager", speed),
+        ("median_ms", "Best time of a step, ms", lambda row: f"{row['ms']:.2f}"),
+        ("gpu_ms", "Time in which the GPU is busy in a step, ms", lambda r: f"{r['gpu_ms']:.2f}"),
+        ("peak_gib", "Peak memory of a step, GiB", lambda row: f"{row['peak_gib']:.2f}"),
+        ("host_ms", "The host's time for a step, ms", lambda row: f"{median(row, 'host_ms'):.2f}"),
+        (
+            "first_step_s",
+            "Time of the first step, with no compiled kernel on disk, s",
+            lambda row: f"{row['first_step_s']:.1f}",
+        ),
+    )
+    parts = [_training(content)]
+    for key, caption, cell in figures:
+        found = [row for row in rows if row.get(key) is not None]
+        if found:
+            parts += [f"{caption}:\n", _pivot(found, CASE, "arm", cell)]
+    return "\n".join(parts)
+
+
+def _host(content: Mapping[str, Any]) -> str:
+    rows, how = content["rows"], content["settings"]
+    cases = (*COLUMNS[:1], *COLUMNS[2:], COLUMNS[1])  # F and F+B of a case below each other
+
+    def case(row: Row) -> tuple[str, ...]:
+        return tuple(str(row[column]) for column in cases)
+
+    eager = {case(row): row["wall_us"] for row in rows if row["provider"] == "eager"}
+
+    def speed(row: Row) -> str:
+        whole = eager.get(case(row))
+        shown = _us(row["wall_us"])
+        return shown if whole is None else f"{shown} ({whole / row['wall_us']:.2f}x)"
 
     return "\n".join(
         [
-            _training(content),
-            "Median time of a training step, images a second, and speed over eager:\n",
-            _pivot(rows, CASE, "arm", speed),
-            "Peak memory of a step, GiB:\n",
-            _pivot(rows, CASE, "arm", lambda row: f"{row['peak_gib']:.2f}"),
-            "The host's time for a step, ms:\n",
-            _pivot(rows, CASE, "arm", lambda row: f"{row['host_ms']:.2f}"),
+            f"{_origin(content)} Mode {how['mode']}; best of {how['repeats']} repeats; C++ host "
+            f"path: {content['native']}.\n",
+            "Wall time of a call, microseconds, in calls back to back, and speed over eager:\n",
+            _table(rows, speed, cases),
         ]
     )
 
@@ -103,10 +143,11 @@ def _floors(rows: Iterable[Row]) -> str:
     )
 
 
-def _table(rows: Iterable[Row], cell: Callable[[Row], str]) -> str:
-    """A line for each case of the kernels, a column for each provider."""
-    shown = ({**row, "shape": shape_name(row["shape"])} for row in rows)
-    return _pivot(shown, COLUMNS, "provider", cell)
+def _table(
+    rows: Iterable[Row], cell: Callable[[Row], str], columns: Sequence[str] = COLUMNS
+) -> str:
+    """A line for each case of `kernels` or `host`, a column for each provider."""
+    return _pivot(rows, columns, "provider", cell)
 
 
 def _pivot(
@@ -115,11 +156,15 @@ def _pivot(
     """A line for each combination of `columns`, a column for each value of `series`."""
     by_key: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        key = tuple(str(row[column]) for column in columns)
+        key = tuple(_text(row[column]) for column in columns)
         by_key.setdefault(key, {})[row[series]] = cell(row)
     names = list(dict.fromkeys(name for cells in by_key.values() for name in cells))
     lines = ([*key, *(cells.get(name, NOTHING) for name in names)] for key, cells in by_key.items())
     return table([*columns, *names], lines, text=len(columns))
+
+
+def _text(value: Any) -> str:
+    return shape_name(value) if isinstance(value, list) else str(value)
 
 
 def _us(value: float) -> str:

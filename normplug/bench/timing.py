@@ -73,13 +73,8 @@ class Gpu:
         return None if waited else start.elapsed_time(end) * 1e3
 
     def back_to_back(self, call: Call, count: int) -> HostTime:
-        """Make `count` calls; the GPU is idle before and after them."""
-        start = _at_rest()
-        for _ in range(count):
-            call()
-        queued = time.perf_counter()
-        done = _at_rest()
-        return HostTime((queued - start) / count * 1e6, (done - start) / count * 1e6)
+        """As the function `back_to_back`."""
+        return back_to_back(call, count)
 
 
 class Stopwatch:
@@ -175,12 +170,12 @@ class StepStopwatch:
         The step calls its argument between its parts. There the host waits for the GPU, untimed, so
         that the queue has room for the next part's launches: a full queue would add to the time.
         """
-        total, start = 0.0, _at_rest()
+        total, start = 0.0, at_rest()
 
         def between() -> None:
             nonlocal total, start
             total += time.perf_counter() - start
-            start = _at_rest()
+            start = at_rest()
 
         step(between)
         between()
@@ -200,9 +195,20 @@ class StepStopwatch:
         return torch.cuda.memory_allocated()
 
 
-def _at_rest() -> float:
-    """Wait for the GPU, then return the time."""
-    torch.cuda.synchronize()
+def back_to_back(call: Call, count: int) -> HostTime:
+    """Make `count` calls; the GPU, if there is one, is idle before and after them."""
+    start = at_rest()
+    for _ in range(count):
+        call()
+    queued = time.perf_counter()
+    done = at_rest()
+    return HostTime((queued - start) / count * 1e6, (done - start) / count * 1e6)
+
+
+def at_rest() -> float:
+    """Wait for the GPU, if this process uses one, then return the time in seconds."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return time.perf_counter()
 
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 from functools import partial
+from importlib.util import find_spec
 from itertools import count
 from unittest.mock import Mock
 
@@ -14,7 +15,7 @@ from torch import nn
 import normplug
 from normplug.bench import models
 from normplug.bench.__main__ import main
-from normplug.bench.models import ARMS, GRAPHED, ROUNDS, TURN, WARM_UPS, Captured
+from normplug.bench.models import ARMS, GRAPHED, ROUNDS, TURN, USUAL, WARM_UPS, Captured
 from normplug.bench.nets import MODELS, Case, Model, select
 from normplug.bench.results import Results
 from training import python
@@ -63,17 +64,18 @@ class Still:
 def tiny(monkeypatch):
     model = Model(TinyNet, (4, 2), image_size=6, classes=5)
     monkeypatch.setitem(MODELS, "tiny", model)
+    monkeypatch.setattr(models, "profiled", lambda step: {"gpu_ms": 6.0})
     return model
 
 
 def measured(arms, tmp_path, stopwatch=None, profiles=None):
     results = Results(tmp_path / "rows.json", models.PACKAGES, settings=models.SETTINGS)
-    models.measure(TINY, arms, stopwatch or Still(), "cpu", results, profiles)
+    models.measure(TINY, arms, ROUNDS, stopwatch or Still(), "cpu", results, profiles)
     assert json.loads((tmp_path / "rows.json").read_text()) == results.content
     return results.content
 
 
-@pytest.mark.parametrize("name", ["resnet50", "vit_b_16", "convnext_tiny"])
+@pytest.mark.parametrize("name", ["resnet50", "vit_b_16", "swin_t"])
 def test_a_network_has_the_weights_of_torchvisions(name):
     get_model = pytest.importorskip("torchvision.models").get_model
     with torch.device("meta"):
@@ -172,15 +174,16 @@ def test_a_row_says_what_was_measured(tmp_path, capsys):
     assert content["versions"].keys() >= {"torch", "normplug"}
     assert [row["arm"] for row in content["rows"]] == UNFUSED
     for row in content["rows"]:
-        times = {"ms": 20.0, "ms_p20": 18.0, "ms_p80": 32.0, "host_ms": 7.0}
-        counts = {"steps": ROUNDS * TURN, "images_per_s": pytest.approx(4 / 0.02)}
-        others = {key: row[key] for key in ("arm", "peak_gib", "loss")}
+        times = {"ms": 10.0, "median_ms": 25.0, "ms_p20": 10.0, "ms_p80": 40.0, "gpu_ms": 6.0}
+        times |= {"host_ms": 7.0, "median_host_ms": 7.0}
+        counts = {"steps": ROUNDS * TURN, "images_per_s": pytest.approx(4 / 0.025)}
+        others = {key: row[key] for key in ("arm", "peak_gib", "loss", "native", "date")}
         assert row == {"model": "tiny", "batch": 4, **times, **counts, **others}
         assert 0 < row["loss"] < 5
     # The batch weighs 100 bytes and counts; it and what came before hold 1100, each arm 100.
     peaks = [row["peak_gib"] * 2**30 for row in content["rows"]]
     assert peaks == [5000 - (held - 100) for held in (1200, 1300, 1400)]
-    assert capsys.readouterr().out.startswith("tiny, batch 4 | eager 20.00 ms 200 images/s ")
+    assert capsys.readouterr().out.startswith("tiny, batch 4 | eager 10.00 ms, GPU 6.00, ")
 
 
 def test_arms_take_turns_in_an_order_that_changes_and_is_the_same_each_time(tmp_path):
@@ -248,17 +251,22 @@ def test_a_case_that_fails_does_not_end_the_run(monkeypatch, capsys):
         if case.batch == 4:
             raise torch.OutOfMemoryError("too many images")
         print(f"{case} is measured")
+        return True
 
     monkeypatch.setattr(models, "measure", measure)
     monkeypatch.setattr(models, "StepStopwatch", Still)
-    models.run(select(["tiny"], None), list(ARMS), None, None)
+    monkeypatch.setattr(models.native, "build", lambda: None)
+    assert models.run(select(["tiny"], None), list(ARMS), 1, Results(None), None)
     shown = capsys.readouterr()
     assert "tiny, batch 4 is left out: OutOfMemoryError('too many images')" in shown.err
     assert "tiny, batch 2 is measured" in shown.out
 
 
 def test_there_is_a_profile_of_each_arm(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "profiled", lambda step: {"groups_ms": {"norm": float(step())}})
+    def profiled(step):
+        return {"gpu_ms": 6.0, "groups_ms": {"norm": float(step())}}
+
+    monkeypatch.setattr(models, "profiled", profiled)
     path = tmp_path / "profile.json"
     measured(UNFUSED, tmp_path, profiles=Results(path, settings=models.SETTINGS))
     rows = json.loads(path.read_text())["rows"]
@@ -273,11 +281,10 @@ def runs(monkeypatch):
     figures = dict.fromkeys(("ms", "images_per_s", "peak_gib", "host_ms"), 20.0)
     asked, rows = [], [{"model": "tiny", "batch": 4, "arm": "eager", **figures}]
 
-    def run(*arguments):
-        asked.append(arguments)
-        results = Results(None, settings=models.SETTINGS)
-        results.content["rows"] = rows
-        return results
+    def run(cases, arms, rounds, results, profiles):
+        asked.append((cases, arms, rounds, results.path, profiles and profiles.path))
+        results.content["rows"] += rows
+        return bool(rows)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
@@ -287,14 +294,16 @@ def runs(monkeypatch):
 
 def test_the_command_line_chooses(runs, tmp_path):
     asked, _ = runs
+    libraries = {name: made.library for name, made in MODELS.items()}
+    installed = [name for name, library in libraries.items() if not library or find_spec(library)]
     main(["models"])
-    chosen = ["--model", "tiny", "--arm", "no-norm", "--arm", "eager", "--batch", "3"]
+    chosen = ["--rows", "tiny", "--arms", "no-norm", "eager", "--batch", "3", "--rounds", "2"]
     files = {name: tmp_path / name for name in ("json", "markdown", "profile")}
     options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
     main(["models", *chosen, *options])
     assert asked == [
-        (select(None, None), list(ARMS), None, None),
-        ([Case("tiny", 3)], ["eager", "no-norm"], files["json"], files["profile"]),
+        (select(installed, None), list(USUAL), ROUNDS, None, None),
+        ([Case("tiny", 3)], ["eager", "no-norm"], 2, files["json"], files["profile"]),
     ]
     assert "| tiny | 4 | 20.00 ms" in files["markdown"].read_text()
 
@@ -302,7 +311,7 @@ def test_the_command_line_chooses(runs, tmp_path):
 def test_the_command_line_fails_where_nothing_could_be_measured(runs):
     runs[1].clear()
     with pytest.raises(SystemExit, match="every arm was left out"):
-        main(["models"])
+        main(["models", "--rows", "tiny"])
 
 
 @pytest.mark.gpu
@@ -327,16 +336,16 @@ def test_a_small_model_from_end_to_end(tmp_path):
     files = {name: tmp_path / f"{name}.json" for name in ("json", "profile")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
     arms = [*UNFUSED, "compile", *GRAPHED]
-    chosen = [word for arm in arms for word in ("--arm", arm)]
-    case = ["--model", "resnet18-cifar", "--batch", 64]
-    done = python("-m", "normplug.bench", "models", *case, *chosen, *options)
+    case = ["--rows", "resnet18-cifar", "--batch", 64]
+    done = python("-m", "normplug.bench", "models", *case, "--arms", *arms, *options)
     assert done.returncode == 0, done.stderr
     assert "left out" not in done.stderr
     rows = {row["arm"]: row for row in json.loads(files["json"].read_text())["rows"]}
     assert set(rows) == set(arms)
     for row in rows.values():
-        assert 0 < row["ms_p20"] <= row["ms"] <= row["ms_p80"] < 1000
-        assert 0 < row["host_ms"] < 1000
+        assert 0 < row["ms"] <= row["ms_p20"] <= row["median_ms"] <= row["ms_p80"] < 1000
+        assert 0 < row["host_ms"] <= row["median_host_ms"] < 1000
+        assert 0 < row["gpu_ms"] < 2 * row["ms"]
         assert 0 < row["peak_gib"] < 10
         assert row["steps"] == ROUNDS * TURN
     assert rows["no-norm"]["peak_gib"] < rows["eager"]["peak_gib"]

@@ -1,0 +1,254 @@
+"""Measure single calls of layers back to back: on small inputs the GPU waits for the host.
+
+The calls of a case take turns. All compute the same: the weight of eager's layer is the root of the
+target variance. BatchNorm's parameters are float32, LayerNorm's are of the input's dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+import normplug
+from normplug import target_variance
+from normplug.bench import native
+from normplug.bench.results import Results, Row
+from normplug.bench.suites import Case, Shape
+from normplug.bench.timing import Call, HostTime, back_to_back
+
+MODE = "golden"
+EAGER, OURS, PYTHON = "eager", "normplug", "normplug-python"
+PROVIDERS = (EAGER, OURS, PYTHON)
+CALLS = 2000  # at most, in a repeat
+SECONDS = 0.1  # a repeat has fewer calls if they would take longer
+REPEATS = 5
+WARM_UPS = 20  # calls
+FAR = 0.02  # of an output or gradient from eager's, relative: some roundings to bfloat16 are nearer
+
+ROWS: tuple[tuple[Shape, str], ...] = (
+    ((32, 128), "float32"),
+    ((512, 768), "bfloat16"),
+    ((2048, 1024), "bfloat16"),
+    ((8192, 1280), "bfloat16"),
+)
+IMAGE: Shape = (16, 384, 14, 14)
+
+Outputs = tuple[Tensor, ...]
+Function = Callable[..., Outputs]  # takes the layer and its inputs
+Context = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+class Op(NamedTuple):
+    """What is called.
+
+    Attributes:
+        layer: makes the stock layer of a case.
+        eager: calls the stock layer, and what goes with it.
+        normplug: calls the swapped layer for the same work.
+        inputs: the number of tensors that they take.
+    """
+
+    layer: Callable[[Case, str], nn.Module]
+    eager: Function
+    normplug: Function
+    inputs: int = 1
+
+
+def _layer_norm(case: Case, device: str) -> nn.Module:
+    return nn.LayerNorm(case.shape[-1], device=device, dtype=getattr(torch, case.dtype))
+
+
+def _batch_norm(case: Case, device: str) -> nn.Module:
+    cls = nn.BatchNorm1d if len(case.shape) == 2 else nn.BatchNorm2d
+    return cls(case.shape[1], device=device)
+
+
+def _call(norm: nn.Module, x: Tensor) -> Outputs:
+    return (norm(x),)
+
+
+def _add(norm: nn.Module, x: Tensor, residual: Tensor) -> Outputs:
+    total = x + residual
+    return norm(total), total
+
+
+def _fused_add(norm: Any, x: Tensor, residual: Tensor) -> Outputs:
+    return norm.fused_add(x, residual)
+
+
+def _relu(norm: nn.Module, x: Tensor) -> Outputs:
+    return (torch.relu_(norm(x)),)
+
+
+def _fused_relu(norm: Any, x: Tensor) -> Outputs:
+    return (norm.fused(x, activation="relu"),)
+
+
+# The fused pairs are called as a model calls them after `fuse`.
+OPS = {
+    "ln": Op(_layer_norm, _call, _call),
+    "add_ln": Op(_layer_norm, _add, _fused_add, inputs=2),
+    "bn": Op(_batch_norm, _call, _call),
+    "bn_relu": Op(_batch_norm, _relu, _fused_relu),
+}
+CASES = tuple(
+    Case(op, layout, shape, dtype)
+    for ops, layout, inputs in (
+        (("ln", "add_ln"), "rows", ROWS),
+        (("bn", "bn_relu"), "NC", ROWS),
+        (("bn", "bn_relu"), "NHWC", ((IMAGE, "bfloat16"),)),
+    )
+    for op in ops
+    for shape, dtype in inputs
+)
+
+
+def run(
+    cases: Sequence[Case], providers: Sequence[str], calls: int, out: Path | None, device: str
+) -> Results:
+    """Measure and print every case; write the rows to `out`, if it is given."""
+    native.build()
+    if PYTHON in providers and not native.exists():
+        message = f"{PYTHON} is left out: without native code, {OURS} is that way"
+        print(message, file=sys.stderr, flush=True)
+        providers = [provider for provider in providers if provider != PYTHON]
+    settings = {"mode": MODE, "calls": calls, "seconds": SECONDS, "repeats": REPEATS}
+    results = Results(out, settings=settings, native=native.status())
+    content = results.content
+    print(f"{content['device']}, {content['versions']}, C++ host path: {content['native']}")
+    for case in cases:
+        for rows in measure(case, providers, calls, device):
+            for row in rows:
+                results.add(row)
+            print(line(case, rows), flush=True)
+        content["native"] = native.status()  # it may have been loaded by now
+    return results
+
+
+def measure(case: Case, providers: Sequence[str], calls: int, device: str) -> Iterator[list[Row]]:
+    """Yield the rows of each direction: one for each provider.
+
+    Raises:
+        AssertionError: a provider computes something else than eager.
+    """
+    for direction, ways in prepared(case, providers, device).items():
+        facts = {**case._asdict(), "shape": list(case.shape), "direction": direction}
+        times = in_turns(ways, calls)
+        yield [{**facts, "provider": name, **figures} for name, figures in times.items()]
+
+
+class Way(NamedTuple):
+    """A call, and the context in which it is repeated."""
+
+    call: Call
+    context: Context
+
+    def repeat(self, count: int) -> HostTime:
+        """Make `count` calls back to back."""
+        with self.context():
+            return back_to_back(self.call, count)
+
+
+def prepared(case: Case, providers: Sequence[str], device: str) -> dict[str, dict[str, Way]]:
+    """Direction -> provider -> how to call it; F is without gradients.
+
+    Raises:
+        AssertionError: as `measure`.
+    """
+    op = OPS[case.op]
+    inputs, gradients = tensors(case, device)
+    layers = {EAGER: op.layer(case, device)}
+    for name in (OURS, PYTHON):
+        layers[name] = normplug.swap(copy.deepcopy(layers[EAGER]), MODE)
+    nn.init.constant_(cast(Tensor, layers[EAGER].weight), target_variance(MODE) ** 0.5)
+
+    def forward(name: str) -> Outputs:
+        return (op.eager if name == EAGER else op.normplug)(layers[name], *inputs)
+
+    def both(name: str) -> Outputs:
+        outputs = forward(name)
+        leaves = (*inputs, *layers[name].parameters())
+        return outputs + torch.autograd.grad(outputs, leaves, gradients)
+
+    ways: dict[str, dict[str, Way]] = {"F": {}, "F+B": {}}
+    expected = both(EAGER)
+    for name in providers:
+        context = native.python_way if name == PYTHON else contextlib.nullcontext
+        with context():
+            require_near(f"{name}, {case}", both(name), expected)
+        ways["F"][name] = Way(partial(forward, name), partial(_without_gradients, context))
+        ways["F+B"][name] = Way(partial(both, name), context)
+    return ways
+
+
+@contextlib.contextmanager
+def _without_gradients(context: Context) -> Iterator[None]:
+    with torch.no_grad(), context():
+        yield
+
+
+def tensors(case: Case, device: str) -> tuple[Outputs, Outputs]:
+    """Random inputs, and gradients of as many outputs; the same in every call."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def make() -> Tensor:
+        dtype = getattr(torch, case.dtype)
+        tensor = torch.randn(case.shape, generator=generator, device=device, dtype=dtype)
+        return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+    count = OPS[case.op].inputs
+    return tuple(make().requires_grad_() for _ in range(count)), tuple(make() for _ in range(count))
+
+
+def require_near(what: str, found: Outputs, expected: Outputs) -> None:
+    """Compare all but the last two tensors, the gradients of weight and bias, in Euclidean norm.
+
+    Raises:
+        AssertionError: a tensor is further than `FAR` from what is expected, or is NaN.
+    """
+    for ours, theirs in zip(found[:-2], expected[:-2], strict=True):
+        expected_values = theirs.detach().float()
+        error = float((ours.detach().float() - expected_values).norm() / expected_values.norm())
+        if not error <= FAR:
+            raise AssertionError(
+                f"normplug.bench host: {what}: an output or gradient is {error:.3g} from eager's, "
+                f"relative, above {FAR}."
+            )
+
+
+def in_turns(ways: Mapping[str, Way], calls: int) -> dict[str, Row]:
+    """Provider -> the figures of its row."""
+    counts: dict[str, int] = {}
+    for name, way in ways.items():
+        warm_ups = min(WARM_UPS, calls)
+        way.repeat(warm_ups)
+        affordable = int(SECONDS * 1e6 / way.repeat(warm_ups).wall_us)
+        counts[name] = min(max(affordable, warm_ups), calls)
+    times: dict[str, list[HostTime]] = {name: [] for name in ways}
+    for _ in range(REPEATS):
+        for name, way in ways.items():
+            times[name].append(way.repeat(counts[name]))
+    return {
+        name: {
+            "wall_us": min(time.wall_us for time in found),
+            "median_wall_us": statistics.median(time.wall_us for time in found),
+            "host_us": min(time.host_us for time in found),
+            "calls": counts[name],
+        }
+        for name, found in times.items()
+    }
+
+
+def line(case: Case, rows: Sequence[Row]) -> str:
+    """The rows of a case and direction as one line of text."""
+    cells = [f"{row['provider']} {row['wall_us']:.1f} us" for row in rows]
+    return f"{str(case):<36} {rows[0]['direction']:<3} | {' | '.join(cells)}"

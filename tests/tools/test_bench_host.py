@@ -1,0 +1,130 @@
+"""The bench of single calls: what is called, how often, and what is reported."""
+
+import contextlib
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from normplug.bench import host, native
+from normplug.bench.__main__ import main
+from normplug.bench.host import CASES, EAGER, OURS, PYTHON, REPEATS, WARM_UPS
+from normplug.bench.suites import Case
+from normplug.bench.timing import HostTime
+
+SMALL = {
+    case.op: case
+    for case in (
+        Case("ln", "rows", (4, 8), "float32"),
+        Case("add_ln", "rows", (4, 8), "bfloat16"),
+        Case("bn", "NC", (8, 4), "float32"),
+        Case("bn_relu", "NHWC", (2, 3, 4, 4), "bfloat16"),
+    )
+}
+
+
+@pytest.fixture(autouse=True)
+def no_native(monkeypatch):
+    monkeypatch.setattr(native, "MODULE", "normplug.bench.nowhere")
+
+
+@pytest.fixture
+def with_native(monkeypatch, no_native):
+    """A `normplug.native` whose way back to Python writes down when it is taken."""
+    module, entered = ModuleType("normplug.bench.nowhere"), []
+
+    @contextlib.contextmanager
+    def python_way():
+        entered.append(True)
+        yield
+        entered.append(False)
+
+    module.python_way, module.status = python_way, lambda: "C++"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(native, "exists", lambda: True)
+    monkeypatch.setattr(native, "build", lambda: None)
+    return entered
+
+
+@pytest.mark.parametrize("op", host.OPS)
+def test_every_provider_is_called_in_both_directions(op, with_native):
+    case = SMALL[op]
+    f, both = host.measure(case, [EAGER, OURS, PYTHON], 2, "cpu")
+    for rows, direction in ((f, "F"), (both, "F+B")):
+        assert [row["provider"] for row in rows] == [EAGER, OURS, PYTHON]
+        for row in rows:
+            facts = {**case._asdict(), "shape": list(case.shape), "direction": direction}
+            assert row.items() >= {**facts, "calls": 2}.items()
+            assert 0 < row["host_us"] <= row["wall_us"] <= row["median_wall_us"]
+    # Once to compare, then in each direction a warm-up, a look at the pace, and the repeats.
+    assert with_native == [True, False] * (1 + 2 * (2 + REPEATS))
+
+
+@pytest.mark.parametrize("op", host.OPS)
+def test_calls_compute_the_same_in_training_and_f_makes_no_graph(op):
+    ways = host.prepared(SMALL[op], [EAGER, OURS], "cpu")
+    with ways["F"][OURS].context():
+        assert not any(output.requires_grad for output in ways["F"][OURS].call())
+    (*ours, _, _), (*theirs, _, _) = (ways["F+B"][name].call() for name in (OURS, EAGER))
+    assert len(ours) == 2 * host.OPS[op].inputs
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0.05, atol=0.05)
+    with pytest.raises(AssertionError, match="is 1 from eager's"):
+        host.require_near("x", (2 * theirs[0].detach(), 0, 0), (theirs[0], 0, 0))
+
+
+def test_the_cases_are_those_of_the_page():
+    assert len(CASES) == len(set(CASES)) == 18
+    assert {case.op for case in CASES} == set(host.OPS)
+    assert {case.dtype for case in CASES if case.shape == (32, 128)} == {"float32"}
+    assert {case.dtype for case in CASES if case.shape != (32, 128)} == {"bfloat16"}
+
+
+def test_a_repeat_has_the_calls_that_fit_its_time_and_the_best_repeat_counts():
+    class Way:
+        def __init__(self, us):
+            self.us, self.counts = us, []
+
+        def repeat(self, count):
+            self.counts.append(count)
+            # The third repeat is the fastest, the others are equal.
+            wall = self.us / 2 if len(self.counts) == 2 + 3 else self.us
+            return HostTime(wall / 4, wall)
+
+    ways = {"fast": Way(1.0), "slow": Way(1000.0), "endless": Way(1e7)}
+    found = host.in_turns(ways, 2000)
+    calls = {"fast": 2000, "slow": 100, "endless": WARM_UPS}
+    assert {name: row["calls"] for name, row in found.items()} == calls
+    for name, way in ways.items():
+        assert way.counts == [WARM_UPS] * 2 + [calls[name]] * REPEATS
+        times = {"wall_us": way.us / 2, "median_wall_us": way.us, "host_us": way.us / 8}
+        assert found[name].items() >= times.items()
+
+
+def test_the_command_prints_a_table_with_ratios_and_writes_the_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(host, "CASES", tuple(SMALL.values()))
+    path = tmp_path / "host.json"
+    main(["host", "--calls", "2", "--only", "ln rows", "--out", str(path)])
+    shown = capsys.readouterr()
+    assert shown.err == "normplug-python is left out: without native code, normplug is that way\n"
+    content = json.loads(path.read_text())
+    assert [row["op"] for row in content["rows"]] == ["ln"] * 4 + ["add_ln"] * 4
+    assert content["native"] == "absent"
+
+    for row, us in zip(content["rows"], (10.0, 20.0, 400.0, 100.0) * 2, strict=True):
+        row["wall_us"] = us
+    path.write_text(json.dumps(content))
+    main(["table", str(path)])
+    lines = capsys.readouterr().out.splitlines()
+    header = "| op | layout | shape | dtype | direction | eager | normplug |"
+    assert header in lines
+    assert header in shown.out.splitlines()
+    assert "| ln | rows | 4x8 | float32 | F | 10.0 (1.00x) | 20.0 (0.50x) |" in lines
+    assert "| add_ln | rows | 4x8 | bfloat16 | F+B | 400 (1.00x) | 100 (4.00x) |" in lines
+
+
+def test_a_filter_that_nothing_passes_is_refused():
+    with pytest.raises(SystemExit, match="no case has 'rms' in its name"):
+        main(["host", "--only", "rms"])
