@@ -28,11 +28,11 @@ PLACE = {name: place for place, name in enumerate(SLOTS)}
 RUNNING = ("running_mean", "running_var", "tracked")
 TRACKED, PARTIAL, COUNTERS = PLACE["tracked"], PLACE["partial"], PLACE["counters"]
 
-# What is passed for a tensor that a call does not have: the kernel does not touch it. For other
-# names it is the launch's first tensor.
+# What is passed for a tensor that a call does not have: one of the dtype that it would have, which
+# the kernel does not touch. For other names it is the launch's first tensor.
 _STAND_INS = {
-    **dict.fromkeys(("weight", "bias", "input_bias", "running_mean", "running_var"), "stats"),
-    **dict.fromkeys(("dweight", "dbias", "dinput_bias"), "stats"),
+    **dict.fromkeys(("weight", "bias", "input_bias", "running_mean", "running_var"), "partial"),
+    **dict.fromkeys(("dweight", "dbias", "dinput_bias", "stats"), "partial"),
     "tracked": "counters",
     "total": "y",
 }

@@ -51,6 +51,14 @@ class TargetVarianceNorm(nn.Module):
 
     # The names of the `Options` that each swap sets.
     _settings: ClassVar[tuple[str, ...]] = ("target_variance", "backend")
+    # The names of the attributes, beside its tensors, that the result of a call depends on.
+    _call_reads: ClassVar[tuple[str, ...]] = (
+        "training",
+        "target_variance",
+        "backend",
+        "_eps",
+        "_probe",
+    )
     # What `fuse` may run in one call with a layer, by its `fused*` methods.
     _fusion_sites: ClassVar[FusionSites | None] = None
     # Its class over several processes, which `swap(sync=True)` and `SyncNorms` take; not inherited.

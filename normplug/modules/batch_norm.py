@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, fx, nn
 
-from normplug import functional, reference
+from normplug import functional, native, reference
 from normplug._ops.spec import BatchNormSpec, Pool, Tensors
 from normplug._torch import BatchNormBase
 from normplug.modules.base import TargetVarianceNorm
@@ -42,6 +43,12 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
             keeps_residual: whether to save the residual, so that the backward can recompute the
                 output.
         """
+        others = (activation, pool, keeps_residual)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            known = native.forward(self, input, residual, None, *others)
+            if known is not None:
+                return known
         self._check_input_dim(input)
         weight, bias = self._affine()
         mean, var, tracked = self._statistics()
@@ -54,8 +61,12 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         spec = BatchNormSpec(
             training, momentum, self._eps, self.target_variance, activation, pool, keeps_residual
         )
-        return functional._batch_norm(t, spec, self.backend, single=single)
+        y = functional._batch_norm(t, spec, self.backend, single=single)
+        if not compiling and self._probe is None:
+            native.learn(self, spec, self.backend, t, input, residual, None, *others)
+        return y
 
+    _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
 
     def _affine_shape(self) -> tuple[int, ...]:

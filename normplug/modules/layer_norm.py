@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
-from normplug import _checks, functional, reference
+from normplug import _checks, functional, native, reference
 from normplug._ops import nested
 from normplug._ops.spec import LayerNormSpec, Tensors
 from normplug.modes import ModeLike
@@ -71,6 +72,9 @@ class LayerNorm(WatchedRows, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics."""
+        known = self._known(input)
+        if known is not None:
+            return known
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
         return self._normalise(input, *self._affine(), self.autocast_output)
@@ -86,12 +90,18 @@ class LayerNorm(WatchedRows, nn.LayerNorm):
 
     def fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` returns for input + residual, and that sum, in one call."""
+        known = self._known(input, residual)
+        if known is not None:
+            return known
         statistics = self._statistics_to_move(input)
         t = Tensors(input, residual, *self._affine(), None, *statistics)
         return self._run(t, self.autocast_output)
 
     def fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
         """What `forward` returns for input + input_bias, in one call."""
+        known = self._known(input, None, input_bias)
+        if known is not None:
+            return known
         statistics = self._statistics_to_move(input)
         t = Tensors(input, None, *self._affine(), input_bias, *statistics)
         return self._run(t, self.autocast_output)
@@ -111,9 +121,27 @@ class LayerNorm(WatchedRows, nn.LayerNorm):
             autocast_output,
         )
         name = "functional.layer_norm" if t.residual is None else "functional.add_layer_norm"
-        return functional._layer_norm(
-            name, t, spec, self.backend, channels_first=self._channels_first
-        )
+        y = functional._layer_norm(name, t, spec, self.backend, channels_first=self._channels_first)
+        # A subclass may normalise in another way than its `forward` without it.
+        plain = type(self)._normalise is LayerNorm._normalise
+        if plain and self._probe is None and not torch.compiler.is_compiling():
+            native.learn(self, spec, self.backend, t, t.x, t.residual, t.input_bias)
+        return y
+
+    def _known(
+        self, input: Tensor, residual: Tensor | None = None, input_bias: Tensor | None = None
+    ) -> Any:
+        """The result of a call that C++ knows; else None."""
+        if torch.compiler.is_compiling():
+            return None
+        return native.forward(self, input, residual, input_bias)
+
+    _call_reads = (
+        *WatchedRows._call_reads,
+        "momentum",
+        "normalized_shape",
+        "autocast_output",
+    )
 
     def _affine_shape(self) -> tuple[int, ...]:
         return self.normalized_shape

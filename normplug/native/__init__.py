@@ -170,6 +170,32 @@ def keep(spec: Any, backend: Any, t: Any, bound: Any) -> None:
         _extension.keep(spec, backend, t, _plan_of(_extension, plan))
 
 
+def forward(module: Any, *inputs: Any) -> Any:
+    """The result of a module's call that `learn` has made known; else None.
+
+    Args:
+        module: it declares `_call_reads`, the names of its attributes that a call depends on.
+        *inputs: its input, residual and input bias, and what else a call depends on.
+    """
+    if _extension is None:
+        return None
+    return _extension.forward(module, module._call_reads, *inputs)
+
+
+def learn(module: Any, spec: Any, backend: Any, t: Any, *inputs: Any) -> None:
+    """Let `forward` carry out calls of a module like this one, as `call` does.
+
+    Args:
+        module: as in `forward`.
+        spec: as in `call`.
+        backend: as in `call`.
+        t: as in `call`.
+        *inputs: as in `forward`.
+    """
+    if _extension is not None:
+        _extension.learn(spec, backend, t, module, module._call_reads, *inputs)
+
+
 def run(plan: Any, t: Any) -> Any:
     """The result of a call by its plan; None where calls go the Python way."""
     return None if _extension is None else _extension.run(_plan_of(_extension, plan), t)

@@ -37,7 +37,7 @@ def library() -> Path:
     if sys.platform != "linux":
         raise RuntimeError(f"the C++ way needs Linux, and this is {sys.platform}")
     parts = (
-        SOURCE.read_text(),
+        *(file.read_text() for file in sorted(SOURCE.parent.glob("*.[hc]*"))),
         torch.__version__,
         str(torch.version.git_version),
         sys.version,

@@ -100,7 +100,7 @@ class PooledPlan(Plan):
         scratch = (0, 0)
         if spec.training:
             launch, scratch = self._statistics(t)
-            steps.append((launch, {"weight": "stats", "bias": "stats", "y": "x"}))
+            steps.append((launch, {"weight": "partial", "bias": "partial", "y": "x"}))
         forward = pool_launches.forward_launch(
             schedule.pixels(self._n * height, width, self._channels, self._dtype.itemsize),
             self._dtype, self._window, self._size, self._pooled, spec.training, self._weight,

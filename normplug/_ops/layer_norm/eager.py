@@ -17,7 +17,16 @@ from normplug._kernels.layer_norm import launches, schedule
 from normplug._kernels.layer_norm.launches import Spacing, TwoLevels
 from normplug._layouts import is_contiguous
 from normplug._ops.plans import Gradients, KernelRoute, Needs, Plan
-from normplug._ops.program import NOTHING, PLACE, RUNNING, Program, Result, contiguous, named
+from normplug._ops.program import (
+    NOTHING,
+    PLACE,
+    RUNNING,
+    Layout,
+    Program,
+    Result,
+    contiguous,
+    named,
+)
 from normplug._ops.spec import LayerNormSpec, Tensors
 from normplug.reference import accumulator_dtype
 
@@ -103,10 +112,9 @@ class LayerNormPlan(Plan):
         numbers = (spec.momentum or 0.0, spec.eps, spec.target_variance)
         launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
         dense = (self._shape, contiguous(self._shape))
-        empties = {
-            "y": (*dense, self._output),
-            "stats": ((2 * self._rows if keep else 1,), (1,), self.acc),
-        }
+        empties: dict[str, Layout] = {"y": (*dense, self._output)}
+        if keep:
+            empties["stats"] = ((2 * self._rows,), (1,), self.acc)
         saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
         results = [Result(PLACE["y"])]
         if self.has_total:

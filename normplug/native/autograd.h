@@ -1,0 +1,197 @@
+// The autograd node of a norm, and a call of a plan.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
+#define NORMPLUG_NODE_CREATION_HOOKS
+#endif
+
+#include "programs.h"
+
+namespace normplug {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+struct NormBackward : public Node {
+  std::shared_ptr<Plan> plan;
+  std::vector<SavedVariable> saved;
+  std::mutex mutex;
+  bool total_has_gradient = false;
+
+  std::string name() const override { return "NormBackward"; }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto& each : saved) each.reset_data();
+  }
+
+  // What the forward saved, in the order of `Plan`.
+  variable_list unpacked() {
+    std::lock_guard<std::mutex> lock(mutex);
+    variable_list found;
+    found.reserve(saved.size());
+    for (auto& each : saved) found.push_back(each.unpack(getptr()));
+    return found;
+  }
+
+  variable_list apply(variable_list&& grads) override;
+  Tensor recomputed();
+};
+
+inline py::list wrapped_list(const variable_list& tensors) {
+  py::list list;
+  for (const auto& each : tensors) list.append(wrapped(each));
+  return list;
+}
+
+inline Slots slots_of(const Plan& plan, const variable_list& saved) {
+  Slots slots;
+  for (size_t i = 0; i < saved.size(); ++i) slots[plan.saved_places[i]] = saved[i];
+  return slots;
+}
+
+inline void append(std::string& key, const Tensor& t) {
+  int64_t rank = t.defined() ? t.dim() : -1;
+  key.append(reinterpret_cast<const char*>(&rank), sizeof(rank));
+  if (t.defined()) {
+    auto strides = t.strides();
+    key.append(reinterpret_cast<const char*>(strides.data()), strides.size() * sizeof(int64_t));
+  }
+}
+
+variable_list NormBackward::apply(variable_list&& grads) {
+  at::DeviceGuard device(plan->device);
+  variable_list found = unpacked();
+  Tensor dy = grads[0], dtotal = total_has_gradient && grads.size() > 1 ? grads[1] : Tensor();
+  if (!plan->has_total && !dy.defined()) dy = input_metadata(0).zeros_like();
+  std::array<bool, kInputs> needs;
+  for (size_t i = 0; i < kInputs; ++i) needs[i] = next_edge(i).is_valid();
+  auto needs_tuple = [&] {
+    py::tuple tuple(kInputs);
+    for (size_t i = 0; i < kInputs; ++i) tuple[i] = py::bool_(needs[i]);
+    return tuple;
+  };
+  if (at::GradMode::is_enabled()) {
+    py::gil_scoped_acquire gil;
+    py::object gradients = plan->python.attr("composed_backward")(
+        wrapped_list(found), wrapped(dy), wrapped(dtotal), needs_tuple());
+    variable_list list;
+    for (py::handle each : gradients) list.push_back(unwrapped(each));
+    return list;
+  }
+  std::string key = "backward";
+  for (bool need : needs) key.push_back(need ? '1' : '0');
+  append(key, dy);
+  append(key, dtotal);
+  auto program = find_program(*plan, key, [&] {
+    return plan->python.attr("backward_of")(wrapped_list(found), wrapped(dy), wrapped(dtotal),
+                                            needs_tuple());
+  });
+  Slots slots = slots_of(*plan, found);
+  slots[kDy] = dy;
+  slots[kDtotal] = dtotal;
+  run(*plan, *program, slots);
+  variable_list gradients;
+  gradients.reserve(kInputs);
+  for (const auto& result : program->results) gradients.push_back(result_of(result, slots));
+  return gradients;
+}
+
+Tensor NormBackward::recomputed() {
+  at::DeviceGuard device(plan->device);
+  at::AutoGradMode no_grad(false);
+  variable_list found = unpacked();
+  auto program = find_program(*plan, "recompute", [&] {
+    return plan->python.attr("recompute_of")(wrapped_list(found));
+  });
+  Slots slots = slots_of(*plan, found);
+  run(*plan, *program, slots);
+  return result_of(program->results[0], slots);
+}
+
+template <typename T>
+inline auto make_node() {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<T>();
+  } else {
+    return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });
+  }
+}
+
+// The kernels write these without autograd's knowledge.
+inline void raise_versions(const Program& program, const Slots& slots) {
+  for (uint8_t place : program.moves) {
+    const Tensor& t = slots[place];
+    if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+inline void make_history(const std::shared_ptr<Plan>& plan, const Program& program, const Slots& slots,
+                  const std::array<Tensor, kInputs>& inputs) {
+  auto node = make_node<NormBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2],
+                                                           inputs[3], inputs[4]));
+  node->plan = plan;
+  const Tensor& y = slots[program.results[0].place];
+  torch::autograd::set_history(y, node);
+  if (plan->has_total) {
+    node->total_has_gradient = node->next_edge(0).is_valid() || node->next_edge(1).is_valid();
+    if (node->total_has_gradient) {
+      torch::autograd::set_history(slots[program.results[1].place], node);
+    }
+  }
+  node->saved.reserve(program.saved.size());
+  for (uint8_t place : program.saved) {
+    const Tensor& t = slots[place];
+    if (!t.defined()) {
+      node->saved.emplace_back();
+      continue;
+    }
+    bool is_output = node->total_has_gradient && place == program.results[1].place;
+    node->saved.emplace_back(t, is_output);
+  }
+#ifdef NORMPLUG_NODE_CREATION_HOOKS
+  torch::autograd::fire_node_creation_hooks(node);
+#endif
+}
+
+// Without the GIL.
+inline std::shared_ptr<Program> carry_out(const std::shared_ptr<Plan>& plan, Slots& slots) {
+  at::DeviceGuard device(plan->device);
+  std::array<Tensor, kInputs> inputs;
+  for (size_t i = 0; i < kInputs; ++i) inputs[i] = slots[i];
+  bool keep = torch::autograd::compute_requires_grad(inputs[0], inputs[1], inputs[2], inputs[3],
+                                                     inputs[4]);
+  auto program = find_program(*plan, keep ? "1" : "0", [&] {
+    py::tuple t(kTensors);
+    for (size_t i = 0; i < kTensors; ++i) t[i] = wrapped(slots[i]);
+    return plan->python.attr("forward_of")(t, keep);
+  });
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    run(*plan, *program, slots);
+  }
+  raise_versions(*program, slots);
+  if (keep) make_history(plan, *program, slots, inputs);
+  return program;
+}
+
+inline PyObject* call_plan(const std::shared_ptr<Plan>& plan, Slots& slots) {
+  std::shared_ptr<Program> program;
+  {
+    py::gil_scoped_release no_gil;
+    program = carry_out(plan, slots);
+  }
+  const auto& results = program->results;
+  if (!plan->has_total) return THPVariable_Wrap(slots[results[0].place]);
+  py::object y = wrapped(slots[results[0].place]), total = wrapped(slots[results[1].place]);
+  return py::make_tuple(y, total).release().ptr();
+}
+
+}  // namespace normplug

@@ -1,0 +1,253 @@
+// Calls that were seen before: what they depend on, and the plan that carries them out.
+//
+// Of functions these are the spec, the backend and the tensors. Of modules they are the class, the
+// attributes that it declares, and the tensors in the module's own dicts. All is read under the GIL.
+#pragma once
+
+#include <torch/csrc/autograd/forward_grad.h>
+
+#include <ATen/TracerMode.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/SmallVector.h>
+
+#include "autograd.h"
+
+namespace normplug {
+
+using Signature = c10::SmallVector<int64_t, 64>;
+
+// Whether something sees torch's operations, and would miss a kernel: see `_torch.interposed`.
+inline bool interposed() {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+         c10::impl::tls_is_dispatch_key_included(at::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr ||
+         at::tracer::impl::is_dispatch_enabled();
+}
+
+inline bool is_plain(const Tensor& t) {
+  constexpr auto strange = at::DispatchKeySet(
+      {at::DispatchKey::Python, at::DispatchKey::FuncTorchBatched,
+       at::DispatchKey::FuncTorchGradWrapper, at::DispatchKey::Functionalize,
+       at::DispatchKey::Negative, at::DispatchKey::Conjugate, at::DispatchKey::ZeroTensor});
+  return t.layout() == at::kStrided && !t.is_nested() && !t.key_set().has_any(strange);
+}
+
+// What a plan depends on of a tensor; false if it is not plainly one, or None.
+inline bool describe(PyObject* object, Signature& signature) {
+  if (object == Py_None) {
+    signature.push_back(-1);
+    return true;
+  }
+  if (!THPVariable_CheckExact(object)) return false;
+  const Tensor& t = THPVariable_Unpack(object);
+  if (!is_plain(t)) return false;
+  auto device = t.device();
+  signature.push_back(static_cast<int64_t>(t.scalar_type()) |
+                      (static_cast<int64_t>(device.type()) << 8) |
+                      ((static_cast<int64_t>(device.index()) & 0xff) << 16) | (t.dim() << 24));
+  auto sizes = t.sizes(), strides = t.strides();
+  signature.append(sizes.begin(), sizes.end());
+  signature.append(strides.begin(), strides.end());
+  return true;
+}
+
+inline size_t hash_of(size_t start, const Signature& signature) {
+  uint64_t hash = start;
+  for (int64_t each : signature) {
+    hash = (hash ^ static_cast<uint64_t>(each)) * 0x9E3779B97F4A7C15ull;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+inline bool same(PyObject* a, PyObject* b) {
+  if (a == b) return true;
+  int equal = PyObject_RichCompareBool(a, b, Py_EQ);
+  if (equal < 0) throw_python();
+  return equal == 1;
+}
+
+inline Tensor tensor_in(PyObject* object) {
+  return object == Py_None ? Tensor() : THPVariable_Unpack(object);
+}
+
+constexpr size_t kMost = 8192;  // calls that are kept
+
+template <typename Entry>
+struct Kept {
+  std::unordered_map<size_t, std::vector<Entry>> entries;
+  size_t count = 0;
+
+  void add(size_t hash, Entry entry) {
+    if (count >= kMost) clear();
+    entries[hash].push_back(std::move(entry));
+    ++count;
+  }
+
+  void clear() {
+    count = 0;
+    auto gone = std::move(entries);  // whose end may run Python
+    entries.clear();
+  }
+};
+
+// --- Calls of functions ---
+
+struct FunctionCall {
+  Signature signature;
+  py::object spec, backend;
+  std::shared_ptr<Plan> plan;
+};
+
+inline Kept<FunctionCall>& function_calls() {
+  static auto* kept = new Kept<FunctionCall>();
+  return *kept;
+}
+
+// The hash and the signature of a call; false where it is not one to be kept.
+inline bool read_call(PyObject* spec, PyObject* tensors, Signature& signature, size_t& hash) {
+  if (interposed() || !PyTuple_Check(tensors) || PyTuple_GET_SIZE(tensors) != kTensors) {
+    return false;
+  }
+  for (size_t i = 0; i < kTensors; ++i) {
+    if (!describe(PyTuple_GET_ITEM(tensors, i), signature)) return false;
+  }
+  Py_hash_t start = PyObject_Hash(spec);
+  if (start == -1) {  // a setting that cannot be hashed, and is about to be refused
+    PyErr_Clear();
+    return false;
+  }
+  hash = hash_of(static_cast<size_t>(start), signature);
+  return true;
+}
+
+inline std::shared_ptr<Plan> find_call(PyObject* spec, PyObject* backend, PyObject* tensors) {
+  Signature signature;
+  size_t hash = 0;
+  if (!read_call(spec, tensors, signature, hash)) return nullptr;
+  auto found = function_calls().entries.find(hash);
+  if (found == function_calls().entries.end()) return nullptr;
+  for (const auto& each : found->second) {
+    if (each.signature == signature && same(each.backend.ptr(), backend) &&
+        same(each.spec.ptr(), spec)) {
+      return each.plan;
+    }
+  }
+  return nullptr;
+}
+
+inline void keep_call(PyObject* spec, PyObject* backend, PyObject* tensors,
+                      const std::shared_ptr<Plan>& plan) {
+  Signature signature;
+  size_t hash = 0;
+  if (!read_call(spec, tensors, signature, hash)) return;
+  function_calls().add(hash, {std::move(signature), py::reinterpret_borrow<py::object>(spec),
+                              py::reinterpret_borrow<py::object>(backend), plan});
+}
+
+// --- Calls of modules ---
+
+struct ModuleCall {
+  Signature signature;
+  py::object type;
+  std::vector<py::object> values;  // of the attributes, and of the call's other arguments
+  uint8_t used;                    // the tensors that the plan takes, a bit for each
+  std::shared_ptr<Plan> plan;
+};
+
+inline Kept<ModuleCall>& module_calls() {
+  static auto* kept = new Kept<ModuleCall>();
+  return *kept;
+}
+
+// What a call of a module depends on. All references are borrowed.
+struct ModuleReading {
+  std::array<PyObject*, kTensors> tensors;
+  c10::SmallVector<PyObject*, 16> values;
+  Signature signature;
+  size_t hash;
+};
+
+// What autocast does where a tensor is.
+inline void describe_autocast(const Tensor& t, Signature& signature) {
+  auto device = t.device().type();
+  bool is_on = (device == at::kCUDA || device == at::kCPU) && at::autocast::is_autocast_enabled(device);
+  signature.push_back(is_on ? static_cast<int64_t>(at::autocast::get_autocast_dtype(device)) : -1);
+}
+
+// args: module, names of its attributes, input, residual, input bias, others.
+inline bool read_module(PyObject* const* args, Py_ssize_t count, ModuleReading& reading) {
+  static PyObject* parameters_name = PyUnicode_InternFromString("_parameters");
+  static PyObject* buffers_name = PyUnicode_InternFromString("_buffers");
+  static PyObject* const own_names[] = {
+      PyUnicode_InternFromString("weight"),       PyUnicode_InternFromString("bias"),
+      PyUnicode_InternFromString("running_mean"), PyUnicode_InternFromString("running_var"),
+      PyUnicode_InternFromString("num_batches_tracked")};
+  PyObject* input = args[2];
+  if (!THPVariable_CheckExact(input) || interposed()) return false;
+  py::object own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
+  if (!own) throw_python();
+  PyObject* parameters = PyDict_GetItemWithError(own.ptr(), parameters_name);
+  PyObject* buffers = PyDict_GetItemWithError(own.ptr(), buffers_name);
+  if (parameters == nullptr || buffers == nullptr) return false;
+  auto& tensors = reading.tensors;
+  tensors = {input,
+             args[3],
+             PyDict_GetItemWithError(parameters, own_names[0]),
+             PyDict_GetItemWithError(parameters, own_names[1]),
+             args[4],
+             PyDict_GetItemWithError(buffers, own_names[2]),
+             PyDict_GetItemWithError(buffers, own_names[3]),
+             PyDict_GetItemWithError(buffers, own_names[4])};
+  for (PyObject* each : tensors) {
+    if (each == nullptr || !describe(each, reading.signature)) return false;
+  }
+  describe_autocast(THPVariable_Unpack(input), reading.signature);
+  PyObject* names = args[1];
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+    PyObject* value = PyDict_GetItemWithError(own.ptr(), PyTuple_GET_ITEM(names, i));
+    reading.values.push_back(value == nullptr ? Py_None : value);
+  }
+  for (Py_ssize_t i = 5; i < count; ++i) reading.values.push_back(args[i]);
+  reading.hash = hash_of(reinterpret_cast<size_t>(Py_TYPE(args[0])), reading.signature);
+  return true;
+}
+
+inline const ModuleCall* find_module_call(PyObject* module, const ModuleReading& reading) {
+  auto found = module_calls().entries.find(reading.hash);
+  if (found == module_calls().entries.end()) return nullptr;
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(module));
+  for (const auto& each : found->second) {
+    if (each.type.ptr() != type || each.signature != reading.signature ||
+        each.values.size() != reading.values.size()) {
+      continue;
+    }
+    size_t i = 0;
+    while (i < each.values.size() && same(each.values[i].ptr(), reading.values[i])) ++i;
+    if (i == each.values.size()) return &each;
+  }
+  return nullptr;
+}
+
+// Keep a call of a module that amounts to a call of a function which is kept.
+inline void keep_module_call(PyObject* module, const ModuleReading& reading, PyObject* tensors,
+                             const std::shared_ptr<Plan>& plan) {
+  ModuleCall kept{reading.signature,
+                  py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(module))),
+                  {},
+                  0,
+                  plan};
+  for (size_t i = 0; i < kTensors; ++i) {
+    PyObject* taken = PyTuple_GET_ITEM(tensors, i);
+    if (taken == Py_None) continue;
+    if (taken != reading.tensors[i]) return;  // not the module's own
+    kept.used |= static_cast<uint8_t>(1u << i);
+  }
+  for (PyObject* value : reading.values) {
+    kept.values.push_back(py::reinterpret_borrow<py::object>(value));
+  }
+  module_calls().add(reading.hash, std::move(kept));
+}
+
+}  // namespace normplug

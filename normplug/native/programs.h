@@ -1,0 +1,287 @@
+// Programs: what a plan of Python does with its tensors, and how that is carried out.
+#pragma once
+
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "driver.h"
+
+namespace normplug {
+
+using at::Tensor;
+
+// As in `normplug._ops.program.SLOTS`; checked when the module is loaded.
+constexpr size_t kTensors = 8, kInputs = 5, kSlots = 24, kNothing = kSlots - 1;
+constexpr size_t kTracked = 7, kDy = 14, kDtotal = 15, kPartial = 21, kCounters = 22;
+using Slots = std::array<Tensor, kSlots>;
+
+[[noreturn]] inline void throw_python() {
+  python_error error;
+  error.persist();
+  throw std::move(error);
+}
+
+// A new reference, or the Python error as an exception.
+inline py::object checked(PyObject* object) {
+  if (object == nullptr) throw_python();
+  return py::reinterpret_steal<py::object>(object);
+}
+
+
+struct Step {
+  py::object launch;  // Python's
+  std::vector<uint8_t> places;
+  std::shared_ptr<const Compiled> compiled;  // once Python has launched it
+};
+
+struct Layout {
+  size_t place;
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+};
+
+struct Result {
+  size_t place;
+  std::optional<at::ScalarType> dtype;
+};
+
+struct Program {
+  struct Copy {
+    size_t place;
+    std::vector<int64_t> strides;
+  };
+  std::vector<Copy> copies;
+  bool counts;
+  std::vector<Layout> empties;
+  std::vector<Step> steps;
+  std::vector<Result> results;
+  std::vector<uint8_t> saved, moves;
+  py::object scratch;
+  int64_t counters, room;
+  Tensor kept_partial, kept_counters;  // the default stream's
+};
+
+struct Plan {
+  py::object python;
+  at::Device device = at::kCPU;
+  at::ScalarType accumulator;
+  bool has_total, is_recomputable;
+  std::vector<uint8_t> saved_places;
+  std::mutex mutex;  // of the programs
+  std::unordered_map<std::string, std::shared_ptr<Program>> programs;
+
+  ~Plan() {
+    py::gil_scoped_acquire gil;
+    programs.clear();
+    python = py::object();
+  }
+};
+
+template <typename T>
+inline T attribute(py::handle object, const char* name) {
+  return object.attr(name).cast<T>();
+}
+
+inline at::ScalarType dtype_of(py::handle dtype) {
+  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+}
+
+inline std::optional<at::ScalarType> maybe_dtype(py::handle dtype) {
+  if (dtype.is_none()) return std::nullopt;
+  return dtype_of(dtype);
+}
+
+// Under the GIL.
+inline std::shared_ptr<Program> program_of(py::handle python) {
+  auto program = std::make_shared<Program>();
+  for (py::handle copy : python.attr("copies")) {
+    auto pair = copy.cast<std::pair<size_t, std::vector<int64_t>>>();
+    program->copies.push_back({pair.first, std::move(pair.second)});
+  }
+  program->counts = attribute<bool>(python, "counts");
+  for (py::handle empty : python.attr("empties")) {
+    program->empties.push_back({attribute<size_t>(empty, "place"),
+                                attribute<std::vector<int64_t>>(empty, "shape"),
+                                attribute<std::vector<int64_t>>(empty, "stride"),
+                                dtype_of(empty.attr("dtype"))});
+  }
+  for (py::handle step : python.attr("steps")) {
+    program->steps.push_back({py::reinterpret_borrow<py::object>(step.attr("launch")),
+                              attribute<std::vector<uint8_t>>(step, "places")});
+  }
+  for (py::handle result : python.attr("results")) {
+    program->results.push_back({attribute<size_t>(result, "place"),
+                                maybe_dtype(result.attr("dtype"))});
+  }
+  program->saved = attribute<std::vector<uint8_t>>(python, "saved");
+  program->moves = attribute<std::vector<uint8_t>>(python, "moves");
+  program->scratch = python.attr("scratch");
+  std::tie(program->counters, program->room) =
+      program->scratch.cast<std::pair<int64_t, int64_t>>();
+  return program;
+}
+
+inline std::shared_ptr<Plan> plan_of(py::handle python) {
+  auto plan = std::make_shared<Plan>();
+  plan->python = py::reinterpret_borrow<py::object>(python);
+  plan->device = reinterpret_cast<THPDevice*>(python.attr("device").ptr())->device;
+  plan->accumulator = dtype_of(python.attr("acc"));
+  plan->has_total = attribute<bool>(python, "has_total");
+  plan->is_recomputable = attribute<bool>(python, "is_recomputable");
+  plan->saved_places = attribute<std::vector<uint8_t>>(python, "saved_places");
+  return plan;
+}
+
+inline py::object wrapped(const Tensor& t) {
+  if (!t.defined()) return py::none();
+  return checked(THPVariable_Wrap(t));
+}
+
+inline Tensor unwrapped(py::handle object) {
+  return object.is_none() ? Tensor() : THPVariable_Unpack(object.ptr());
+}
+
+inline void* stream_of(const Plan& plan) {
+  void* stream = nullptr;
+  if (plan.device.is_cuda()) {
+    TORCH_CHECK(driver::current_stream(plan.device.index(), &stream) == 0,
+                "normplug: torch has no current stream");
+  }
+  return stream;
+}
+
+// Counters and partial results: kept for the default stream, fresh for every other.
+inline void find_workspace(Plan& plan, Program& program, void* stream, Slots& slots) {
+  if (stream != nullptr) {
+    auto options = at::TensorOptions().device(plan.device);
+    slots[kCounters] = at::zeros({program.counters}, options.dtype(at::kLong));
+    slots[kPartial] = at::empty({program.room}, options.dtype(plan.accumulator));
+    return;
+  }
+  if (!program.kept_counters.defined()) {
+    py::gil_scoped_acquire gil;
+    py::tuple found = plan.python.attr("workspace")(program.scratch);
+    Tensor partial = unwrapped(found[1].attr("partial"));
+    Tensor counters = unwrapped(found[1].attr("counters"));
+    if (!plan.device.is_cuda()) {
+      slots[kPartial] = partial;
+      slots[kCounters] = counters;
+      return;
+    }
+    std::lock_guard<std::mutex> lock(plan.mutex);
+    program.kept_partial = partial;
+    program.kept_counters = counters;
+  }
+  slots[kPartial] = program.kept_partial;
+  slots[kCounters] = program.kept_counters;
+}
+
+// What Python knows of a launch's compiled kernel; null where this file cannot launch it.
+inline std::shared_ptr<const Compiled> compiled_of(py::handle launch) {
+  if (!driver::complete()) return nullptr;
+  py::object found = launch.attr("compiled")();
+  if (found.is_none()) return nullptr;
+  auto compiled = std::make_shared<Compiled>();
+  compiled->function = reinterpret_cast<void*>(attribute<uintptr_t>(found, "function"));
+  compiled->grid = attribute<unsigned>(found, "grid");
+  compiled->threads = attribute<unsigned>(found, "threads");
+  compiled->shared = attribute<unsigned>(found, "shared");
+  compiled->cooperative = attribute<bool>(found, "cooperative");
+  // The kernel itself says how many parameters it has, and how large: Triton's versions differ.
+  size_t offset = 0, size = 0, count = 0;
+  for (py::handle each : found.attr("parameters")) {
+    auto [tensor, value, bytes] = each.cast<std::tuple<int, uint64_t, size_t>>();
+    compiled->parameters.push_back({tensor, value});
+    if (driver::param_info(compiled->function, count++, &offset, &size) != 0 || size != bytes) {
+      return nullptr;
+    }
+  }
+  // What follows are pointers to scratch memory, of which these kernels use none.
+  while (driver::param_info(compiled->function, count, &offset, &size) == 0) {
+    if (size != sizeof(void*) || count > 60) return nullptr;
+    compiled->parameters.push_back({-1, 0});
+    ++count;
+  }
+  return compiled;
+}
+
+inline void launch_by_python(const Plan& plan, Step& step, void* stream, const Slots& slots) {
+  py::gil_scoped_acquire gil;
+  py::tuple arguments(step.places.size() + 1);
+  arguments[0] = py::int_(reinterpret_cast<uintptr_t>(stream));
+  for (size_t i = 0; i < step.places.size(); ++i) arguments[i + 1] = wrapped(slots[step.places[i]]);
+  checked(PyObject_CallObject(step.launch.ptr(), arguments.ptr()));
+  if (plan.device.is_cuda() && std::atomic_load(&step.compiled) == nullptr) {
+    std::atomic_store(&step.compiled, compiled_of(step.launch));
+  }
+}
+
+inline void launch(const Plan& plan, Step& step, void* stream, const Slots& slots) {
+  auto compiled = std::atomic_load(&step.compiled);
+  if (compiled != nullptr) {
+    const void* pointers[32];
+    uintptr_t bits = 0;
+    for (size_t i = 0; i < step.places.size(); ++i) {
+      pointers[i] = slots[step.places[i]].const_data_ptr();
+      bits |= reinterpret_cast<uintptr_t>(pointers[i]);
+    }
+    if ((bits & 15) == 0) {  // as the kernel was compiled for
+      (*compiled)(plan.device.index(), stream, pointers);
+      return;
+    }
+  }
+  launch_by_python(plan, step, stream, slots);
+}
+
+inline void run(Plan& plan, Program& program, Slots& slots) {
+  for (const auto& [place, strides] : program.copies) {
+    Tensor& t = slots[place];
+    Tensor copy = at::empty_strided(t.sizes(), strides, t.options());
+    copy.copy_(t);
+    t = std::move(copy);
+  }
+  if (program.counts && slots[kTracked].defined()) slots[kTracked].add_(1);
+  for (const auto& empty : program.empties) {
+    slots[empty.place] = at::empty_strided(
+        empty.sizes, empty.strides, at::TensorOptions().device(plan.device).dtype(empty.dtype));
+  }
+  if (program.steps.empty()) return;
+  void* stream = stream_of(plan);
+  find_workspace(plan, program, stream, slots);
+  for (auto& step : program.steps) launch(plan, step, stream, slots);
+}
+
+inline Tensor result_of(const Result& result, const Slots& slots) {
+  const Tensor& t = slots[result.place];
+  return t.defined() && result.dtype ? t.to(*result.dtype) : t;
+}
+
+// The program of a key; made by `ask`, under the GIL, when the key is first seen.
+template <typename Ask>
+inline std::shared_ptr<Program> find_program(Plan& plan, const std::string& key, Ask ask) {
+  {
+    std::lock_guard<std::mutex> lock(plan.mutex);
+    auto found = plan.programs.find(key);
+    if (found != plan.programs.end()) return found->second;
+  }
+  py::gil_scoped_acquire gil;
+  auto program = program_of(ask());
+  std::lock_guard<std::mutex> lock(plan.mutex);
+  return plan.programs.emplace(key, std::move(program)).first->second;
+}
+
+}  // namespace normplug
