@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from normplug import native
 from normplug._ops.spec import Tensors
 
 _library = torch.library.Library("normplug", "FRAGMENT")
@@ -62,6 +63,11 @@ class NormOperators(ABC):
         self._states = len(state)
         self.forward = self._define(f"{name}_forward", forward, self._forward)
         self.backward = self._define(f"{name}_backward", backward, self._backward)
+        # C++ implements these once it is loaded, and calls Python's under other names.
+        self._define(f"{name}_forward_python", forward, self._forward)
+        self._define(f"{name}_backward_python", backward, self._backward)
+        native.when_loaded(partial(native.implement, f"{name}_forward", True, len(state)))
+        native.when_loaded(partial(native.implement, f"{name}_backward", False, len(state)))
         torch.library.register_fake(self.forward._name, self._fake_forward, lib=_library)
         torch.library.register_fake(self.backward._name, self._fake_backward, lib=_library)
         apply = partial(_Differentiable.apply, self)
@@ -101,7 +107,7 @@ class NormOperators(ABC):
 
     def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         t, spec = Tensors(*arguments[:_TENSORS]), self.spec(*arguments[_TENSORS:])
-        plan, t = self.kernels().plan_of(t, spec)
+        plan, t = self._plan_of(t, spec)
         result, saved = plan.forward(t, True)
         results, state = result if self.has_total else (result,), saved[_INPUTS:]
         none = t.x.new_empty(0, dtype=torch.uint8)
@@ -113,7 +119,7 @@ class NormOperators(ABC):
     def _backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
         (x, residual, *vectors), state, has_residual, spec, needs = self._parts(arguments)
         t = Tensors(x, x if has_residual else None, *vectors)
-        plan, t = self.kernels().plan_of(t, spec)
+        plan, t = self._plan_of(t, spec)
         found = (None if each.numel() == 0 else each for each in state)
         saved = (t.x, residual, *vectors, *found)
         gradients = plan.backward(saved, dy, dtotal, tuple(needs))
@@ -127,6 +133,12 @@ class NormOperators(ABC):
             torch.empty_like(t) if need and t is not None else x.new_empty(0)
             for t, need in zip(like, needs, strict=True)
         )
+
+    def _plan_of(self, t: Tensors, spec: Any) -> tuple[Any, Tensors]:
+        plan, ready = self.kernels().plan_of(t, spec)
+        if ready is t:  # then it serves for calls like this one as it is
+            native.note(plan)
+        return plan, ready
 
     def _parts(self, arguments: Sequence[Any]) -> tuple[Any, Any, bool, Any, Sequence[bool]]:
         """Inputs, state, has_residual, spec and needs of a backward."""

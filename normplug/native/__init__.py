@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +53,8 @@ _paused = 0  # how many `python_way` contexts are open
 _extension: ModuleType | None = None  # what is loaded, unless it is paused
 _status = _NOT_WANTED
 _started = False
+_callbacks_lock = threading.Lock()
+_callbacks: list[Callable[[], None]] = []  # what waits for the C++ way to be loaded
 _lock = threading.Lock()
 # The C++ plan of each Python plan.
 _plans: dict[Any, Any] = {}
@@ -82,12 +84,19 @@ def build() -> Path:
 def python_way() -> Iterator[None]:
     """Send the calls of all threads the Python way for a while, to compare the two."""
     global _extension, _paused
-    _paused, _extension = _paused + 1, None
+    _pause(1)
     try:
         yield
     finally:
-        _paused -= 1
-        _extension = None if _paused else _loaded
+        _pause(-1)
+
+
+def _pause(change: int) -> None:
+    global _extension, _paused
+    _paused += change
+    _extension = None if _paused else _loaded
+    if _loaded is not None:
+        _loaded.pause(_paused > 0)
 
 
 def start() -> None:
@@ -144,8 +153,11 @@ def _wait(process: Any, library: Path) -> None:
 
 def _load(library: Path) -> None:
     global _extension, _loaded
-    _loaded = building.load(library)
-    _extension = None if _paused else _loaded
+    with _callbacks_lock:
+        _loaded = building.load(library)
+        _extension = None if _paused else _loaded
+        while _callbacks:
+            _callbacks.pop(0)()
     _say(Status("C++", "it is compiled", library), logging.DEBUG)
 
 
@@ -194,6 +206,34 @@ def learn(module: Any, spec: Any, backend: Any, t: Any, *inputs: Any) -> None:
     """
     if _extension is not None:
         _extension.learn(spec, backend, t, module, module._call_reads, *inputs)
+
+
+def when_loaded(callback: Callable[[], None]) -> None:
+    """Call a function once the C++ way is loaded, or now if it is."""
+    with _callbacks_lock:
+        if _loaded is None:
+            _callbacks.append(callback)
+        else:
+            callback()
+
+
+def implement(name: str, is_forward: bool, states: int) -> None:
+    """Carry out an operator of `normplug._ops.library` in C++.
+
+    Args:
+        name: in the namespace "normplug"; NAME_python is Python's, which C++ calls for what it
+            does not know.
+        is_forward: whether it is the forward of a norm, or else its backward.
+        states: how many tensors the forward finds out for the backward.
+    """
+    assert _loaded is not None
+    _loaded.implement(name, f"normplug::{name}_python", is_forward, states)
+
+
+def note(plan: Any) -> None:
+    """Say by which plan Python carries out an operator, so that C++ does so next time."""
+    if _extension is not None:
+        _extension.note(_plan_of(_extension, plan))
 
 
 def run(plan: Any, t: Any) -> Any:

@@ -18,6 +18,14 @@ using torch::autograd::variable_list;
 
 using NodePtr = decltype(torch::autograd::Edge::function);
 
+using Needs = std::array<bool, kInputs>;
+
+inline py::tuple as_tuple(const Needs& needs) {
+  py::tuple tuple(kInputs);
+  for (size_t i = 0; i < kInputs; ++i) tuple[i] = py::bool_(needs[i]);
+  return tuple;
+}
+
 struct NormBackward : public Node {
   std::shared_ptr<Plan> plan;
   std::vector<SavedVariable> saved;
@@ -65,42 +73,43 @@ inline void append(std::string& key, const Tensor& t) {
   }
 }
 
+// The gradients that `needs` names, of a forward that saved `found`.
+inline variable_list gradients_of(Plan& plan, const variable_list& found, const Tensor& dy,
+                                  const Tensor& dtotal, const Needs& needs) {
+  std::string key = "backward";
+  for (bool need : needs) key.push_back(need ? '1' : '0');
+  append(key, dy);
+  append(key, dtotal);
+  auto program = find_program(plan, key, [&] {
+    return plan.python.attr("backward_of")(wrapped_list(found), wrapped(dy), wrapped(dtotal),
+                                           as_tuple(needs));
+  });
+  Slots slots = slots_of(plan, found);
+  slots[kDy] = dy;
+  slots[kDtotal] = dtotal;
+  run(plan, *program, slots);
+  variable_list gradients;
+  gradients.reserve(kInputs);
+  for (const auto& result : program->results) gradients.push_back(result_of(result, slots));
+  return gradients;
+}
+
 variable_list NormBackward::apply(variable_list&& grads) {
   at::DeviceGuard device(plan->device);
   variable_list found = unpacked();
   Tensor dy = grads[0], dtotal = total_has_gradient && grads.size() > 1 ? grads[1] : Tensor();
   if (!plan->has_total && !dy.defined()) dy = input_metadata(0).zeros_like();
-  std::array<bool, kInputs> needs;
+  Needs needs;
   for (size_t i = 0; i < kInputs; ++i) needs[i] = next_edge(i).is_valid();
-  auto needs_tuple = [&] {
-    py::tuple tuple(kInputs);
-    for (size_t i = 0; i < kInputs; ++i) tuple[i] = py::bool_(needs[i]);
-    return tuple;
-  };
   if (at::GradMode::is_enabled()) {
     py::gil_scoped_acquire gil;
     py::object gradients = plan->python.attr("composed_backward")(
-        wrapped_list(found), wrapped(dy), wrapped(dtotal), needs_tuple());
+        wrapped_list(found), wrapped(dy), wrapped(dtotal), as_tuple(needs));
     variable_list list;
     for (py::handle each : gradients) list.push_back(unwrapped(each));
     return list;
   }
-  std::string key = "backward";
-  for (bool need : needs) key.push_back(need ? '1' : '0');
-  append(key, dy);
-  append(key, dtotal);
-  auto program = find_program(*plan, key, [&] {
-    return plan->python.attr("backward_of")(wrapped_list(found), wrapped(dy), wrapped(dtotal),
-                                            needs_tuple());
-  });
-  Slots slots = slots_of(*plan, found);
-  slots[kDy] = dy;
-  slots[kDtotal] = dtotal;
-  run(*plan, *program, slots);
-  variable_list gradients;
-  gradients.reserve(kInputs);
-  for (const auto& result : program->results) gradients.push_back(result_of(result, slots));
-  return gradients;
+  return gradients_of(*plan, found, dy, dtotal, needs);
 }
 
 Tensor NormBackward::recomputed() {

@@ -7,7 +7,7 @@
 //
 // No header of CUDA is needed. The driver's functions are looked up when the file is loaded.
 
-#include "calls.h"
+#include "operators.h"
 
 namespace {
 
@@ -107,6 +107,33 @@ PyObject* forget(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+// implement(name, python_name, is_forward, states): carry out an operator here.
+PyObject* implement_operator(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  auto [name, python_name, is_forward, states] =
+      py::reinterpret_borrow<py::tuple>(args)
+          .cast<std::tuple<std::string, std::string, bool, size_t>>();
+  implement(name, python_name, is_forward, states);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// note(plan): the plan of the operator that Python carries out now.
+PyObject* note(PyObject*, PyObject* plan) {
+  HANDLE_TH_ERRORS
+  noted = plan_in(plan);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// pause(on): leave operators to Python, or take them back.
+PyObject* pause_operators(PyObject*, PyObject* on) {
+  HANDLE_TH_ERRORS
+  operators_paused = PyObject_IsTrue(on) == 1;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // A node, for as long as Python may ask it to recompute.
 constexpr const char* kNodeName = "normplug.Node";
 
@@ -157,6 +184,9 @@ PyMethodDef methods[] = {
     {"forward", reinterpret_cast<PyCFunction>(forward), METH_FASTCALL, "Carry out a module's call."},
     {"learn", reinterpret_cast<PyCFunction>(learn), METH_FASTCALL, "Make a module's call known."},
     {"run", reinterpret_cast<PyCFunction>(run_plan), METH_FASTCALL, "Carry out a plan."},
+    {"implement", implement_operator, METH_VARARGS, "Carry out an operator."},
+    {"note", note, METH_O, "Say the plan of the operator that Python carries out."},
+    {"pause", pause_operators, METH_O, "Leave operators to Python, or take them back."},
     {"forget", forget, METH_NOARGS, "Forget every call."},
     {"node", recomputable_node, METH_O, "The node that can recompute a tensor, or None."},
     {"recompute", recompute, METH_O, "Recompute the result of a node."},

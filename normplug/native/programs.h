@@ -85,6 +85,11 @@ struct Plan {
   std::unordered_map<std::string, std::shared_ptr<Program>> programs;
 
   ~Plan() {
+    if (!Py_IsInitialized()) {  // torch's dispatcher outlives Python: what is Python's is lost
+      new auto(std::move(programs));
+      python.release();
+      return;
+    }
     py::gil_scoped_acquire gil;
     programs.clear();
     python = py::object();
