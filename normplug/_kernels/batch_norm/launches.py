@@ -34,9 +34,10 @@ class Flags:
 
     given: without training, mean and rstd are passed in. running, cumulative, tracked: as the
     kernel's RUNNING, CUMULATIVE, TRACKED. normalize: without it only statistics are computed.
-    variance: these are saved as (mean, var), not as (mean, rstd). joined: the launch is one of those
-    of a norm over several processes. Without normalize it adds the count. With given, a forward
-    normalises and a backward writes dx. A backward without given sums.
+    variance: these are saved as (mean, var), not as (mean, rstd).
+
+    joined: the batch is that of several processes. Without normalize, a forward saves the number of
+    values, too. A backward saves the sums of this process, or with given reads those of all.
     """
 
     training: bool = True

@@ -81,7 +81,7 @@ def batch_norm_merge(
         tl.store(stats_ptr + channels, mean, mask=there)
         tl.store(stats_ptr + C + channels, rstd, mask=there)
         if RUNNING:
-            moves = there & (count > 1)
+            moves = channels < tl.where(count > 1, C, 0)
             old = tl.load(running_mean_ptr + channels, mask=moves, other=0.0).to(ACC)
             new = (old + step * (mean - old)).to(running_mean_ptr.dtype.element_ty)
             tl.store(running_mean_ptr + channels, new, mask=moves)
