@@ -121,7 +121,8 @@ class JoinedPlan:
         x, residual = unwrap_if_dead(t.x), t.residual
         if residual is not None:
             residual = unwrap_if_dead(residual)
-        t = t._replace(x=x, residual=residual)
+        if x is not t.x or residual is not t.residual:
+            t = t._replace(x=x, residual=residual)
         return _apply(x, residual, t.weight, t.bias, (self, t, group, stats)), stats
 
     def moments(self, stats: Tensor) -> tuple[Tensor, Tensor]:
