@@ -10,10 +10,11 @@ import torch
 from normplug._extras import needs
 from normplug._report.files import write_file
 from normplug.bench import models as steps
-from normplug.bench import nets, rivals, sync
+from normplug.bench import nets, rivals
 from normplug.bench.kernels import OPS, PROVIDERS, run
 from normplug.bench.results import KERNELS, MODELS, PROFILE, Kind, read
 from normplug.bench.suites import DTYPES, SUITES, select
+from normplug.bench.sync import add_command
 from normplug.bench.table import render
 from normplug.bench.trace import trace
 
@@ -49,14 +50,6 @@ def models(arguments: argparse.Namespace) -> None:
         raise SystemExit("normplug.bench: every arm was left out.")
     if arguments.markdown:
         write_file(arguments.markdown, render(results.content))
-
-
-def processes(arguments: argparse.Namespace) -> None:
-    """Measure training steps over several processes."""
-    with needs("normplug.bench sync", "bench", SystemExit):
-        import torchvision  # noqa: F401
-    a = arguments
-    sync.run(a.batch or sync.BATCHES, a.size, a.warm_ups, a.rounds, a.turn, a.out)
 
 
 def table(arguments: argparse.Namespace) -> None:
@@ -150,28 +143,6 @@ def parser() -> argparse.ArgumentParser:
         "--profile", metavar="FILE.json", type=Path, help="GPU time by kind of kernel; see `table`"
     )
 
-    command = commands.add_parser("sync", help="time training steps over several processes")
-    command.set_defaults(command=processes)
-    command.add_argument(
-        "--batch",
-        metavar="N",
-        type=number,
-        action="append",
-        help=f"images a process; may be repeated; default: {', '.join(map(str, sync.BATCHES))}",
-    )
-    for name, default, what in (
-        ("size", sync.SIZE, "pixels of an image's side"),
-        ("warm-ups", sync.WARM_UPS, "steps before the first turn"),
-        ("rounds", sync.ROUNDS, "turns of each arm"),
-        ("turn", sync.TURN, "steps in a turn"),
-    ):
-        command.add_argument(
-            f"--{name}", metavar="N", type=number, default=default, help=f"{what}; {default}"
-        )
-    command.add_argument(
-        "-o", "--out", metavar="FILE.json", type=Path, help="all rows, written after each"
-    )
-
     command = commands.add_parser("table", help="make the Markdown table of a JSON file")
     command.set_defaults(command=table)
     command.add_argument("file", metavar="FILE.json", type=Path)
@@ -183,6 +154,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "-o", "--out", metavar="FILE.png", type=Path, help="default: beside the JSON file"
     )
+
+    add_command(commands, number)
     return top
 
 

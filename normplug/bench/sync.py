@@ -6,6 +6,7 @@ All arms start from the same weights, are in memory together, and take turns.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import statistics
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import normplug
+from normplug._extras import needs
 from normplug.bench.models import MODE, PACKAGES, SEED, SETTINGS, make_step
 from normplug.bench.nets import MODELS
 from normplug.bench.results import Results
@@ -50,6 +52,37 @@ ARMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "normplug": _joined,
     "normplug+fuse": _fused,
 }
+
+
+def add_command(commands: Any, number: Callable[[str], int]) -> None:
+    """Add `sync` to the command line; `number` reads a positive integer."""
+    command = commands.add_parser("sync", help="time training steps over several processes")
+    command.set_defaults(command=_run)
+    command.add_argument(
+        "--batch",
+        metavar="N",
+        type=number,
+        action="append",
+        help=f"images a process; may be repeated; default: {', '.join(map(str, BATCHES))}",
+    )
+    for name, default, what in (
+        ("size", SIZE, "pixels of an image's side"),
+        ("warm-ups", WARM_UPS, "steps before the first turn"),
+        ("rounds", ROUNDS, "turns of each arm"),
+        ("turn", TURN, "steps in a turn"),
+    ):
+        help_text = f"{what}; default: {default}"
+        command.add_argument(f"--{name}", metavar="N", type=number, default=default, help=help_text)
+    command.add_argument(
+        "-o", "--out", metavar="FILE.json", type=Path, help="all rows, written after each"
+    )
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    with needs("normplug.bench sync", "bench", SystemExit):
+        import torchvision  # noqa: F401
+    a = arguments
+    run(a.batch or BATCHES, a.size, a.warm_ups, a.rounds, a.turn, a.out)
 
 
 def run(
