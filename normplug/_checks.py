@@ -251,6 +251,15 @@ def more_than_one_value(caller: str, x: Tensor) -> None:
         )
 
 
+def one_joined_value(processes: int) -> ValueError:
+    """The error of training on one value a channel in the joined batch of several processes."""
+    return ValueError(
+        "normplug.SyncBatchNorm: training needs more than one value per channel; the joined batch "
+        f"of {processes} processes has 1. Use .eval(), a larger batch, or drop_last=True in the "
+        "loader."
+    )
+
+
 def running_pair(caller: str, mean: Tensor | None, var: Tensor | None, training: bool) -> None:
     """Refuse one running statistic without the other, and evaluation without either."""
     if (mean is None) != (var is None):

@@ -39,7 +39,7 @@ class SyncBatchNormAct2d(modules.sync_batch_norm._SyncBatchNormForward, BatchNor
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`, with the other processes in training, then apply `drop` and `act`."""
-        if isinstance(input, fx.Proxy) or self.group_to_join() is None:
+        if isinstance(input, fx.Proxy) or self._probe is None or self.group_to_join() is None:
             return BatchNormAct2d.forward(self, input)
         return self.act(self.drop(super().forward(input)))
 

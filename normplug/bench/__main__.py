@@ -16,6 +16,7 @@ from normplug.bench import models as steps
 from normplug.bench.kernels import OPS, PROVIDERS, run
 from normplug.bench.results import HOST, KERNELS, MODELS, PROFILE, Kind, Results, read
 from normplug.bench.suites import DTYPES, SUITES, select
+from normplug.bench.sync import add_command
 from normplug.bench.table import render
 from normplug.bench.trace import trace
 
@@ -226,6 +227,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "-o", "--out", metavar="FILE.png", type=Path, help="default: beside the JSON file"
     )
+
+    add_command(commands, number)
     return top
 
 

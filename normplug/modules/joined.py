@@ -1,5 +1,8 @@
 """BatchNorm over the joined batch of a group of processes: one message forward, one backward.
 
+The kernels run it where they can (`normplug._ops.batch_norm.joined`), and torch's operations here.
+Both send the same messages (`normplug._ops.batch_norm.messages`).
+
 Forward, n_r, mean_r and var_r of process r come in one all-gather. With w_r = n_r / sum_r n_r:
 
     mean = sum_r w_r * mean_r        var = sum_r w_r * (var_r + (mean_r - mean)^2)
@@ -17,23 +20,24 @@ Source of the merge: Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.104
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from normplug import _checks, functional
+from normplug._activations import ACTIVATIONS
 from normplug._layouts import dense, laid_out_like
-from normplug._ops import statistics
+from normplug._ops import cache, statistics
+from normplug._ops.batch_norm import messages, route
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._torch import dispatch_modes
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
-# torch 2.14 deprecated the second name for the first; without torch.distributed there is neither.
-_all_gather = getattr(dist, "all_gather_single", None) or getattr(
-    dist, "all_gather_into_tensor", None
-)
+# Mean and biased variance of the joined batch.
+Moments = Callable[[], tuple[Tensor, Tensor]]
 
 
 def group_to_join(group: Any) -> Any:
@@ -44,31 +48,68 @@ def group_to_join(group: Any) -> Any:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def batch_norm(
-    t: Tensors, spec: BatchNormSpec, backend: str, group: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def waits(layer: nn.Module) -> bool:
+    """Whether a forward of `layer` now would wait for other processes."""
+    ask = getattr(layer, "group_to_join", None)
+    return ask is not None and ask() is not None
+
+
+def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tuple[Tensor, Moments]:
     """`functional.batch_norm` in training, over the batches of all processes of `group`.
 
+    The max pooling that `spec` may name comes after it, in a call of its own.
+
     Returns:
-        y, and the (C,) mean and biased variance of the joined batch.
+        y, and a function of nothing for the (C,) mean and biased variance of the joined batch.
 
     Raises:
-        ValueError: shapes that do not fit; on the CPU, one value a channel in the joined batch.
-            Elsewhere the host would have to wait to know: y is `bias` then.
-        TypeError: an input that is not floating point.
+        ValueError: shapes that do not fit; an unknown activation or backend; on the CPU, one value
+            a channel in the joined batch. Elsewhere the host would have to wait to know: y is
+            `bias` (and `residual`) then.
+        TypeError: tensors that are not floating point.
     """
-    caller = "SyncBatchNorm"
-    _checks.floating(caller, t.x)
-    _checks.channels(caller, t.x, running_mean=t.running_mean, weight=t.weight, bias=t.bias)
+    pool = spec.pool
+    if pool is not None:
+        y, moments = batch_norm(t, spec.without_pool(), backend, group)
+        return pool(y), moments
+    eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
+    processes = group.size()
+    plan = None
+    if eager:
+        plan = cache.find(cache.key_of(t, spec, (backend, processes)))
+    if plan is None:
+        _check(t, spec)
+        plan = route.joined(_CALLER, backend, t, spec, processes)
+    if plan is not None:
+        y, stats = plan.run(t, group)
+        return y, lambda: plan.moments(stats)
+    y, mean, var = _by_torch(t, spec, backend, group)
+    if t.residual is not None:
+        y = y + t.residual
+    if spec.activation is not None:
+        y = ACTIVATIONS[spec.activation].function(y)
+    return y, lambda: (mean, var)
+
+
+_CALLER = "SyncBatchNorm"
+
+
+def _check(t: Tensors, spec: BatchNormSpec) -> None:
+    _checks.tensors(_CALLER, t.x, residual=t.residual)
+    _checks.channels(_CALLER, t.x, running_mean=t.running_mean, weight=t.weight, bias=t.bias)
+    _checks.activation(_CALLER, spec.activation)
+    _checks.same_shape(_CALLER, t.x, residual=t.residual)
+
+
+def _by_torch(
+    t: Tensors, spec: BatchNormSpec, backend: str, group: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm alone; mean and biased variance of the joined batch."""
     y, mean, var, n = _SyncBatchNorm.apply(
         t.x, t.weight, t.bias, spec.eps, spec.target_variance, backend, group
     )
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
-        raise ValueError(
-            f"normplug.{caller}: training needs more than one value per channel; the joined batch "
-            f"of {dist.get_world_size(group)} processes has 1. Use .eval(), a larger batch, or "
-            "drop_last=True in the loader."
-        )
+        raise _checks.one_joined_value(dist.get_world_size(group))
     if t.running_mean is not None and t.running_var is not None:
         # A batch without a variance moves nothing, and is not counted.
         step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum, counts=n > 1)
@@ -119,7 +160,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         # A graph of the gradients is wanted: torch operations only, from x on.
         twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if twice:
-            mean, rstd = _differentiable_statistics(x, n, ctx.eps, ctx.group)
+            mean, rstd = messages.differentiable_statistics(x, n, ctx.eps, ctx.group)
         fused = _has_kernels(x) and not twice
         if fused:
             x = dense(x)
@@ -127,7 +168,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         sums = _own_sums(dy, x, mean, rstd, fused)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            means = (_Sum.apply(sums, ctx.group) if twice else _sum(sums, ctx.group)) / n
+            means = (messages.Sum.apply(sums, ctx.group) if twice else _sum(sums, ctx.group)) / n
             scale = torch.full_like(rstd, ctx.scale)
             if weight is not None:
                 scale = weight.to(rstd.dtype) * scale
@@ -166,22 +207,9 @@ def _input_gradient(
     return (dx * per_channel(scale * rstd, x)).to(x.dtype)
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over all processes; so is the gradient, as every process has used it."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _sum(values, group)
-
-    @staticmethod
-    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(dtotal, ctx.group), None
-
-
 def _sum(values: Tensor, group: Any) -> Tensor:
     total = values.clone()
-    dist.all_reduce(total, group=group)
+    messages.add(total, group)
     return total
 
 
@@ -195,26 +223,13 @@ def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
         count = x.new_full((1,), x.numel() // channels, dtype=acc)
         own = torch.cat([*functional.channel_stats(x), count])
     processes = dist.get_world_size(group)
-    gathered = own.new_empty(processes * own.shape[0])
-    assert _all_gather is not None
-    _all_gather(gathered, own, group)
+    gathered = messages.gather(own, processes, group)
     means, variances, counts = gathered.view(processes, -1).split([channels, channels, 1], dim=1)
     n = counts.sum()
     weights = counts / n.clamp(min=1)
     mean = (weights * means).sum(0)
     var = (weights * (variances + (means - mean).square())).sum(0)
     return mean, var, n
-
-
-def _differentiable_statistics(
-    x: Tensor, n: Tensor, eps: float, group: Any
-) -> tuple[Tensor, Tensor]:
-    """Mean and rstd of the joined batch as functions of x, for second derivatives."""
-    dims = channel_dims(x)
-    x = x.to(n.dtype)
-    mean = _Sum.apply(x.sum(dims), group) / n
-    var = _Sum.apply((x - per_channel(mean, x)).square().sum(dims), group) / n
-    return mean, torch.rsqrt(var + eps)
 
 
 def _has_kernels(x: Tensor) -> bool:

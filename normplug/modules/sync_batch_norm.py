@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from normplug._ops.spec import BatchNormSpec, Tensors
+from normplug._ops.spec import BatchNormSpec, Pool, Tensors
 from normplug._torch import BatchNormBase, LazyNormBase
 from normplug.modules import joined
 from normplug.modules.batch_norm import (
@@ -34,27 +34,56 @@ class _SyncBatchNormForward(_BatchNorm):
         group = self.group_to_join()
         if group is None:
             return super().forward(input)
+        y, moments = self._joined(group, input)
+        if self._probe is not None:
+            self._record(input, y, *moments())
+        return y
+
+    def fused(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        activation: str | None = None,
+        pool: Pool | None = None,
+        *,
+        single: bool = False,
+        keeps_residual: bool = False,
+    ) -> Tensor:
+        """As in the class before; with the other processes in training.
+
+        There `single` changes nothing, and the pooling is torch's.
+        """
+        group = self.group_to_join()
+        if group is not None:
+            return self._joined(group, input, residual, activation, pool, keeps_residual)[0]
+        return super().fused(
+            input, residual, activation, pool, single=single, keeps_residual=keeps_residual
+        )
+
+    def _joined(
+        self,
+        group: Any,
+        input: Tensor,
+        residual: Tensor | None = None,
+        activation: str | None = None,
+        pool: Pool | None = None,
+        keeps_residual: bool = False,
+    ) -> tuple[Tensor, joined.Moments]:
+        """The output, and how to get the moments of the joined batch."""
         self._check_input_dim(input)
         mean, var, tracked = self._statistics() if self.track_running_stats else (None,) * 3
         # As in `_BatchNorm`.
         momentum = 0.0 if self.momentum is None and tracked is None else self.momentum
-        t = Tensors(input, None, *self._affine(), None, mean, var, tracked)
-        spec = BatchNormSpec(True, momentum, self._eps, self.target_variance)
-        y, mean, var = joined.batch_norm(t, spec, self.backend, group)
-        if self._probe is not None:
-            self._record(input, y, mean, var)
-        return y
+        t = Tensors(input, residual, *self._affine(), None, mean, var, tracked)
+        tv = self.target_variance
+        spec = BatchNormSpec(True, momentum, self._eps, tv, activation, pool, keeps_residual)
+        return joined.batch_norm(t, spec, self.backend, group)
 
-    # Its fused methods are those of the class before; `computes_only` says when they apply.
     _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
 
     def group_to_join(self) -> Any:
         """The process group that the next forward joins; None if it joins none."""
         return joined.group_to_join(self.process_group) if self.training else None
-
-    def computes_only(self) -> bool:
-        """As for every layer; in training, only in one process."""
-        return super().computes_only() and self.group_to_join() is None
 
     def _check_input_dim(self, input: Tensor) -> None:
         self._unsynced_class._check_input_dim(self, input)
@@ -82,8 +111,8 @@ class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
     Args:
         *args: those of `torch.nn.SyncBatchNorm`.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        backend: "auto", "triton" or "torch", as in `BatchNorm1d`; what is summed for the gradients
-            in several processes is always torch's.
+        backend: "auto", "triton" or "torch", as in `BatchNorm1d`. In several processes, "triton"
+            leaves to torch what the kernels cannot run, such as a compiled layer's backward.
         **kwargs: those of `torch.nn.SyncBatchNorm`; `process_group` None is all processes.
 
     Shape: (N, C) or (N, C, *space), in and out. One that a swap made of a `BatchNorm2d` takes what

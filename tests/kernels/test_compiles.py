@@ -4,6 +4,7 @@ The interpreter takes Python that the compiler of an older Triton does not.
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,30 @@ def batch_norm_launches(shape, dtype, residual, **options):
 def test_batch_norm(name, dtype):
     for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, activation="relu"):
         assert compiled(made, dtype).asm["cubin"]
+
+
+def joined_launches(shape, dtype):
+    """Those of a norm over two processes; the launches that read no bits have none."""
+    once, twice = (
+        bn.geometry(*shape, dtype.itemsize, tensors, SMS, launch.COOPERATIVE) for tensors in (1, 2)
+    )
+    own = batch_norm.Flags(weight=False, bias=False, normalize=False, variance=True, joined=True)
+    yield batch_norm.forward_launch(once, dtype, own, 0.0, 1e-5, 0.6)
+    flags = batch_norm.Flags(residual=True, running=True, tracked=True, activation="relu")
+    yield batch_norm.merge_launch(2, shape[1], dtype, flags, 0.1, 1e-5)
+    given = replace(flags, training=False, given=True, joined=True)
+    yield batch_norm.forward_launch(once, dtype, given, 0.0, 1e-5, 0.6)
+    sums, dx = replace(flags, joined=True), replace(flags, given=True, joined=True)
+    yield batch_norm.backward_launch(twice, dtype, sums, (False, True, True, False), 0.6)
+    yield batch_norm.backward_launch(twice, dtype, dx, (True, False, False, True), 0.6)
+
+
+@pytest.mark.parametrize("name", ["planes", "columns, items in phases"])
+def test_batch_norm_over_processes(name):
+    _, _, _, sums, _ = made = list(joined_launches(BATCH_NORMS[name], BFLOAT16))
+    for one in made:
+        others = {"dx_ptr": FLOAT32} if one is sums else {}
+        assert compiled(one, BFLOAT16, **others).asm["cubin"]
 
 
 def row_launches(rows, width, itemsize, dtype, spacing):

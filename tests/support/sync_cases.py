@@ -16,7 +16,7 @@ from torch import nn
 
 from batch_norm_cases import laid_out
 from normplug import SyncBatchNorm, swap
-from normplug.modules import joined as _sync
+from normplug._ops.batch_norm import messages as _messages
 
 CHANNELS = 5
 
@@ -124,7 +124,7 @@ def numbers(rank, world, device):
 @contextmanager
 def counting():
     """A list of what is sent while it is open."""
-    sent, gather, reduce = [], _sync._all_gather, dist.all_reduce
+    sent, gather, reduce = [], _messages._all_gather, dist.all_reduce
 
     def counted_gather(out, own, group):
         sent.append(("gather", own.numel()))
@@ -135,7 +135,7 @@ def counting():
         reduce(values, group=group)
 
     with (
-        patch.object(_sync, "_all_gather", counted_gather),
+        patch.object(_messages, "_all_gather", counted_gather),
         patch.object(dist, "all_reduce", counted_reduce),
     ):
         yield sent
@@ -285,7 +285,7 @@ ON_GPU = [
 ]  # fmt: skip
 
 
-def process(rank, world, on_gpu, directory):
+def process(rank, world, on_gpu, directory, checks=None):
     """Run every check; save the results as `<rank>.pt`."""
     torch.set_num_threads(1)
     device = f"cuda:{rank}" if on_gpu else "cpu"
@@ -302,7 +302,7 @@ def process(rank, world, on_gpu, directory):
         device_id=torch.device(device) if on_gpu else None,
     )
     results = {}
-    for check in ON_GPU if on_gpu else CHECKS[world]:
+    for check in checks or (ON_GPU if on_gpu else CHECKS[world]):
         with warnings.catch_warnings():
             if not on_gpu and check not in (compiled, with_lightning):
                 warnings.simplefilter("error")

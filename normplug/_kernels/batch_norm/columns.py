@@ -71,7 +71,7 @@ _SIZES = [
 def _finish_forward(
     mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, HW,
     CHANNELS, momentum, eps, BCH: tl.constexpr, ACC: tl.constexpr, VARIANCE: tl.constexpr,
-    RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr, TRACKED: tl.constexpr,
+    COUNT: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr, TRACKED: tl.constexpr,
 ):  # fmt: skip
     """Save a slab's statistics, update its running ones, count the batch."""
     places = tl.arange(0, BCH)
@@ -82,6 +82,9 @@ def _finish_forward(
     rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
     tl.store(stats_ptr + channels, mean, mask=there)
     tl.store(stats_ptr + C + channels, var if VARIANCE else rstd, mask=there)
+    if COUNT:
+        if slab == 0:
+            tl.store(stats_ptr + 2 * C, n)
     if RUNNING:
         step = scalar(momentum, ACC)
         if CUMULATIVE:
@@ -141,16 +144,17 @@ def batch_norm_columns_forward(
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BCH: tl.constexpr,
     STAGES: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr,
     TRAINING: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, VARIANCE: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
+    COUNT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    BITS: tl.constexpr, ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
     TRACKED: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
     TRAINING: mean and rstd are the batch's. Otherwise they are those of the running statistics or,
     if GIVEN, read from stats. Without NORMALIZE, only statistics are written. VARIANCE: stats are
-    (mean, var). RUNNING: the running statistics are updated, with CUMULATIVE as averages over
-    `tracked` batches and else by momentum. TRACKED: `tracked` is counted up.
+    (mean, var). COUNT: how many values a channel has comes after them. RUNNING: the running
+    statistics are updated, with CUMULATIVE as averages over `tracked` batches and else by momentum.
+    TRACKED: `tracked` is counted up.
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
@@ -179,7 +183,7 @@ def batch_norm_columns_forward(
             if last:
                 _finish_forward(
                     mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr,
-                    stats_ptr, HW, CHANNELS, momentum, eps, BCH, ACC, VARIANCE, RUNNING,
+                    stats_ptr, HW, CHANNELS, momentum, eps, BCH, ACC, VARIANCE, COUNT, RUNNING,
                     CUMULATIVE, TRACKED,
                 )  # fmt: skip
                 if NORMALIZE and not SOLO:
@@ -237,10 +241,13 @@ def batch_norm_columns_forward(
 @triton.jit
 def _finish_backward(
     sum_dz, sum_dz_centred, slab, C, ROWS, HW, CHANNELS, stats_ptr, dweight_ptr, dbias_ptr,
-    means_ptr, root, BCH: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, LATE: tl.constexpr,
+    means_ptr, sums_ptr, root, BCH: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr, SHARE: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Write a slab's dweight and dbias, and what its dx needs: the mean of dz, the slope in x."""
+    """Write a slab's dweight and dbias, and what its dx needs: the mean of dz, the slope in x.
+
+    SHARE: write the sums, which the dx of several processes needs.
+    """
     places = tl.arange(0, BCH)
     channels = slab * CHANNELS + places
     there = (places < CHANNELS) & (channels < C)
@@ -250,6 +257,9 @@ def _finish_backward(
         tl.store(dweight_ptr + channels, dweight, mask=there)
     if DBIAS:
         tl.store(dbias_ptr + channels, sum_dz.to(dbias_ptr.dtype.element_ty), mask=there)
+    if SHARE:
+        tl.store(sums_ptr + channels, sum_dz, mask=there)
+        tl.store(sums_ptr + C + channels, sum_dz_centred, mask=there)
     if LATE:
         n = ROWS.to(ACC) * HW
         tl.store(means_ptr + channels, sum_dz / n, mask=there)
@@ -305,6 +315,16 @@ def _dx_terms(means_ptr, channels, live, C):
 
 
 @triton.jit
+def _joined_dx_terms(sums_ptr, stats_ptr, channels, live, C):
+    """The same for several processes, from the sums and the number of values of all of them."""
+    each = 1.0 / tl.load(stats_ptr + 2 * C)
+    rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0)
+    mean_dz = tl.load(sums_ptr + channels, mask=live, other=0.0) * each
+    slope = tl.load(sums_ptr + C + channels, mask=live, other=0.0) * rstd * rstd * each
+    return mean_dz, slope
+
+
+@triton.jit
 def _tile_gradients(
     sum_dz, sum_dz_centred, mean_dz, slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
     dresidual_ptr, means_ptr, flag_ptr, row, end, columns, live, channels, slab, mean, scale, bias,
@@ -351,22 +371,25 @@ def batch_norm_columns_backward(
     root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BCH: tl.constexpr,
     STAGES: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr,
-    SUMS: tl.constexpr, LATE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr,
-    DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, SEGMENTS: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr,
+    SUMS: tl.constexpr, SHARE: tl.constexpr, GIVEN: tl.constexpr, LATE: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, DX: tl.constexpr, DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `batch_norm_columns_forward` that DX, DRESIDUAL, DWEIGHT, DBIAS ask for.
 
     LATE: dx depends on sums over the batch, so it is written after them. Otherwise statistics are
     constants, and the first read gives dx. SUMS: the sums are needed, for LATE, dweight or dbias.
+
+    Over several processes, one launch SHAREs: it writes its sums to dx, in ACC. In another they are
+    GIVEN: all processes' sums are read from partial, and the number of values from behind stats.
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
-    if LATE and not OWN:
+    if (LATE and not OWN) and not GIVEN:
         slab, item, late = assignment(t, SLABS, GATHERS, WRITES, GROUP, HEAD)
     else:
-        slab, item, late = t % SLABS, t // SLABS, False
+        slab, item, late = t % SLABS, t // SLABS, GIVEN
     columns, live, own, channels = slab_columns(
         slab, LIVE_UNITS * UNIT, W, HW, CHANNELS, BC, SEGMENTS
     )
@@ -413,7 +436,7 @@ def batch_norm_columns_backward(
                 if last:
                     _finish_backward(
                         a, b, slab, C, ROWS, HW, CHANNELS, stats_ptr, dweight_ptr, dbias_ptr,
-                        means_ptr, root, BCH, ACC, DWEIGHT, DBIAS, LATE,
+                        means_ptr, dx_ptr, root, BCH, ACC, DWEIGHT, DBIAS, SHARE, LATE,
                     )  # fmt: skip
                     if LATE and not SOLO:
                         arrive(flag_ptr)
@@ -440,9 +463,15 @@ def batch_norm_columns_backward(
                         ACTIVATION, DX, DRESIDUAL, EVEN, WIDE, True, False, True, True, False,
                     )  # fmt: skip
         else:
+            joined_mean = 0
+            joined_slope = 0
+            if GIVEN:
+                joined_mean, joined_slope = _joined_dx_terms(
+                    partial_ptr, stats_ptr, channels, live, C
+                )
             _tile_gradients(
-                0, 0, 0, 0, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr, dresidual_ptr, means_ptr,
-                flag_ptr, item * R, ROWS, columns, live, channels, slab, mean, scale, bias, W, C,
-                SLABS, WRITES, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN,
-                WIDE, False, False, True, True, True,
+                0, 0, joined_mean, joined_slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
+                dresidual_ptr, means_ptr, flag_ptr, item * R, ROWS, columns, live, channels, slab,
+                mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION,
+                DX, DRESIDUAL, EVEN, WIDE, False, False, True, True, not GIVEN,
             )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from normplug._activations import KERNEL_CODES
-from normplug._kernels.batch_norm import columns, planes
+from normplug._kernels.batch_norm import columns, merge, planes
 from normplug._kernels.batch_norm.schedule import Columns, Geometry, Planes
 from normplug._kernels.device import power_of_2
 from normplug._kernels.launch import Launch, scalars
@@ -23,6 +23,9 @@ _BACKWARD = (
     "dy", "x", "residual", "bits", "weight", "bias", "stats", "dx", "dresidual", "dweight", "dbias",
     "partial", "counters",
 )  # fmt: skip
+_MERGE = ("parts", "running_mean", "running_var", "tracked", "stats")
+_MERGE_PARTS = 8  # rows that are read at a time
+_MERGE_CHANNELS = 256  # channels of a program: a row of 1 KiB
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,9 @@ class Flags:
     given: without training, mean and rstd are passed in. running, cumulative, tracked: as the
     kernel's RUNNING, CUMULATIVE, TRACKED. normalize: without it only statistics are computed.
     variance: these are saved as (mean, var), not as (mean, rstd).
+
+    joined: the batch is that of several processes. Without normalize, a forward saves the number of
+    values, too. A backward saves the sums of this process, or with given reads those of all.
     """
 
     training: bool = True
@@ -45,11 +51,13 @@ class Flags:
     tracked: bool = False
     normalize: bool = True
     variance: bool = False
+    joined: bool = False
 
     @property
     def bits(self) -> bool:
         """Whether the forward saves relu's signs, so that the residual need not be kept."""
-        return self.residual and self.activation == "relu" and not self.given
+        saves = self.joined or not self.given
+        return self.residual and self.activation == "relu" and saves
 
 
 def forward_launch(
@@ -65,6 +73,7 @@ def forward_launch(
         "GIVEN": flags.given,
         "NORMALIZE": flags.normalize,
         "VARIANCE": flags.variance,
+        "COUNT": flags.joined and not flags.normalize,
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
         "RESIDUAL": flags.residual,
@@ -100,11 +109,14 @@ def backward_launch(
     double = dtype == torch.float64
     dx, dweight, dbias, dresidual = needs
     late = flags.training and dx
-    sums = late or dweight or dbias
+    share = flags.joined and not flags.given
+    sums = late or dweight or dbias or share
     numbers = scalars(double, root=math.sqrt(tv))
     constants: dict[str, Any] = {
         "ACC": tl.float64 if double else tl.float32,
         "SUMS": sums,
+        "SHARE": share,
+        "GIVEN": flags.given,
         "LATE": late,
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
@@ -118,15 +130,42 @@ def backward_launch(
     }
     if isinstance(shape, Planes):
         if late:
-            lag, grid = shape.lag, shape.tiles + shape.lag
+            lag = 0 if flags.given else shape.lag
+            grid = shape.tiles + lag
         else:
             lag, grid = shape.tiles, shape.tiles + (shape.c if sums else 0)
         return _planes(
             planes.batch_norm_planes_backward, _BACKWARD, shape, lag, grid, numbers, constants
         )
-    grid = shape.grid if late else shape.slabs * shape.gathers
+    both = late and not flags.given
+    alone = shape.writes if flags.given else shape.gathers
+    grid = shape.grid if both else shape.slabs * alone
     return _columns(
-        columns.batch_norm_columns_backward, _BACKWARD, shape, grid, late, numbers, constants
+        columns.batch_norm_columns_backward, _BACKWARD, shape, grid, both, numbers, constants
+    )
+
+
+def merge_launch(
+    parts: int, channels: int, dtype: torch.dtype, flags: Flags, momentum: float, eps: float
+) -> Launch:
+    """Set up the merge of the statistics of `parts` processes."""
+    double = dtype == torch.float64
+    bc = min(power_of_2(channels), _MERGE_CHANNELS)
+    return Launch(
+        merge.batch_norm_merge,
+        1 if flags.cumulative else -(-channels // bc),
+        pointers=_MERGE,
+        sizes={"PARTS": parts, "C": channels},
+        scalars=scalars(double, momentum=momentum, eps=eps),
+        constants={
+            "F": min(power_of_2(parts), _MERGE_PARTS),
+            "BC": bc,
+            "ACC": tl.float64 if double else tl.float32,
+            "RUNNING": flags.running,
+            "CUMULATIVE": flags.cumulative,
+            "TRACKED": flags.tracked,
+        },
+        warps=4,
     )
 
 

@@ -63,17 +63,17 @@ def batch_norm_planes_forward(
     momentum, eps, root,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr,
     TRAINING: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, VARIANCE: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
+    COUNT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    BITS: tl.constexpr, ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
     TRACKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
     TRAINING: mean and rstd are the batch's. Otherwise they are those of the running statistics or,
     if GIVEN, read from stats. Without NORMALIZE, only statistics are written, by one more program a
-    channel after LAG = TILES. VARIANCE: stats are (mean, var). RUNNING: the running statistics are
-    updated, with CUMULATIVE as averages over `tracked` batches and else by momentum. TRACKED:
-    `tracked` is counted up.
+    channel after LAG = TILES. VARIANCE: stats are (mean, var). COUNT: how many values a channel has
+    comes after them. RUNNING: the running statistics are updated, with CUMULATIVE as averages over
+    `tracked` batches and else by momentum. TRACKED: `tracked` is counted up.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT
@@ -111,6 +111,9 @@ def batch_norm_planes_forward(
             )
             n = total.to(ACC)
             var = m2 / n
+            if COUNT:
+                if u == 0:
+                    tl.store(stats_ptr + 2 * C, n)
             if RUNNING:
                 if k == 0:
                     step = scalar(momentum, ACC)
@@ -198,15 +201,20 @@ def batch_norm_planes_backward(
     N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG,
     root,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr,
-    SUMS: tl.constexpr, LATE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr,
-    DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, WIDE: tl.constexpr,
+    SUMS: tl.constexpr, SHARE: tl.constexpr, GIVEN: tl.constexpr, LATE: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, DX: tl.constexpr, DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `batch_norm_planes_forward` that DX, DRESIDUAL, DWEIGHT, DBIAS ask for.
 
     LATE: dx depends on sums over the batch, so tiles are written LAG programs later. Otherwise
     statistics are constants, and the first read gives dx; with SUMS, one more program a channel
     after LAG = TILES writes dweight and dbias.
+
+    Over several processes, one launch SHAREs: it writes its sums to dx, in ACC. In another they are
+    GIVEN: all processes' sums are read from partial, and the number of values from behind stats.
+    That one has SUMS and LATE, and LAG = 0.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT
@@ -214,7 +222,7 @@ def batch_norm_planes_backward(
         total = N.to(tl.int64) * HW
     else:
         total = N * HW
-    if t < TILES:
+    if t < TILES and not GIVEN:
         channel = t // TILES_A_CHANNEL
         k = t - channel * TILES_A_CHANNEL
         offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
@@ -259,18 +267,26 @@ def batch_norm_planes_backward(
                     residual_ptr, bits_ptr, offsets, inside, channel, k, total, BLOCK, RESIDUAL,
                     BITS,
                 )  # fmt: skip
-            wait(counters_ptr + channel, TILES_A_CHANNEL, TILES_A_CHANNEL if LATE else 1)
+            if not GIVEN:
+                wait(counters_ptr + channel, TILES_A_CHANNEL, TILES_A_CHANNEL if LATE else 1)
             mean = tl.load(stats_ptr + channel)
             rstd = tl.load(stats_ptr + C + channel)
-            sum_dz, sum_dz_centred = merge_sums(
-                partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, KP, ACC
-            )
+            if GIVEN:
+                sum_dz = tl.load(partial_ptr + channel)
+                sum_dz_centred = tl.load(partial_ptr + C + channel)
+            else:
+                sum_dz, sum_dz_centred = merge_sums(
+                    partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, KP, ACC
+                )
             if k == 0:
                 if DWEIGHT:
                     dweight = sum_dz_centred * rstd * scalar(root, ACC)
                     tl.store(dweight_ptr + channel, dweight.to(dweight_ptr.dtype.element_ty))
                 if DBIAS:
                     tl.store(dbias_ptr + channel, sum_dz.to(dbias_ptr.dtype.element_ty))
+                if SHARE:
+                    tl.store(dx_ptr + channel, sum_dz)
+                    tl.store(dx_ptr + C + channel, sum_dz_centred)
             if LATE:
                 scale = rstd * scalar(root, ACC)
                 if WEIGHT:
@@ -284,7 +300,10 @@ def batch_norm_planes_backward(
                     tl.store(
                         dresidual_ptr + offsets, dr, mask=inside, eviction_policy="evict_first"
                     )
-                n = total.to(ACC)
+                if GIVEN:
+                    n = tl.load(stats_ptr + 2 * C)
+                else:
+                    n = total.to(ACC)
                 slope = sum_dz_centred * rstd * rstd / n
                 dx = (dz - sum_dz / n - centred * slope) * scale
                 dx = dx.to(dx_ptr.dtype.element_ty)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops import eligible
+from normplug._ops import cache, eligible
 from normplug._ops.batch_norm.aten import ATEN
 from normplug._ops.batch_norm.compiled import COMPILED
 from normplug._ops.spec import BatchNormSpec, Route, Tensors
@@ -49,6 +51,23 @@ def choose(
     if backend == "auto" and not fuses and _torch_is_faster(t.x, spec):
         return ATEN
     return _kernels(spec)
+
+
+def joined(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, processes: int) -> Any:
+    """The kernels' plan of a call over several processes; None where torch's operations run it.
+
+    It is about the statistics and the sums. Whatever a process takes, its messages are the same.
+    """
+    if not eligible.is_asked_for(_checks.backend(caller, backend), t.x):
+        return None
+    if eligible.is_compiling() or interposed() or eligible.refusal_now() is not None:
+        return None
+    from normplug._ops.batch_norm.joined import JoinedPlan
+
+    if JoinedPlan.refusal(t, spec) is not None:
+        return None
+    key = cache.key_of(t, spec, (backend, processes))
+    return cache.made_once(key, JoinedPlan, t, spec, processes)
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -1,0 +1,167 @@
+"""SyncBatchNorm by normplug's kernels over two processes, next to one process by torch's."""
+
+import pytest
+import torch
+
+import joined_cases
+from accuracy import assert_no_worse
+from joined_cases import CASES, CHANNELS, MEASURED, TWICE
+from normplug import SyncBatchNorm, functional, target_variance
+from normplug.reference import accumulator_dtype, channel_dims, per_channel
+
+triton = pytest.importorskip("triton")
+np = pytest.importorskip("numpy")
+
+
+def version(module):
+    return tuple(int(part) for part in module.__version__.split(".")[:2])
+
+
+# Triton's interpreter takes numpy 2.4 from its version 3.7 on.
+INTERPRETS = version(triton) >= (3, 7) or version(np) < (2, 4)
+
+
+def ran(directory, on_gpu=False):
+    """What each of two processes got."""
+    torch.multiprocessing.spawn(joined_cases.process, (2, on_gpu, str(directory)), nprocs=2)
+    # Weights only would refuse nothing but the tests' own containers.
+    files = [directory / f"{rank}.pt" for rank in range(2)]
+    return [torch.load(file, weights_only=False, map_location="cpu") for file in files]
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    if not INTERPRETS:
+        pytest.skip("numpy is too new for this Triton")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRITON_INTERPRET", "1")
+        return ran(tmp_path_factory.mktemp("interpreted"))
+
+
+@pytest.fixture(scope="module")
+def two_gpus(tmp_path_factory):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    return ran(tmp_path_factory.mktemp("two_gpus"), on_gpu=True)
+
+
+@pytest.fixture(params=["interpreted", pytest.param("two_gpus", marks=pytest.mark.gpu)])
+def pair(request):
+    """Two processes, of an interpreter and of two GPUs."""
+    return request.getfixturevalue(request.param)
+
+
+def in_one_process(case, dtype):
+    """The local norm's results on the joined batch, by torch; the second of two equal batches."""
+    x, dy, weight, bias = (t.to(dtype or t.dtype) for t in case.joined())
+    residual = case.joined_residual()
+    residual = None if residual is None else residual.to(x.dtype).requires_grad_()
+    layer = SyncBatchNorm(
+        CHANNELS, mode=case.mode, backend="torch", dtype=weight.dtype, **case.settings()
+    )
+    if case.affine:
+        layer.weight.data, layer.bias.data = weight, bias
+    x.requires_grad_()
+    layer.fused(x, residual, case.activation)
+    y = layer.fused(x, residual, case.activation)
+    y.backward(dy)
+    out = {"y": y.detach(), "dx": x.grad, **layer.state_dict()}
+    if residual is not None:
+        out["dresidual"] = residual.grad
+    if case.affine:
+        out |= {"dweight": layer.weight.grad, "dbias": layer.bias.grad}
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_processes_are_as_close_to_float64_as_torch_on_the_joined_batch(case, pair):
+    parts = [result["numbers"][CASES.index(case)] for result in pair]
+    by_kernels = [backend == "triton" for backend in case.backends]
+    assert [part["by_kernels"] for part in parts] == by_kernels
+    if all(by_kernels):  # the same bits everywhere
+        for name, value in parts[0]["state"].items():
+            assert torch.equal(value, parts[1]["state"][name]), name
+    if sum(case.batches) == 0:
+        assert torch.equal(parts[0]["state"]["running_var"], torch.ones(CHANNELS))
+        assert parts[0]["state"]["num_batches_tracked"] == 0
+        assert all(not part["dweight"].any() for part in parts)
+        return
+    truth, theirs = in_one_process(case, torch.float64), in_one_process(case, None)
+    ours = {name: torch.cat([p[name] for p in parts]) for name in ("y", "dx", "dresidual")
+            if name in parts[0]}  # fmt: skip
+    if case.affine:
+        for name in ("dweight", "dbias"):
+            ours[name] = sum(part[name].double() for part in parts).to(theirs[name].dtype)
+    ours |= parts[0]["state"]
+    x, dy, weight, _ = (t.double() for t in case.joined())
+    amplified = float(1 + x.mean().abs() / x.std())  # what mean >> std does to a rounded mean
+    terms = {
+        "dx": per_channel(weight / x.std(channel_dims(x)), x) * dy
+    }  # of two values, all cancels
+    rounded = torch.finfo(accumulator_dtype(case.dtype)).eps
+    spare = max(64 * torch.finfo(torch.float64).eps, rounded) * amplified
+    for name, value in ours.items():
+        each = torch.finfo(value.dtype).eps if name in ("dweight", "dbias") else 0.0
+        assert_no_worse(name, value, theirs[name], truth[name], terms.get(name), spare + each)
+
+
+def test_messages_are_those_of_torchs_way(pair):
+    for result in pair:
+        training, fixed_input, evaluation = result["messages"]
+        assert training == [("gather", 2 * CHANNELS + 1), ("reduce", 2 * CHANNELS)]
+        assert fixed_input == training[:1]
+        assert evaluation == []
+
+
+def test_one_value_in_the_joined_batch_is_refused_on_every_process(interpreted):
+    for result in interpreted:
+        text, state = result["too_few"]
+        assert "the joined batch of 2 processes has 1. Use .eval()" in text
+        assert torch.equal(state["running_var"], torch.ones(CHANNELS))
+        assert state["num_batches_tracked"] == 0
+
+
+def test_second_derivatives_are_those_of_the_joined_batch(pair):
+    x, dy, weight, bias = (t.requires_grad_() for t in TWICE.joined())
+    residual = TWICE.joined_residual().detach().requires_grad_()
+    scaled = weight * target_variance("golden") ** 0.5
+    y = torch.nn.functional.batch_norm(x, None, None, scaled, bias, True) + residual
+    (dx,) = torch.autograd.grad(y.relu().square(), x, dy.detach(), create_graph=True)
+    dx.square().sum().backward()
+    got = [result["second_derivatives"] for result in pair]
+    torch.testing.assert_close(torch.cat([part["x"] for part in got]), x.grad)
+    torch.testing.assert_close(torch.cat([part["residual"] for part in got]), residual.grad)
+    torch.testing.assert_close(sum(part["weight"] for part in got), weight.grad)
+
+
+def test_a_joined_norm_can_be_recomputed(pair):
+    for result in pair:
+        y, again = result["recomputed"]
+        assert torch.equal(y, again)
+
+
+def test_one_process_can_measure_alone(pair):
+    y, probe, state = pair[0]["measured"]
+    x, _, weight, _ = MEASURED.joined()
+    normed = functional.batch_norm(x, None, None, training=True)
+    own = [t[: MEASURED.batches[0]] for t in (x, normed)]
+    expected = [t.var((0, 2, 3), correction=0).mean() for t in (*own, y)]
+    expected.append(weight.square().mean().sqrt())
+    torch.testing.assert_close(probe, torch.stack(expected))
+    _, nothing, other = pair[1]["measured"]
+    assert nothing is None
+    assert torch.equal(state["running_var"], other["running_var"])
+
+
+def test_a_fused_model_computes_the_same_and_runs_the_norms_by_one_call_each(pair):
+    for result in pair:
+        (plain, *others), node = result["fused"]
+        assert node == "_JoinedNormBackward"  # with the addition and relu in it
+        for other in others:
+            for name, value in plain.items():
+                torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.gpu
+def test_the_host_of_two_gpus_never_waits(two_gpus):
+    assert [result["without_waiting"] for result in two_gpus] == [None, None]
