@@ -12,7 +12,7 @@ import sync_cases
 from batch_norm_cases import laid_out
 from normplug import SyncBatchNorm, fuse, swap
 from normplug._ops import recompute
-from sync_cases import CHANNELS, counting, layer_of
+from sync_cases import CHANNELS, counting
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,15 @@ def quiet(check):
     return quieter
 
 
-def kernel_layer(case, rank, weight, bias):
-    layer = layer_of(case, weight, bias)
-    layer.backend = case.backends[rank]
-    return layer
-
-
 @quiet
 def numbers(rank, world, device):
     """Every case's results for two equal batches, of which the second's are kept."""
     results = []
     for case in CASES:
-        x, dy, weight, bias = case.of_rank(rank, device)
+        layer, x, dy = case.of_rank(rank, device)
         x.requires_grad_()
         residual = case.own_residual(rank, device)
-        layer = kernel_layer(case, rank, weight, bias)
+        layer.backend = case.backends[rank]
         layer.fused(x, residual, case.activation)
         y = layer.fused(x, residual, case.activation)
         y.backward(dy)
@@ -130,9 +124,9 @@ TWICE = Case((5, 3), dtype=FLOAT64, **ADD_RELU)
 @quiet
 def second_derivatives(rank, world, device):
     """The gradients of a penalty on the input's gradient."""
-    x, dy, weight, bias = TWICE.of_rank(rank, device)
+    layer, x, dy = TWICE.of_rank(rank, device)
     residual = TWICE.own_residual(rank, device)
-    layer = kernel_layer(TWICE, rank, weight, bias)
+    layer.backend = TWICE.backends[rank]
     y = layer.fused(x.requires_grad_(), residual, "relu")
     (dx,) = torch.autograd.grad(y.square(), x, dy, create_graph=True)
     dx.square().sum().backward()
@@ -143,9 +137,9 @@ def second_derivatives(rank, world, device):
 def recomputed(rank, world, device):
     """y, and the same from what it saved."""
     case = Case((5, 3), **LAST, **ADD_RELU)
-    x, _, weight, bias = case.of_rank(rank, device)
+    layer, x, _ = case.of_rank(rank, device)
     residual = case.own_residual(rank, device)
-    layer = kernel_layer(case, rank, weight, bias)
+    layer.backend = case.backends[rank]
     y = layer.fused(x.requires_grad_(), residual, "relu", keeps_residual=True)
     assert recompute.will_recompute(y) == recompute.AVAILABLE
     return y.detach(), type(y.grad_fn)._forward_cls.recompute(y.grad_fn)
@@ -157,8 +151,8 @@ MEASURED = Case((5, 3), backends=("triton", "triton"))
 @quiet
 def measured(rank, world, device):
     """What one process alone measures while all train."""
-    x, _, weight, bias = MEASURED.of_rank(rank, device)
-    layer = kernel_layer(MEASURED, rank, weight, bias)
+    layer, x, _ = MEASURED.of_rank(rank, device)
+    layer.backend = MEASURED.backends[rank]
     if rank == 0:
         layer._probe = torch.zeros(4, device=device)
     y = layer(x)
