@@ -18,10 +18,6 @@ from normplug._torch import (
 )
 
 _HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is wanted
-# Bytes of input, by itemsize, below which torch's own norm takes less time at target variance 1.
-# Its host time is shorter (in training by 15 us for BatchNorm, by 60 to 100 for LayerNorm), and up
-# to here the GPU waits for the host (docs/speed.md).
-_HOST_BOUND = {2: 8 << 20, 4: 16 << 20, 8: 16 << 20}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -38,11 +34,6 @@ def is_compiling() -> bool:
 def size_of(x: Tensor) -> int:
     """Bytes of a tensor's values."""
     return x.numel() * x.element_size()
-
-
-def is_host_bound(x: Tensor) -> bool:
-    """Whether x is so small that the GPU waits for the host, and torch's own norm is faster."""
-    return size_of(x) < _HOST_BOUND[x.element_size()]
 
 
 def has_kernels(caller: str, backend: str, x: Tensor) -> bool:

@@ -42,14 +42,12 @@ def choose(
         if backend == "triton" and spec.pool is None:
             raise _checks.no_kernel(caller, why)
         return otherwise
-    fuses = t.residual is not None or spec.activation is not None
     if eligible.is_compiling():
+        fuses = t.residual is not None or spec.activation is not None
         # Inductor fuses a norm with what follows it, and an operator prevents that. So an operator
         # pays only if it fuses more itself, or if there is nothing to fuse the norm with.
         worth = (fuses or single) and eligible.size_of(t.x) >= _OPERATOR_BYTES
         return COMPILED if backend == "triton" or worth else otherwise
-    if backend == "auto" and not fuses and _torch_is_faster(t.x, spec):
-        return ATEN
     return _kernels(spec)
 
 
@@ -88,11 +86,3 @@ def _kernels(spec: BatchNormSpec) -> Route:
     else:
         from normplug._ops.batch_norm.pooled import KERNELS
     return KERNELS
-
-
-def _torch_is_faster(x: Tensor, spec: BatchNormSpec) -> bool:
-    """Whether torch's own norm was measured faster, host time included."""
-    if not (spec.training and spec.target_variance == 1.0):
-        return False
-    channels_last_halves = x.element_size() == 2 and not x.is_contiguous()
-    return not channels_last_halves and eligible.is_host_bound(x)

@@ -41,10 +41,6 @@ def choose(
         return ATEN
     if eligible.is_compiling():
         return COMPILED if backend == "triton" or _operator_pays(t, channels_first) else ATEN
-    plain = t.residual is None and t.input_bias is None and t.running_mean is None
-    stock = plain and spec.target_variance == 1.0
-    if backend == "auto" and stock and eligible.is_host_bound(t.x):
-        return ATEN
     return KERNELS
 
 
