@@ -10,9 +10,11 @@ from torch import Tensor
 
 from normplug import _checks, native
 from normplug._ops import cache, nested
+from normplug._ops.batch_norm import checks as batch_norm_checks
 from normplug._ops.batch_norm import route as batch_norm_route
+from normplug._ops.layer_norm import checks as layer_norm_checks
 from normplug._ops.layer_norm import route as layer_norm_route
-from normplug._ops.spec import BatchNormSpec, LayerNormSpec, Tensors
+from normplug._ops.spec import BatchNormSpec, LayerNormSpec, Tensors, others
 from normplug.modes import ModeLike, target_variance
 from normplug.reference import accumulator_dtype
 
@@ -113,10 +115,10 @@ def _batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, *, single: bool =
         if (call := cache.find(key)) is not None:
             native.keep(spec, backend, t, call)
             return call(t)
-    _check_batch_norm(caller, t, spec)
+    batch_norm_checks.check(caller, t, spec)
     name = _checks.backend(caller, backend)
     route = batch_norm_route.choose(caller, name, t, spec, single=single)
-    _checks.devices(caller, t.x, **_others(t))
+    _checks.devices(caller, t.x, **others(t))
     if route is None:
         assert spec.pool is not None
         return spec.pool(_batch_norm(t, spec.without_pool(), backend))
@@ -124,35 +126,6 @@ def _batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, *, single: bool =
     if eager:
         cache.keep(key, route.bind(t, spec))
     return y
-
-
-def _check_batch_norm(caller: str, t: Tensors, spec: BatchNormSpec) -> None:
-    _checks.tensors(caller, t.x, **_others(t))
-    _checks.flags(caller, training=spec.training)
-    _checks.eps(caller, spec.eps)
-    running = {"running_mean": t.running_mean, "running_var": t.running_var}
-    _checks.channels(caller, t.x, **running, weight=t.weight, bias=t.bias)
-    _checks.running_pair(caller, t.running_mean, t.running_var, spec.training)
-    moves = spec.training and t.running_mean is not None
-    _checks.momentum(caller, spec.momentum, t.tracked, moves)
-    if spec.training:
-        _checks.more_than_one_value(caller, t.x)
-    _checks.activation(caller, spec.activation)
-    _checks.same_shape(caller, t.x, residual=t.residual)
-
-
-def _others(t: Tensors) -> dict[str, Tensor | None]:
-    """All tensors but the input, by the names that the arguments have."""
-    _, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
-    return {
-        "residual": residual,
-        "weight": weight,
-        "bias": bias,
-        "input_bias": input_bias,
-        "running_mean": running_mean,
-        "running_var": running_var,
-        "num_batches_tracked": tracked,
-    }
 
 
 def layer_norm(
@@ -226,7 +199,7 @@ def layer_norm(
     t = Tensors(
         input, None, weight, bias, input_bias, running_mean, running_var, num_batches_tracked
     )
-    tv, shape = target_variance(mode), _row_shape(caller, normalized_shape)
+    tv, shape = target_variance(mode), layer_norm_checks.row_shape(caller, normalized_shape)
     spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(input), autocast_output)
     return _layer_norm(caller, t, spec, backend)
 
@@ -246,14 +219,14 @@ def _layer_norm(
         if (call := cache.find(key)) is not None:
             native.keep(spec, backend, t, call)
             return call(t)
-    _check_layer_norm(caller, t, spec)
+    layer_norm_checks.check(caller, t, spec)
     if nested.is_strided(t.x):
         return _strided_layer_norm(caller, t, spec, backend)
     vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
     _checks.trailing(caller, t.x, spec.normalized_shape, **vectors)
     name = _checks.backend(caller, backend)
     route = layer_norm_route.choose(caller, name, t, spec, channels_first=channels_first)
-    _checks.devices(caller, t.x, **_others(t))
+    _checks.devices(caller, t.x, **others(t))
     result = route(t, spec)
     if eager:
         cache.keep(key, route.bind(t, spec))
@@ -267,25 +240,6 @@ def _strided_layer_norm(caller: str, t: Tensors, spec: LayerNormSpec, backend: s
     rows = t._replace(x=nested.rows(total, spec.normalized_shape), residual=None)
     y = nested.of_rows(_layer_norm(caller, rows, spec, backend), total)
     return y if t.residual is None else (y, total)
-
-
-def _check_layer_norm(caller: str, t: Tensors, spec: LayerNormSpec) -> None:
-    _checks.tensors(caller, t.x, **_others(t))
-    _checks.shape(caller, spec.normalized_shape)
-    _checks.eps(caller, spec.eps, zero=True)
-    _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
-    running = {"running_mean": t.running_mean, "running_var": t.running_var}
-    _checks.scalars(caller, **running, num_batches_tracked=t.tracked)
-    _checks.momentum(caller, spec.momentum, t.tracked, t.running_mean is not None)
-    _checks.autocast_output(caller, spec.autocast_output)
-    _checks.same_shape(caller, t.x, residual=t.residual)
-
-
-def _row_shape(caller: str, normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        return tuple(normalized_shape)
-    except TypeError:
-        raise _checks.no_shape(caller, normalized_shape) from None
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -354,7 +308,7 @@ def add_layer_norm(
     """
     caller = "functional.add_layer_norm"
     t = Tensors(x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
-    tv, shape = target_variance(mode), _row_shape(caller, normalized_shape)
+    tv, shape = target_variance(mode), layer_norm_checks.row_shape(caller, normalized_shape)
     spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(x), autocast_output)
     return _layer_norm(caller, t, spec, backend)
 

@@ -1,0 +1,38 @@
+"""What a call of a LayerNorm must satisfy, whatever carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from normplug import _checks
+from normplug._ops.spec import LayerNormSpec, Tensors, others
+
+
+def check(caller: str, t: Tensors, spec: LayerNormSpec) -> None:
+    """Refuse a call that has no meaning.
+
+    Raises:
+        ValueError: values, shapes or devices that do not fit.
+        TypeError: an argument of another type.
+    """
+    _checks.tensors(caller, t.x, **others(t))
+    _checks.shape(caller, spec.normalized_shape)
+    _checks.eps(caller, spec.eps, zero=True)
+    _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
+    running = {"running_mean": t.running_mean, "running_var": t.running_var}
+    _checks.scalars(caller, **running, num_batches_tracked=t.tracked)
+    _checks.momentum(caller, spec.momentum, t.tracked, t.running_mean is not None)
+    _checks.autocast_output(caller, spec.autocast_output)
+    _checks.same_shape(caller, t.x, residual=t.residual)
+
+
+def row_shape(caller: str, normalized_shape: Sequence[int]) -> tuple[int, ...]:
+    """`normalized_shape` as a tuple.
+
+    Raises:
+        TypeError: it is no sequence.
+    """
+    try:
+        return tuple(normalized_shape)
+    except TypeError:
+        raise _checks.no_shape(caller, normalized_shape) from None
