@@ -37,8 +37,10 @@ class Compiler:
         self.does(WRITE)
 
     def does(self, what, version="1.0"):
-        self.path.write_text(SCRIPT.format(version=version, calls=self.calls, does=what))
-        self.path.chmod(0o755)
+        new = self.path.with_suffix(".new")
+        new.write_text(SCRIPT.format(version=version, calls=self.calls, does=what))
+        new.chmod(0o755)
+        new.replace(self.path)  # what runs cannot be written to
         building.library.cache_clear()
 
     def count(self):
