@@ -392,11 +392,13 @@ def test_hooks_on_the_result_and_its_node(norm):
 
 @ENDS
 def test_anomaly_mode_shows_the_forward(norm):
-    with warnings.catch_warnings(record=True) as shown, torch.autograd.detect_anomaly():
-        given = leaves()
-        y = norm(*given)
-        with pytest.raises(RuntimeError, match="nan values"):
-            y.backward(torch.full_like(y, torch.nan))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with torch.autograd.detect_anomaly():
+            given = leaves()
+            y = norm(*given)
+            with pytest.raises(RuntimeError, match="nan values"):
+                y.backward(torch.full_like(y, torch.nan))
     text = "".join(str(each.message) for each in shown)
     assert "Traceback of forward call that caused the error" in text
     assert "y = norm(*given)" in text
