@@ -1,5 +1,6 @@
 import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: each core has a process of its own
 
@@ -7,6 +8,13 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from training import run_in  # noqa: E402
+
+# A test starts no compiler unseen: without a GPU, those of the C++ way ask for it. What it makes
+# is kept for the next session, and not where the user keeps theirs.
+os.environ.setdefault("NORMPLUG_NATIVE", "1" if torch.cuda.is_available() else "0")
+os.environ.setdefault(
+    "NORMPLUG_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "native")
+)
 
 
 def pytest_collection_modifyitems(items):

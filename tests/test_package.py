@@ -20,6 +20,7 @@ UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog
 FLOORS = [
     {"_activations", "_torch", "_layouts"},
     {"modes", "reference", "_checks", "_extras", "_report", "_table"},
+    {"native"},
     {"_kernels"},
     {"_ops"},
     {"functional"},

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -69,14 +70,18 @@ def build() -> Path:
     """Compile the host path now, unless that has been done, and wait for it.
 
     Returns:
-        The compiled file.
+        The compiled file, which can be loaded.
 
     Raises:
-        RuntimeError: it cannot be compiled; with the reason, and the compiler's output.
+        RuntimeError: it cannot be compiled, and why.
     """
-    library = building.library()
-    if not library.exists():
-        building.compile_now(library)
+    try:
+        library = building.library()
+        if not _is_sound(library):
+            building.compile_now(library)
+            building.load(library)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise RuntimeError(f"normplug: the host path cannot be compiled: {error}") from error
     return library
 
 
@@ -105,10 +110,9 @@ def start() -> None:
     if _started:
         return
     with _lock:
-        if _started:
-            return
-        _started = True
-        _start()
+        if not _started:
+            _start()  # raises again at the next call what it raises now
+            _started = True
 
 
 def _start() -> None:
@@ -133,22 +137,36 @@ def _start_in_background() -> None:
             _load(library)
             return
         process = building.compile_in_background(library)
-    except RuntimeError as error:
-        _say(Status("Python", str(error), None))
+    except Exception as error:  # whatever it is, calls go on
+        _say(_failed(error))
         return
     _say(Status("Python", "the C++ way is being compiled", None), logging.DEBUG)
-    threading.Thread(target=_wait, args=(process, library), daemon=True).start()
+    threading.Thread(target=_finish, args=(process, library), daemon=True).start()
 
 
-def _wait(process: Any, library: Path) -> None:
-    process.wait()
-    if not library.exists():
-        _say(Status("Python", building.failure(library), None))
-        return
+def _finish(process: Popen[bytes], library: Path) -> None:
     try:
+        building.finish(process, library)
         _load(library)
-    except ImportError as error:
-        _say(Status("Python", f"{library} cannot be loaded: {error}", None))
+    except Exception as error:
+        _say(_failed(error))
+
+
+def _failed(error: Exception) -> Status:
+    again = " (`python -m normplug.native build` compiles it again)"
+    return Status("Python", f"{error}{again if isinstance(error, ImportError) else ''}", None)
+
+
+def _is_sound(library: Path) -> bool:
+    """Whether it can be loaded; else it is removed, such as half a file."""
+    try:
+        building.load(library)
+    except ImportError:
+        library.unlink()
+        return False
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _load(library: Path) -> None:

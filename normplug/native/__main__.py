@@ -1,9 +1,10 @@
-"""`python -m normplug.native build|status`."""
+"""`python -m normplug.native build|status`; it fails unless the host path is compiled."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from normplug import native
 from normplug.native import building
@@ -15,19 +16,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "command",
         choices=("build", "status"),
-        help="build: compile the host path and wait for it; status: say whether it is compiled",
+        help="build: compile the host path and wait for it; status: say where it is, or why not",
     )
     command = parser.parse_args(arguments).command
     try:
-        if command == "build":
-            print(native.build())
-        else:
-            library = building.library()
-            print(library if library.exists() else f"Not compiled yet: {library}")
-    except RuntimeError as error:
+        print(native.build() if command == "build" else _compiled())
+    except (ImportError, OSError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _compiled() -> Path:
+    """The compiled file."""
+    library = building.library()
+    if not library.exists():
+        raise RuntimeError(building.failure(library) or f"{library} is not compiled yet")
+    building.load(library)
+    return library
 
 
 if __name__ == "__main__":

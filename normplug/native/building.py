@@ -7,6 +7,8 @@ import os
 import platform
 import shlex
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -25,6 +27,7 @@ _NAME = "normplug_host_path"
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 _STALE = 24 * 3600.0  # seconds after which a failure is tried again, and a leftover is removed
+_PATIENCE = 600.0  # seconds that a compiler may take
 
 
 @cache
@@ -36,34 +39,38 @@ def library() -> Path:
     """
     if sys.platform != "linux":
         raise RuntimeError(f"the C++ way needs Linux, and this is {sys.platform}")
-    parts = (
-        *(file.read_text() for file in sorted(SOURCE.parent.glob("*.[hc]*"))),
+    needs = _digest(
+        *(path.read_text() for path in _sources()),
         torch.__version__,
         str(torch.version.git_version),
         sys.version,
+        str(sysconfig.get_config_var("SOABI")),
         platform.machine(),
-        _version(compiler()),
         *_FLAGS,
     )
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    return _folder() / f"{_NAME}-{key}.so"
+    try:
+        made_by = _digest(_version(compiler()))
+    except RuntimeError:  # a container image may have the file, and no compiler
+        found = sorted(_folder().glob(f"{_NAME}-{needs}-*.so"))
+        if not found:
+            raise
+        return found[0]
+    return _folder() / f"{_NAME}-{needs}-{made_by}.so"
 
 
-def compiler() -> str:
-    """The C++ compiler: `CXX`, or the first that is found.
+def compiler() -> list[str]:
+    """The C++ compiler's command: `CXX`, or the first that is found.
 
     Raises:
         RuntimeError: there is none.
     """
-    wanted = os.environ.get("CXX")
-    for name in (wanted,) if wanted else _COMPILERS:
+    wanted = os.environ.get("CXX", "").strip()
+    commands = [shlex.split(wanted)] if wanted else [[name] for name in _COMPILERS]
+    for name, *options in commands:
         if (found := shutil.which(name)) is not None:
-            return found
-    raise RuntimeError(
-        f"no C++ compiler was found (CXX is {wanted})"
-        if wanted
-        else f"no C++ compiler was found ({', '.join(_COMPILERS)})"
-    )
+            return [found, *options]
+    tried = f"CXX is {wanted}" if wanted else ", ".join(_COMPILERS)
+    raise RuntimeError(f"no C++ compiler was found ({tried})")
 
 
 def compile_now(target: Path) -> None:
@@ -72,10 +79,7 @@ def compile_now(target: Path) -> None:
     Raises:
         RuntimeError: the compiler fails, or the result cannot be written.
     """
-    _failure_file(target).unlink(missing_ok=True)
-    _compilation(target).wait()
-    if not target.exists():
-        raise RuntimeError(f"normplug: the host path cannot be compiled: {failure(target)}")
+    finish(_compilation(target), target)
 
 
 def compile_in_background(target: Path) -> subprocess.Popen[bytes]:
@@ -92,14 +96,35 @@ def compile_in_background(target: Path) -> subprocess.Popen[bytes]:
     return _compilation(target)
 
 
-def failure(target: Path) -> str:
-    """Why a compilation failed: the first line that speaks of an error."""
+def finish(process: subprocess.Popen[bytes], target: Path) -> None:
+    """Wait for a compilation.
+
+    Raises:
+        RuntimeError: it has failed, and why.
+    """
     try:
-        lines = _failure_file(target).read_text(errors="replace").splitlines()
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        _failure_file(target).write_text(f"error: it took more than {_PATIENCE:.0f} seconds\n")
+    if not target.exists():  # another process may have made it
+        raise RuntimeError(failure(target) or "the compiler was stopped")
+
+
+def failure(target: Path) -> str | None:
+    """Why the last compilation failed; None if it did not, or was stopped.
+
+    The first line that speaks of an error says why, and the file has all lines.
+    """
+    note = _failure_file(target)
+    try:
+        lines = [line.strip() for line in note.read_text(errors="replace").splitlines()]
     except OSError:
-        return "the compiler was stopped"
-    wrong = [line for line in lines if "error" in line.lower()] or lines
-    return f"the compiler failed: {wrong[0].strip()}" if wrong else "the compiler failed"
+        return None
+    said = [line for line in lines if line]
+    why = next((line for line in said if "error" in line.lower()), said[0] if said else "")
+    return f"the compiler failed: {why or 'it said nothing'} ({note})"
 
 
 def load(path: Path) -> ModuleType:
@@ -107,7 +132,9 @@ def load(path: Path) -> ModuleType:
 
     Raises:
         ImportError: it cannot be loaded.
+        RuntimeError: others may have written it.
     """
+    _check_owners(path.parent, path)
     loader = ExtensionFileLoader(_NAME, str(path))
     module = module_from_spec(ModuleSpec(_NAME, loader, origin=str(path)))
     loader.exec_module(module)
@@ -117,22 +144,25 @@ def load(path: Path) -> ModuleType:
 def _compilation(target: Path) -> subprocess.Popen[bytes]:
     """Start the compiler; what it writes takes its place at once, and whole."""
     part = target.with_name(f"{target.name}.{uuid4().hex}.part")
+    note = _failure_file(target)
     try:
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        _check_owners(target.parent)
         _remove_leftovers(target.parent)
-        part.touch()
+        part.touch(mode=0o644)
+        note.unlink(missing_ok=True)
     except OSError as error:
         raise RuntimeError(f"{target.parent} cannot be written to: {error}") from error
     # A process of its own session: it outlives this one, and no Ctrl-C reaches it.
     script = (
-        '"$@" >"$NOTE.part" 2>&1 && mv -f "$PART" "$TARGET" && rm -f "$NOTE.part" && exit 0; '
-        'rm -f "$PART"; mv -f "$NOTE.part" "$NOTE"; exit 1'
+        'umask 022; "$@" >"$SAID" 2>&1 && mv -f "$PART" "$TARGET" && rm -f "$SAID" && exit 0; '
+        'rm -f "$PART"; mv -f "$SAID" "$NOTE"; exit 1'
     )
-    note = _failure_file(target)
-    places = {"PART": str(part), "TARGET": str(target), "NOTE": str(note)}
+    said = part.with_name(f"{part.name}.txt.part")
+    places = {"PART": str(part), "SAID": str(said), "TARGET": str(target), "NOTE": str(note)}
     return subprocess.Popen(
         ["sh", "-c", script, "sh", *command(part)],
-        env={**os.environ, **places},
+        env={**os.environ, "LC_ALL": "C", **places},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -144,7 +174,7 @@ def command(output: Path) -> list[str]:
     """The compiler's command line."""
     root = Path(torch.__file__).parent
     return [
-        *shlex.split(compiler()),
+        *compiler(),
         *_FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{root / 'include'}",
@@ -157,6 +187,15 @@ def command(output: Path) -> list[str]:
         "-ltorch_cpu",
         "-lc10",
     ]
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _sources() -> list[Path]:
+    """`host_path.cpp` and its headers."""
+    return sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".cpp", ".h"))
 
 
 def _folder() -> Path:
@@ -180,11 +219,23 @@ def _remove_leftovers(folder: Path) -> None:
             continue
 
 
-def _version(compiler: str) -> str:
+def _check_owners(*paths: Path) -> None:
+    """Refuse what others can write: to load a library is to run what it says."""
+    for path in paths:
+        found = path.stat()
+        if found.st_uid not in (os.getuid(), 0):
+            raise RuntimeError(f"{path} belongs to another user; set NORMPLUG_CACHE_DIR")
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise RuntimeError(
+                f"others can write to {path}; `chmod go-w` it, or set NORMPLUG_CACHE_DIR"
+            )
+
+
+def _version(command: list[str]) -> str:
     try:
         done = subprocess.run(
-            [compiler, "--version"], capture_output=True, text=True, check=True, timeout=60
+            [*command, "--version"], capture_output=True, text=True, check=True, timeout=10
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise RuntimeError(f"{compiler} does not run: {error}") from error
+        raise RuntimeError(f"{command[0]} does not run: {error}") from error
     return done.stdout

@@ -5,6 +5,7 @@ The interpreter takes Python that the compiler of an older Triton does not.
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,8 @@ def compiled(made, dtype, **others):
         k: v for k, v in made._constants.items() if k in {p.name for p in made._kernel.params}
     }
     options = {k: v for k, v in made._constants.items() if k not in constants}
+    ones = [n for n, v in zip(names[len(pointers) :], made._numbers, strict=True) if v == 1]
+    constants |= {name: 1 for name in ones if signature[name] == "i32"}  # as a launch does
     signature |= dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
     source = ASTSource(made._kernel, signature, constexprs=constants, attrs=aligned)
@@ -184,3 +187,45 @@ def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(spacing):
         conversions = [line for line in ir.splitlines() if "convert_layout" in line]
         tile = f"-> tensor<{tile_of(made, 'R')}x"
         assert not [c for c in conversions if tile + "f32" in c or tile + "bf16" in c]
+
+
+PARAMETER = re.compile(r"\.param \.([uf])(32|64)\b")
+
+
+def check_parameters(made, dtype, **others):
+    """The host path in C++ is told the parameters that the compiled kernel has."""
+    kernel = compiled(made, dtype, **others)
+    entry = kernel.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0]
+    sizes = [int(bits) // 8 for _, bits in PARAMETER.findall(entry)]
+    # As after the first launch, which needs a GPU.
+    made._function, made._metadata = 1, kernel.packed_metadata
+    made._signature = kernel.src.signature
+    made._run = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0)
+    told = made.compiled()
+    count = len(told.parameters)
+    assert [size for _, _, size in told.parameters] == sizes[:count]
+    assert sizes[count:] in ([8], [8, 8])  # scratch memory, of which the kernels use none
+    assert kernel.metadata.global_scratch_size == 0
+    assert getattr(kernel.metadata, "profile_scratch_size", 0) == 0
+    places = [place for place, _, _ in told.parameters if place >= 0]
+    assert places == [*range(len(made.pointers))]
+    assert told.threads == 32 * kernel.metadata.num_warps
+    assert told.shared == kernel.metadata.shared
+    assert told.cooperative == made._constants.get("launch_cooperative_grid", False)
+    made._run.global_scratch_size = 8
+    assert made.compiled() is None
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
+@pytest.mark.parametrize("name", ["planes", "columns, a slab alone"])
+def test_the_parameters_of_batch_norm(name, dtype):
+    for made in batch_norm_launches(BATCH_NORMS[name], dtype, True):
+        check_parameters(made, dtype)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
+@pytest.mark.parametrize("spacing", [768, 2**32, TwoLevels(197, 768, 768 * 128)], ids=str)
+def test_the_parameters_of_layer_norm(spacing, dtype):
+    acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
+    for made in row_launches(25216, 768, dtype.itemsize, acc, spacing):
+        check_parameters(made, dtype, dtotal_ptr=dtype)

@@ -26,18 +26,24 @@ FILES = [
     "test_calls.py",
     "test_batch_norm_kernels.py",
 ]
+# What goes the C++ way, and is most about autograd.
+CPP_FILES = ["../native/test_host_path.py"]
 if HAS_RECOMPUTE:
     FILES.append("test_recompute.py")
+    CPP_FILES.append("test_recompute.py")
+WAYS = {"Python": ("0", FILES), "C++": ("1", CPP_FILES)}
 
 
 @pytest.mark.skipif(not RUNS, reason="interpreted already, or numpy is too new for this Triton")
-def test_the_kernels_pass_their_tests_in_tritons_interpreter():
+@pytest.mark.parametrize("way", WAYS)
+def test_the_kernels_pass_their_tests_in_tritons_interpreter(way):
+    native, files = WAYS[way]
     folder = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=short", "--color=no"]
     done = subprocess.run(
-        [*command, *(folder / name for name in FILES)],
+        [*command, *(folder / name for name in files)],
         cwd=folder.parents[1],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "NORMPLUG_NATIVE": native},
         capture_output=True,
         text=True,
     )

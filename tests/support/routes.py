@@ -28,6 +28,9 @@ INNER_RULES = ("test_schema", "test_autograd_registration", "test_faketensor")
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on no call has been seen before: each is checked, and planned, again."""
     monkeypatch.setattr(cache, "_kept", {})
+    # The C++ way has a cache of its own, which would mix these calls with those before and after.
+    monkeypatch.setattr(native, "call", lambda spec, backend, t: None)
+    monkeypatch.setattr(native, "keep", lambda spec, backend, t, bound: None)
 
 
 def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
@@ -68,6 +71,9 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     """The addresses that launches from now on are given, by their names in the kernel."""
     from normplug._kernels.launch import Launch
 
+    if torch.cuda.is_available():  # there the C++ way launches without Python
+        native.start()
+        monkeypatch.setattr(native, "_extension", None)
     given: list[dict[str, int]] = []
     call = Launch.__call__
 
@@ -78,6 +84,46 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
 
     monkeypatch.setattr(Launch, "__call__", watched)
     return given
+
+
+def is_cpp(y: Any) -> bool:
+    """Whether y has an autograd node of the C++ way."""
+    return native.plan_of(y) is not None
+
+
+def both_ways(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `compute` returns, which is the same to the bit the C++ way and the Python way.
+
+    Its first calls the C++ way are not as later ones: they ask Python for what they do not know.
+    """
+    found = [compute() for _ in range(4 if torch.cuda.is_available() else 2)]
+    with native.python_way():
+        python = compute()
+    for cpp in found:
+        assert cpp.keys() == python.keys()
+        for name, value in python.items():
+            assert_same(name, cpp[name], value)
+    return python
+
+
+def assert_same(name: str, one: Any, other: Any) -> None:
+    """Values, and of tensors also dtypes and strides; nan is like nan."""
+    if not isinstance(other, Tensor):
+        assert one == other, name
+        return
+    assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride()), name
+    assert one.requires_grad == other.requires_grad, name
+    assert torch.equal(_bits(one), _bits(other)), name
+
+
+def _bits(t: Tensor) -> Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.detach().contiguous().view(kinds[t.element_size()])
+
+
+def kernels_of(norm: str) -> Any:
+    """The kernels' route of a norm."""
+    return import_module(f"normplug._ops.{norm}.eager").KERNELS
 
 
 def watch_compiled(

@@ -1,0 +1,424 @@
+"""Whether, when and where the host path is compiled; by scripts in a compiler's place."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from normplug import native
+from normplug.native import __main__, building
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere calls go the Python way")
+
+SCRIPT = """#!/bin/sh
+if [ "$1" = --version ]; then echo {version}; exit; fi
+echo called >> {calls}
+while [ "$1" != -o ]; do shift; done
+out=$2
+{does}
+"""
+WRITE = 'echo compiled > "$out"'
+FAIL = "echo some.cpp:1; echo 'some.cpp:2: error: no luck'; exit 1"
+HANG = "sleep 60"
+A_DAY = 25 * 3600
+
+
+class Compiler:
+    """A script that does what it is told."""
+
+    def __init__(self, folder):
+        self.path, self.calls = folder / "compiler", folder / "calls"
+        self.does(WRITE)
+
+    def does(self, what, version="1.0"):
+        new = self.path.with_suffix(".new")
+        new.write_text(SCRIPT.format(version=version, calls=self.calls, does=what))
+        new.chmod(0o755)
+        new.replace(self.path)  # what runs cannot be written to
+        building.library.cache_clear()
+
+    def count(self):
+        return len(self.calls.read_text().splitlines()) if self.calls.exists() else 0
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "deep" / "cache"
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path, folder):
+    """In an environment of its own, in which no kernel has been wanted yet."""
+    made = Compiler(tmp_path)
+    monkeypatch.setenv("CXX", str(made.path))
+    monkeypatch.setenv("NORMPLUG_CACHE_DIR", str(folder))
+    monkeypatch.setenv("NORMPLUG_NATIVE", "auto")
+    restart(monkeypatch)
+    yield made
+    building.library.cache_clear()
+
+
+def restart(monkeypatch):
+    """As another process would begin."""
+    fresh = {"_started": False, "_status": native._NOT_WANTED, "_loaded": None, "_extension": None}
+    for name, value in fresh.items():
+        monkeypatch.setattr(native, name, value)
+    building.library.cache_clear()
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Let what the script has compiled be loaded."""
+
+    def load(path):
+        if path.read_text() != "compiled\n":
+            raise ImportError(f"{path.name}: file too short")
+        return ModuleType(path.name)
+
+    monkeypatch.setattr(building, "load", load)
+
+
+def start():
+    """Want a kernel, and wait for what that starts: the status."""
+    native.start()
+    deadline = time.monotonic() + 60
+    while native.status().why == "the C++ way is being compiled":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return native.status()
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# Each way that it can end.
+
+
+def test_it_is_compiled_when_a_kernel_is_wanted(compiler, loads, folder, caplog):
+    assert str(native.status()) == "normplug: calls go the Python way: no kernel was wanted yet."
+    status = start()
+    assert status.way == "C++"
+    assert [status.library] == [*folder.iterdir()]
+    assert str(status) == f"normplug: calls go the C++ way: it is compiled ({status.library})."
+    native.start()
+    assert compiler.count() == 1
+    assert not warnings(caplog)
+
+
+def test_another_process_loads_what_is_there(compiler, loads, monkeypatch):
+    start()
+    restart(monkeypatch)
+    native.start()
+    assert native.status().way == "C++"
+    assert compiler.count() == 1
+
+
+def test_without_a_compiler_one_line_says_so(compiler, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("CXX", "nowhere --fast")
+    assert start() == ("Python", "no C++ compiler was found (CXX is nowhere --fast)", None)
+    start()
+    assert warnings(caplog) == [str(native.status())]
+    restart(monkeypatch)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert start().why == "no C++ compiler was found (g++, c++, clang++)"
+
+
+def test_what_is_there_needs_no_compiler(compiler, loads, monkeypatch):
+    library = start().library
+    restart(monkeypatch)
+    monkeypatch.setenv("CXX", "nowhere")
+    assert start().library == library
+
+
+def test_a_compiler_that_fails_is_left_alone_for_a_day(compiler, monkeypatch, folder, caplog):
+    compiler.does(FAIL)
+    note = building.library().with_suffix(".failed.txt")
+    why = f"the compiler failed: some.cpp:2: error: no luck ({note})"
+    assert start() == ("Python", why, None)
+    assert warnings(caplog) == [str(native.status())]
+    assert note.read_text() == "some.cpp:1\nsome.cpp:2: error: no luck\n"
+    restart(monkeypatch)
+    again = "`python -m normplug.native build` tries again, and shows why"
+    assert start().why == f"{why}. {again}"
+    assert compiler.count() == 1
+    os.utime(note, times=(time.time() - A_DAY,) * 2)
+    restart(monkeypatch)
+    assert start().why == why
+    assert compiler.count() == 2
+    assert [*folder.iterdir()] == [note]
+
+
+def test_a_compiler_that_fails_at_its_version(compiler):
+    compiler.path.write_text("#!/bin/sh\nexit 3")
+    assert f"{compiler.path} does not run" in start().why
+
+
+def test_the_compilers_words_are_english(compiler, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    compiler.does('echo "error: in $LC_ALL"; exit 1')
+    assert "error: in C (" in start().why
+
+
+def test_a_folder_that_cannot_be_made(compiler, monkeypatch, tmp_path, caplog):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("NORMPLUG_CACHE_DIR", str(file / "cache"))
+    assert f"{file}/cache cannot be written to" in start().why
+    assert len(warnings(caplog)) == 1
+    with pytest.raises(RuntimeError, match="the host path cannot be compiled: .*file"):
+        native.build()
+    assert compiler.count() == 0
+
+
+def test_a_folder_that_is_full(compiler, monkeypatch, folder):
+    # Not even what the compiler says can be written.
+    compiler.does(f"rm -r {folder}; exit 1")
+    assert start().why == "the compiler was stopped"
+    monkeypatch.setenv("NORMPLUG_CACHE_DIR", str(folder))
+    compiler.does("echo 'fatal error: No space left on device'; exit 1")
+    restart(monkeypatch)
+    assert "No space left on device" in start().why
+
+
+def test_a_killed_compiler_leaves_nothing_that_harms(compiler, loads, monkeypatch, folder):
+    compiler.does(f'echo half > "$out"; touch {folder}/half; {HANG}')
+    library = building.library()
+    process = building.compile_in_background(library)
+    while not (folder / "half").exists():
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="the compiler was stopped"):
+        building.finish(process, library)
+    left = [*folder.glob("*.part")]
+    assert left
+    assert not library.exists()
+    # The next process tries again, and removes what is old.
+    compiler.does(WRITE)
+    assert start().way == "C++"
+    assert {*folder.glob("*.part")} == {*left}
+    for part in left:
+        os.utime(part, times=(time.time() - A_DAY,) * 2)
+    building.compile_now(library)
+    assert not [*folder.glob("*.part")]
+
+
+def test_a_compiler_that_hangs_is_stopped(compiler, monkeypatch):
+    compiler.does(HANG)
+    monkeypatch.setattr(building, "_PATIENCE", 0.3)
+    began = time.monotonic()
+    assert "it took more than 0 seconds" in start().why
+    assert time.monotonic() - began < 30
+    restart(monkeypatch)
+    assert "tries again" in start().why
+    assert compiler.count() == 1
+
+
+def test_two_processes_may_build_at_once(compiler, folder):
+    compiler.does('printf half > "$out"; sleep 0.3; printf whole >> "$out"')
+    library = building.library()
+    processes = [building.compile_in_background(library) for _ in range(2)]
+    for process in processes:
+        building.finish(process, library)
+    assert compiler.count() == 2
+    assert library.read_text() == "halfwhole"
+    assert [*folder.iterdir()] == [library]
+
+
+def test_one_of_two_processes_may_fail(compiler):
+    library = building.library()
+    compiler.does(f"sleep 0.3; {FAIL}")
+    failing = building.compile_in_background(library)
+    compiler.does(WRITE)
+    building.compile_now(library)
+    building.finish(failing, library)
+    assert library.read_text() == "compiled\n"
+
+
+# What is compiled, and where.
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.__version__", "torch.version.git_version", "sys.version", "platform.machine"]
+)
+def test_another_torch_or_python_means_another_file(name, compiler, monkeypatch):
+    before = building.library()
+    other = "other" if name != "platform.machine" else lambda: "other"
+    monkeypatch.setattr(f"normplug.native.building.{name}", other)
+    building.library.cache_clear()
+    assert building.library() != before
+
+
+def test_another_compiler_or_source_means_another_file(compiler, monkeypatch, tmp_path):
+    before = building.library()
+    building.library.cache_clear()
+    assert building.library() == before
+    compiler.does(WRITE, version="1.1")
+    assert building.library() != before
+    source = tmp_path / "host_path.cpp"
+    source.write_text("int one;")
+    monkeypatch.setattr(building, "SOURCE", source)
+    found = set()
+    for text in ("int two;", "int three;"):
+        (tmp_path / "header.h").write_text(text)
+        building.library.cache_clear()
+        found.add(building.library())
+    assert len(found) == 2
+
+
+def test_a_compiler_may_have_options(compiler, monkeypatch):
+    monkeypatch.setenv("CXX", f"{compiler.path} -fast")
+    assert building.command(Path("out"))[:2] == [str(compiler.path), "-fast"]
+
+
+def test_where_it_lies(compiler, monkeypatch, folder):
+    assert building.library().parent == folder
+    monkeypatch.delenv("NORMPLUG_CACHE_DIR")
+    for name, below in (("XDG_CACHE_HOME", "normplug"), ("HOME", ".cache/normplug")):
+        monkeypatch.setenv(name, f"/{name}")
+        building.library.cache_clear()
+        assert building.library().parent == Path(f"/{name}", below)
+        monkeypatch.delenv(name)
+
+
+def test_a_file_that_cannot_be_loaded(compiler, monkeypatch, caplog):
+    library = building.library()
+    library.parent.mkdir(parents=True)
+    library.write_text("garbage")
+    status = start()
+    assert status.way == "Python"
+    assert status.why.startswith(f"{library}: ")
+    assert "`python -m normplug.native build` compiles it again" in status.why
+    assert len(warnings(caplog)) == 1
+    assert compiler.count() == 0
+
+
+def test_a_compiled_file_that_cannot_be_loaded(compiler):
+    assert "compiles it again" in start().why
+    with pytest.raises(RuntimeError, match="cannot be compiled: .*file too short"):
+        native.build()
+
+
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_what_others_can_write_is_not_loaded(which, compiler, folder):
+    library = building.library()
+    building.compile_now(library)
+    path = folder if which == "folder" else library
+    path.chmod(0o775)
+    assert f"others can write to {path}; `chmod go-w` it" in start().why
+    with pytest.raises(RuntimeError, match="others can write"):
+        native.build()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_what_belongs_to_others_is_not_loaded(compiler, folder):
+    building.compile_now(building.library())
+    os.chown(folder, 1, -1)
+    assert f"{folder} belongs to another user" in start().why
+
+
+def test_others_cannot_write_to_what_is_made_here(compiler, loads, folder):
+    before = os.umask(0)
+    try:
+        library = start().library
+    finally:
+        os.umask(before)
+    assert not folder.stat().st_mode & 0o022
+    assert not library.stat().st_mode & 0o022
+
+
+# The switch, the command and the process around it.
+
+
+def test_the_switch_off(compiler, monkeypatch, caplog):
+    monkeypatch.setenv("NORMPLUG_NATIVE", "0")
+    assert start() == ("Python", "NORMPLUG_NATIVE is 0", None)
+    assert compiler.count() == 0
+    assert not warnings(caplog)
+
+
+def test_the_switch_on_waits_or_raises(compiler, loads, monkeypatch):
+    monkeypatch.setenv("NORMPLUG_NATIVE", "1")
+    compiler.does(FAIL)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the host path cannot be compiled: .*no luck"):
+            native.start()
+    compiler.does(WRITE)
+    native.start()
+    assert native.status().way == "C++"
+
+
+def test_another_value_of_the_switch_is_refused(compiler, monkeypatch):
+    monkeypatch.setenv("NORMPLUG_NATIVE", "yes")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="NORMPLUG_NATIVE must be 0, 1 or auto, not 'yes'"):
+            native.start()
+    assert compiler.count() == 0
+
+
+def test_calls_can_be_sent_the_python_way(compiler, loads):
+    with native.python_way():
+        assert start().way == "C++"
+        assert native._extension is None
+    assert native._extension is native._loaded is not None
+
+
+def test_the_command(compiler, loads, capsys):
+    library = building.library()
+
+    def run(command):
+        code = __main__.main([command])
+        return (code, *capsys.readouterr())
+
+    assert run("status") == (1, "", f"{library} is not compiled yet\n")
+    compiler.does(FAIL)
+    library = building.library()
+    for command in ("build", "status", "build"):
+        code, out, error = run(command)
+        assert (code, out) == (1, "")
+        assert "error: no luck" in error
+    assert compiler.count() == 2
+    compiler.does(WRITE)
+    assert run("build") == run("build") == run("status") == (0, f"{library}\n", "")
+    assert compiler.count() == 3
+    library.write_text("garbage")
+    assert run("status")[0] == 1
+    assert run("build") == (0, f"{library}\n", "")
+    assert compiler.count() == 4
+
+
+IMPORT = """
+import threading, torch, normplug
+from normplug import native
+normplug.swap(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))(torch.randn(2, 3)).sum().backward()
+print(native.status().why, threading.active_count(), sep=";")
+native.start()
+print(native.status().why)
+"""
+
+
+def test_an_import_starts_nothing_and_a_build_outlives_its_process(compiler, tmp_path):
+    gate = tmp_path / "gate"
+    compiler.does(f"while [ ! -e {gate} ]; do sleep 0.05; done; {WRITE}")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = done.stdout.splitlines()
+    assert first == "no kernel was wanted yet;1"
+    assert second == "the C++ way is being compiled"
+    library = building.library()
+    assert not library.exists()
+    gate.touch()
+    deadline = time.monotonic() + 60
+    while not library.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert library.read_text() == "compiled\n"

@@ -1,0 +1,724 @@
+"""The C++ way does what the Python way does, to the bit, and is to autograd what torch's own is.
+
+Triton interprets the kernels, so a launch goes back to Python: see `test_interpreter`.
+"""
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import interpreted
+import kernel_cases
+import normplug
+import pool_cases
+import routes
+import row_cases
+from normplug import functional, native
+from normplug._kernels.launch import Launch
+from normplug._ops.spec import LayerNormSpec, Tensors
+from pool_cases import PoolCase
+from routes import both_ways, is_cpp
+
+pytestmark = [
+    *interpreted.MARKS,
+    pytest.mark.skipif(
+        os.environ.get("NORMPLUG_NATIVE") != "1", reason="needs NORMPLUG_NATIVE=1, too"
+    ),
+]
+Batch, Row = kernel_cases.Case, row_cases.Case
+HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+IMAGES = (3, 4, 2, 5)
+
+
+def said(value):
+    return value.__name__ if hasattr(value, "__name__") else f"{type(value).__name__} {value}"
+
+
+CASES = [
+    (kernel_cases, Batch((6, 5))),
+    (kernel_cases, Batch((6, 5), momentum=None)),
+    (kernel_cases, Batch((6, 5, 7), torch.float16, params=FLOAT, affine="weight", mode=4)),
+    (kernel_cases, Batch((3, 5, 2, 2, 2), DOUBLE, "channels_last", running=False)),
+    (kernel_cases, Batch(IMAGES, layout="strided", residual="channels_last", activation="relu")),
+    (kernel_cases, Batch(IMAGES, DOUBLE, residual="contiguous", dy="channels_last")),
+    (kernel_cases, Batch(IMAGES, HALF, "channels_last", FLOAT, activation="relu", dy="expanded")),
+    (kernel_cases, Batch(IMAGES, activation="silu", residual="strided")),
+    (kernel_cases, Batch(IMAGES, HALF, activation="gelu", residual="contiguous")),
+    (kernel_cases, Batch(IMAGES, layout="channels_last", activation="relu6", affine="")),
+    (kernel_cases, Batch(IMAGES, activation="hardswish", affine="bias")),
+    (kernel_cases, Batch(IMAGES, training=False, activation="relu", residual="contiguous")),
+    (kernel_cases, Batch((6, 5), HALF, params=FLOAT, training=False)),
+    *((kernel_cases, Batch((6, 5), residual="contiguous", needs=(n,))) for n in row_cases.INPUTS),
+    (kernel_cases, Batch((6, 5), activation="silu", residual="contiguous", needs=("residual",))),
+    (kernel_cases, Batch((6, 5), needs=())),
+    (pool_cases, PoolCase((2, 3, 5, 4))),
+    (pool_cases, PoolCase((2, 4, 4, 4), HALF, params=FLOAT, kernel=(2, 2), padding=(0, 0))),
+    (pool_cases, PoolCase((2, 3, 5, 4), training=False, ceil_mode=True, needs=("x", "bias"))),
+    *((row_cases, Row((3, 2, 4, 6), layout=layout)) for layout in row_cases.LAYOUTS),
+    *((row_cases, Row((2, 3, 8), HALF, residual=r, dtotal="odd")) for r in row_cases.PERMUTED),
+    (row_cases, Row((5, 12), running=FLOAT, vectors="weight+bias+input_bias")),
+    (row_cases, Row((5, 12), DOUBLE, running=DOUBLE, momentum=None, vectors="")),
+    (row_cases, Row((5, 12), torch.float16, params=FLOAT, running=FLOAT, tracked=False)),
+    (row_cases, Row((5, 3, 4), HALF, dims=2, residual="apart", residual_dtype=FLOAT)),
+    (row_cases, Row((5, 12), FLOAT, residual="contiguous", residual_dtype=HALF)),
+    (row_cases, Row((5, 12), residual="contiguous", running=FLOAT, dy="expanded")),
+    (row_cases, Row((5, 12), residual="contiguous", used=("y",))),
+    (row_cases, Row((5, 12), residual="contiguous", used=("total",), needs=("x", "residual"))),
+    (row_cases, Row((5, 12), residual="contiguous", needs=("residual", "weight"))),
+    *((row_cases, Row((5, 12), vectors="weight+bias+input_bias", needs=(n,))) for n in
+      ("x", "weight", "bias", "input_bias")),
+    (row_cases, Row((5, 12), residual="contiguous", needs=("weight",), used=("y",))),
+    (row_cases, Row((5, 70), needs=())),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cases", "case"), CASES, ids=said)
+def test_both_ways_give_the_same_bits(cases, case):
+    tensors = cases.make(case)
+    both_ways(lambda: cases.run(case, tensors, "triton"))
+
+
+@pytest.mark.parametrize(
+    ("cases", "case"),
+    [
+        (kernel_cases, Batch((3, 4, 2, 2), activation="silu", residual="contiguous")),
+        (row_cases, Row((5, 12), residual="contiguous", running=FLOAT)),
+        (row_cases, Row((5, 12), HALF, residual="apart")),
+    ],
+    ids=said,
+)
+def test_a_node_recomputes_its_result(cases, case):
+    cases.check_recomputed(case)
+    with native.python_way():
+        cases.check_recomputed(case)
+
+
+# Norms as functions of what gradients are taken of.
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+WEIGHT, BIAS = torch.linspace(0.5, 2, 6), torch.linspace(-1, 1, 6)
+
+
+def leaves(dtype=FLOAT):
+    """x, weight, bias and residual."""
+    found = (X, WEIGHT, BIAS, X.flip(0) * 0.5)
+    return [t.to(dtype, copy=True).requires_grad_() for t in found]
+
+
+def batch_norm(x, weight, bias, residual, **options):
+    return functional.batch_norm(
+        x, None, None, weight, bias, training=True, residual=residual, activation="silu",
+        backend="triton", **options,
+    )  # fmt: skip
+
+
+def layer_norm(x, weight, bias, residual):
+    options = {"input_bias": residual.sum(0), "backend": "triton"}
+    return functional.layer_norm(x, (6,), weight, bias, **options)
+
+
+def add_layer_norm(x, weight, bias, residual):
+    y, total = functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")
+    return torch.cat([y, total])
+
+
+def normed(x, weight, bias, residual):
+    """y alone, so that it is a norm's own result."""
+    return functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")[0]
+
+
+NORMS = pytest.mark.parametrize("norm", [batch_norm, layer_norm, add_layer_norm])
+ENDS = pytest.mark.parametrize("norm", [batch_norm, layer_norm, normed])  # with a norm
+
+
+def named(tensors):
+    return {str(i): t for i, t in enumerate(tensors)}
+
+
+@ENDS
+def test_the_node_is_one_of_cpp(norm):
+    y = norm(*leaves())
+    assert native.status().way == "C++"
+    assert is_cpp(y)
+    assert y.grad_fn is y.grad_fn
+    assert not y.is_leaf
+    with native.python_way():
+        assert not is_cpp(norm(*leaves()))
+
+
+# Hooks, checkpoints and what the node keeps.
+
+
+@NORMS
+def test_hooks_see_what_is_saved_in_the_same_order(norm):
+    def compute():
+        seen = []
+
+        def pack(t):
+            seen.append(t.detach().clone())
+            return len(seen) - 1, t
+
+        def unpack(kept):
+            seen.append(torch.tensor(kept[0]))
+            return kept[1]
+
+        given = leaves()
+        with saved_tensors_hooks(pack, unpack):
+            y = norm(*given)
+        return named([*torch.autograd.grad(y.square().sum(), given), *seen])
+
+    assert len(both_ways(compute)) >= 10
+
+
+@NORMS
+def test_what_hooks_make_of_a_tensor_is_used(norm):
+    def compute():
+        given = leaves()
+        with saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+            y = norm(*given)
+        return named(torch.autograd.grad(y.sum(), given))
+
+    both_ways(compute)
+
+
+@NORMS
+def test_hooks_that_fail_and_hooks_that_are_forbidden(norm):
+    def fail(t):
+        raise KeyError("lost")
+
+    with saved_tensors_hooks(fail, fail), pytest.raises(KeyError, match="lost"):
+        norm(*leaves())
+    with saved_tensors_hooks(lambda t: t, fail):
+        y = norm(*leaves())
+    with pytest.raises(KeyError, match="lost"):
+        y.sum().backward()
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        norm(*leaves()).sum().backward()
+
+
+@NORMS
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "on the CPU"])
+def test_checkpoints(norm, how):
+    def compute():
+        given = leaves()
+        if how == "on the CPU":
+            with save_on_cpu():
+                y = norm(*given)
+        else:
+            y = checkpoint(norm, *given, use_reentrant=how == "reentrant")
+        y.square().sum().backward()
+        return {"y": y, **named([t.grad for t in given])}
+
+    both_ways(compute)
+
+
+def test_nothing_is_kept_once_the_results_are_gone():
+    x, weight, bias, residual = leaves()
+    y, total = functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")
+    y.sum().backward(retain_graph=True)
+    kept = [StorageWeakRef(t.untyped_storage()) for t in (y, total)]
+    del y, total  # which its own node has saved
+    gc.collect()  # Triton's interpreter leaves cycles behind
+    assert all(storage.expired() for storage in kept)
+
+
+# Derivatives.
+
+
+@NORMS
+def test_second_derivatives(norm):
+    given = leaves(DOUBLE)
+    assert torch.autograd.gradcheck(norm, given, fast_mode=True)
+    assert torch.autograd.gradgradcheck(norm, given, fast_mode=True)
+
+    def compute():
+        given = leaves()
+        once = torch.autograd.grad(norm(*given).square().sum(), given, create_graph=True)
+        twice = torch.autograd.grad(sum(g.square().sum() for g in once), given)
+        return named([*once, *twice])
+
+    both_ways(compute)
+
+
+@NORMS
+def test_two_backwards_and_one_too_many(norm):
+    def compute():
+        given = leaves()
+        y = norm(*given).square().sum()
+        first = torch.autograd.grad(y, given, retain_graph=True)
+        second = torch.autograd.grad(y, given)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(y, given)
+        return named([*first, *second])
+
+    both_ways(compute)
+
+
+@NORMS
+@pytest.mark.parametrize("asked", [(0,), (1,), (2,), (3,), (0, 2), (3, 1)], ids=str)
+def test_gradients_of_a_part_of_the_inputs(norm, asked):
+    def compute():
+        given = leaves()
+        some = [given[i] for i in asked]
+        return named(torch.autograd.grad(norm(*given).square().sum(), some))
+
+    both_ways(compute)
+
+
+@NORMS
+def test_frozen_inputs(norm):
+    for frozen in range(4):
+
+        def compute(frozen=frozen):
+            given = leaves()
+            given[frozen].requires_grad_(False)
+            norm(*given).square().sum().backward()
+            assert given[frozen].grad is None
+            return named([t.grad for i, t in enumerate(given) if i != frozen])
+
+        both_ways(compute)
+
+
+@NORMS
+@pytest.mark.parametrize("lie", ["expanded", "transposed", "every second"])
+def test_gradients_may_lie_anyhow(norm, lie):
+    def compute():
+        given = leaves()
+        y = norm(*given)
+        dy = torch.linspace(-1, 1, y.numel()).view(y.shape)
+        made = {
+            "expanded": dy[:1].expand(y.shape),
+            "transposed": dy.t().contiguous().t(),
+            "every second": torch.stack([dy, dy], -1)[..., 0],
+        }
+        return named(torch.autograd.grad(y, given, made[lie]))
+
+    both_ways(compute)
+
+
+@pytest.mark.parametrize("which", ["y", "total", "both", "one after the other"])
+def test_gradients_of_y_and_of_the_total(which):
+    def compute():
+        given = leaves()
+        x, weight, bias, residual = given
+        y, total = functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")
+        if which == "one after the other":
+            first = torch.autograd.grad(total.square().sum(), [x, residual], retain_graph=True)
+            return named([*first, *torch.autograd.grad(y.square().sum(), given)])
+        loss = {"y": y, "total": total}.get(which, y * total).square().sum()
+        found = torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)
+        return named(found)
+
+    both_ways(compute)
+
+
+# What happens between forward and backward.
+
+
+@ENDS
+def test_what_was_changed_in_place_is_noticed(norm):
+    def compute():
+        noticed = []
+        for place in range(4):
+            given = leaves()
+            y = norm(*given)
+            with torch.no_grad():
+                given[place].mul_(2)
+            try:
+                y.sum().backward()
+            except RuntimeError as error:
+                noticed += [place] * ("modified by an inplace operation" in str(error))
+        return {"noticed": noticed}
+
+    expected = {batch_norm: [0, 1, 2, 3], layer_norm: [0, 1], normed: [1, 2]}
+    assert both_ways(compute)["noticed"] == expected[norm]
+
+
+def test_running_statistics_rise_in_training_only():
+    def compute():
+        norm = normplug.BatchNorm1d(6, backend="triton")
+        rows = normplug.LayerNorm(6, backend="triton")
+        for layer in (norm, rows):
+            for training in (True, False):
+                before = {n: b._version for n, b in layer.named_buffers()}
+                layer.train(training)(X.clone().requires_grad_()).sum().backward()
+                with torch.no_grad():
+                    layer(X)
+                for name, buffer in layer.named_buffers():
+                    assert (buffer._version > before[name]) == training, name
+        return {**norm.state_dict(), **{f"row {n}": b for n, b in rows.named_buffers()}}
+
+    both_ways(compute)
+
+
+def test_a_graph_that_reads_running_statistics_notices_that_they_have_moved():
+    norm = normplug.BatchNorm1d(6, backend="triton")
+    loss = (norm.running_mean * torch.ones(6, requires_grad=True)).sum()
+    norm(X)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@ENDS
+def test_hooks_on_the_result_and_its_node(norm):
+    def compute():
+        given = leaves()
+        y = norm(*given)
+        seen = []
+        y.retain_grad()
+        y.register_hook(lambda g: g * 2)
+        y.grad_fn.register_prehook(lambda grads: seen.append(grads[0].clone()))
+        y.grad_fn.register_hook(lambda to, of: seen.extend(g.clone() for g in to if g is not None))
+        y.square().sum().backward()
+        assert len(seen) > 3
+        return named([y.grad, *seen, *(t.grad for t in given)])
+
+    both_ways(compute)
+
+
+@ENDS
+def test_anomaly_mode_shows_the_forward(norm):
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with torch.autograd.detect_anomaly():
+            given = leaves()
+            y = norm(*given)
+            with pytest.raises(RuntimeError, match="nan values"):
+                y.backward(torch.full_like(y, torch.nan))
+    text = "".join(str(each.message) for each in shown)
+    assert "Traceback of forward call that caused the error" in text
+    assert "y = norm(*given)" in text
+
+
+# Without gradients, and in other modes.
+
+
+@NORMS
+def test_no_grad_and_inference_mode(norm):
+    def compute():
+        given = leaves()
+        with torch.no_grad():
+            plain = norm(*given)
+        with torch.inference_mode():
+            inferred = norm(*given)
+        assert not plain.requires_grad
+        assert inferred.is_inference()
+        return {"plain": plain, "inferred": inferred.clone()}
+
+    both_ways(compute)
+
+
+def test_a_module_trains_after_inference_mode():
+    def compute():
+        norm = normplug.BatchNorm1d(6, backend="triton")
+        with torch.inference_mode():
+            norm(X)
+        norm(X).square().sum().backward()
+        return {**norm.state_dict(), "dweight": norm.weight.grad}
+
+    both_ways(compute)
+
+
+def test_inference_tensors_cannot_be_saved():
+    with torch.inference_mode():
+        x = X.clone()
+    for way in (native.python_way, torch.enable_grad):
+        with way(), pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+            functional.layer_norm(x, (6,), leaves()[1], backend="triton")
+
+
+@pytest.mark.parametrize("output", ["float32", "low"])
+def test_autocast(output):
+    def compute():
+        given = leaves()
+        with torch.autocast("cpu", HALF):
+            x = given[0] @ torch.eye(6)
+            options = {"autocast_output": output, "backend": "triton"}
+            y = functional.layer_norm(x, (6,), *given[1:3], **options)
+            z = batch_norm(x, *given[1:3], None)
+        assert (y.dtype, z.dtype) == (FLOAT if output == "float32" else HALF, HALF)
+        grads = torch.autograd.grad(y.float().square().sum() + z.float().sum(), given[:3])
+        return {"y": y, "z": z, **named(grads)}
+
+    both_ways(compute)
+
+
+@NORMS
+def test_deterministic_algorithms(norm):
+    def compute():
+        given = leaves()
+        y = norm(*given)
+        return {"y": y, **named(torch.autograd.grad(y.square().sum(), given))}
+
+    usual = both_ways(compute)
+    torch.use_deterministic_algorithms(True)
+    try:
+        strict = both_ways(compute)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in usual.items():
+        routes.assert_same(name, strict[name], value)
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@NORMS
+def test_modes_and_transforms_do_not_reach_the_kernels_unseen(norm):
+    given = leaves()
+    expected = norm(*given)
+    with Nothing():
+        assert not is_cpp(norm(*given))
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.vmap(partial(norm, weight=None, bias=None, residual=X))(torch.stack([X, X]))
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(lambda x: norm(x, *given[1:]).sum())(X)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        norm(forward_ad.make_dual(X, X), *given[1:])
+    routes.assert_same("y", norm(*given), expected)
+
+
+def test_what_a_transform_has_left_behind_is_a_plain_tensor():
+    left = []
+
+    def leave(x):
+        left.append(x)
+        return x
+
+    torch.func.grad(lambda x: leave(x).sum())(X)
+    with torch.no_grad():
+        both_ways(lambda: {"y": layer_norm(left[0], WEIGHT, BIAS, X)})
+
+
+def test_functional_calls_and_copies_of_a_module():
+    layer = normplug.BatchNorm1d(6, backend="triton")
+    layer(X).sum().backward()
+
+    def compute():
+        copied = copy.deepcopy(layer)
+        y = copied(X)
+        y.square().sum().backward()
+        given = {"weight": WEIGHT.clone().requires_grad_(), "bias": BIAS}
+        z = torch.func.functional_call(copied, given, (X,))
+        dweight = torch.autograd.grad(z.square().sum(), given["weight"])[0]
+        return {"y": y, "z": z, "dweight": dweight, **copied.state_dict(), "d": copied.weight.grad}
+
+    both_ways(compute)
+
+
+def test_an_optimizer_trains_alike():
+    def compute():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.LayerNorm(6))
+        normplug.swap(model, backend="triton")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(X) - 1).square().mean().backward()
+            optimizer.step()
+        return model.state_dict()
+
+    both_ways(compute)
+
+
+def test_threads_that_share_a_module(monkeypatch):
+    # Triton's interpreter has one state for all threads.
+    lock, launch = threading.Lock(), Launch.__call__
+
+    def one_at_a_time(*arguments):
+        with lock:
+            launch(*arguments)
+
+    monkeypatch.setattr(Launch, "__call__", one_at_a_time)
+    layer = normplug.LayerNorm(6, backend="triton").requires_grad_(False)
+    inputs = [torch.randn(2 + i % 3, 6) for i in range(6)]
+    expected = [step(layer, x) for x in inputs]
+    routes.forget(monkeypatch)
+    results = [[] for _ in range(3)]
+
+    def work(found):
+        found.extend(step(layer, x) for x in inputs)
+
+    threads = [threading.Thread(target=work, args=(found,)) for found in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in results:
+        for got, wanted in zip(found, expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def step(layer, x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(layer(x).square().sum(), x)[0]
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_errors_of_a_launch_are_seen(when, monkeypatch):
+    y = batch_norm(*leaves()) if when == "backward" else None
+
+    def fail(*_):
+        raise KeyError("no launch")
+
+    monkeypatch.setattr(Launch, "__call__", fail)
+    with pytest.raises(KeyError, match="no launch"):
+        batch_norm(*leaves()) if y is None else y.sum().backward()
+    monkeypatch.undo()
+    batch_norm(*leaves()).sum().backward()
+
+
+FORK = """
+import os, torch
+from normplug import functional, native
+
+def step():
+    x = torch.linspace(-1, 2, 24).view(4, 6).requires_grad_()
+    y = functional.layer_norm(x, (6,), backend="triton")
+    assert native.plan_of(y) is not None
+    return (y, *torch.autograd.grad(y.square().sum(), x))
+
+before = step()
+child = os.fork()
+if child == 0:
+    same = all(torch.equal(a, b) for a, b in zip(step(), before))
+    os._exit(0 if same and native.status().way == "C++" else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_a_forked_process_goes_on():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# The cache of calls. Without a GPU nothing asks it but these tests.
+
+SPEC = LayerNormSpec((6,), 0.1, 1e-5, 1.0, None, "float32")
+ROWS = Tensors(X, None, WEIGHT, BIAS)
+
+
+@pytest.fixture
+def kept():
+    """The plan's own way to carry out a call that is known, and no other."""
+    native.start()
+    native.forget()
+    bound = routes.kernels_of("layer_norm").bind(ROWS, SPEC)
+    assert native.call(SPEC, "triton", ROWS) is None
+    native.keep(SPEC, "triton", ROWS, bound)
+    yield bound
+    native.forget()
+
+
+def test_a_call_that_is_kept_is_known_until_it_is_forgotten(kept):
+    with native.python_way():
+        expected = kept(ROWS)
+    assert torch.equal(native.call(SPEC, "triton", ROWS), expected)
+    equal = Tensors(*(t if t is None else t.clone() for t in ROWS))
+    assert torch.equal(native.call(SPEC._replace(), "tri" + "ton", equal), expected)
+    trained = native.call(SPEC, "triton", ROWS._replace(weight=nn.Parameter(WEIGHT)))
+    assert is_cpp(trained)
+    native.forget()
+    assert native.call(SPEC, "triton", ROWS) is None
+
+
+class Own(torch.Tensor):
+    pass
+
+
+WIDE = torch.cat([X, X], 1)
+OTHERS = {
+    "eps": (SPEC._replace(eps=1e-3), "triton", ROWS),
+    "shape of a row": (SPEC._replace(normalized_shape=(2, 3)), "triton", ROWS),
+    "backend": (SPEC, "auto", ROWS),
+    "shape": (SPEC, "triton", ROWS._replace(x=X[:3])),
+    "strides": (SPEC, "triton", ROWS._replace(x=WIDE[:, :6])),
+    "dtype": (SPEC, "triton", ROWS._replace(x=X.double())),
+    "dtype of a vector": (SPEC, "triton", ROWS._replace(bias=BIAS.double())),
+    "no bias": (SPEC, "triton", ROWS._replace(bias=None)),
+    "one more": (SPEC, "triton", ROWS._replace(residual=X)),
+    "elsewhere": (SPEC, "triton", Tensors(X, None, WEIGHT, None, BIAS)),
+    "device": (SPEC, "triton", ROWS._replace(x=X.to("meta"))),
+    "not hashable": (SPEC._replace(momentum=[]), "triton", ROWS),
+    "a subclass": (SPEC, "triton", ROWS._replace(x=X.as_subclass(Own))),
+    "sparse": (SPEC, "triton", ROWS._replace(x=X.to_sparse())),
+    "negative": (SPEC, "triton", ROWS._replace(x=torch._neg_view(X))),
+    "no tensor": (SPEC, "triton", ROWS._replace(x=X.tolist())),
+    "too few": (SPEC, "triton", tuple(ROWS)[:7]),
+    "a list": (SPEC, "triton", list(ROWS)),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_other_calls_are_not_known(what, kept):
+    assert native.call(*OTHERS[what]) is None
+    assert native.call(SPEC, "triton", ROWS) is not None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_not_known(layout, kept):
+    nested = torch.nested.nested_tensor([X, X], layout=layout)
+    assert native.call(SPEC, "triton", ROWS._replace(x=nested)) is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_no_call_is_known_where_something_would_miss_it(kept):
+    answers = []
+
+    def ask(x):
+        answers.append(native.call(SPEC, "triton", ROWS))
+        return x + 1
+
+    torch.func.vmap(ask)(X)
+    torch.func.grad(lambda x: ask(x).sum())(X)
+    torch.func.functionalize(ask)(X)
+    torch.jit.trace(ask, (X,), check_trace=False)
+    with Nothing():
+        ask(X)
+    with forward_ad.dual_level():
+        ask(X)
+    assert answers == [None] * 6
+    assert native.call(SPEC, "triton", ROWS) is not None
+
+
+def test_what_cannot_be_hashed_is_not_kept(kept):
+    with pytest.raises(TypeError, match="unhashable"):
+        native.keep(SPEC._replace(momentum=[]), "triton", ROWS, kept)
+
+
+def test_only_a_plans_own_run_is_kept(kept):
+    other = SPEC._replace(eps=1e-3)
+    native.keep(other, "triton", ROWS, lambda t: t)
+    assert native.call(other, "triton", ROWS) is None
+
+
+def test_only_y_of_a_norm_of_cpp_can_be_recomputed():
+    x, weight, bias, residual = leaves()
+    y, total = functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")
+    assert native.recomputable_node(y) is not None
+    for other in (total, y + 1, x, X, None, 3):
+        assert native.recomputable_node(other) is None
+    with native.python_way():
+        assert native.recomputable_node(y) is None
+    node = native.recomputable_node(y)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        native.recompute(node)

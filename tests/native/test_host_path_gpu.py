@@ -1,0 +1,304 @@
+"""The C++ way on a GPU: it launches without Python, and gives the Python way's bits."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import kernel_cases
+import normplug
+import pool_cases
+import routes
+import row_cases
+from graphs import check_replays
+from normplug import functional, native
+from pool_cases import PoolCase
+from routes import both_ways, is_cpp
+
+pytestmark = pytest.mark.gpu
+GPU = "cuda"
+HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+Batch, Row = kernel_cases.Case, row_cases.Case
+
+
+@pytest.fixture(autouse=True)
+def _the_cpp_way():
+    native.start()
+    if native.status().way != "C++":
+        pytest.skip(f"needs the C++ way: {native.status().why}")
+
+
+def said(value):
+    return value.__name__ if hasattr(value, "__name__") else f"{type(value).__name__} {value}"
+
+
+IMAGES = [(32, 33, 7, 7), (16, 64, 28, 28), (8, 32, 56, 56)]
+KINDS = [(torch.float16, FLOAT), (HALF, FLOAT), (FLOAT, None), (DOUBLE, None)]
+FULL = "weight+bias+input_bias"
+CASES = [
+    *((kernel_cases, case) for case in kernel_cases.OPERATOR_CASES),
+    *((row_cases, case) for case in row_cases.OPERATOR_CASES),
+    *((pool_cases, case) for case in pool_cases.OPERATOR_CASES),
+    *(
+        (kernel_cases, Batch(shape, dtype, layout, params, residual=residual, activation="relu"))
+        for shape, (dtype, params), layout, residual in itertools.product(
+            IMAGES, KINDS, ("contiguous", "channels_last"), (None, "contiguous")
+        )
+    ),
+    *(
+        (kernel_cases, Batch((8, 32, 14, 14), HALF, params=FLOAT, activation=activation))
+        for activation in (None, "silu", "gelu", "relu6", "hardswish")
+    ),
+    (kernel_cases, Batch((1024, 1000), momentum=None)),
+    (kernel_cases, Batch((16, 64, 28, 28), training=False, residual="channels_last")),
+    (kernel_cases, Batch((16, 64, 28, 28), layout="strided", dy="expanded")),
+    (kernel_cases, Batch((16, 64, 28, 28), affine="", running=False, needs=("x",))),
+    *(
+        (pool_cases, PoolCase((8, 64, 28, 28), dtype, params=params))
+        for dtype, params in KINDS
+    ),
+    *(
+        (row_cases, Row((700, width), dtype, params=params, vectors=FULL, running=FLOAT))
+        for width, (dtype, params) in itertools.product((24, 768, 16384, 70_000), KINDS)
+    ),
+    *(
+        (row_cases, Row((700, width), dtype, params=params, residual="contiguous"))
+        for width, (dtype, params) in itertools.product((24, 768, 16384, 70_000), KINDS)
+    ),
+    *((row_cases, Row((3, 4, 6, 8), HALF, layout=layout)) for layout in row_cases.LAYOUTS),
+    (row_cases, Row((16, 50, 768), HALF, layout="permuted", dy="permuted", momentum=None)),
+    (row_cases, Row((64, 768), residual="contiguous", used=("y",), needs=("weight",))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cases", "case"), CASES, ids=said)
+def test_both_ways_give_the_same_bits(cases, case):
+    tensors = cases.make(case, GPU)
+    both_ways(lambda: cases.run(case, tensors, "triton"))
+    routes.assert_counters_are_zero()
+
+
+def leaves(shape=(64, 96), dtype=FLOAT, device=GPU):
+    """x, weight, bias and residual."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (shape, shape[1:], shape[1:], shape)
+    made = [torch.randn(each, generator=generator) for each in shapes]
+    return [t.to(device, dtype).requires_grad_() for t in made]
+
+
+def step(x, weight, bias, residual):
+    """Every norm, forward and backward, by name."""
+    given = [x, weight, bias, residual]
+    y, total = functional.add_layer_norm(x, residual, weight.shape, weight, bias, backend="triton")
+    z = functional.batch_norm(
+        total.flatten(0, -2), None, None, weight, bias, training=True,
+        residual=y.flatten(0, -2), activation="silu", backend="triton",
+    )  # fmt: skip
+    last = functional.layer_norm(z, weight.shape, weight, bias, backend="triton")
+    for each in (y, z, last):
+        assert is_cpp(each) == (native._extension is not None)
+    found = torch.autograd.grad(last.square().sum(), given)
+    named = dict(zip(("dx", "dweight", "dbias", "dresidual"), found, strict=True))
+    return {"y": y.detach(), "z": z.detach(), "last": last.detach(), **named}
+
+
+def assert_all_same(ours, theirs):
+    torch.cuda.synchronize()
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        routes.assert_same(name, ours[name], value)
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """The launches by Python."""
+    from normplug._kernels.launch import Launch
+
+    launched = []
+    call = Launch.__call__
+
+    def counted(launch, *arguments):
+        launched.append(launch)
+        call(launch, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", counted)
+    return launched
+
+
+def test_python_launches_nothing_once_a_call_is_known(count):
+    given = leaves((50, 120))
+    for _ in range(3):
+        step(*given)
+    count.clear()
+    expected = step(*given)
+    assert not count
+    with native.python_way():
+        assert_all_same(step(*given), expected)
+    assert len(count) == 6
+
+
+def test_misaligned_tensors_go_by_python_and_are_right(count):
+    x, *others = leaves((64, 96), HALF)
+    flat = torch.cat([x.new_zeros(1), x.detach().flatten()])
+    moved = flat[1:].view(x.shape).requires_grad_()
+    assert moved.data_ptr() % 16 != 0
+
+    def norm(x):
+        y = functional.layer_norm(x, (96,), *others[:2], backend="triton")
+        return {"y": y.detach(), "dx": torch.autograd.grad(y.square().sum(), x)[0]}
+
+    expected = both_ways(lambda: norm(x))
+    count.clear()
+    ours = both_ways(lambda: norm(moved))
+    assert count
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value)
+    for each in (x, moved, x):  # in turns
+        torch.testing.assert_close(norm(each), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("cls", [normplug.BatchNorm1d, normplug.LayerNorm])
+def test_a_graph_replays_the_step(cls):
+    x = torch.randn(512, 96, device=GPU, requires_grad=True)
+    graphed, eager = (cls(96, backend="triton", device=GPU) for _ in range(2))
+    dy = torch.randn_like(x)
+
+    def one_step(layer):
+        y = layer(x)
+        assert is_cpp(y)
+        return (y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), dy))
+
+    check_replays(one_step, graphed, eager, x)
+
+
+def test_a_stream_of_ones_own():
+    given = leaves()
+    expected = both_ways(lambda: step(*given))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        results = [step(*given) for _ in range(5)]
+    stream.synchronize()
+    for result in results:
+        assert_all_same(result, expected)
+    routes.assert_counters_are_zero()
+
+
+def test_a_backward_after_the_stream_was_changed():
+    x, weight, bias, _ = leaves()
+
+    def compute(stream):
+        y = functional.layer_norm(x, (96,), weight, bias, backend="triton")
+        loss = y.square().sum()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = torch.autograd.grad(loss, [x, weight, bias])
+        torch.cuda.synchronize()
+        return dict(zip(("dx", "dweight", "dbias"), found, strict=True))
+
+    side = torch.cuda.Stream()
+    expected = compute(torch.cuda.current_stream())
+    assert_all_same(both_ways(lambda: compute(side)), expected)
+
+
+def test_no_memory_is_lost():
+    given = leaves((256, 96))
+
+    def many(times):
+        for _ in range(times):
+            step(*given)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = many(10)
+    assert many(1000) == before
+
+
+def test_threads():
+    shapes = [(32 + i, 96) for i in range(4)]
+    tensors = [leaves(shape) for shape in shapes]
+    expected = [both_ways(lambda t=t: step(*t)) for t in tensors]
+    torch.cuda.synchronize()
+    results = [[] for _ in shapes]
+
+    def work(place):
+        # A thread's first use of the GPU is a kernel that is known.
+        for i in range(20):
+            which = (place + i) % len(shapes)
+            results[place].append((which, step(*tensors[which])))
+        torch.cuda.synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(shapes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in results:
+        assert len(found) == 20
+        for which, result in found:
+            assert_all_same(result, expected[which])
+
+
+def test_devices():
+    given = leaves()
+    expected = both_ways(lambda: step(*given))
+    with torch.cuda.device(0):
+        assert_all_same(step(*given), expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_a_gpu_that_is_not_the_current_one():
+    given = leaves(device="cuda:1")
+    for _ in range(3):
+        result = both_ways(lambda: step(*given))
+        assert torch.cuda.current_device() == 0
+        assert all(t.device.index == 1 for t in result.values())
+    with torch.cuda.device(1):
+        assert_all_same(step(*given), result)
+    on_the_first = [t.detach().to("cuda:0").requires_grad_() for t in given]
+    assert all(t.device.index == 0 for t in step(*on_the_first).values())
+
+
+@pytest.mark.parametrize("output", ["float32", "low"])
+def test_autocast(output):
+    x, weight, bias, _ = leaves()
+
+    def compute():
+        with torch.autocast(GPU, HALF):
+            y = functional.layer_norm(
+                x @ torch.eye(96, device=GPU), (96,), weight, bias, autocast_output=output,
+                backend="triton",
+            )  # fmt: skip
+        assert y.dtype == (FLOAT if output == "float32" else HALF)
+        return {"y": y.detach(), "dx": torch.autograd.grad(y.float().square().sum(), x)[0]}
+
+    both_ways(compute)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_algorithms(deterministic):
+    given = leaves()
+    both_ways(lambda: step(*given))
+
+
+def test_a_layer_that_is_not_compiled_in_a_model_that_is():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96), nn.Linear(96, 96)).to(GPU)
+    normplug.swap(model, backend="triton")
+    x = torch.randn(64, 96, device=GPU)
+    expected = model(x)
+    model[1] = torch.compiler.disable(model[1])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected)
+    compiled(x).sum().backward()
+    assert model[0].weight.grad is not None
