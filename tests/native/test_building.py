@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 
@@ -67,6 +67,7 @@ def compiler(monkeypatch, tmp_path, folder):
 def restart(monkeypatch):
     """As another process would begin."""
     fresh = {"_started": False, "_status": native._NOT_WANTED, "_loaded": None, "_extension": None}
+    fresh["_callbacks"] = []
     for name, value in fresh.items():
         monkeypatch.setattr(native, name, value)
     building.library.cache_clear()
@@ -79,7 +80,7 @@ def loads(monkeypatch):
     def load(path):
         if path.read_text() != "compiled\n":
             raise ImportError(f"{path.name}: file too short")
-        return ModuleType(path.name)
+        return Mock()
 
     monkeypatch.setattr(building, "load", load)
 
