@@ -28,7 +28,10 @@ from normplug._kernels.batch_norm.slabs import (
     bit_columns,
     channel_moments,
     channel_sums,
+    coefficients,
     column_moments,
+    dx_terms,
+    joined_dx_terms,
     load_tile,
     publish_part,
     ready_flag,
@@ -98,18 +101,6 @@ def _finish_forward(
     if TRACKED:
         if slab == 0:
             tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
-
-
-@triton.jit
-def _coefficients(
-    stats_ptr, weight_ptr, bias_ptr, channels, live, C, root,
-    BC: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Each column's mean and `affine`, from statistics that another program may have written."""
-    mean = tl.load(stats_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
-    rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
-    scale, bias = affine(rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS)
-    return mean, scale, bias
 
 
 @triton.jit
@@ -193,7 +184,7 @@ def batch_norm_columns_forward(
                     tl.debug_barrier()
                 else:
                     wait(flag_ptr, 1, GATHERS)
-                average, scale, bias = _coefficients(
+                average, scale, bias = coefficients(
                     stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
                 )
                 whole = (end - start) // R
@@ -219,7 +210,7 @@ def batch_norm_columns_forward(
             if TRAINING:
                 wait(flag_ptr, 1, WRITES)
             if TRAINING or GIVEN:
-                average, scale, bias = _coefficients(
+                average, scale, bias = coefficients(
                     stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
                 )
             else:
@@ -307,24 +298,6 @@ def _gradient(
 
 
 @triton.jit
-def _dx_terms(means_ptr, channels, live, C):
-    """What `_finish_backward` found, for each column."""
-    mean_dz = tl.load(means_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
-    slope = tl.load(means_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
-    return mean_dz, slope
-
-
-@triton.jit
-def _joined_dx_terms(sums_ptr, stats_ptr, channels, live, C):
-    """The same for several processes, from the sums and the number of values of all of them."""
-    each = 1.0 / tl.load(stats_ptr + 2 * C)
-    rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0)
-    mean_dz = tl.load(sums_ptr + channels, mask=live, other=0.0) * each
-    slope = tl.load(sums_ptr + C + channels, mask=live, other=0.0) * rstd * rstd * each
-    return mean_dz, slope
-
-
-@triton.jit
 def _tile_gradients(
     sum_dz, sum_dz_centred, mean_dz, slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
     dresidual_ptr, means_ptr, flag_ptr, row, end, columns, live, channels, slab, mean, scale, bias,
@@ -345,7 +318,7 @@ def _tile_gradients(
     )  # fmt: skip
     if WAIT:
         wait(flag_ptr, 1, WRITES)
-        mean_dz, slope = _dx_terms(means_ptr, channels, live, C)
+        mean_dz, slope = dx_terms(means_ptr, channels, live, C)
     dz, centred = _gradient(
         dy, x, extra, mean, scale, bias, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION
     )
@@ -398,7 +371,7 @@ def batch_norm_columns_backward(
     flag_ptr = ready_flag(counters_ptr, slab, SLABS, GATHERS)
     R: tl.constexpr = U * BT
     if slab < SLABS:
-        mean, scale, bias = _coefficients(
+        mean, scale, bias = coefficients(
             stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
         )
         if not late:
@@ -445,7 +418,7 @@ def batch_norm_columns_backward(
                     tl.debug_barrier()
                 else:
                     wait(flag_ptr, 1, GATHERS)
-                mean_dz, slope = _dx_terms(means_ptr, channels, live, C)
+                mean_dz, slope = dx_terms(means_ptr, channels, live, C)
                 if start + whole * R < end:
                     _tile_gradients(
                         0, 0, mean_dz, slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
@@ -466,7 +439,7 @@ def batch_norm_columns_backward(
             joined_mean = 0
             joined_slope = 0
             if GIVEN:
-                joined_mean, joined_slope = _joined_dx_terms(
+                joined_mean, joined_slope = joined_dx_terms(
                     partial_ptr, stats_ptr, channels, live, C
                 )
             _tile_gradients(

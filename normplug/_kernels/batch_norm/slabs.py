@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.batch_norm.schedule import FAN_IN
-from normplug._kernels.primitives import LANE_AXIS, STEP_AXIS
+from normplug._kernels.primitives import LANE_AXIS, STEP_AXIS, affine
 from normplug._kernels.waiting import arrive
 
 _FAN_IN = tl.constexpr(FAN_IN)
@@ -297,3 +297,33 @@ def after_parts(partial_ptr, SLABS, GATHERS, BCH: tl.constexpr):
 def ready_flag(counters_ptr, slab, SLABS, GATHERS):
     """The counter that says that a slab is merged; it lies behind those of `publish_part`."""
     return counters_ptr + SLABS * (tl.cdiv(GATHERS, _FAN_IN) + 1) + slab
+
+
+@triton.jit
+def coefficients(
+    stats_ptr, weight_ptr, bias_ptr, channels, live, C, root,
+    BC: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Each column's mean and `affine`, from statistics that another program may have written."""
+    mean = tl.load(stats_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
+    rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
+    scale, bias = affine(rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS)
+    return mean, scale, bias
+
+
+@triton.jit
+def dx_terms(means_ptr, channels, live, C):
+    """What the end of the sums found, for each column."""
+    mean_dz = tl.load(means_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
+    slope = tl.load(means_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
+    return mean_dz, slope
+
+
+@triton.jit
+def joined_dx_terms(sums_ptr, stats_ptr, channels, live, C):
+    """The same for several processes, from the sums and the number of values of all of them."""
+    each = 1.0 / tl.load(stats_ptr + 2 * C)
+    rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0)
+    mean_dz = tl.load(sums_ptr + channels, mask=live, other=0.0) * each
+    slope = tl.load(sums_ptr + C + channels, mask=live, other=0.0) * rstd * rstd * each
+    return mean_dz, slope
