@@ -157,16 +157,27 @@ class Ahead:
         self._server: Server | None = None
         self._off = not KEYED
         self._given: dict[str, tuple[Server, int | None]] = {}  # jobs, by number
+        self._kept: set[str] = set()  # in Triton's cache
         self._settled: dict[str, str | None] = {}  # the key in Triton's cache
 
-    def expect(self, job: Job) -> None:
-        """Have a kernel compiled that will be launched later."""
+    def expect(self, job: Job) -> bool:
+        """Have a kernel compiled that will be launched later.
+
+        Returns:
+            Whether a worker will do it; False where it is compiled already.
+        """
         with self._lock:
             key = job.key
-            if self._is_off() or key in self._settled or key in self._given:
-                return
-            if not _is_kept(_name(job)) and (server := self._started()) is not None:
+            if self._is_off() or key in self._settled or key in self._kept:
+                return False
+            if key not in self._given:
+                if _is_kept(_name(job)):
+                    self._kept.add(key)
+                    return False
+                if (server := self._started()) is None:
+                    return False
                 self._given[key] = server, server.take(job)
+            return True
 
     def settle(self, job: Job) -> str | None:
         """Before this process launches a kernel: wait for it, if a worker is compiling it.

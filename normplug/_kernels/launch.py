@@ -158,10 +158,15 @@ class Launch:
             tuple(parameters),
         )
 
-    def expect(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Have it compiled meanwhile, for tensors of these dtypes on the current GPU."""
-        if not torch.cuda.is_current_stream_capturing():
-            ahead.expect(self._job(dtypes))
+    def expect(self, dtypes: Sequence[torch.dtype]) -> bool:
+        """Have it compiled meanwhile, for tensors of these dtypes on the current GPU.
+
+        Returns:
+            Whether it is being compiled.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        return ahead.expect(self._job(dtypes))
 
     def _compile(self, tensors: tuple[Tensor, ...]) -> Any:
         name = self._settle(tensors)

@@ -139,11 +139,22 @@ class Program:
             moved = [slots[place] for place in self.moves]
             increment_version([t for t in moved if not t.is_inference()])
 
-    def expect(self, accumulator: torch.dtype) -> None:
-        """Have the kernels compiled meanwhile; accumulator: the dtype of partial results."""
+    def expect(self, accumulator: torch.dtype, after: int = 0) -> bool:
+        """Have the kernels compiled meanwhile.
+
+        Args:
+            accumulator: the dtype of partial results.
+            after: how many of the kernels are left out, from the first on.
+
+        Returns:
+            Whether one of them is being compiled.
+        """
         dtypes = {PARTIAL: accumulator, COUNTERS: torch.int64, **self._dtypes}
-        for launch, places, _ in self.steps:
+        begun = [
             launch.expect([dtypes[place] for place in places])
+            for launch, places, _ in self.steps[after:]
+        ]
+        return any(begun)
 
     def results_of(self, slots: Sequence[Any]) -> list[Any]:
         """What a run returns, from its slots."""

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
 
 import pytest
 import torch
@@ -11,10 +12,15 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 import normplug  # noqa: E402
 from normplug._kernels import ahead, ahead_server, launch  # noqa: E402
 from normplug._kernels.batch_norm import launches, schedule  # noqa: E402
+from normplug._kernels.batch_norm import pool_launches as pool  # noqa: E402
+from normplug._kernels.layer_norm import launches as rows  # noqa: E402
+from normplug._kernels.layer_norm import schedule as row_schedule  # noqa: E402
+from normplug.reference import accumulator_dtype  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
@@ -118,17 +124,59 @@ def test_a_job_that_waits_is_done_here(mine):
     assert mine.counts == {"here": 1, "workers": 0, "cache": 0}
 
 
-def test_a_launch_asks_for_the_kernel_that_triton_makes_of_a_call(mine):
-    made = a_launch()
-    tensors = [triton.MockTensor(dtype, [16]) for dtype in map(triton_type, dtypes_of(made))]
-    wanted = made._kernel.warmup(*tensors, *made._numbers, grid=(1,), **made._constants)
-    job = made._job(dtypes_of(made))
-    assert mine.settle(job) == wanted.hash
-    assert mine.counts["cache"] == 1
+def every_kernel(dtype):
+    """A launch of each kernel, some of them with numbers of 64 bits."""
+    acc, every = accumulator_dtype(dtype), (True, True, True, False)
+    flags = launches.Flags(running=True, activation="relu")
+    for n in (64, 1 << 14):
+        for channels_last in (False, True):
+            shape = schedule.geometry(n, 512, 400, channels_last, dtype.itemsize, 2, 132, True)
+            yield launches.forward_launch(shape, dtype, flags, 0.1, 1e-5, 0.6)
+            yield launches.backward_launch(shape, dtype, flags, every, 0.6)
+    yield launches.merge_launch(2, 64, dtype, flags, 0.1, 1e-5)
+    pixels = schedule.pixels(64, 56, 64, dtype.itemsize)
+    window = ((3, 3), (2, 2), (1, 1)), (112, 112), (56, 56)
+    yield pool.forward_launch(pixels, dtype, *window, True, True, True, True, 1e-5, 0.6)
+    yield pool.backward_launch(pixels, dtype, *window, True, True, 0.6)
+    for width in (768, 1 << 17):
+        sizes, strides = (4096, width, 8, dtype.itemsize), rows.Strides(width, dy=width)
+        forward = row_schedule.layer_norm_forward(*sizes, True, 132)
+        yield rows.forward_launch(forward, acc, rows.Flags(), rows.Strides(width), 0.1, 1e-5, 0.6)
+        backward = row_schedule.layer_norm_backward(*sizes, False, 132, 227 << 10, True)
+        yield rows.backward_launch(backward, acc, rows.Flags(), strides, every, 0.6)
 
 
-def triton_type(dtype):
-    return {torch.float32: tl.float32, torch.int64: tl.int64, torch.uint8: tl.uint8}[dtype]
+TRITONS = {
+    torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64,
+    torch.int64: tl.int64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_launch_asks_for_the_kernel_that_triton_makes_of_a_call(dtype, monkeypatch):
+    wanted = []
+
+    def hashes(source, options, target=H100):
+        options = make_backend(target).parse_options(dict(options))
+        return source.hash(), options.hash()
+
+    def compile_nothing(source, target, options):
+        wanted.append(hashes(source, options, target))
+
+    kernels = set()
+    for made in every_kernel(dtype):
+        kernel = made._kernel
+        kernels.add(kernel.__name__)
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+        kernel.device_caches[0]
+        monkeypatch.setattr(kernel, "compile", compile_nothing)
+        given = {"tracked": torch.int64, "counters": torch.int64}
+        dtypes = [given.get(name, dtype) for name in made.pointers]
+        tensors = [triton.MockTensor(TRITONS[each], [16]) for each in dtypes]
+        kernel.warmup(*tensors, *made._numbers, grid=(1,), **made._constants)
+        job = made._job(dtypes)
+        assert hashes(ASTSource(*job[:4]), job.options) == wanted[-1]
+    assert len(kernels) == 11
 
 
 def test_a_worker_that_fails_changes_nothing(mine):
