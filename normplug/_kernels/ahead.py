@@ -116,16 +116,23 @@ class Server:
         module, name = job.kernel.__module__, job.kernel.__name__
         on = triton.runtime.driver.active.get_current_target()
         target = (on.backend, on.arch, on.warp_size)
-        data = pickle.dumps((module, name, job[1:4], job.options, target))
-        data = len(data).to_bytes(4, "little") + data
-        if len(data) > select.PIPE_BUF:  # it might be written in part
-            return None
-        try:
-            os.write(self._jobs, data)
-        except OSError:
+        if not self._tell(pickle.dumps((module, name, job[1:4], job.options, target))):
             return None
         self.states.append("waiting")
         return len(self.states) - 1
+
+    def drop(self, number: int) -> None:
+        """Do not begin a job any more."""
+        self._tell(number.to_bytes(ahead_server.SHORT, "little"))
+
+    def _tell(self, data: bytes) -> bool:
+        data = len(data).to_bytes(4, "little") + data
+        if len(data) > select.PIPE_BUF:  # it might be written in part
+            return False
+        try:
+            return os.write(self._jobs, data) > 0
+        except OSError:
+            return False
 
     def listen(self, seconds: float = 0.0) -> bool:
         """Note what has been said, after waiting for it; False once the process has ended."""
@@ -237,6 +244,8 @@ class Ahead:
             with self._lock:
                 alive = server is self._server and server.listen(0.002)
                 state = server.states[number]
+                if alive and state == "waiting":
+                    server.drop(number)
             if state != "started" or not alive:
                 return state == "done"
         return False

@@ -1,7 +1,8 @@
 """The process that compiles kernels for another one: see `ahead`, which runs this file.
 
-It reads jobs from its standard input, and forks a worker for each. It writes a line when a worker
-starts and another when it ends, and stops at the end of its input, or with nothing left to do. It
+It reads jobs from its standard input, and forks a worker for each, unless it reads before that the
+other process does the job itself. It writes a line when a worker starts and another when it ends,
+and stops at the end of its input, or with nothing left to do. It
 does without torch, which takes longer to import than a kernel to compile.
 """
 
@@ -13,17 +14,17 @@ import pickle
 import select
 import signal
 import sys
-from collections import deque
 from types import ModuleType
 from typing import Any
 
+SHORT = 4  # bytes that say which job is not to be done any more; a job has more
 _IDLE = 60.0  # seconds without a job after which it ends
 _POLL = 0.01  # seconds between two looks at the workers
 
 
 def main(most: int) -> None:
     """Carry out jobs, `most` at a time, in their order."""
-    waiting: deque[tuple[int, bytes]] = deque()
+    waiting: dict[int, bytes] = {}
     workers: dict[int, int] = {}  # the job of each
     data, given, open_ = b"", 0, True
     try:
@@ -31,15 +32,19 @@ def main(most: int) -> None:
             while workers and (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 _say("failed" if ended[1] else "done", workers.pop(ended[0]))
             while waiting and len(workers) < most:
-                number, job = waiting.popleft()
+                number = next(iter(waiting))
                 _say("started", number)
-                workers[_worker(job)] = number
+                workers[_worker(waiting.pop(number))] = number
             if select.select([0], [], [], _POLL if workers else _IDLE)[0]:
                 more = os.read(0, 1 << 16)
                 open_, data = bool(more), data + more
                 while len(data) >= (end := 4 + int.from_bytes(data[:4], "little")) > 4:
-                    waiting.append((given, data[4:end]))
-                    given, data = given + 1, data[end:]
+                    job, data = data[4:end], data[end:]
+                    if len(job) == SHORT:
+                        waiting.pop(int.from_bytes(job, "little"), None)
+                    else:
+                        waiting[given] = job
+                        given += 1
             elif not workers:
                 return
     finally:

@@ -122,6 +122,11 @@ def test_a_job_that_waits_is_done_here(mine):
         mine.expect(job)
     mine.settle(jobs[1])
     assert mine.counts == {"here": 1, "workers": 0, "cache": 0}
+    last = a_job(launches.Flags())
+    mine.expect(last)
+    assert done(mine, last)
+    server, number = mine._given[jobs[1].key]
+    assert server.states[number] == "waiting"
 
 
 def every_kernel(dtype):
