@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -15,7 +16,7 @@ from normplug._fuse.fusion import Code, Fusion
 from normplug._fuse.guard import Guard
 from normplug._fuse.report import NOT_SWAPPED, Fused, Fusions
 from normplug._fuse.rewrite import recompute_results, rewrite
-from normplug._fuse.sites import Site, find
+from normplug._fuse.sites import After, Site, find
 from normplug._fuse.source import Reads, Untraceable
 from normplug._torch import has_hooks
 from normplug.modules import TargetVarianceNorm
@@ -47,6 +48,7 @@ class Analysis:
 
     Attributes:
         fusions: the modules to fuse, and their new forwards.
+        calls: the activation of each norm that one follows, and whether a residual is added.
         report: a row for each norm layer.
     """
 
@@ -58,6 +60,7 @@ class Analysis:
         self._labels: dict[nn.Module, dict[bool, tuple[str, str]]] = {}
         self._reasons: dict[nn.Module, str] = {}
         self.fusions: dict[nn.Module, Fusion] = {}
+        self.calls: dict[TargetVarianceNorm, tuple[str | None, bool]] = {}
         callers = self._callers()
         for module in reversed(self._paths):
             if module in callers:
@@ -136,7 +139,9 @@ class Analysis:
                 found = True
                 needed |= origins.union(*(self._inner[m] for m in origins if m in self._inner))
                 if site.label:
-                    norm = module.get_submodule(str(site.norm.target))
+                    norm: Any = module.get_submodule(str(site.norm.target))
+                    if isinstance(site, After):
+                        self.calls[norm] = (site.name, site.add is not None)
                     labels.append((norm, training, (site.label, self._paths[module])))
         if not found:
             return

@@ -50,6 +50,7 @@ class After(Site):
     between: tuple[fx.Node, ...]
     add: fx.Node | None
     activation: fx.Node | None
+    name: str | None  # of the activation
     pool: fx.Node | None
 
 
@@ -156,7 +157,7 @@ def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | str:
         last = user
     if add is None:
         return reason
-    return After(node, (node, *between, add), "add", tuple(between), add, None, None)
+    return After(node, (node, *between, add), "add", tuple(between), add, None, None, None)
 
 
 def _activated(
@@ -177,7 +178,7 @@ def _activated(
         if pool is not None:
             parts.append("max pool")
     nodes = (node, *between, *(n for n in (add, activation, pool) if n is not None))
-    return After(node, nodes, ", ".join(parts), between, add, activation, pool)
+    return After(node, nodes, ", ".join(parts), between, add, activation, name, pool)
 
 
 def _moves(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # what compiles kernels does without torch
+    import torch
 
 _INT32 = 2**31 - 2**24  # leaves room for what the padding of the last tile adds
 MOST_PLACES = _INT32  # along one axis, whose places are int32
@@ -16,6 +18,8 @@ def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; on a CPU those of an H100."""
     if device.type != "cuda":
         return 132
+    import torch
+
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

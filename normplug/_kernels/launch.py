@@ -11,11 +11,14 @@ from __future__ import annotations
 import itertools
 import os
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+from normplug._kernels import ahead
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _DIRECT = (3, 3) <= _VERSION <= (3, 9) and torch.version.hip is None
@@ -26,6 +29,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "ye
 
 # How parameters lie in memory, by Triton's name of their type.
 _LAYOUTS = {"*": "<Q", "i32": "<i", "i64": "<q", "fp32": "<f"}
+# Triton's names of the dtypes of tensors.
+_TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.uint8: "u8", torch.int64: "i64",
+}  # fmt: skip
 
 
 def scalars(double: bool, **values: float) -> dict[str, float | int]:
@@ -95,6 +103,7 @@ class Launch:
         self._function: Any = None
         self._metadata: Any = None
         self._signature: dict[str, str] = {}
+        self._settled = INTERPRETED
 
     def __call__(self, stream: int, *tensors: Tensor) -> None:
         """Launch on `stream`, which must be the current one of the current device."""
@@ -149,8 +158,54 @@ class Launch:
             tuple(parameters),
         )
 
+    def expect(self, dtypes: Sequence[torch.dtype]) -> bool:
+        """Have it compiled meanwhile, for tensors of these dtypes on the current GPU.
+
+        Returns:
+            Whether it is being compiled.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        return ahead.expect(self._job(dtypes))
+
     def _compile(self, tensors: tuple[Tensor, ...]) -> Any:
-        return self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)
+        name = self._settle(tensors)
+        compiled = self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)
+        if name is not None and compiled.hash != name:  # what is expected is not what is needed
+            ahead.give_up()
+        return compiled
+
+    def _settle(self, tensors: tuple[Tensor, ...]) -> str | None:
+        """Count the first launch, and wait for a worker that compiles it; its name, if known."""
+        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        if self._settled or not tensors[0].is_cuda or not aligned:
+            return None
+        self._settled = True
+        return ahead.settle(self._job([tensor.dtype for tensor in tensors]))
+
+    def _job(self, dtypes: Sequence[torch.dtype]) -> ahead.Job:
+        """What Triton makes of a call with tensors that lie at multiples of 16 bytes."""
+        names, count = self._kernel.arg_names, len(dtypes)
+        signature = dict.fromkeys(names, "constexpr")
+        signature |= {n: "*" + _TYPES[dtype] for n, dtype in zip(names, dtypes, strict=False)}
+        for name, value in zip(names[count:], self._numbers, strict=False):
+            wide = isinstance(value, int) and not -(2**31) <= value < 2**31
+            signature[name] = "fp32" if isinstance(value, float) else "i64" if wide else "i32"
+        constants = {(i,): self._constants[n] for i, n in enumerate(names) if n in self._constants}
+        options = {k: v for k, v in self._constants.items() if k not in names}
+        attributes: dict[tuple[int], list[list[Any]]]
+        attributes = {(i,): [["tt.divisibility", 16]] for i in range(count)}
+        if _VERSION >= (3, 7):
+            attributes |= {place: [] for place in constants}
+        return ahead.Job(self._kernel, signature, constants, attributes, options)
+
+
+def compiled_kernels() -> ahead.Counts:
+    """How many kernels this process has launched: compiled here, by its workers, or before.
+
+    Equal kernels of several layers count once.
+    """
+    return ahead.counts()
 
 
 def _check_names(kernel: Any, given: list[str]) -> None:

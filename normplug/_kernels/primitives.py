@@ -13,6 +13,8 @@ import triton.language as tl
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 STEP_AXIS = tl.constexpr(1 if _VERSION < (3, 7) else 0)
 LANE_AXIS = tl.constexpr(0 if _VERSION < (3, 7) else 1)
+# Names of numbers that no kernel is to be compiled for: a float64's bits are an integer to Triton.
+SCALARS = ("momentum", "eps", "root")
 
 
 @triton.jit

@@ -93,6 +93,10 @@ class Plan(ABC):
         found = self._programs.get(keep)
         if found is None:
             found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
+            if keep and self.gpu is not None:
+                found.expect(self.acc, after=1)
+                if self._expect_backward(t, found):
+                    self._expect_others(Tensors(*t))  # type: ignore[arg-type]
         return found
 
     def backward_of(
@@ -106,6 +110,29 @@ class Plan(ABC):
             found = self.backward_program(self._named(saved), dy, dtotal, needs)
             self._programs[key] = found
         return found
+
+    def _expect_backward(self, t: Sequence[Tensor | None], forward: Program) -> bool:
+        """Have the kernels compiled of the backward that is usual after this forward.
+
+        It asks for all gradients that there are, and its dy lies as y does.
+
+        Returns:
+            Whether one of them is being compiled.
+        """
+        needs = tuple(a is not None and a.requires_grad for a in t[:_INPUTS])
+        if not any(needs):
+            return False
+        slots = [*t, *_BLANKS]
+        for place, shape, stride, dtype, _ in forward.empties:
+            slots[place] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        saved = [slots[place] for place in forward.saved]
+        results = [slots[place] for place, _ in forward.results]
+        dy, dtotal = results if self.has_total else (*results, None)
+        return self.backward_of(saved, dy, dtotal, needs).expect(self.acc)
+
+    def _expect_others(self, t: Tensors) -> None:
+        """Have the kernels compiled of calls that are likely after this one, if any are."""
+        return
 
     def recompute_of(self, saved: Sequence[Any]) -> Program:
         """The program of `recomputed`."""

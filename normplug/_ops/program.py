@@ -99,8 +99,11 @@ class Program:
         scratch: tuple[int, int] = (0, 0),
     ) -> None:
         self.empties = tuple(_empty(given, name, *layout) for name, layout in empties.items())
-        present = {*given, *empties, "partial", "counters"}
+        dtypes = {name: t.dtype for name, t in given.items()}
+        dtypes |= {name: dtype for name, (_, _, dtype) in empties.items()}
+        present = {*dtypes, "partial", "counters"}
         self.steps = tuple(_step(launch, present, renamed) for launch, renamed in launches)
+        self._dtypes = {PLACE[name]: dtype for name, dtype in dtypes.items()}
         self.results = tuple(results)
         self.saved = tuple(PLACE[name] for name in saved)
         self.copies = tuple((PLACE[name], tuple(s)) for name, s in (copies or {}).items())
@@ -135,6 +138,23 @@ class Program:
         if self.moves:  # unseen by autograd, which would miss that they are not as they were
             moved = [slots[place] for place in self.moves]
             increment_version([t for t in moved if not t.is_inference()])
+
+    def expect(self, accumulator: torch.dtype, after: int = 0) -> bool:
+        """Have the kernels compiled meanwhile.
+
+        Args:
+            accumulator: the dtype of partial results.
+            after: how many of the kernels are left out, from the first on.
+
+        Returns:
+            Whether one of them is being compiled.
+        """
+        dtypes = {PARTIAL: accumulator, COUNTERS: torch.int64, **self._dtypes}
+        begun = [
+            launch.expect([dtypes[place] for place in places])
+            for launch, places, _ in self.steps[after:]
+        ]
+        return any(begun)
 
     def results_of(self, slots: Sequence[Any]) -> list[Any]:
         """What a run returns, from its slots."""

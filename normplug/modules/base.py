@@ -81,6 +81,9 @@ class TargetVarianceNorm(nn.Module):
     def _adopt(self, options: Options) -> None:
         """Give the layer what its stock class lacks, once a swap has changed its class."""
 
+    def _expect(self, activation: str | None, residual: bool) -> None:
+        """Note how `fuse` will have the layer called, so that kernels can be compiled ahead."""
+
     def _leave(self) -> None:
         """Remove what `_adopt` added, before `unswap` changes the class back."""
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
+from normplug._ops.batch_norm import likely
 from normplug._ops.spec import BatchNormSpec, Pool, Tensors
 from normplug._torch import BatchNormBase
-from normplug.modules.base import TargetVarianceNorm
+from normplug.modules.base import Options, TargetVarianceNorm
 from normplug.modules.fusion_sites import FusionSites
 
 
@@ -68,6 +69,13 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
+
+    def _adopt(self, options: Options) -> None:
+        super()._adopt(options)
+        self._expect(None, False)
+
+    def _expect(self, activation: str | None, residual: bool) -> None:
+        likely.note(self, likely.Call(self.num_features, activation, residual))
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_features,)

@@ -38,7 +38,7 @@ from normplug._kernels.batch_norm.slabs import (
     slab_columns,
     write_tile,
 )
-from normplug._kernels.primitives import STEP_AXIS, affine, as_tile, scalar
+from normplug._kernels.primitives import SCALARS, STEP_AXIS, affine, as_tile, scalar
 from normplug._kernels.waiting import arrive, wait
 
 # The arguments of both kernels.
@@ -126,7 +126,7 @@ def _normalise(
     write_tile(y, y_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def batch_norm_columns_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, tracked_ptr,
     y_ptr, bits_ptr, stats_ptr, partial_ptr, counters_ptr,
@@ -336,7 +336,7 @@ def _tile_gradients(
     return sum_dz, sum_dz_centred
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def batch_norm_columns_backward(
     dy_ptr, x_ptr, residual_ptr, bits_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dresidual_ptr,
     dweight_ptr, dbias_ptr, partial_ptr, counters_ptr,

@@ -15,7 +15,7 @@ Source: Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115.
 import triton
 import triton.language as tl
 
-from normplug._kernels.primitives import scalar
+from normplug._kernels.primitives import SCALARS, scalar
 
 # The arguments.
 #   PARTS, C             processes; channels
@@ -56,7 +56,7 @@ def _joined_moments(
     return count, mean, m2
 
 
-@triton.jit(do_not_specialize=["PARTS", "C"])
+@triton.jit(do_not_specialize=["PARTS", "C", *SCALARS])
 def batch_norm_merge(
     parts_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr,
     PARTS, C,

@@ -15,7 +15,7 @@ from normplug._kernels.activation import (
     positive,
     unpack_bits,
 )
-from normplug._kernels.primitives import merge_moments, merge_sums, scalar, tile_counts
+from normplug._kernels.primitives import SCALARS, merge_moments, merge_sums, scalar, tile_counts
 from normplug._kernels.waiting import arrive, wait
 
 # The arguments of both kernels.
@@ -55,7 +55,7 @@ def _tile(channel, k, N, C, HW, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     return _offset(place, channel, C, HW), place < N * HW, _offset(k * BLOCK, channel, C, HW)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def batch_norm_planes_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, tracked_ptr,
     y_ptr, bits_ptr, stats_ptr, partial_ptr, counters_ptr,
@@ -194,7 +194,7 @@ def _gradient(
     return dz, centred
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def batch_norm_planes_backward(
     dy_ptr, x_ptr, residual_ptr, bits_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dresidual_ptr,
     dweight_ptr, dbias_ptr, partial_ptr, counters_ptr,

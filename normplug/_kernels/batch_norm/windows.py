@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.activation import activate
-from normplug._kernels.primitives import affine, scalar
+from normplug._kernels.primitives import SCALARS, affine, scalar
 
 MOST_PLACES = 255  # in a window: a byte says which, or NOWHERE
 _NOWHERE = tl.constexpr(MOST_PLACES)
@@ -69,7 +69,7 @@ def _image_row(top, kh, image, H, row_stride):
     return (image * H + row).to(tl.int64) * row_stride, row - top
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def batch_norm_pool_forward(
     x_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, y_ptr, peaks_ptr, places_ptr,
     stats_ptr,
@@ -198,7 +198,7 @@ def _gather(
     tl.store(dx_ptr + first + offsets, dx, mask=mask)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def batch_norm_pool_backward(
     dy_ptr, x_ptr, places_ptr, weight_ptr, stats_ptr, dweight_ptr, dbias_ptr, dx_ptr,
     H, W, OH, OW, C_UNITS, SLABS,

@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.layer_norm.shared import finish_columns, finish_running, row_places, size
-from normplug._kernels.primitives import LANE_AXIS, STEP_AXIS, as_stored, scalar, tile_of_zeros
+from normplug._kernels.primitives import (
+    LANE_AXIS,
+    SCALARS,
+    STEP_AXIS,
+    as_stored,
+    scalar,
+    tile_of_zeros,
+)
 from normplug._kernels.waiting import arrive, meet, publish, wait
 
 # The arguments of both kernels that `shared` does not explain.
@@ -133,7 +140,7 @@ def _each(values):
     return tl.expand_dims(values[:, None], STEP_AXIS)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def layer_norm_rows_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, input_bias_ptr, running_mean_ptr, running_var_ptr,
     tracked_ptr, y_ptr, total_ptr, stats_ptr, partial_ptr, counters_ptr,
@@ -242,7 +249,7 @@ def _share_sums(
     return a, b
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def layer_norm_rows_backward(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, input_bias_ptr, stats_ptr, dx_ptr, dweight_ptr,
     dbias_ptr, dinput_bias_ptr, partial_ptr, counters_ptr,

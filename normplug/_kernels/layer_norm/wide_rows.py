@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.layer_norm.shared import finish_columns, finish_running, row_places, size
-from normplug._kernels.primitives import as_stored, merge_moments, scalar, tile_counts
+from normplug._kernels.primitives import SCALARS, as_stored, merge_moments, scalar, tile_counts
 from normplug._kernels.waiting import arrive, publish, wait
 
 # The arguments of both kernels that `shared` does not explain.
@@ -28,7 +28,7 @@ _SIZES = [
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def layer_norm_wide_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, input_bias_ptr, running_mean_ptr, running_var_ptr,
     tracked_ptr, y_ptr, total_ptr, stats_ptr, partial_ptr, counters_ptr,
@@ -165,7 +165,7 @@ def _vector(pointer, columns, live, EVEN: tl.constexpr):
     return vector
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def layer_norm_wide_backward(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, input_bias_ptr, stats_ptr, dx_ptr, dweight_ptr,
     dbias_ptr, dinput_bias_ptr, partial_ptr, counters_ptr,

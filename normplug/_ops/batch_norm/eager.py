@@ -13,7 +13,7 @@ from normplug._kernels.batch_norm import launches, schedule
 from normplug._kernels.device import processors
 from normplug._kernels.launch import COOPERATIVE, Workspace
 from normplug._layouts import dense, laid_out_like, lies_like
-from normplug._ops.batch_norm import aten
+from normplug._ops.batch_norm import aten, likely
 from normplug._ops.plans import KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, PLACE, RUNNING, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
@@ -103,6 +103,10 @@ class BatchNormPlan(Plan):
             counts=self._flags.cumulative,
             scratch=launches.scratch(geometry),
         )
+
+    def _expect_others(self, t: Tensors) -> None:
+        """Have the kernels compiled of calls that are likely after this one."""
+        expect_likely(t, self.spec, self._machine)
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
         """Compute y again, normalised by the statistics that the forward found."""
@@ -208,6 +212,20 @@ def constants_of(
     mean, rstd = stats.chunk(2)
     var = rstd.pow(-2) - spec.eps
     return (mean, var) if dtype is None else (mean.to(dtype), var.to(dtype))
+
+
+def expect_likely(t: Tensors, spec: BatchNormSpec, machine: tuple[int, bool]) -> None:
+    """Have the kernels compiled of the calls that are likely after one: first all forwards."""
+    forwards = []
+    for other, activation in likely.after(t):
+        its = spec._replace(activation=activation, pool=None, keeps_residual=False)
+        plan = BatchNormPlan(other, its)
+        plan._machine = machine
+        program = plan.forward_program(other, True)
+        program.expect(plan.acc)
+        forwards.append((plan, other, program))
+    for plan, other, program in forwards:
+        plan._expect_backward(other, program)
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:

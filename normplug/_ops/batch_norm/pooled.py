@@ -18,7 +18,7 @@ from normplug._kernels.device import MOST_PLACES
 from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
 from normplug._ops.batch_norm import aten
-from normplug._ops.batch_norm.eager import BatchNormPlan, constants_of, machine_of
+from normplug._ops.batch_norm.eager import BatchNormPlan, constants_of, expect_likely, machine_of
 from normplug._ops.plans import KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, PLACE, RUNNING, Layout, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
@@ -71,6 +71,10 @@ class PooledPlan(Plan):
         """The call in channels_last."""
         x = t.x.contiguous(memory_format=torch.channels_last)
         return (t if x is t.x else t._replace(x=x)), spec
+
+    def _expect_others(self, t: Tensors) -> None:
+        """Have the kernels compiled of calls that are likely after this one."""
+        expect_likely(t, self.spec, self._machine)
 
     def _columns(self, size: tuple[int, int], tensors: int) -> schedule.Geometry:
         shape = (self._n, self._channels, math.prod(size), True, self._dtype.itemsize)
@@ -158,7 +162,7 @@ class PooledPlan(Plan):
         if needs[0]:
             empties["dx"] = (x.shape, x.stride(), x.dtype)
         return Program(
-            saved,
+            {**saved, "dy": dy},
             empties=empties,
             launches=steps,
             results=[

@@ -1,0 +1,280 @@
+"""Having kernels compiled in other processes, before they are needed.
+
+A step that finds no compiled kernel compiles them one after another, about a second each. But a
+backward's kernel is known when its forward is set up, and other processes can compile it until
+then. They put it into Triton's cache on disk, where this process finds it. `ahead_server` is the
+process that forks them. It is started when a kernel is wanted that is not in the cache, and ends
+when this process does, or with nothing left to do. Whatever it fails to do, this process does.
+
+The environment's `NORMPLUG_COMPILE_WORKERS` says how many kernels it may compile at once: 0 for
+none; by default half of the cores, at most 8, shared out among the processes of a torchrun.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+
+from normplug._kernels import ahead_server
+
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+# Whether the key of a kernel in Triton's cache can be told, and workers be forked.
+KEYED = _VERSION >= (3, 5) and sys.platform == "linux"
+_PATIENCE = 60.0  # seconds to wait for a worker that has started
+_MOST = 8
+
+
+class Job(NamedTuple):
+    """A kernel to compile: the arguments of `triton.compiler.ASTSource`, and the options."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[tuple[int], Any]
+    attributes: dict[tuple[int], Any]
+    options: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """What tells it from others."""
+        return f"{self.kernel.__module__}.{self.kernel.__name__}{self[1:]}"
+
+
+class Counts(NamedTuple):
+    """Where the kernels of this process came from.
+
+    Attributes:
+        here: compiled by the process itself.
+        workers: compiled by its workers.
+        cache: found in Triton's cache.
+    """
+
+    here: int
+    workers: int
+    cache: int
+
+
+@cache
+def most_workers() -> int:
+    """How many kernels to compile at once in other processes.
+
+    Raises:
+        ValueError: `NORMPLUG_COMPILE_WORKERS` is no number, or below 0.
+    """
+    wanted = os.environ.get("NORMPLUG_COMPILE_WORKERS", "")
+    if wanted and not wanted.isdecimal():
+        raise ValueError(
+            f"normplug: NORMPLUG_COMPILE_WORKERS must be a number from 0 on, not {wanted!r}. Set "
+            "it to 0 to compile every kernel in this process, or unset it."
+        )
+    if wanted:
+        return int(wanted)
+    beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    each = 2 * max(int(beside) if beside.isdecimal() else 1, 1)
+    return min(len(os.sched_getaffinity(0)) // each, _MOST)
+
+
+class Server:
+    """The process that forks workers, and how far they are with its jobs."""
+
+    def __init__(self, workers: int) -> None:
+        package = Path(__file__).parent.parent
+        kernels = [name for name in sys.modules if name.startswith("normplug._kernels.")]
+        modules = [name for name in kernels if hasattr(sys.modules[name], "triton")]
+        start = (workers, str(package), sys.path, ["triton", *modules])
+        self.states: list[str] = []
+        self._said = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", ahead_server.__file__, pickle.dumps(start).hex()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,  # an interrupt from the keyboard is not meant for it
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._jobs, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._jobs, False)
+        os.set_blocking(self._answers, False)
+
+    def take(self, job: Job) -> int | None:
+        """Begin a job; its number, or None where that cannot be."""
+        module, name = job.kernel.__module__, job.kernel.__name__
+        on = triton.runtime.driver.active.get_current_target()
+        target = (on.backend, on.arch, on.warp_size)
+        if not self._tell(pickle.dumps((module, name, job[1:4], job.options, target))):
+            return None
+        self.states.append("waiting")
+        return len(self.states) - 1
+
+    def drop(self, number: int) -> None:
+        """Do not begin a job any more."""
+        self._tell(number.to_bytes(ahead_server.SHORT, "little"))
+
+    def _tell(self, data: bytes) -> bool:
+        data = len(data).to_bytes(4, "little") + data
+        if len(data) > select.PIPE_BUF:  # it might be written in part
+            return False
+        try:
+            return os.write(self._jobs, data) > 0
+        except OSError:
+            return False
+
+    def listen(self, seconds: float = 0.0) -> bool:
+        """Note what has been said, after waiting for it; False once the process has ended."""
+        if select.select([self._answers], [], [], seconds)[0]:
+            more = os.read(self._answers, 1 << 16)
+            if not more:
+                return False
+            *lines, self._said = (self._said + more).split(b"\n")
+            for line in lines:
+                state, number = line.decode().split()
+                self.states[int(number)] = state
+        return True
+
+    def end(self) -> None:
+        """Stop the process and its workers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with self._process:  # closes the pipes, and waits
+            pass
+
+
+class Ahead:
+    """What this process has had compiled; one for each process."""
+
+    def __init__(self) -> None:
+        self.counts = {"here": 0, "workers": 0, "cache": 0}
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._server: Server | None = None
+        self._off = not KEYED
+        self._given: dict[str, tuple[Server, int | None]] = {}  # jobs, by number
+        self._kept: set[str] = set()  # in Triton's cache
+        self._settled: dict[str, str | None] = {}  # the key in Triton's cache
+
+    def expect(self, job: Job) -> bool:
+        """Have a kernel compiled that will be launched later.
+
+        Returns:
+            Whether a worker will do it; False where it is compiled already.
+        """
+        with self._lock:
+            key = job.key
+            if self._is_off() or key in self._settled or key in self._kept:
+                return False
+            if key not in self._given:
+                if _is_kept(_name(job)):
+                    self._kept.add(key)
+                    return False
+                if (server := self._started()) is None:
+                    return False
+                self._given[key] = server, server.take(job)
+            return True
+
+    def settle(self, job: Job) -> str | None:
+        """Before this process launches a kernel: wait for it, if a worker is compiling it.
+
+        Returns:
+            Its key in Triton's cache; None if that is unknown.
+        """
+        with self._lock:
+            key = job.key
+            if key in self._settled:
+                return self._settled[key]
+            name = self._settled[key] = _name(job) if KEYED else None
+        if key in self._given and self._wait(*self._given[key]):
+            self.counts["workers"] += 1
+        elif name is not None and _is_kept(name):
+            self.counts["cache"] += 1
+        else:
+            self.counts["here"] += 1
+        return name
+
+    def give_up(self) -> None:
+        """Compile everything here from now on."""
+        with self._lock:
+            self._off = True
+            self.end()
+
+    def end(self) -> None:
+        """Stop the workers."""
+        with self._lock:
+            if self._server is not None and self._process == os.getpid():
+                self._server.end()
+            self._server = None
+
+    def _is_off(self) -> bool:
+        # A process forked from this one has no part in it.
+        return self._off or most_workers() == 0 or self._process != os.getpid()
+
+    def _started(self) -> Server | None:
+        """The server, started if need be."""
+        if self._is_off():
+            return None
+        if self._server is not None and not self._server.listen():
+            self._off = "done" not in self._server.states  # it never worked
+            self.end()
+            return self._started()
+        if self._server is None:
+            try:
+                self._server = Server(most_workers())
+            except OSError:
+                self._off = True
+        return self._server
+
+    def _wait(self, server: Server, number: int | None) -> bool:
+        """Whether a worker has done a job, or does it now: then this waits for the end."""
+        end = time.monotonic() + _PATIENCE
+        while number is not None and self._process == os.getpid() and time.monotonic() < end:
+            with self._lock:
+                alive = server is self._server and server.listen(0.002)
+                state = server.states[number]
+                if alive and state == "waiting":
+                    server.drop(number)
+            if state != "started" or not alive:
+                return state == "done"
+        return False
+
+
+_ahead = Ahead()
+expect, settle, give_up = _ahead.expect, _ahead.settle, _ahead.give_up
+atexit.register(_ahead.end)
+
+
+def counts() -> Counts:
+    """Where the kernels that were launched came from."""
+    return Counts(**_ahead.counts)
+
+
+def _name(job: Job) -> str:
+    """The key of a kernel in Triton's cache."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler import ASTSource, get_cache_key, make_backend
+
+    backend = make_backend(triton.runtime.driver.active.get_current_target())
+    source, options = ASTSource(*job[:4]), backend.parse_options(dict(job.options))
+    key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _is_kept(name: str) -> bool:
+    """Whether Triton's cache has it."""
+    from triton.runtime.cache import get_cache_manager
+
+    directory = getattr(get_cache_manager(name), "cache_dir", None)
+    return directory is not None and any(Path(directory).glob("__grp__*"))

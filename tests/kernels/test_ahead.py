@@ -1,0 +1,265 @@
+"""Workers compile kernels into Triton's cache, and this process finds them there."""
+
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
+
+import normplug  # noqa: E402
+from normplug._kernels import ahead, ahead_server, launch  # noqa: E402
+from normplug._kernels.batch_norm import launches, schedule  # noqa: E402
+from normplug._kernels.batch_norm import pool_launches as pool  # noqa: E402
+from normplug._kernels.layer_norm import launches as rows  # noqa: E402
+from normplug._kernels.layer_norm import schedule as row_schedule  # noqa: E402
+from normplug.reference import accumulator_dtype  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
+    pytest.mark.skipif(not ahead.KEYED, reason="on this Triton no worker compiles"),
+]
+H100 = GPUTarget("cuda", 90, 32)
+
+
+class Driver:
+    """A GPU that is not there."""
+
+    def get_current_target(self):
+        return H100
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _a_gpu_and_an_empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "1")
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    ahead.most_workers.cache_clear()
+    yield
+    ahead.most_workers.cache_clear()
+
+
+@pytest.fixture
+def mine():
+    """Workers of this test's own."""
+    made = ahead.Ahead()
+    yield made
+    made.end()
+
+
+def a_launch(flags=None):
+    shape = schedule.geometry(64, 8, 1, True, 4, 1, 132, True)
+    flags = flags or launches.Flags(weight=False, bias=False)
+    return launches.forward_launch(shape, torch.float32, flags, 0.1, 1e-5, 0.6)
+
+
+def dtypes_of(made):
+    kinds = {"tracked": torch.int64, "counters": torch.int64, "bits": torch.uint8}
+    return [kinds.get(name, torch.float32) for name in made.pointers]
+
+
+def a_job(flags=None):
+    made = a_launch(flags)
+    return made._job(dtypes_of(made))
+
+
+def until(condition):
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def done(mine, job):
+    server, number = mine._given[job.key]
+
+    def is_done():
+        assert server.listen()
+        return server.states[number] not in ("waiting", "started")
+
+    until(is_done)
+    return server.states[number] == "done"
+
+
+def test_a_worker_compiles_what_is_found_then(mine):
+    job = a_job()
+    mine.expect(job)
+    assert done(mine, job)
+    assert mine.settle(job) == mine.settle(job)
+    assert mine.counts == {"here": 0, "workers": 1, "cache": 0}
+    again = ahead.Ahead()
+    again.expect(job)
+    again.settle(job)
+    assert again._server is None
+    assert again.counts == {"here": 0, "workers": 0, "cache": 1}
+
+
+def test_a_worker_that_has_begun_is_waited_for(mine):
+    job = a_job()
+    mine.expect(job)
+    server, number = mine._given[job.key]
+    until(lambda: server.listen() and server.states[number] != "waiting")
+    mine.settle(job)
+    assert mine.counts["workers"] == 1
+
+
+def test_a_job_that_waits_is_done_here(mine):
+    jobs = [a_job(), a_job(launches.Flags(bias=False))]
+    for job in jobs:
+        mine.expect(job)
+    mine.settle(jobs[1])
+    assert mine.counts == {"here": 1, "workers": 0, "cache": 0}
+    last = a_job(launches.Flags())
+    mine.expect(last)
+    assert done(mine, last)
+    server, number = mine._given[jobs[1].key]
+    assert server.states[number] == "waiting"
+
+
+def every_kernel(dtype):
+    """A launch of each kernel, some of them with numbers of 64 bits."""
+    acc, every = accumulator_dtype(dtype), (True, True, True, False)
+    flags = launches.Flags(running=True, activation="relu")
+    for n in (64, 1 << 14):
+        for channels_last in (False, True):
+            shape = schedule.geometry(n, 512, 400, channels_last, dtype.itemsize, 2, 132, True)
+            yield launches.forward_launch(shape, dtype, flags, 0.1, 1e-5, 0.6)
+            yield launches.backward_launch(shape, dtype, flags, every, 0.6)
+    yield launches.merge_launch(2, 64, dtype, flags, 0.1, 1e-5)
+    pixels = schedule.pixels(64, 56, 64, dtype.itemsize)
+    window = ((3, 3), (2, 2), (1, 1)), (112, 112), (56, 56)
+    yield pool.forward_launch(pixels, dtype, *window, True, True, True, True, 1e-5, 0.6)
+    yield pool.backward_launch(pixels, dtype, *window, True, True, 0.6)
+    for width in (768, 1 << 17):
+        sizes, strides = (4096, width, 8, dtype.itemsize), rows.Strides(width, dy=width)
+        forward = row_schedule.layer_norm_forward(*sizes, True, 132)
+        yield rows.forward_launch(forward, acc, rows.Flags(), rows.Strides(width), 0.1, 1e-5, 0.6)
+        backward = row_schedule.layer_norm_backward(*sizes, False, 132, 227 << 10, True)
+        yield rows.backward_launch(backward, acc, rows.Flags(), strides, every, 0.6)
+
+
+TRITONS = {
+    torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64,
+    torch.int64: tl.int64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_launch_asks_for_the_kernel_that_triton_makes_of_a_call(dtype, monkeypatch):
+    wanted = []
+
+    def hashes(source, options, target=H100):
+        options = make_backend(target).parse_options(dict(options))
+        return source.hash(), options.hash()
+
+    def compile_nothing(source, target, options):
+        wanted.append(hashes(source, options, target))
+
+    kernels = set()
+    for made in every_kernel(dtype):
+        kernel = made._kernel
+        kernels.add(kernel.__name__)
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+        kernel.device_caches[0]
+        monkeypatch.setattr(kernel, "compile", compile_nothing)
+        given = {"tracked": torch.int64, "counters": torch.int64}
+        dtypes = [given.get(name, dtype) for name in made.pointers]
+        tensors = [triton.MockTensor(TRITONS[each], [16]) for each in dtypes]
+        kernel.warmup(*tensors, *made._numbers, grid=(1,), **made._constants)
+        job = made._job(dtypes)
+        assert hashes(ASTSource(*job[:4]), job.options) == wanted[-1]
+    assert len(kernels) == 11
+
+
+def test_a_worker_that_fails_changes_nothing(mine):
+    job = a_job()
+    broken = job._replace(constants={**job.constants, (27,): "no size"})
+    mine.expect(broken)
+    assert not done(mine, broken)
+    mine.settle(broken)
+    mine.expect(job)  # the process that forked it goes on
+    assert done(mine, job)
+    mine.settle(job)
+    assert mine.counts == {"here": 1, "workers": 1, "cache": 0}
+
+
+def test_without_its_process_all_is_done_here(mine):
+    first, second, third = a_job(), a_job(launches.Flags(bias=False)), a_job(launches.Flags())
+    mine.expect(first)
+    mine._server._process.kill()
+    mine._server._process.wait()
+    mine.settle(first)
+    mine.expect(second)
+    assert mine._off  # it has never done anything
+    mine.expect(third)
+    mine.settle(second)
+    assert mine.counts["here"] == 2
+
+
+def test_a_process_that_cannot_be_started_changes_nothing(mine, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    job = a_job()
+    mine.expect(job)
+    mine.settle(job)
+    assert mine.counts["here"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "most"),
+    [
+        ("NORMPLUG_COMPILE_WORKERS", "0", 0),
+        ("NORMPLUG_COMPILE_WORKERS", "3", 3),
+        ("LOCAL_WORLD_SIZE", "4", 2),
+        ("LOCAL_WORLD_SIZE", "1", 8),
+    ],
+)
+def test_the_environment_says_how_many_workers_there_are(monkeypatch, name, value, most):
+    monkeypatch.delenv("NORMPLUG_COMPILE_WORKERS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(18))
+    monkeypatch.setenv(name, value)
+    assert ahead.most_workers() == most
+
+
+def test_none_are_started_where_they_are_turned_off(mine, monkeypatch):
+    monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "0")
+    mine.expect(a_job())
+    assert mine._server is None
+
+
+def test_another_number_of_workers_is_an_error(monkeypatch):
+    monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "-1")
+    with pytest.raises(ValueError, match="must be a number from 0 on, not '-1'. Set it to 0"):
+        ahead.most_workers()
+
+
+def test_a_process_without_jobs_ends_with_the_one_that_started_it(mine):
+    mine.expect(a_job())
+    process = mine._server._process
+    start = time.monotonic()
+    mine.end()
+    assert process.poll() is not None
+    assert time.monotonic() - start < 2
+
+
+def test_workers_need_no_torch():
+    package, modules = os.path.dirname(normplug.__file__), ["normplug._kernels.batch_norm.columns"]
+    code = (
+        "import sys, runpy; server = runpy.run_path(sys.argv[1]); "
+        f"server['_start']({package!r}, {sys.path!r}, {modules!r}); print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-I", "-c", code, ahead_server.__file__]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.stdout.strip() == "False", found.stderr
