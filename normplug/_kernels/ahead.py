@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import triton
 
+from normplug import native
 from normplug._kernels import ahead_server
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -51,20 +52,6 @@ class Job(NamedTuple):
     def key(self) -> str:
         """What tells it from others."""
         return f"{self.kernel.__module__}.{self.kernel.__name__}{self[1:]}"
-
-
-class Counts(NamedTuple):
-    """Where the kernels of this process came from.
-
-    Attributes:
-        here: compiled by the process itself.
-        workers: compiled by its workers.
-        cache: found in Triton's cache.
-    """
-
-    here: int
-    workers: int
-    cache: int
 
 
 @cache
@@ -254,11 +241,7 @@ class Ahead:
 _ahead = Ahead()
 expect, settle, give_up = _ahead.expect, _ahead.settle, _ahead.give_up
 atexit.register(_ahead.end)
-
-
-def counts() -> Counts:
-    """Where the kernels that were launched came from."""
-    return Counts(**_ahead.counts)
+native.counts_in(_ahead.counts)
 
 
 def _name(job: Job) -> str:

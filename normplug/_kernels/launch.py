@@ -200,14 +200,6 @@ class Launch:
         return ahead.Job(self._kernel, signature, constants, attributes, options)
 
 
-def compiled_kernels() -> ahead.Counts:
-    """How many kernels this process has launched: compiled here, by its workers, or before.
-
-    Equal kernels of several layers count once.
-    """
-    return ahead.counts()
-
-
 def _check_names(kernel: Any, given: list[str]) -> None:
     expected = list(kernel.arg_names)
     if given == expected:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from normplug.native import building
@@ -35,15 +35,25 @@ class Status(NamedTuple):
         way: "C++" or "Python".
         why: the reason, in one sentence.
         library: the compiled file, or None.
+        kernels: how many kernels this process has launched, by where they came from: "here",
+            compiled by the process itself; "workers", by its workers; "cache", found compiled.
     """
 
     way: str
     why: str
     library: Path | None
+    kernels: Mapping[str, int] = MappingProxyType({})
 
     def __str__(self) -> str:
         file = "" if self.library is None else f" ({self.library})"
-        return f"normplug: calls go the {self.way} way: {self.why}{file}."
+        line = f"normplug: calls go the {self.way} way: {self.why}{file}."
+        if not any(self.kernels.values()):
+            return line
+        here, workers, cache = (self.kernels[name] for name in ("here", "workers", "cache"))
+        return (
+            f"{line} Kernels: {here} compiled by this process, {workers} by its workers, {cache} "
+            "found compiled."
+        )
 
 
 _NOT_WANTED = Status("Python", "no kernel was wanted yet", None)
@@ -57,13 +67,14 @@ _started = False
 _callbacks_lock = threading.Lock()
 _callbacks: list[Callable[[], None]] = []  # what waits for the C++ way to be loaded
 _lock = threading.Lock()
+_kernels: Mapping[str, int] = MappingProxyType({})  # see `Status`
 # The C++ plan of each Python plan.
 _plans: dict[Any, Any] = {}
 
 
 def status() -> Status:
-    """Which way calls go now, and why."""
-    return _status
+    """Which way calls go now, and why; and where the kernels came from."""
+    return _status._replace(kernels=dict(_kernels))
 
 
 def build() -> Path:
@@ -185,7 +196,13 @@ def _say(now: Status, level: int = logging.WARNING) -> None:
     _log.log(level, "%s", now)
 
 
-# --- What `_ops` and `functional` call ---
+# --- What `_kernels`, `_ops` and `functional` call ---
+
+
+def counts_in(kernels: Mapping[str, int]) -> None:
+    """Say where the kernels of this process are counted: see `Status`."""
+    global _kernels
+    _kernels = kernels
 
 
 def call(spec: Any, backend: Any, t: Any) -> Any:

@@ -123,7 +123,7 @@ def test_another_process_loads_what_is_there(compiler, loads, monkeypatch):
 
 def test_without_a_compiler_one_line_says_so(compiler, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("CXX", "nowhere --fast")
-    assert start() == ("Python", "no C++ compiler was found (CXX is nowhere --fast)", None)
+    assert start()[:3] == ("Python", "no C++ compiler was found (CXX is nowhere --fast)", None)
     start()
     assert warnings(caplog) == [str(native.status())]
     restart(monkeypatch)
@@ -143,7 +143,7 @@ def test_a_compiler_that_fails_is_left_alone_for_a_day(compiler, monkeypatch, fo
     compiler.does(FAIL)
     note = building.library().with_suffix(".failed.txt")
     why = f"the compiler failed: some.cpp:2: error: no luck ({note})"
-    assert start() == ("Python", why, None)
+    assert start()[:3] == ("Python", why, None)
     assert warnings(caplog) == [str(native.status())]
     assert note.read_text() == "some.cpp:1\nsome.cpp:2: error: no luck\n"
     restart(monkeypatch)
@@ -340,7 +340,7 @@ def test_others_cannot_write_to_what_is_made_here(compiler, loads, folder):
 
 def test_the_switch_off(compiler, monkeypatch, caplog):
     monkeypatch.setenv("NORMPLUG_NATIVE", "0")
-    assert start() == ("Python", "NORMPLUG_NATIVE is 0", None)
+    assert start()[:3] == ("Python", "NORMPLUG_NATIVE is 0", None)
     assert compiler.count() == 0
     assert not warnings(caplog)
 
@@ -423,3 +423,9 @@ def test_an_import_starts_nothing_and_a_build_outlives_its_process(compiler, tmp
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert library.read_text() == "compiled\n"
+
+
+def test_the_status_says_where_kernels_came_from(monkeypatch):
+    monkeypatch.setattr(native, "_kernels", {"here": 2, "workers": 30, "cache": 5})
+    said = "Kernels: 2 compiled by this process, 30 by its workers, 5 found compiled."
+    assert str(native.status()).endswith(said)
