@@ -19,7 +19,7 @@ os.environ.setdefault(
 
 def pytest_collection_modifyitems(items):
     # The longest first, so that no process waits for them at the end.
-    items.sort(key=lambda item: item.path.name != "test_interpreter.py")
+    items.sort(key=lambda item: not item.path.name.startswith("test_interpreter"))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -1,6 +1,6 @@
 """The C++ way does what the Python way does, to the bit, and is to autograd what torch's own is.
 
-Triton interprets the kernels, so a launch goes back to Python: see `test_interpreter`.
+Triton interprets the kernels, so a launch goes back to Python: see `test_interpreter_cpp`.
 """
 
 import copy

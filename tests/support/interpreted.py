@@ -1,8 +1,14 @@
-"""Marks of the kernels' tests that run where Triton interprets them: see `test_interpreter`."""
+"""The kernels' tests where Triton interprets them: their marks, and processes that run them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+np = pytest.importorskip("numpy")
 
 from normplug._kernels.launch import INTERPRETED  # noqa: E402
 
@@ -17,3 +23,31 @@ MARKS = [
     # torch's own, of its forward mode.
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
 ]
+
+
+def version(module):
+    return tuple(int(part) for part in module.__version__.split(".")[:2])
+
+
+# Triton's interpreter takes numpy 2.4 from its version 3.7 on.
+NEEDS_INTERPRETER = pytest.mark.skipif(
+    "TRITON_INTERPRET" in os.environ or (version(triton) < (3, 7) and version(np) >= (2, 4)),
+    reason="interpreted already, or numpy is too new for this Triton",
+)
+
+
+def run(*files, native):
+    """Run tests in a process in which Triton interprets; native: its NORMPLUG_NATIVE."""
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=short", "--color=no"]
+    done = subprocess.run(
+        [*command, *files],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1", "NORMPLUG_NATIVE": native},
+        capture_output=True,
+        text=True,
+    )
+    output = done.stdout + done.stderr
+    if done.returncode != 0:
+        pytest.fail(output, pytrace=False)
+    assert "passed" in output
+    assert "skipped" not in output

@@ -29,8 +29,9 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on no call has been seen before: each is checked, and planned, again."""
     monkeypatch.setattr(cache, "_kept", {})
     # The C++ way has a cache of its own, which would mix these calls with those before and after.
-    monkeypatch.setattr(native, "call", lambda spec, backend, t: None)
-    monkeypatch.setattr(native, "keep", lambda spec, backend, t, bound: None)
+    native.forget()
+    for name in ("call", "keep", "forward", "learn", "note"):
+        monkeypatch.setattr(native, name, lambda *arguments: None)
 
 
 def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
