@@ -24,6 +24,13 @@ def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return is_contiguous(last, (stride[0], *stride[2:], stride[1]))
 
 
+def readable(t: Tensor) -> Tensor:
+    """A gradient whose values are in memory: not negated lazily, and no zeros without memory."""
+    if t._is_zerotensor():
+        return torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+    return t.resolve_neg()
+
+
 def dense(x: Tensor) -> Tensor:
     """x, copied if it is neither contiguous nor channels_last."""
     if x.is_contiguous() or is_channels_last(x.shape, x.stride()):

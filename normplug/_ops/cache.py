@@ -26,7 +26,8 @@ def key_of(t: Tensors, spec: Hashable, route: Hashable) -> tuple[Any, ...]:
     # In one expression: this runs before every kernel.
     try:
         kinds = [
-            None if a is None else (a.shape, a.stride(), a.dtype, a.device, type(a)) for a in t
+            None if a is None else (a.shape, a.stride(), a.dtype, a.device, type(a), a.is_neg())
+            for a in t
         ]
     except (AttributeError, RuntimeError):
         return ()

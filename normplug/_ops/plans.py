@@ -17,6 +17,7 @@ from torch import Tensor
 
 from normplug import native
 from normplug._kernels.launch import Workspace
+from normplug._layouts import readable
 from normplug._ops import cache, eligible
 from normplug._ops.program import PLACE, SLOTS, Program
 from normplug._ops.recompute import Recomputable
@@ -170,6 +171,8 @@ class Plan(ABC):
         self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Gradients:
         """The gradients that `needs` names."""
+        dy = None if dy is None else readable(dy)
+        dtotal = None if dtotal is None else readable(dtotal)
         program = self.backward_of(saved, dy, dtotal, needs)
         slots = self._slots(saved)
         slots[_DY], slots[_DTOTAL] = dy, dtotal

@@ -18,6 +18,12 @@ using torch::autograd::variable_list;
 
 using NodePtr = decltype(torch::autograd::Edge::function);
 
+// As `normplug._layouts.readable`.
+inline Tensor readable(const Tensor& t) {
+  if (!t.defined()) return t;
+  return t._is_zerotensor() ? at::zeros(t.sizes(), t.options()) : t.resolve_neg();
+}
+
 using Needs = std::array<bool, kInputs>;
 
 inline py::tuple as_tuple(const Needs& needs) {
@@ -99,6 +105,8 @@ variable_list NormBackward::apply(variable_list&& grads) {
   variable_list found = unpacked();
   Tensor dy = grads[0], dtotal = total_has_gradient && grads.size() > 1 ? grads[1] : Tensor();
   if (!plan->has_total && !dy.defined()) dy = input_metadata(0).zeros_like();
+  dy = readable(dy);
+  dtotal = readable(dtotal);
   Needs needs;
   for (size_t i = 0; i < kInputs; ++i) needs[i] = next_edge(i).is_valid();
   if (at::GradMode::is_enabled()) {

@@ -101,6 +101,7 @@ PyObject* run_plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* forget(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
+  ++operators_epoch;
   function_calls().clear();
   module_calls().clear();
   Py_RETURN_NONE;

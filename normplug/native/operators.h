@@ -12,6 +12,8 @@ using torch::jit::Stack;
 // The plan of the operator that Python is carrying out on this thread, if it can serve again.
 inline thread_local std::shared_ptr<Plan> noted;
 inline std::atomic<bool> operators_paused{false};
+// Rises where everything is forgotten.
+inline std::atomic<uint64_t> operators_epoch{0};
 
 // What a plan depends on, as bytes.
 struct Key {
@@ -96,20 +98,29 @@ class Operator : public c10::OperatorKernel {
   }
 
  private:
+  using Plans = std::unordered_map<std::string, std::shared_ptr<Plan>>;
+
   void by_python(Stack* stack) {
     noted = nullptr;
     c10::Dispatcher::singleton().findSchemaOrThrow(python_name_.c_str(), "").callBoxed(stack);
   }
 
   std::shared_ptr<Plan> find(const std::string& key) {
+    Plans gone;  // ends after the lock, as the end of a plan may wait for Python
     std::lock_guard<std::mutex> lock(mutex_);
+    if (epoch_ != operators_epoch) {
+      gone.swap(plans_);
+      epoch_ = operators_epoch;
+    }
     auto found = plans_.find(key);
     return found == plans_.end() ? nullptr : found->second;
   }
 
   void keep(std::string key, std::shared_ptr<Plan> plan) {
+    Plans gone;
     std::lock_guard<std::mutex> lock(mutex_);
-    if (plans_.size() < kMost) plans_.emplace(std::move(key), std::move(plan));
+    if (plans_.size() >= kMost) gone.swap(plans_);
+    plans_.emplace(std::move(key), std::move(plan));
   }
 
   // (y, [total,] *state), empty where a state is None.
@@ -158,7 +169,8 @@ class Operator : public c10::OperatorKernel {
   const bool is_forward_;
   const size_t states_;
   std::mutex mutex_;
-  std::unordered_map<std::string, std::shared_ptr<Plan>> plans_;
+  uint64_t epoch_ = 0;
+  Plans plans_;
 };
 
 // Implement an operator of the library "normplug", for as long as the process runs.

@@ -76,6 +76,20 @@ def test_what_the_kernels_cannot_take_goes_to_torch_by_default():
 
 
 @NORMS
+def test_lazily_negated_and_zero_tensors_are_read_as_what_they_stand_for(norm):
+    x = X.clone().requires_grad_()
+    y = norm(x)
+    dy = torch.rand_like(y)
+    (expected,) = torch.autograd.grad(y, x, -dy, retain_graph=True)
+    (found,) = torch.autograd.grad(y, x, torch._neg_view(dy), retain_graph=True)
+    assert torch.equal(found, expected)
+    (zero,) = torch.autograd.grad(y, x, torch._efficientzerotensor(y.shape))
+    assert not zero.any()
+    with pytest.raises(NotImplementedError, match="negated lazily"):
+        norm(torch._neg_view(X))
+
+
+@NORMS
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_transforms_traces_and_empty_inputs_are_refused_by_name(norm):

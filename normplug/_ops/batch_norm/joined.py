@@ -21,7 +21,7 @@ from normplug import _checks
 from normplug._activations import ACTIVATIONS
 from normplug._kernels.batch_norm import launches, schedule
 from normplug._kernels.launch import Launch, Workspace
-from normplug._layouts import laid_out_like
+from normplug._layouts import laid_out_like, readable
 from normplug._ops.batch_norm import messages
 from normplug._ops.batch_norm.eager import BatchNormPlan, machine_of, shape_of
 from normplug._ops.recompute import Recomputable
@@ -321,6 +321,7 @@ class _JoinedNorm(Recomputable):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         plan, saved = ctx.plan, ctx.saved_tensors
+        dy = readable(dy)
         backward = plan.composed_backward if torch.is_grad_enabled() else plan.backward
         if plan.gpu is not None and plan.gpu != current_device_index():
             with torch.cuda.device(plan.gpu):
