@@ -112,6 +112,7 @@ MODELS = {
 }
 
 
+@pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("fuse", [False, True], ids=["swap", "fuse"])
 @pytest.mark.parametrize("name", MODELS)
 def test_all_kernels_of_a_step_but_the_first_are_asked_for_at_the_first(step, name, fuse):
