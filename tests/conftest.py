@@ -11,6 +11,7 @@ from training import run_in  # noqa: E402
 
 # A test starts no compiler unseen: without a GPU, those of the C++ way ask for it. What it makes
 # is kept for the next session, and not where the user keeps theirs.
+os.environ.setdefault("NORMPLUG_COMPILE_WORKERS", "0")  # pytest's processes take all cores
 os.environ.setdefault("NORMPLUG_NATIVE", "1" if torch.cuda.is_available() else "0")
 os.environ.setdefault(
     "NORMPLUG_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "native")

@@ -100,7 +100,7 @@ inline variable_list gradients_of(Plan& plan, const variable_list& found, const 
   return gradients;
 }
 
-variable_list NormBackward::apply(variable_list&& grads) {
+inline variable_list NormBackward::apply(variable_list&& grads) {
   at::DeviceGuard device(plan->device);
   variable_list found = unpacked();
   Tensor dy = grads[0], dtotal = total_has_gradient && grads.size() > 1 ? grads[1] : Tensor();
@@ -120,7 +120,7 @@ variable_list NormBackward::apply(variable_list&& grads) {
   return gradients_of(*plan, found, dy, dtotal, needs);
 }
 
-Tensor NormBackward::recomputed() {
+inline Tensor NormBackward::recomputed() {
   at::DeviceGuard device(plan->device);
   at::AutoGradMode no_grad(false);
   variable_list found = unpacked();
@@ -149,8 +149,8 @@ inline void raise_versions(const Program& program, const Slots& slots) {
   }
 }
 
-inline void make_history(const std::shared_ptr<Plan>& plan, const Program& program, const Slots& slots,
-                  const std::array<Tensor, kInputs>& inputs) {
+inline void make_history(const std::shared_ptr<Plan>& plan, const Program& program,
+                         const Slots& slots, const std::array<Tensor, kInputs>& inputs) {
   auto node = make_node<NormBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2],
                                                            inputs[3], inputs[4]));

@@ -41,7 +41,6 @@ inline py::object checked(PyObject* object) {
   return py::reinterpret_steal<py::object>(object);
 }
 
-
 struct Step {
   py::object launch;  // Python's
   std::vector<uint8_t> places;
