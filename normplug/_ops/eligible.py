@@ -87,7 +87,8 @@ def refusal_of(t: Tensors) -> str | None:
         return f"the input is {x.dtype}"
     if x.numel() == 0:
         return "the input is empty"
-    if any(each.is_neg() for each in (x, *present)):
+    # Dynamo cannot trace the question.
+    if not torch.compiler.is_compiling() and any(each.is_neg() for each in (x, *present)):
         return "a tensor is negated lazily"
     if any(each.device != x.device for each in present):
         return f"not every tensor is on {x.device}, where the input is"
