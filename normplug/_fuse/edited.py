@@ -18,10 +18,15 @@ from typing import Any
 
 from torch import nn
 
-from normplug._fuse import statements
+from normplug._fuse import readers, statements
 from normplug._fuse.fingerprint import described
+from normplug._fuse.readers import Readers
 from normplug._fuse.source import Untraceable
-from normplug._fuse.statements import CALLED, SCOPES, Editor
+from normplug._fuse.statements import Editor
+from normplug._fuse.syntax import SCOPES, is_name
+
+# What edited forwards call, by the names that they have for it.
+_CALLED = {**statements.CALLED, **readers.CALLED}
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +74,7 @@ class Edited:
 
     def functions(self) -> list[Any]:
         """All that the forward consists of and calls."""
-        return [*self.chain, *CALLED.values()]
+        return [*self.chain, *_CALLED.values()]
 
 
 def edit(cls: type[nn.Module], norms: tuple[str, ...], recompute: bool) -> Edited:
@@ -96,8 +101,10 @@ def _edit(cls: type[nn.Module], forward: Any, norms: tuple[str, ...], recompute:
         raise Untraceable("its forward is not a plain function")
     written = chain[-1]
     definition = _definition(written)
-    editor = Editor(cls, _first_argument(definition), norms, recompute)
+    editor = Editor(cls, _first_argument(definition), norms)
     editor.edit(definition.body)
+    if recompute:
+        Readers(editor).edit(definition.body)
     edited = _function(written, _compiled(written, definition), written.__closure__ or ())
     for outer, inner in zip(chain[-2::-1], chain[:0:-1], strict=True):
         edited = _rewrapped(outer, inner, edited)
@@ -138,7 +145,7 @@ def _first_argument(definition: ast.FunctionDef) -> str:
         raise Untraceable("its forward takes only *args")
     name = arguments[0].arg
     for node in ast.walk(definition):
-        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):
+        if is_name(node, {name}) and not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
             raise Untraceable(f"its forward assigns to {name}")
     return name
 
@@ -148,7 +155,7 @@ def _compiled(function: types.FunctionType, definition: ast.FunctionDef) -> type
     code = function.__code__
     # Python compiles `name.function()` in another way if the file imports the name.
     imports = "".join(f"import {name}\n" for name in sorted(_imported(code.co_filename)))
-    variables = ", ".join((*code.co_freevars, *CALLED))
+    variables = ", ".join((*code.co_freevars, *_CALLED))
     around: Any = ast.parse(f"{imports}def around({variables}): pass")
     around.body[-1].body = [definition]
     compiled = compile(around, code.co_filename, "exec", dont_inherit=True)
@@ -179,7 +186,7 @@ def _function(
     like: types.FunctionType, code: types.CodeType, cells: tuple[types.CellType, ...]
 ) -> types.FunctionType:
     """A function like another one, with other code or other cells."""
-    known = {name: types.CellType(f) for name, f in CALLED.items()}
+    known = {name: types.CellType(f) for name, f in _CALLED.items()}
     known |= zip(like.__code__.co_freevars, cells, strict=True)
     closure = tuple(known[name] for name in code.co_freevars)
     made = types.FunctionType(code, like.__globals__, like.__name__, like.__defaults__, closure)

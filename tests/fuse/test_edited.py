@@ -98,14 +98,24 @@ class Statements(Parts):
         x = x + self.line(self.norm(x))
         return self.line(x)
 
-    def branches(self, x, other=None, **options):
+    def chosen(self, x, **options):
+        total = x + self.line(x)
+        if options is not None and self.flag:
+            y = self.norm(total)
+        elif not self.flag:
+            y = self.second(total)
+        return total * y
+
+    def crossed(self, x, other=None, **options):
         x = self.line(x) + x
         if other is not None:
-            x = x * other
-        y = self.norm(x)
-        if other is None:
-            y = self.second(y + x)
-        return y
+            residual = x
+            x = self.second(x)
+            x = residual + self.line(x)
+        if not self.flag:
+            x = x * 2
+        x = self.norm(x)
+        return self.line(x)
 
     def attempt(self, x, **options):
         total = x + self.line(x)
@@ -160,7 +170,7 @@ class Statements(Parts):
         return module.norm(x + self(x))
 
 
-EDITED = {"nested": 1, "annotated": 1, "chained": 1, "branches": 2}
+EDITED = {"nested": 1, "annotated": 1, "chained": 1, "chosen": 1, "crossed": 1}
 LEFT = [
     name
     for name, f in vars(Statements).items()
@@ -170,7 +180,7 @@ LEFT = [
 
 def statements(name):
     cls = type("Written", (Statements,), {"forward": vars(Statements)[name]})
-    return cls(norm=nn.LayerNorm(8), second=nn.LayerNorm(8), line=nn.Linear(8, 8))
+    return cls(norm=nn.LayerNorm(8), second=nn.LayerNorm(8), line=nn.Linear(8, 8), flag=True)
 
 
 @pytest.mark.parametrize("name", EDITED)
@@ -178,6 +188,20 @@ def test_statements_are_edited_where_the_order_does_not_matter(name, calls):
     model, plain = twins(statements(name))
     assert_same_step(model, plain, ROWS)
     assert calls == ["add before"] * EDITED[name]
+
+
+def test_a_sum_may_have_one_norm_or_another(calls):
+    model, plain = twins(statements("crossed"))
+    assert [row.label for row in fusions(model)] == ["add before it"] * 2
+    assert_same_step(model, plain, ROWS, ROWS)
+    assert calls == ["add before"] * 2
+    for each in (model, plain):
+        each.flag = False
+    calls.clear()
+    assert_same_step(model, plain, ROWS)
+    assert calls == []
+    model = fuse(swapped(statements("chosen")))
+    assert [row.label for row in fusions(model)] == ["add before it", None]
 
 
 @pytest.mark.parametrize("name", LEFT)
