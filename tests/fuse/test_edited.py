@@ -358,7 +358,7 @@ def test_checkpointing_recomputes_an_edited_block(reentrant, calls):
 
 
 def test_an_edited_block_is_compiled_and_exported_in_one_graph(calls):
-    model, plain = twins(Caller(PreNorm(), PreNorm(), mask=torch.tensor(0.5)))
+    model, plain = twins(Caller(PreNorm(), PreNorm()))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for training in (True, False):
         calls.clear()
