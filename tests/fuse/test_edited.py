@@ -358,12 +358,10 @@ def test_checkpointing_recomputes_an_edited_block(reentrant, calls):
 
 
 def test_an_edited_block_is_compiled_and_exported_in_one_graph(calls):
-    model, plain = twins(Caller(PreNorm(), PreNorm()))
+    model, plain = twins(Caller(PreNorm()))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for training in (True, False):
-        calls.clear()
-        assert_same_step(compiled, plain, ROWS, training=training)
-        assert calls == ["add before"] * 2
+    assert_same_step(compiled, plain, ROWS)
+    assert calls == ["add before"]
     exported = torch.export.export(model.eval(), (ROWS,)).module()
     torch.testing.assert_close(exported(ROWS), plain.eval()(ROWS))
     torch.compiler.reset()
