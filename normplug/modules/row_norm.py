@@ -16,20 +16,19 @@ from normplug.modules.watched import WatchedRows
 
 
 class RowNorm(WatchedRows):
-    """A norm of the rows of `normalized_shape`, with running statistics that are only watched.
+    """A norm of the rows of `_affine_shape`, with running statistics that are only watched.
 
     Each declares `_function`, `_spec`, `_variance` and what every norm does.
 
     Args:
         *args: those of the stock class.
         mode, backend: as in `BatchNorm1d`.
-        track_running_stats: carry the running statistics.
+        track_running_stats: carry the running statistics; None leaves it to the class.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.
         **kwargs: those of the stock class.
     """
 
-    normalized_shape: tuple[int, ...]
     autocast_output: str
     # The name of its function in `normplug.functional`, for errors.
     _function: ClassVar[str]
@@ -46,15 +45,17 @@ class RowNorm(WatchedRows):
     def __init__(
         self,
         *args: Any,
-        mode: ModeLike,
-        backend: str,
-        track_running_stats: bool,
-        momentum: float | None,
-        autocast_output: str,
+        mode: ModeLike = "golden",
+        backend: str = "auto",
+        track_running_stats: bool | None = None,
+        momentum: float | None = 0.1,
+        autocast_output: str = "float32",
         **kwargs: Any,
     ) -> None:
         caller = type(self).__name__
         _checks.momentum(caller, momentum, None, moves=False)
+        if track_running_stats is None:
+            track_running_stats = self._watches
         _checks.flags(caller, track_running_stats=track_running_stats)
         _checks.autocast_output(caller, autocast_output)
         super().__init__(*args, mode=mode, backend=backend, **kwargs)
@@ -82,7 +83,7 @@ class RowNorm(WatchedRows):
         t = Tensors(input, None, weight, bias, None, *self._statistics_to_move(input))
         y = self._run(t, autocast_output)
         if self._probe is not None:
-            self._record(*(nested.rows(t, self.normalized_shape) for t in (input, y)))
+            self._record(*(nested.rows(t, self._affine_shape()) for t in (input, y)))
         return y
 
     def fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,9 +122,6 @@ class RowNorm(WatchedRows):
         if torch.compiler.is_compiling():
             return None
         return native.forward(self, input, residual, input_bias)
-
-    def _affine_shape(self) -> tuple[int, ...]:
-        return self.normalized_shape
 
     def _row_dims(self) -> tuple[int, ...]:
         """The dimensions of an input that make a row."""
