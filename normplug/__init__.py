@@ -6,7 +6,14 @@ from normplug._swap.check import check
 from normplug._swap.plan import plan
 from normplug._swap.swap import set_mode, swap, swapped, unswap
 from normplug.modes import NormMode, target_variance
-from normplug.modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, SyncBatchNorm
+from normplug.modules import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    LayerNorm,
+    RMSNorm,
+    SyncBatchNorm,
+)
 
 __version__ = "0.1.0"
 
@@ -16,6 +23,7 @@ __all__ = [
     "BatchNorm3d",
     "LayerNorm",
     "NormMode",
+    "RMSNorm",
     "SyncBatchNorm",
     "check",
     "functional",

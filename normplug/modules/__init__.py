@@ -16,6 +16,7 @@ from normplug.modules.batch_norm import (
     LazyBatchNorm3d,
 )
 from normplug.modules.layer_norm import LayerNorm
+from normplug.modules.rms_norm import RMSNorm
 from normplug.modules.sync_batch_norm import LazySyncBatchNorm, SyncBatchNorm
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "LazyBatchNorm2d",
     "LazyBatchNorm3d",
     "LazySyncBatchNorm",
+    "RMSNorm",
     "SyncBatchNorm",
     "TargetVarianceNorm",
 ]
