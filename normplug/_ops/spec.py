@@ -115,6 +115,17 @@ class LayerNormSpec(NamedTuple):
         return self.autocast if self.autocast_output == "low" else torch.float32
 
 
+class GroupNormSpec(NamedTuple):
+    """All of a GroupNorm that is not a tensor."""
+
+    groups: int
+    eps: float
+    target_variance: float
+    activation: str | None = None  # None, "relu", "silu", "gelu": as in _activations
+    autocast: torch.dtype | None = None
+    autocast_output: str = "float32"
+
+
 class Route:
     """One way to carry out the calls of a norm."""
 
