@@ -110,13 +110,25 @@ class LayerNormSpec(NamedTuple):
 
     def output_dtype(self, total: torch.dtype) -> torch.dtype:
         """The dtype of the result, where `total` is that of what is normalised."""
-        if self.autocast is None or total == torch.float64:  # autocast leaves float64 alone
-            return total
-        return self.autocast if self.autocast_output == "low" else torch.float32
+        return _output_dtype(total, self.autocast, self.autocast_output)
+
+
+def _output_dtype(
+    normalised: torch.dtype, autocast: torch.dtype | None, autocast_output: str
+) -> torch.dtype:
+    if autocast is None or normalised == torch.float64:  # autocast leaves float64 alone
+        return normalised
+    return autocast if autocast_output == "low" else torch.float32
 
 
 class GroupNormSpec(NamedTuple):
-    """All of a GroupNorm that is not a tensor."""
+    """All of a GroupNorm that is not a tensor; an InstanceNorm is one whose groups are channels.
+
+    autocast: as in `LayerNormSpec`.
+    autocast_output: as in `LayerNormSpec`.
+    momentum: of running statistics, if the call moves any. No kernel depends on it.
+    instance: whether it is an InstanceNorm, whose running statistics are those of its channels.
+    """
 
     groups: int
     eps: float
@@ -124,6 +136,12 @@ class GroupNormSpec(NamedTuple):
     activation: str | None = None  # None, "relu", "silu", "gelu": as in _activations
     autocast: torch.dtype | None = None
     autocast_output: str = "float32"
+    momentum: float | None = 0.1
+    instance: bool = False
+
+    def output_dtype(self, x: torch.dtype) -> torch.dtype:
+        """The dtype of the result, where `x` is that of the input."""
+        return _output_dtype(x, self.autocast, self.autocast_output)
 
 
 class Route:
