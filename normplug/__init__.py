@@ -6,7 +6,17 @@ from normplug._swap.check import check
 from normplug._swap.plan import plan
 from normplug._swap.swap import set_mode, swap, swapped, unswap
 from normplug.modes import NormMode, target_variance
-from normplug.modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, SyncBatchNorm
+from normplug.modules import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    GroupNorm,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    LayerNorm,
+    SyncBatchNorm,
+)
 
 __version__ = "0.1.0"
 
@@ -14,6 +24,10 @@ __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "LayerNorm",
     "NormMode",
     "SyncBatchNorm",

@@ -28,6 +28,13 @@ REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
     nn.LazyBatchNorm3d: modules.LazyBatchNorm3d,
     nn.SyncBatchNorm: modules.SyncBatchNorm,
     nn.LayerNorm: modules.LayerNorm,
+    nn.GroupNorm: modules.GroupNorm,
+    nn.InstanceNorm1d: modules.InstanceNorm1d,
+    nn.InstanceNorm2d: modules.InstanceNorm2d,
+    nn.InstanceNorm3d: modules.InstanceNorm3d,
+    nn.LazyInstanceNorm1d: modules.LazyInstanceNorm1d,
+    nn.LazyInstanceNorm2d: modules.LazyInstanceNorm2d,
+    nn.LazyInstanceNorm3d: modules.LazyInstanceNorm3d,
 }
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()

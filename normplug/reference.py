@@ -222,7 +222,7 @@ def group_norm(
     Returns:
         y in the dtype of `x`; mean and biased variance, (N, groups), in the accumulator's dtype.
     """
-    rows = x.to(accumulator_dtype(x.dtype)).reshape(x.shape[0], groups, -1)
+    rows = x.to(accumulator_dtype(x.dtype)).reshape(_by_group(x, groups))
     var, mean = torch.var_mean(rows, dim=-1, correction=0, keepdim=True)
     y = ((rows - mean) * torch.rsqrt(var + eps) * math.sqrt(target_variance)).reshape(x.shape)
     if weight is not None:
@@ -254,7 +254,7 @@ def group_norm_backward(
     Returns:
         dx in the dtype of `x`; dweight and dbias, (C,), in the accumulator's dtype.
     """
-    acc, dims, by_group = accumulator_dtype(x.dtype), channel_dims(x), (x.shape[0], groups, -1)
+    acc, dims, by_group = accumulator_dtype(x.dtype), channel_dims(x), _by_group(x, groups)
     rows = x.to(acc).reshape(by_group)
     var, mean = torch.var_mean(rows, dim=-1, correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
@@ -345,6 +345,10 @@ def per_channel(values: Tensor, x: Tensor) -> Tensor:
 
 def _normal_cdf(z: Tensor) -> Tensor:
     return 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0)))
+
+
+def _by_group(x: Tensor, groups: int) -> tuple[int, int, int]:
+    return x.shape[0], groups, math.prod(x.shape[1:]) // groups
 
 
 def _row_dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:

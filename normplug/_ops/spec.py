@@ -110,15 +110,9 @@ class LayerNormSpec(NamedTuple):
 
     def output_dtype(self, total: torch.dtype) -> torch.dtype:
         """The dtype of the result, where `total` is that of what is normalised."""
-        return _output_dtype(total, self.autocast, self.autocast_output)
-
-
-def _output_dtype(
-    normalised: torch.dtype, autocast: torch.dtype | None, autocast_output: str
-) -> torch.dtype:
-    if autocast is None or normalised == torch.float64:  # autocast leaves float64 alone
-        return normalised
-    return autocast if autocast_output == "low" else torch.float32
+        if self.autocast is None or total == torch.float64:  # autocast leaves float64 alone
+            return total
+        return self.autocast if self.autocast_output == "low" else torch.float32
 
 
 class GroupNormSpec(NamedTuple):
@@ -141,7 +135,9 @@ class GroupNormSpec(NamedTuple):
 
     def output_dtype(self, x: torch.dtype) -> torch.dtype:
         """The dtype of the result, where `x` is that of the input."""
-        return _output_dtype(x, self.autocast, self.autocast_output)
+        if self.autocast is None or x == torch.float64:  # autocast leaves float64 alone
+            return x
+        return self.autocast if self.autocast_output == "low" else torch.float32
 
 
 class Route:

@@ -21,8 +21,11 @@ from torch import nn
 
 # Code that computes with `eps` names one of these.
 _FORMULA = frozenset(
-    {"weight", "running_var", "normalized_shape", "batch_norm", "layer_norm", "sqrt", "rsqrt"}
-)
+    {
+        "weight", "running_var", "normalized_shape", "batch_norm", "group_norm", "instance_norm",
+        "layer_norm", "sqrt", "rsqrt",
+    }
+)  # fmt: skip
 # Parts of a function that run in frames of their own.
 _INNER = frozenset({"<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 _FUSED_INFERENCE = "_transformer_encoder_layer_fwd"

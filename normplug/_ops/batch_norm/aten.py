@@ -23,9 +23,9 @@ def batch_norm(t: Tensors, spec: BatchNormSpec) -> Tensor:
     """`functional.batch_norm`, and the pooling after it, of a call that has been checked."""
     x, weight = t.x, t.weight
     if spec.target_variance != 1.0:
-        weight = _scaled_weight(t, spec.target_variance)
+        weight = scaled_weight(t, spec.target_variance)
     if x.numel() == 0:
-        y = _empty_batch_norm(x, weight, t.bias)
+        y = empty_norm(x, weight, t.bias)
     elif spec.training and t.running_mean is not None and t.running_var is not None:
         y = _training(t, weight, spec)
     else:
@@ -50,7 +50,8 @@ class _Aten(Route):
 ATEN = _Aten()
 
 
-def _scaled_weight(t: Tensors, target_variance: float) -> Tensor:
+def scaled_weight(t: Tensors, target_variance: float) -> Tensor:
+    """The weight of each channel, times the root of the target variance."""
     root = math.sqrt(target_variance)
     if t.weight is not None:
         return t.weight * root
@@ -75,9 +76,12 @@ def _training(t: Tensors, weight: Tensor | None, spec: BatchNormSpec) -> Tensor:
     return y
 
 
-def _empty_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    # Keeps every input in the graph, so that each gets a gradient (of zeros), and leaves the
-    # running statistics alone, which ATen's kernels would fill with nan.
+def empty_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The norm by channel of an input without values.
+
+    It keeps every input in the graph, so that each gets a gradient (of zeros), and leaves the
+    running statistics alone, which ATen's kernels would fill with nan.
+    """
     shape = (1, -1, *[1] * (x.dim() - 2))
     y = x.clone() if weight is None else x * weight.reshape(shape)
     return (y if bias is None else y + bias.reshape(shape)).to(x.dtype)

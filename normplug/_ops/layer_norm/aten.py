@@ -37,7 +37,7 @@ def _layer_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
     weight, bias, shape = t.weight, t.bias, spec.normalized_shape
     autocast = None if total.dtype == torch.float64 else spec.autocast
     if autocast is None:
-        h, weight, bias = _promoted(h, weight, bias)
+        h, weight, bias = promoted(h, weight, bias)
     if spec.target_variance != 1.0:
         root = math.sqrt(spec.target_variance)
         dtype = h.dtype if bias is None else bias.dtype
@@ -76,7 +76,7 @@ def _row_statistics(
     return mean.mean(), var.mean()
 
 
-def _promoted(
+def promoted(
     h: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """All three in their common dtype, as not every device's kernel takes a mixture."""
