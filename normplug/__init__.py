@@ -15,6 +15,7 @@ from normplug.modules import (
     InstanceNorm2d,
     InstanceNorm3d,
     LayerNorm,
+    RMSNorm,
     SyncBatchNorm,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "InstanceNorm3d",
     "LayerNorm",
     "NormMode",
+    "RMSNorm",
     "SyncBatchNorm",
     "check",
     "functional",

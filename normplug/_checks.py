@@ -100,6 +100,8 @@ def swap_options(caller: str, **options: Any) -> None:
             autocast_output(caller, value)
         elif name == "backend":
             backend(caller, value)
+        elif name == "track_running_stats" and value is None:
+            continue
         elif name not in ("include", "exclude"):
             flags(caller, **{name: value})
         elif not isinstance(value, Iterator):  # it can only be read once
@@ -127,12 +129,19 @@ def number(caller: str, name: str, value: Any) -> None:
         raise TypeError(_must(caller, name, "a number", _shown(value)))
 
 
-def eps(caller: str, value: Any, zero: bool = False) -> None:
-    """Refuse an eps that does not keep the root above 0. zero: allow 0, as torch's LayerNorm."""
+def eps(caller: str, value: Any, zero: bool = False, none: bool = False) -> None:
+    """Refuse an eps that does not keep the root above 0.
+
+    zero: allow 0, as torch's LayerNorm. none: allow None, as torch's RMSNorm.
+    """
+    if none and value is None:
+        return
     number(caller, "eps", value)
     if not (0 < value < math.inf or (zero and value == 0)):
         rule = "0 or a finite number above" if zero else "a finite number above 0"
-        raise ValueError(_must(caller, "eps", rule, str(value), "Torch's is 1e-5."))
+        raise ValueError(
+            _must(caller, "eps", rule, str(value), f"Torch's is {None if none else 1e-5}.")
+        )
 
 
 def count(caller: str, name: str, value: Any) -> None:
@@ -152,7 +161,8 @@ def shape(caller: str, sizes: Sequence[Any]) -> None:
 
 def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> None:
     """Refuse arguments of a torch norm's constructor `init`, before it reads them."""
-    given = inspect.signature(init).bind(*args, **kwargs).arguments
+    signature = inspect.signature(init)
+    given = signature.bind(*args, **kwargs).arguments
     for name in ("num_features", "num_groups", "num_channels"):
         if name in given:
             count(caller, name, given[name])
@@ -163,7 +173,8 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
         else:
             count(caller, "normalized_shape", sizes)
     if "eps" in given:
-        eps(caller, given["eps"], zero="num_features" not in given)
+        none = signature.parameters["eps"].default is None
+        eps(caller, given["eps"], zero="num_features" not in given, none=none)
     if "momentum" in given:
         momentum(caller, given["momentum"], None, moves=False)
     switches = ("affine", "elementwise_affine", "track_running_stats")

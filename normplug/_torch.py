@@ -240,6 +240,19 @@ def _tree_leaves(tree: Any) -> list[Any]:
 tree_leaves: Callable[[Any], list[Any]] = _private("utils._pytree.tree_leaves", _tree_leaves)
 
 
+# --- Autocast ---
+
+
+def _knows_kernels(operator: str, key: str) -> bool:
+    return True  # as new versions
+
+
+# Whether autocast has `F.rms_norm` return float32 on CUDA, as it does `F.layer_norm`: not in 2.11.
+RMS_NORM_AUTOCASTS: bool = _private("_C._dispatch_has_kernel_for_dispatch_key", _knows_kernels)(
+    "aten::rms_norm", "AutocastCUDA"
+)
+
+
 # --- Measuring, for normplug.bench ---
 
 

@@ -17,9 +17,13 @@ With dy given and g = dy * weight * sqrt(tv):
 Where the statistics are constants (BatchNorm in eval mode, and InstanceNorm that has running
 statistics) dx = rstd * g.
 
-Sources: Ioffe and Szegedy 2015 (arXiv:1502.03167) for BatchNorm, Ba et al. 2016
-(arXiv:1607.06450) for LayerNorm, Wu and He 2018 (arXiv:1803.08494) for GroupNorm, Ulyanov et al.
-2016 (arXiv:1607.08022) for InstanceNorm; the factor sqrt(tv) is normplug's own.
+RMSNorm does not centre: mean(x) is replaced by 0, and mean(g) in dx by 0. So tv is its target
+*second moment*: mean(y^2) = tv where weight is 1, which is the variance of y only if its mean is 0.
+
+Sources: Ioffe and Szegedy 2015 (arXiv:1502.03167) for BatchNorm, Ba et al. 2016 (arXiv:1607.06450)
+for LayerNorm, Zhang and Sennrich 2019 (arXiv:1910.07467) for RMSNorm, Wu and He 2018
+(arXiv:1803.08494) for GroupNorm, Ulyanov et al. 2016 (arXiv:1607.08022) for InstanceNorm; the
+factor sqrt(tv) is normplug's own.
 
 Any device and floating dtype. The arithmetic is in float64 for float64 input and in float32 for
 every other; results are rounded once, to the dtype of `x`.
@@ -41,6 +45,13 @@ class Normalized(NamedTuple):
     y: Tensor
     mean: Tensor
     var: Tensor
+
+
+class Rescaled(NamedTuple):
+    """The output of a norm that does not centre, with the second moment that made it."""
+
+    y: Tensor
+    moment: Tensor
 
 
 class Gradients(NamedTuple):
@@ -198,6 +209,84 @@ def layer_norm_backward(
     if not rows:
         return Gradients(dx.to(x.dtype), dy * xhat * scale, dy)
     return Gradients(dx.to(x.dtype), (dy * xhat).sum(rows) * scale, dy.sum(rows))
+
+
+def rms_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    target_variance: float = 1.0,
+    weight_offset: float = 0.0,
+) -> Rescaled:
+    """Divide each row of `x` by its root mean square over the trailing `normalized_shape`.
+
+        y = (weight + weight_offset) * sqrt(tv) * x / sqrt(mean(x^2) + eps)
+
+    Args:
+        x: (*rows, *normalized_shape).
+        normalized_shape: the trailing dimensions that make a row.
+        weight: `normalized_shape`, or None for a factor of one, whatever `weight_offset` is.
+        eps: added to the second moment, before the root; None for the machine epsilon of the dtype
+            that the arithmetic is in.
+        target_variance: the second moment of each output row where the factor is 1.
+        weight_offset: added to `weight`.
+
+    Returns:
+        y in the dtype of `x`; the second moment mean(x^2), (*rows), in the accumulator's dtype.
+    """
+    dims = _row_dims(normalized_shape)
+    x_acc = x.to(accumulator_dtype(x.dtype))
+    moment = x_acc.square().mean(dims, keepdim=True)
+    y = x_acc * torch.rsqrt(moment + rms_eps(x.dtype, eps)) * math.sqrt(target_variance)
+    if weight is not None:
+        y = y * (weight.to(y.dtype) + weight_offset)
+    return Rescaled(y.to(x.dtype), moment.reshape(x.shape[: x.dim() - len(dims)]))
+
+
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    *,
+    eps: float | None = None,
+    target_variance: float = 1.0,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `rms_norm`.
+
+    Args:
+        dy: gradient of y, shaped like `x`.
+        x: the forward's input.
+        normalized_shape: as in the forward.
+        weight: the forward's weight, or None for a factor of one.
+        eps: as in the forward.
+        target_variance: as in the forward.
+        weight_offset: as in the forward.
+
+    Returns:
+        dx in the dtype of `x`; dweight, `normalized_shape`, in the accumulator's dtype.
+    """
+    acc, dims = accumulator_dtype(x.dtype), _row_dims(normalized_shape)
+    rows = tuple(range(x.dim() - len(dims)))
+    moment = x.to(acc).square().mean(dims, keepdim=True)
+    rstd = torch.rsqrt(moment + rms_eps(x.dtype, eps))
+    xhat = x.to(acc) * rstd
+    dy, scale = dy.to(acc), math.sqrt(target_variance)
+    g = dy * scale if weight is None else dy * scale * (weight.to(acc) + weight_offset)
+    dx = rstd * (g - xhat * (g * xhat).mean(dims, keepdim=True))
+    dweight = dy * xhat * scale
+    return dx.to(x.dtype), dweight.sum(rows) if rows else dweight
+
+
+def rms_eps(dtype: torch.dtype, eps: float | None) -> float:
+    """The eps of an RMSNorm of input of this dtype: as given, or the accumulator's epsilon.
+
+    As in `torch.nn.functional.rms_norm` since torch 2.7; before, it was that of half input itself.
+    """
+    return torch.finfo(accumulator_dtype(dtype)).eps if eps is None else eps
 
 
 def group_norm(

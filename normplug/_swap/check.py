@@ -215,7 +215,7 @@ def _copy(module: nn.Module) -> nn.Module:
 
 def _like(layer: nn.Module) -> Tensor:
     """A tensor of the dtype and device that the layer's input may have."""
-    tensors = (getattr(layer, name, None) for name in ("weight", "bias", "running_mean"))
+    tensors = (getattr(layer, name, None) for name in ("weight", "bias", "running_var"))
     return next((t for t in tensors if isinstance(t, Tensor)), torch.empty(0))
 
 

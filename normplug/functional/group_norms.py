@@ -136,9 +136,7 @@ def instance_norm(
     if not use_input_stats:
         constant = BatchNormSpec(False, momentum, eps, tv, activation)
         return _batch_norm(t, constant, backend, caller=caller)
-    spec = GroupNormSpec(
-        _channels(input), eps, tv, activation, momentum=momentum, instance=True
-    )
+    spec = GroupNormSpec(_channels(input), eps, tv, activation, momentum=momentum, instance=True)
     return _group_norm(caller, t, spec, backend)
 
 

@@ -25,6 +25,7 @@ from normplug.modules.instance_norm import (
     LazyInstanceNorm3d,
 )
 from normplug.modules.layer_norm import LayerNorm
+from normplug.modules.rms_norm import RMSNorm
 from normplug.modules.sync_batch_norm import LazySyncBatchNorm, SyncBatchNorm
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "LazyInstanceNorm2d",
     "LazyInstanceNorm3d",
     "LazySyncBatchNorm",
+    "RMSNorm",
     "SyncBatchNorm",
     "TargetVarianceNorm",
 ]

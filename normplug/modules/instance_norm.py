@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -74,7 +73,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         return self.track_running_stats and not training
 
     def _batched(self, x: Tensor) -> Tensor:
-        """x with a batch dimension, which torch's InstanceNorms do not ask for."""
+        """Give x the batch dimension, which torch's layers do not ask for."""
         return x.unsqueeze(0) if x.dim() == self._get_no_batch_dim() else x
 
     def _check_channels(self, channels: int) -> None:
@@ -95,11 +94,14 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
     def _example_shape(self) -> tuple[int, ...]:
         return (4, self.num_features, *[2] * (self._get_no_batch_dim() - 1))
 
-    def _running(self, training: bool) -> tuple[Any, Any]:
-        return (self.running_mean, self.running_var) if self._uses_running(training) else (None,) * 2
+    def _constants(self, training: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Mean and variance that do not depend on the input, if it is normalised by such."""
+        if self._uses_running(training):
+            return self.running_mean, self.running_var
+        return None, None
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        mean, var = self._running(training)
+        mean, var = self._constants(training)
         return reference.instance_norm(
             x,
             self.weight,
@@ -115,7 +117,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         return x.flatten(2).var(-1, correction=0).mean()
 
     def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
-        mean, var = self._running(self.training)
+        mean, var = self._constants(self.training)
         return functional.instance_norm(
             x,
             mean,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,9 +27,14 @@ class WatchedRows(TargetVarianceNorm):
     running_mean: Tensor | None
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
+    # The statistics that it tracks, if it tracks any; `running_var` is among them.
+    _watched: ClassVar[tuple[str, ...]] = tuple(_START)
+    # Whether a swap that is not told has a stock layer track them.
+    _watches: ClassVar[bool] = True
 
     def _adopt(self, options: Options) -> None:
-        self.track_running_stats = options.track_running_stats
+        asked = options.track_running_stats
+        self.track_running_stats = self._watches if asked is None else asked
         self.momentum = 0.1
         self.register_statistics(options.device)
 
@@ -52,14 +57,14 @@ class WatchedRows(TargetVarianceNorm):
         dtype = torch.float64 if double else torch.float32
         for name in _START:
             fresh = None
-            if self.track_running_stats:
+            if self.track_running_stats and name in self._watched:
                 fresh = _fresh(name, dtype, device if weight is None else weight.device)
             self.register_buffer(name, fresh)
 
     def reset_parameters(self) -> None:
         """As in the stock class, and forget the running statistics."""
         super().reset_parameters()  # type: ignore[misc]
-        if "running_mean" in self._buffers:  # the stock constructor calls this before there are any
+        if "running_var" in self._buffers:  # the stock constructor calls this before there are any
             self.reset_running_stats()
 
     def reset_running_stats(self) -> None:
@@ -83,15 +88,15 @@ class WatchedRows(TargetVarianceNorm):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The running statistics, on the input's device; Nones if this forward moves none."""
         statistics = self._statistics() if self.training else (None, None, None)
-        mean = statistics[0]
+        var = statistics[1]
         # torch.func transforms refuse writes to captured tensors; the stock layer has none.
-        if mean is None or transforms_active():
+        if var is None or transforms_active():
             return None, None, None
         try:
             device = input.device
         except AttributeError:  # not a tensor, and about to be refused
             return statistics
-        if mean.device != device:
+        if var.device != device:
             # A layer without weight and bias only learns from its input where it runs.
             self._move_statistics(device)
             return self._statistics()
@@ -114,14 +119,14 @@ class WatchedRows(TargetVarianceNorm):
 
     def _lacks_values(self) -> bool:
         """Whether the statistics are still on the meta device, but no parameter is."""
-        mean = self._buffers.get("running_mean")
-        if mean is None or not mean.is_meta:
+        var = self._buffers.get("running_var")
+        if var is None or not var.is_meta:
             return False
         parameter = next(self.parameters(), None)  # reading `weight` might compute it
         return parameter is None or not parameter.is_meta
 
     def _is_on_meta(self) -> bool:
-        tensors = (next(self.parameters(), None), self._buffers.get("running_mean"))
+        tensors = (next(self.parameters(), None), self._buffers.get("running_var"))
         return any(t is not None and t.is_meta for t in tensors)
 
     def _apply(self, fn: Any, recurse: bool = True) -> WatchedRows:

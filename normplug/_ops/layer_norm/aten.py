@@ -1,4 +1,4 @@
-"""LayerNorm by PyTorch's own kernels: any device, any dtype, differentiable twice.
+"""LayerNorm and RMSNorm by PyTorch's own kernels: any device, any dtype, differentiable twice.
 
 The target variance costs no pass over the data, since it folds into the weight: see
 `batch_norm.aten`.
@@ -17,16 +17,16 @@ from normplug._ops.spec import LayerNormSpec, Route, Tensors
 from normplug.reference import accumulator_dtype
 
 
-def layer_norm(t: Tensors, spec: LayerNormSpec) -> Any:
-    """`functional.layer_norm`, or `add_layer_norm` with a residual, of a call that was checked."""
+def norm(t: Tensors, spec: LayerNormSpec) -> Any:
+    """The norm of x, or of x + residual and that sum, of a call that was checked."""
     total = t.x if t.residual is None else t.x + t.residual
-    y = _layer_norm(total, t, spec)
+    y = _layer_norm(total, t, spec) if spec.centred else _rms_norm(total, t, spec)
     return y if t.residual is None else (y, total)
 
 
 class _Aten(Route):
     def __call__(self, t: Tensors, spec: LayerNormSpec) -> Any:
-        return layer_norm(t, spec)
+        return norm(t, spec)
 
 
 ATEN = _Aten()
@@ -38,24 +38,69 @@ def _layer_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
     autocast = None if total.dtype == torch.float64 else spec.autocast
     if autocast is None:
         h, weight, bias = promoted(h, weight, bias)
-    if spec.target_variance != 1.0:
-        root = math.sqrt(spec.target_variance)
-        dtype = h.dtype if bias is None else bias.dtype
-        if weight is None:
-            weight = torch.full(shape, root, dtype=dtype, device=h.device)
-        else:
-            weight = weight * root
-    y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, spec.eps)
+    weight = _scaled(weight, spec, h.dtype if bias is None else bias.dtype, h.device)
+    eps = spec.eps_of(total.dtype)
+    y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, eps)
     if t.running_mean is not None and t.running_var is not None and total.numel() > 0:
         # Detached, not under no_grad: that would be a subgraph for torch.export, and one of no
         # result, which an ExportedProgram cannot be saved with.
         mean, rstd = mean.detach(), rstd.detach()
-        mean, var = _row_statistics(h.detach(), len(shape), mean, rstd, spec.eps)
+        mean, var = _row_statistics(h.detach(), len(shape), mean, rstd, eps)
         step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum)
         statistics.move(t.running_mean, t.running_var, mean, var, step)
     if autocast is None:
         return y.to(total.dtype)
     return y.to(autocast) if spec.autocast_output == "low" else y
+
+
+def _rms_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
+    h, weight, shape = total, t.weight, spec.normalized_shape
+    if t.running_var is not None and total.numel() > 0:
+        rows = nested.rows(h.detach(), shape)
+        moment = rows.to(accumulator_dtype(h.dtype)).square().mean()
+        step = statistics.count_batch(t.running_var, t.tracked, spec.momentum)
+        statistics.move_one(t.running_var, moment, step)
+    if spec.weight_offset or spec.rounding is not None:
+        return _composed_rms_norm(h, weight, spec)
+    autocast, eps = None if total.dtype == torch.float64 else spec.autocast, spec.eps
+    if autocast is None:
+        h, weight, _ = promoted(h, weight, None)
+        if h.dtype != total.dtype:
+            eps = spec.eps_of(total.dtype)
+    y = torch.rms_norm(h, shape, _scaled(weight, spec, h.dtype, h.device), eps)
+    if autocast is None:
+        return y.to(total.dtype)
+    return y.to(autocast) if spec.autocast_output == "low" else y
+
+
+def _composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> Tensor:
+    """An RMSNorm that torch has no operator for, in the order that its libraries compute it."""
+    dtype = None if weight is None else weight.dtype
+    acc, dims = accumulator_dtype(h.dtype, dtype), tuple(range(-len(spec.normalized_shape), 0))
+    rounded, output = spec.rounds_to(h.dtype, dtype), spec.output_dtype(h.dtype, dtype)
+    eps, root = spec.eps_of(h.dtype), math.sqrt(spec.target_variance)
+    h = h.to(acc)
+    y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
+    if root != 1.0:
+        y = y * root
+    if rounded is not None:
+        y = y.to(rounded).to(acc)
+    if weight is not None:
+        weight = weight.to(acc)
+        y = y * (weight + spec.weight_offset if spec.weight_offset else weight)
+    return y.to(output)
+
+
+def _scaled(
+    weight: Tensor | None, spec: LayerNormSpec, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """The weight times the root of the target variance; of this dtype where there is none."""
+    if spec.target_variance == 1.0:
+        return weight
+    root = math.sqrt(spec.target_variance)
+    if weight is None:
+        return torch.full(spec.normalized_shape, root, dtype=dtype, device=device)
+    return weight * root
 
 
 def _row_statistics(

@@ -75,6 +75,8 @@ class LayerNormPlan(Plan):
     def refusal(cls, t: Tensors, spec: LayerNormSpec) -> str | None:
         """Why the kernels cannot carry out a call; None where they can."""
         why = super().refusal(t, spec)
+        if why is None and not spec.centred:
+            return "RMSNorm has no kernels yet"
         if why is None:
             width = math.prod(spec.normalized_shape)
             if max(width, t.x.numel() // width) > MOST_PLACES:
