@@ -9,6 +9,7 @@ Shape = tuple[int, ...]
 
 BATCH_NORMS = ("bn", "bn_relu", "bn_add_relu")
 LAYER_NORMS = ("ln", "ln_stats", "add_ln", "bias_ln")
+GROUP_NORMS = ("gn", "gn_silu", "in3d")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 HEADLINE_SHAPES: tuple[Shape, ...] = (
@@ -57,6 +58,15 @@ OTHER_ROWS: tuple[Shape, ...] = (
     (16, 262144),
     (1, 1048576),
 )
+
+# A diffusion model's UNet at 512 px, and the decoder that follows it.
+GROUP_SHAPES: tuple[Shape, ...] = (
+    (16, 320, 64, 64),
+    (16, 640, 32, 32),
+    (16, 1280, 16, 16),
+    (4, 128, 512, 512),
+)
+VOLUME: Shape = (2, 32, 128, 128, 128)  # nnU-Net: first stage
 
 
 class Case(NamedTuple):

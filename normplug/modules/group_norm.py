@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from normplug import _checks, functional, native, reference
+from normplug import functional, native, reference
 from normplug._ops.spec import GroupNormSpec, Tensors
 from normplug.modes import ModeLike
 from normplug.modules.fusion_sites import FusionSites
@@ -43,10 +43,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         GroupNorm(2, 8, eps=1e-05, affine=True, ..., mode=0.5)
     """
 
-    autocast_output: str
-
     _watches = False
-    _settings = (*WatchedRows._settings, "autocast_output")
 
     def __init__(
         self,
@@ -58,15 +55,15 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         autocast_output: str = "float32",
         **kwargs: Any,
     ) -> None:
-        caller = type(self).__name__
-        _checks.momentum(caller, momentum, None, moves=False)
-        _checks.flags(caller, track_running_stats=track_running_stats)
-        _checks.autocast_output(caller, autocast_output)
-        super().__init__(*args, mode=mode, backend=backend, **kwargs)
-        self.autocast_output = autocast_output
-        self.track_running_stats = track_running_stats
-        self.momentum = momentum
-        self.register_statistics(kwargs.get("device"))
+        super().__init__(
+            *args,
+            mode=mode,
+            backend=backend,
+            track_running_stats=track_running_stats,
+            momentum=momentum,
+            autocast_output=autocast_output,
+            **kwargs,
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics if there are any."""
@@ -104,7 +101,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
             native.learn(self, spec, self.backend, t, input, None, None, activation)
         return y
 
-    _call_reads = (*WatchedRows._call_reads, "momentum", "num_groups", "autocast_output")
+    _call_reads = (*WatchedRows._call_reads, "num_groups")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
 
     def _affine_shape(self) -> tuple[int, ...]:

@@ -11,7 +11,15 @@ import torch
 from normplug.bench import results, rivals
 from normplug.bench.__main__ import main
 from normplug.bench.kernels import OPS, PROVIDERS, figures, measure, memory_for
-from normplug.bench.suites import BATCH_NORMS, DTYPES, LAYER_NORMS, SUITES, Case, layouts, select
+from normplug.bench.suites import (
+    BATCH_NORMS,
+    DTYPES,
+    LAYER_NORMS,
+    SUITES,
+    Case,
+    layouts,
+    select,
+)
 from normplug.bench.timing import BUDGET_S, FEWEST, LEAD, LEAD_US, MOST, TURN, HostTime, Stopwatch
 from normplug.bench.trace import trace
 from training import python
