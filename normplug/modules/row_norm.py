@@ -17,8 +17,8 @@ from normplug.modules.watched import WatchedRows
 class RowNorm(WatchedRows):
     """A norm of the rows of `normalized_shape`, with running statistics that are only watched.
 
-    Each declares `_function`, `_spec`, `_variance` and what every norm does. Its arguments are those
-    of `WatchedRows`.
+    Each declares `_function`, `_spec`, `_variance` and what every norm does. Its arguments are
+    those of `WatchedRows`.
     """
 
     normalized_shape: tuple[int, ...]

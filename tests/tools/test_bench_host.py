@@ -21,6 +21,7 @@ SMALL = {
         Case("add_ln", "rows", (4, 8), "bfloat16"),
         Case("bn", "NC", (8, 4), "float32"),
         Case("bn_relu", "NHWC", (2, 3, 4, 4), "bfloat16"),
+        Case("gn_silu", "NHWC", (2, 32, 4, 4), "bfloat16"),
     )
 }
 

@@ -45,7 +45,7 @@ def rows_of(case, providers=("normplug", "eager")):
 
 
 def test_the_ops_are_those_of_the_suites():
-    assert tuple(OPS) == (*BATCH_NORMS, *LAYER_NORMS)
+    assert tuple(OPS) == (*BATCH_NORMS, *LAYER_NORMS, *GROUP_NORMS)
     for cases in SUITES.values():
         assert len(set(cases)) == len(cases)
         assert {case.op for case in cases} <= set(OPS)
@@ -95,7 +95,12 @@ IMAGES = [(32, 33), (6, 33, 7), (6, 33, 4, 5), (3, 33, 2, 4, 5)]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("op", "shape"),
-    [*product(BATCH_NORMS, IMAGES), *product(LAYER_NORMS, [(1, 33), (37, 64), (300, 5)])],
+    [
+        *product(BATCH_NORMS, IMAGES),
+        *product(LAYER_NORMS, [(1, 33), (37, 64), (300, 5)]),
+        *product(["gn", "gn_silu"], [(8, 64), (6, 32, 4, 5)]),
+        *product(["in3d"], IMAGES[-1:]),
+    ],
 )
 def test_normplug_is_found_right_on_any_shape(op, shape, dtype):
     for layout in ["rows"] if op in LAYER_NORMS else layouts(shape):
