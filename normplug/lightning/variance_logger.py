@@ -28,8 +28,8 @@ class VarianceLogger(Callback):
 
     For each norm it logs the variance of the input; of the output before weight and bias, which is
     what the mode targets; of the output after them; and the root mean square of the weight.
-    Variances are taken within each channel (BatchNorm; InstanceNorm, of each sample), row (LayerNorm)
-    or group of channels of a sample (GroupNorm), and averaged over them.
+    Variances are taken within what is normalised together, and averaged over it: each channel
+    (BatchNorm), row (LayerNorm), or sample's group of channels (GroupNorm, InstanceNorm).
 
     The layer's forward measures, on logged steps only, and the values come over in one transfer a
     log. Under `torch.compile` logged steps have a second graph. Stock norms are measured too: for a

@@ -14,6 +14,7 @@ from normplug.bench.kernels import OPS, PROVIDERS, figures, measure, memory_for
 from normplug.bench.suites import (
     BATCH_NORMS,
     DTYPES,
+    GROUP_NORMS,
     LAYER_NORMS,
     SUITES,
     Case,
