@@ -121,15 +121,15 @@ def test_group_norm_watches_if_a_swap_is_told_so(net, asked):
 def test_the_activation_after_a_norm_is_fused(net, monkeypatch):
     expected = swap(net).eval()(X)
     fuse(net)
-    assert fusions(net).summary() == "2 of 3 norm layers fused: 1 with ReLU, 1 with SiLU"
+    assert fusions(net).summary().startswith("2 of 3 norm layers fused: 1 with SiLU, 1 with ReLU;")
     made = watch_fused(monkeypatch)
     assert torch.equal(net(X), expected)
     assert made == ["silu", "relu"]
-    with monkeypatch.context() as patch:
-        patch.setattr(net.group, "_probe", torch.zeros(4), raising=False)
-        net(X)
+    net.group._probe = torch.zeros(4)
+    assert torch.equal(net(X), expected)  # measured by its forward, so not fused
     assert made == ["silu", "relu", "relu"]
-    assert torch.equal(unswap(net)(X), expected) or kinds(net) == STOCK
+    del net.group._probe
+    torch.testing.assert_close(unswap(net)(X), expected)
 
 
 def test_to_fx_and_to_a_compiler_it_is_a_layer(net):
