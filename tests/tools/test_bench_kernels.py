@@ -99,7 +99,7 @@ IMAGES = [(32, 33), (6, 33, 7), (6, 33, 4, 5), (3, 33, 2, 4, 5)]
     [
         *product(BATCH_NORMS, IMAGES),
         *product(LAYER_NORMS, [(1, 33), (37, 64), (300, 5)]),
-        *product(["gn", "gn_silu"], [(8, 64), (6, 32, 4, 5)]),
+        *product(["gn", "gn_silu"], [(6, 33, 7), (3, 64, 4, 5)]),
         *product(["in3d"], IMAGES[-1:]),
     ],
 )
