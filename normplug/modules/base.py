@@ -79,6 +79,8 @@ class TargetVarianceNorm(nn.Module):
     _eps_name: ClassVar[str] = "eps"
     # Added to the weight in the formula; `unswap` and `preserve_output` fold around it.
     _weight_offset: ClassVar[float] = 0.0
+    # What the mode sets and `_variance` measures: "variance", or "second moment" without centring.
+    _measure: ClassVar[str] = "variance"
     # Its class over several processes, which `swap(sync=True)` and `SyncNorms` take; not inherited.
     _synchronised: ClassVar[type[TargetVarianceNorm] | None] = None
 
@@ -120,10 +122,7 @@ class TargetVarianceNorm(nn.Module):
         return (8, *self._affine_shape())
 
     def _variance(self, x: Tensor) -> Tensor:
-        """What the mode targets, averaged over channels or rows, for `VarianceLogger`.
-
-        That is the variance in each, or the second moment where a norm does not centre.
-        """
+        """The `_measure` of each channel or row, averaged over them, for `VarianceLogger`."""
         raise NotImplementedError
 
     def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
