@@ -14,6 +14,7 @@ FILES = [
     "test_calls.py",
     "test_batch_norm_kernels.py",
     "test_group_norm_kernels.py",
+    "test_group_norm_routes.py",
 ]
 if HAS_RECOMPUTE:
     FILES.append("test_recompute.py")

@@ -140,13 +140,33 @@ def test_to_fx_and_to_a_compiler_it_is_a_layer(net):
     torch.testing.assert_close(one_graph(net)(X), net(X))
 
 
-def test_a_subclass_with_a_forward_of_its_own_stays():
-    class Ada(nn.GroupNorm):
-        def forward(self, x, scale):
-            return super().forward(x) * (1 + scale)
+class Conditional(nn.GroupNorm):
+    def forward(self, x, scale):
+        return super().forward(x) * (1 + scale)
 
-    (row,) = plan(Ada(2, 4))
-    assert row.note == "a subclass of nn.GroupNorm, which may have a forward of its own"
+
+class AdaGroupNorm(nn.Module):
+    """As diffusion models have it: its scale is computed from another input."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups, self.eps = 2, 1e-5
+        self.linear = nn.Linear(3, 4)
+
+
+class NormedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-5
+        self.inner = AdaGroupNorm()
+
+
+def test_norms_whose_scale_comes_from_another_input_stay_and_plan_says_so():
+    notes = {row.path: row.note for row in plan(nn.Sequential(Conditional(2, 4), NormedBlock()))}
+    assert notes == {
+        "0": "a subclass of nn.GroupNorm, which may have a forward of its own",
+        "1.inner": "its scale comes from layers of its own",
+    }
 
 
 @pytest.mark.parametrize("mode", [None, "golden"])
