@@ -58,6 +58,7 @@ IMAGES = [
     timm_layer("LayerNorm2dFp32", 8),
     timm_layer("LayerNormAct2d", 8, act_layer="silu"),
     timm_layer("LayerNormAct2dFp32", 8, act_layer="gelu", drop_layer=nn.Dropout),
+    layer_of("timm.models.metaformer", "GroupNorm1NoBias", 8),
     layer_of("timm.models.metaformer", "LayerNorm2dNoBias", 8),
     layer_of("torchvision.models.convnext", "LayerNorm2d", 8, eps=1e-6),
     transformers_layer("ConvNextLayerNorm", "convnext"),
