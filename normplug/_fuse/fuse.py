@@ -89,7 +89,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
         vars(module)[FUSION] = fusion
         _convert.assign_class(module, classes[module])
     for norm, call in analysis.calls.items():
-        norm._expect(*call)
+        norm._note_fused(*call)
     return model
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -138,14 +137,10 @@ def run(
 ) -> Results:
     """Measure and print every case; write the rows to `out`, if it is given."""
     native.build()
-    if PYTHON in providers and not native.exists():
-        message = f"{PYTHON} is left out: without native code, {OURS} is that way"
-        print(message, file=sys.stderr, flush=True)
-        providers = [provider for provider in providers if provider != PYTHON]
     settings = {"mode": MODE, "calls": calls, "seconds": SECONDS, "repeats": REPEATS}
     results = Results(out, settings=settings, native=native.status())
     content = results.content
-    print(f"{content['device']}, {content['versions']}, C++ host path: {content['native']}")
+    print(f"{content['device']}, {content['versions']}, host path: {content['native']}")
     for case in cases:
         for rows in measure(case, providers, calls, device):
             for row in rows:

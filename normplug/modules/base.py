@@ -101,7 +101,7 @@ class TargetVarianceNorm(nn.Module):
     def _adopt(self, options: Options) -> None:
         """Give the layer what its stock class lacks, once a swap has changed its class."""
 
-    def _expect(self, activation: str | None, residual: bool) -> None:
+    def _note_fused(self, activation: str | None, residual: bool) -> None:
         """Note how `fuse` will have the layer called, so that kernels can be compiled ahead."""
 
     def _leave(self) -> None:
@@ -134,8 +134,12 @@ class TargetVarianceNorm(nn.Module):
         raise NotImplementedError
 
     def computes_only(self) -> bool:
-        """Whether a forward now does no more than compute: no measuring, no other process."""
+        """Whether a forward now only computes: it measures nothing for a `VarianceLogger`."""
         return self._probe is None
+
+    def waits_for_others(self) -> bool:
+        """Whether a forward now would wait for other processes."""
+        return False
 
     def stop_watching(self) -> None:
         """Remove running statistics that no result depends on, for Opacus; here are none."""

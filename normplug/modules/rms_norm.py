@@ -59,7 +59,7 @@ class _RMSNorm(RowNorm):
         return reference.rms_norm(
             x,
             self._affine_shape(),
-            self.weight,
+            self._affine()[0],
             eps=self._eps,
             target_variance=self.target_variance,
             weight_offset=self._weight_offset,

@@ -58,8 +58,9 @@ class _LayerNorm(NormOperators):
 
 class _RMSNorm(_LayerNorm):
     def spec(self, normalized_shape: list[int], *numbers: Any) -> LayerNormSpec:
-        *numbers, weight_offset, rounding = numbers  # type: ignore[assignment]
-        return LayerNormSpec(tuple(normalized_shape), *numbers, False, weight_offset, rounding)
+        *shared, weight_offset, rounding = numbers
+        own = {"centred": False, "weight_offset": weight_offset, "rounding": rounding}
+        return LayerNormSpec(tuple(normalized_shape), *shared, **own)
 
 
 PLAIN = _LayerNorm("layer_norm", _NUMBERS, ("stats",), has_total=False, moves=True)
