@@ -94,12 +94,10 @@ def _by_group(values, own, GB: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _moments_by_group(
-    mean, m2, rows, own, CHANNELS, GB: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr
-):
+def _moments_by_group(mean, m2, rows, own, CHANNELS, GB: tl.constexpr, EXACT: tl.constexpr):
     """Moments of groups from those of their columns, each over so many rows."""
     BC: tl.constexpr = mean.shape[0]
-    average = _by_group(mean, own, GB, EXACT) / CHANNELS.to(ACC)
+    average = _by_group(mean, own, GB, EXACT) / CHANNELS
     if EXACT:
         spread = tl.reshape(mean, [GB, BC // GB]) - average[:, None]
         m2 = tl.reshape(m2, [GB, BC // GB]) + rows * spread * spread
@@ -130,7 +128,8 @@ def _moments(
     d -= mean[None, :]
     if not EVEN:
         d = tl.where(mask, d, 0.0)
-    mean, m2 = _moments_by_group(mean, tl.sum(d * d, axis=0), rows, own, CHANNELS, GB, ACC, EXACT)
+    m2 = tl.sum(d * d, axis=0)
+    mean, m2 = _moments_by_group(mean, m2, rows, own, CHANNELS, GB, EXACT)
     places = tl.arange(0, GB)
     beginnings = slab * LIVE + places * CHANNELS
     there = (places < LIVE // CHANNELS) & (beginnings < C)
@@ -219,13 +218,8 @@ def group_norm_columns_forward(
 
 
 @triton.jit
-def _read(
-    dy_ptr, x_ptr, offsets, mask, mean, scale, bias, ACC: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
+def _gradient(dy, x, mean, scale, bias, ACC: tl.constexpr, ACTIVATION: tl.constexpr):
     """The gradient before the activation, and distances from the mean."""
-    dy = load_tile(dy_ptr, offsets, mask, EVEN, LAST)
-    x = load_tile(x_ptr, offsets, mask, EVEN, LAST)
     centred = x.to(ACC) - mean[None, :]
     return gradient_before(dy, centred, scale[None, :], bias[None, :], ACC, ACTIVATION), centred
 
@@ -242,16 +236,16 @@ def _save_means(
 
 @triton.jit
 def _write_dx(
-    dx_ptr, means_ptr, unit, own, live, offsets, mask, dz, centred, weight, rstd, root,
+    dx_ptr, means_ptr, unit, own, live, offsets, mask, dz, centred, scale, rstd, root,
     GB: tl.constexpr, ACC: tl.constexpr, EVEN: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of dx from its group's saved means."""
     unit_ptr = means_ptr + unit * (2 * GB) + own
     mean_g = tl.load(unit_ptr, mask=live, other=0.0, cache_modifier=".cg")
     mean_gx = tl.load(unit_ptr + GB, mask=live, other=0.0, cache_modifier=".cg")
-    slope = rstd * mean_gx
-    dx = dz * weight[None, :] - mean_g[None, :] - centred * slope[None, :]
-    dx *= (rstd * scalar(root, ACC))[None, :]
+    rstd_root = rstd * scalar(root, ACC)
+    slope = rstd_root * rstd * mean_gx
+    dx = dz * scale[None, :] - (centred * slope[None, :] + (rstd_root * mean_g)[None, :])
     store_tile(dx_ptr, offsets, dx, mask, EVEN, HELD)
 
 
@@ -295,9 +289,9 @@ def group_norm_columns_backward(
                     rstd, weight_ptr, bias_ptr, channels, live, root, ACC, WEIGHT, BIAS
                 )
                 offsets, mask = _rows(sample, 0, S, channels, live, C, RB, WIDE)
-                dz, centred = _read(
-                    dy_ptr, x_ptr, offsets, mask, mean, scale, bias, ACC, ACTIVATION, EVEN, False
-                )
+                dy = load_tile(dy_ptr, offsets, mask, EVEN, False)
+                x = load_tile(x_ptr, offsets, mask, EVEN, False)
+                dz, centred = _gradient(dy, x, mean, scale, bias, ACC, ACTIVATION)
                 sum_dz = tl.sum(dz, axis=0)
                 sum_dz_xhat = tl.sum(dz * centred, axis=0) * rstd
                 if SUMS:
@@ -308,7 +302,7 @@ def group_norm_columns_backward(
                     _save_means(means_ptr, unit, sum_dz, sum_dz_xhat, weight, n, own, GB, EXACT)
                     tl.debug_barrier()
                     _write_dx(
-                        dx_ptr, means_ptr, unit, own, live, offsets, mask, dz, centred, weight,
+                        dx_ptr, means_ptr, unit, own, live, offsets, mask, dz, centred, scale,
                         rstd, root, GB, ACC, EVEN, True,
                     )  # fmt: skip
             if SUMS:
@@ -334,9 +328,9 @@ def group_norm_columns_backward(
                 rstd, weight_ptr, bias_ptr, channels, live, root, ACC, WEIGHT, BIAS
             )
             offsets, mask = _rows(sample, k, S, channels, live, C, RB, WIDE)
-            dz, centred = _read(
-                dy_ptr, x_ptr, offsets, mask, mean, scale, bias, ACC, ACTIVATION, EVEN, not DX
-            )
+            dy = load_tile(dy_ptr, offsets, mask, EVEN, not DX)
+            x = load_tile(x_ptr, offsets, mask, EVEN, not DX)
+            dz, centred = _gradient(dy, x, mean, scale, bias, ACC, ACTIVATION)
             sum_dz = tl.sum(dz, axis=0)
             sum_dz_xhat = tl.sum(dz * centred, axis=0) * rstd
             sum_dz, sum_dz_xhat, last = publish_part(
@@ -360,16 +354,16 @@ def group_norm_columns_backward(
                 slab = unit - sample * SLABS
                 channels, live, own, group = _slab(slab, CHANNELS, LIVE, C, BC)
                 mean, rstd = load_statistics(stats_ptr, sample * G + group, live, GROUPS)
-                weight, scale, bias = _affine(
+                _, scale, bias = _affine(
                     rstd, weight_ptr, bias_ptr, channels, live, root, ACC, WEIGHT, BIAS
                 )
                 offsets, mask = _rows(sample, k, S, channels, live, C, RB, WIDE)
-                dz, centred = _read(
-                    dy_ptr, x_ptr, offsets, mask, mean, scale, bias, ACC, ACTIVATION, EVEN, True
-                )
+                dy = load_tile(dy_ptr, offsets, mask, EVEN, True)
+                x = load_tile(x_ptr, offsets, mask, EVEN, True)
                 wait(ready_flag(counters_ptr, unit, UNITS, K), 1, K)
+                dz, centred = _gradient(dy, x, mean, scale, bias, ACC, ACTIVATION)
                 _write_dx(
-                    dx_ptr, means_ptr, unit, own, live, offsets, mask, dz, centred, weight, rstd,
+                    dx_ptr, means_ptr, unit, own, live, offsets, mask, dz, centred, scale, rstd,
                     root, GB, ACC, EVEN, False,
                 )  # fmt: skip
         f = u - tiles

@@ -187,32 +187,32 @@ def _planes(
 
 
 @triton.jit
-def _read(
-    dy_ptr, x_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, mean, rstd, root,
-    ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr, LAST: tl.constexpr,
+def _gradient(
+    dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient before the activation, distances from the mean, and weights of a tile."""
-    dy = load_tile(dy_ptr, offsets, mask, EVEN, LAST)
-    x = load_tile(x_ptr, offsets, mask, EVEN, LAST)
+    """The gradient before the activation, distances from the mean, and the weight.
+
+    The weight comes alone, and times rstd and the root.
+    """
     weight = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
     bias = load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)
     scale = weight * (rstd * scalar(root, ACC))[:, None]
     centred = x.to(ACC) - mean[:, None, None]
     dz = gradient_before(dy, centred, scale[:, :, None], bias[:, :, None], ACC, ACTIVATION)
-    return dz, centred, weight
+    return dz, centred, weight, scale
 
 
 @triton.jit
 def _write_dx(
-    dx_ptr, offsets, mask, dz, centred, weight, rstd, mean_g, mean_gx, root, ACC: tl.constexpr,
+    dx_ptr, offsets, mask, dz, centred, scale, rstd, mean_g, mean_gx, root, ACC: tl.constexpr,
     EVEN: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Write dx from the group's means of g and g * xhat, where g = dz * weight."""
-    slope = rstd * mean_gx
-    dx = dz * weight[:, :, None] - mean_g[:, None, None] - centred * slope[:, None, None]
-    dx *= (rstd * scalar(root, ACC))[:, None, None]
-    store_tile(dx_ptr, offsets, dx, mask, EVEN, HELD)
+    rstd_root = rstd * scalar(root, ACC)
+    slope = rstd_root * rstd * mean_gx
+    shift = centred * slope[:, None, None] + (rstd_root * mean_g)[:, None, None]
+    store_tile(dx_ptr, offsets, dz * scale[:, :, None] - shift, mask, EVEN, HELD)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
@@ -251,9 +251,11 @@ def group_norm_planes_backward(
                 offsets, mask, own, live = _planes(groups, inside, 0, 0, CHANNELS, HW, CB, SB, WIDE)
                 channels = (own_groups * CHANNELS)[:, None] + own[None, :]
                 mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
-                dz, centred, weight = _read(
-                    dy_ptr, x_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, mean, rstd,
-                    root, ACC, WEIGHT, BIAS, ACTIVATION, EVEN, False,
+                dy = load_tile(dy_ptr, offsets, mask, EVEN, False)
+                x = load_tile(x_ptr, offsets, mask, EVEN, False)
+                dz, centred, weight, scale = _gradient(
+                    dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT,
+                    BIAS, ACTIVATION,
                 )  # fmt: skip
                 sum_dz, sum_dz_xhat = sum_both(dz, dz * centred, 2)
                 sum_dz_xhat *= rstd[:, None]
@@ -263,7 +265,7 @@ def group_norm_planes_backward(
                 if DX:
                     sum_g, sum_gx = sum_both(sum_dz * weight, sum_dz_xhat * weight, 1)
                     _write_dx(
-                        dx_ptr, offsets, mask, dz, centred, weight, rstd, sum_g / n, sum_gx / n,
+                        dx_ptr, offsets, mask, dz, centred, scale, rstd, sum_g / n, sum_gx / n,
                         root, ACC, EVEN, True,
                     )  # fmt: skip
             if SUMS:
@@ -292,9 +294,11 @@ def group_norm_planes_backward(
             offsets, mask, own, live = _planes(groups, inside, kc, ks, CHANNELS, HW, CB, SB, WIDE)
             channels = ((groups % G) * CHANNELS)[:, None] + own[None, :]
             mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
-            dz, centred, weight = _read(
-                dy_ptr, x_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, mean, rstd,
-                root, ACC, WEIGHT, BIAS, ACTIVATION, EVEN, not DX,
+            dy = load_tile(dy_ptr, offsets, mask, EVEN, not DX)
+            x = load_tile(x_ptr, offsets, mask, EVEN, not DX)
+            dz, centred, weight, scale = _gradient(
+                dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT, BIAS,
+                ACTIVATION,
             )  # fmt: skip
             sum_dz, sum_dz_xhat = sum_both(dz, dz * centred, 2)
             sum_dz_xhat *= rstd[:, None]
@@ -328,14 +332,16 @@ def group_norm_planes_backward(
                 )
                 channels = ((groups % G) * CHANNELS)[:, None] + own[None, :]
                 mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
-                dz, centred, weight = _read(
-                    dy_ptr, x_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, mean, rstd,
-                    root, ACC, WEIGHT, BIAS, ACTIVATION, EVEN, True,
-                )  # fmt: skip
+                dy = load_tile(dy_ptr, offsets, mask, EVEN, True)
+                x = load_tile(x_ptr, offsets, mask, EVEN, True)
                 wait(ready_flag(counters_ptr, group, GROUPS, K), 1, K)
                 mean_g, mean_gx = load_statistics(means_ptr, groups, inside, GROUPS)
+                dz, centred, _, scale = _gradient(
+                    dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT,
+                    BIAS, ACTIVATION,
+                )  # fmt: skip
                 _write_dx(
-                    dx_ptr, offsets, mask, dz, centred, weight, rstd, mean_g, mean_gx, root, ACC,
+                    dx_ptr, offsets, mask, dz, centred, scale, rstd, mean_g, mean_gx, root, ACC,
                     EVEN, False,
                 )  # fmt: skip
         f = u - tiles

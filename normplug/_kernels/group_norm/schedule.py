@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from normplug._kernels.device import floor_2, needs_int64, power_of_2, unit_of
 
-# Values, times their bytes, that a program holds at most. LayerNorm holds rows of 32,768 halves.
-_HELD_FORWARD, _HELD_BACKWARD, _HELD_SLAB = 128 << 10, 64 << 10, 64 << 10
-_HELD_HALF_EMPTY = 64 << 10  # up to which it does not matter how much is padding
-_VALUES = 32  # of a thread that holds its tile
+# Bytes of a unit, as float32 or wider, that a program holds at most. LayerNorm holds rows of
+# 32,768 halves. Backward there are two tensors, and in a slab sums for each of a thread's columns:
+# with more, registers spill.
+_HELD_FORWARD, _HELD_BACKWARD = 128 << 10, 64 << 10
+_HELD_SLAB_FORWARD, _HELD_SLAB_BACKWARD = 64 << 10, 32 << 10
+_HELD_HALF_EMPTY = 64 << 10  # bytes up to which it does not matter how much is padding
 _SMALL_TILE = 4096  # values that a program takes of small units together
 # A multiprocessor: what is read of later units before a unit is written.
 _LAG_BYTES = 24 << 10
@@ -239,7 +241,7 @@ def group_norm_forward(
     dense = 5 * width > 4 * padded
     if held <= _HELD_FORWARD and (dense or held <= _HELD_HALF_EMPTY):
         block, lag, r = padded, 0, _at_once(padded, units, 1, sms)
-        warps = _held_warps(r * block)
+        warps = _held_warps(r * block, 1)
     else:
         block, r = _tile(itemsize), 1
         if -(-width // block) * block > width + width // 8:
@@ -264,7 +266,7 @@ def group_norm_backward(
     if max(itemsize, 4) * values <= _HELD_BACKWARD:
         r = _at_once(values, groups, n, sms)
         splits = _splits(n, -(-groups // r), sms)
-        warps = _held_warps(r * values)
+        warps = _held_warps(r * values, 2)
         return PlanesBackward(n, groups, channels, space, *padded, warps, 0, r, splits)
     block, units = _tile(2 * itemsize), n * groups
     while block > 1024 and units * -(-channels * space // block) < 2 * sms:
@@ -289,8 +291,9 @@ def _at_once(values: int, units: int, times: int, sms: int) -> int:
     return r
 
 
-def _held_warps(values: int) -> int:
-    return max(min(floor_2(values // (32 * _VALUES)), 32), 1)
+def _held_warps(values: int, tensors: int) -> int:
+    """Warps that hold so many values of each of the tensors, 32 in each thread."""
+    return max(min(floor_2(values * tensors // 1024), 32 // tensors), 1)
 
 
 def _splits(n: int, programs: int, sms: int) -> int:
@@ -303,7 +306,10 @@ def _splits(n: int, programs: int, sms: int) -> int:
 
 
 def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:
-    """Channels and places of a tile: those that leave the least padding, and then the longest."""
+    """Channels and places of a tile: those that leave the least padding, and then the longest.
+
+    A tile has `block` values or half as many.
+    """
 
     def cost(tile: tuple[int, int]) -> int:
         cb, sb = tile
@@ -311,18 +317,20 @@ def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:
 
     longest = min(power_of_2(space), block)
     lengths = [longest >> i for i in range(8) if longest >> i >= min(longest, _SHORTEST_RUN)]
-    return min(((min(block // sb, power_of_2(channels)), sb) for sb in lengths), key=cost)
+    sizes = [(block // half // sb, sb) for half in (1, 2) for sb in lengths if half * sb <= block]
+    return min(((min(cb, power_of_2(channels)), sb) for cb, sb in sizes), key=cost)
 
 
 def _columns(
     n: int, groups: int, channels: int, s: int, itemsize: int, tensors: int, sms: int
 ) -> Columns:
-    held = _held_slab(groups, channels, s, itemsize)
+    most = (_HELD_SLAB_FORWARD if tensors == 1 else _HELD_SLAB_BACKWARD) // max(itemsize, 4)
+    held = _held_slab(groups, channels, s, itemsize, most)
     if held is not None:
         slab_groups, bc = held
         rb = power_of_2(s)
         splits = _splits(n, -(-groups // slab_groups), sms) if tensors > 1 else 1
-        warps = _held_warps(rb * bc)
+        warps = _held_warps(rb * bc, tensors)
         return Columns(n, groups, channels, s, slab_groups, rb, bc, warps, splits=splits)
     slab_groups, bc = _slab(groups, channels, _SEGMENT_BYTES // itemsize)
     unit_bytes = s * itemsize * tensors
@@ -331,7 +339,7 @@ def _columns(
         narrow = _slab(groups, channels, min(_CACHED_UNIT // unit_bytes, _SEGMENT_BYTES))
         if narrow[0] * channels * itemsize >= _FEWEST_BYTES and narrow[1] < bc:
             slab_groups, bc = narrow
-    rb = max(_tile(2 * itemsize) // bc, 1)
+    rb = max(_tile(2 * tensors * itemsize) // bc, 1)
     slabs = -(-groups // slab_groups)
     while rb > 8 and n * slabs * -(-s // rb) < 2 * sms:
         rb //= 2
@@ -351,9 +359,11 @@ def _slab(groups: int, channels: int, columns: int) -> tuple[int, int]:
     return together, max(power_of_2(together * channels), 8)
 
 
-def _held_slab(groups: int, channels: int, s: int, itemsize: int) -> tuple[int, int] | None:
-    """The same of a slab that a program can hold; None if it would be too narrow."""
-    most = _HELD_SLAB // (max(itemsize, 4) * power_of_2(s))
+def _held_slab(
+    groups: int, channels: int, s: int, itemsize: int, values: int
+) -> tuple[int, int] | None:
+    """The same of a slab of which a program holds `values`; None if it would be too narrow."""
+    most = values // power_of_2(s)
     if most < max(power_of_2(channels), 8):
         return None
     together, bc = _slab(groups, channels, min(most, _SEGMENT_BYTES // itemsize))
