@@ -139,9 +139,8 @@ def eps(caller: str, value: Any, zero: bool = False, none: bool = False) -> None
     number(caller, "eps", value)
     if not (0 < value < math.inf or (zero and value == 0)):
         rule = "0 or a finite number above" if zero else "a finite number above 0"
-        raise ValueError(
-            _must(caller, "eps", rule, str(value), f"Torch's is {None if none else 1e-5}.")
-        )
+        way_out = f"Torch's is {None if none else '1e-5'}."
+        raise ValueError(_must(caller, "eps", rule, str(value), way_out))
 
 
 def count(caller: str, name: str, value: Any) -> None:

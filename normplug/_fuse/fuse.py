@@ -23,10 +23,10 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     addition and the activation after that (ReLU, ReLU6, SiLU, Hardswish, exact GELU); BatchNorm,
     ReLU and max pooling; GroupNorm or InstanceNorm and the activation after it; a residual addition
     and the LayerNorm after it; the bias of a convolution and the LayerNorm over its channels, moved
-    last. On CUDA the call is one kernel a direction, or
-    two with max pooling, and keeps less for the backward. Under torch.compile it takes what was
-    measured faster; elsewhere it is PyTorch's operations, one by one. Max pooling runs in the
-    kernel for channels_last input, and compares values before they are rounded.
+    last. On CUDA the call is one kernel a direction, or two with max pooling, and keeps less for
+    the backward. Under torch.compile it takes what was measured faster; elsewhere it is PyTorch's
+    operations, one by one. Max pooling runs in the kernel for channels_last input, and compares
+    values before they are rounded.
 
     In place: the modules that call the norms get a subclass of their class, with another forward.
     Modules, parameters, buffers, hooks, names and flags stay, so that checkpoints, optimizers and
@@ -89,7 +89,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
         vars(module)[FUSION] = fusion
         _convert.assign_class(module, classes[module])
     for norm, call in analysis.calls.items():
-        norm._expect(*call)
+        norm._note_fused(*call)
     return model
 
 

@@ -2,8 +2,8 @@
 
 It reads jobs from its standard input, and forks a worker for each, unless it reads before that the
 other process does the job itself. It writes a line when a worker starts and another when it ends,
-and stops at the end of its input, or with nothing left to do. It
-does without torch, which takes longer to import than a kernel to compile.
+and stops at the end of its input, or with nothing left to do. It does without torch, which takes
+longer to import than a kernel takes to compile.
 """
 
 from __future__ import annotations

@@ -268,16 +268,6 @@ class _Norm(Recomputable):
                 return (*backward(saved, dy, dtotal, needs), None)
         return (*backward(saved, dy, dtotal, needs), None)
 
-    @staticmethod
-    def is_recomputable(node: Any) -> bool:
-        return node.plan.is_recomputable
-
-    @staticmethod
-    def recompute(node: Any) -> Tensor:
-        saved = node.saved_tensors
-        with torch.cuda.device_of(saved[0]):
-            return node.plan.recomputed(saved)
-
 
 _apply = applier(_Norm)
 

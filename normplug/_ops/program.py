@@ -135,9 +135,8 @@ class Program:
             slots[PARTIAL], slots[COUNTERS] = work.partial, work.counters
             for launch, _, pick in self.steps:
                 launch(stream, *pick(slots))
-        if self.moves:  # unseen by autograd, which would miss that they are not as they were
-            moved = [slots[place] for place in self.moves]
-            increment_version([t for t in moved if not t.is_inference()])
+        if self.moves:
+            note_changes([slots[place] for place in self.moves])
 
     def expect(self, accumulator: torch.dtype, after: int = 0) -> bool:
         """Have the kernels compiled meanwhile.
@@ -162,6 +161,11 @@ class Program:
             t if t is None or dtype is None else t.to(dtype)
             for t, dtype in ((slots[place], dtype) for place, dtype in self.results)
         ]
+
+
+def note_changes(changed: Sequence[Tensor]) -> None:
+    """Tell autograd that kernels have changed these tensors, by their version counters."""
+    increment_version([t for t in changed if not t.is_inference()])
 
 
 def named(t: Tensors) -> dict[str, Tensor]:

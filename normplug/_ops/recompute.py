@@ -23,12 +23,12 @@ AVAILABLE = top_saved_tensors_hooks is not None
 
 
 class Recomputable(torch.autograd.Function):
-    """An operation that may recompute its first result from what it saved for its backward."""
+    """A norm, whose `ctx.plan` may recompute its first result from what it saved."""
 
     @staticmethod
     def is_recomputable(node: Any) -> bool:
         """Whether it can, given its `grad_fn`."""
-        return True
+        return node.plan.is_recomputable
 
     @staticmethod
     def recompute(node: Any) -> Tensor:
@@ -40,7 +40,9 @@ class Recomputable(torch.autograd.Function):
         Raises:
             RuntimeError: what it saved has been freed, or changed in place.
         """
-        raise NotImplementedError
+        saved = node.saved_tensors
+        with torch.cuda.device_of(saved[0]):
+            return node.plan.recomputed(saved)
 
 
 def call(y: Tensor, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

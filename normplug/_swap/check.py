@@ -21,7 +21,7 @@ from normplug._swap.swap import unswap
 from normplug._table import counts, shown, table
 from normplug._torch import tree_leaves
 from normplug.modes import NormMode
-from normplug.modules import TargetVarianceNorm, joined
+from normplug.modules import TargetVarianceNorm
 
 # (name, training, with grad): fused and cached paths depend on these.
 _SETTINGS = (("train", True, True), ("eval", False, True), ("eval under no_grad", False, False))
@@ -152,7 +152,7 @@ def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
     for name, training, grad in _SETTINGS:
         try:
             with _stand_in(layer, training, grad) as twin:
-                if joined.waits(twin):
+                if twin.waits_for_others():
                     continue
                 names.append(name)
                 off, allowed = _difference(twin, training)

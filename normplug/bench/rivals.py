@@ -41,6 +41,26 @@ def liger_group_norm(eps: float, groups: Callable[[Tensor], int]) -> Function:
     return group_norm
 
 
+def liger_rms_norm(eps: float) -> Function:
+    """RMSNorm of Liger-Kernel, which rounds once, as torch's does."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)
+
+    return rms_norm
+
+
+def liger_add_rms_norm(eps: float) -> Function:
+    """Addition and RMSNorm of Liger-Kernel."""
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, 0.0, "gemma", False)
+
+    return add_rms_norm
+
+
 def flaggems_layer_norm(eps: float) -> Function:
     """LayerNorm of FlagGems: its operators called by hand, as enabling them replaces eager's."""
     import flag_gems

@@ -96,8 +96,8 @@ def _host(content: Mapping[str, Any]) -> str:
 
     return "\n".join(
         [
-            f"{_origin(content)} Mode {how['mode']}; best of {how['repeats']} repeats; C++ host "
-            f"path: {content['native']}.\n",
+            f"{_origin(content)} Mode {how['mode']}; best of {how['repeats']} repeats; host path: "
+            f"{content['native']}.\n",
             "Wall time of a call, microseconds, in calls back to back, and speed over eager:\n",
             _table(rows, speed, cases),
         ]

@@ -79,6 +79,8 @@ class TargetVarianceNorm(nn.Module):
     _eps_name: ClassVar[str] = "eps"
     # Added to the weight in the formula; `unswap` and `preserve_output` fold around it.
     _weight_offset: ClassVar[float] = 0.0
+    # What the mode sets and `_variance` measures: "variance", or "second moment" without centring.
+    _measure: ClassVar[str] = "variance"
     # Its class over several processes, which `swap(sync=True)` and `SyncNorms` take; not inherited.
     _synchronised: ClassVar[type[TargetVarianceNorm] | None] = None
 
@@ -99,7 +101,7 @@ class TargetVarianceNorm(nn.Module):
     def _adopt(self, options: Options) -> None:
         """Give the layer what its stock class lacks, once a swap has changed its class."""
 
-    def _expect(self, activation: str | None, residual: bool) -> None:
+    def _note_fused(self, activation: str | None, residual: bool) -> None:
         """Note how `fuse` will have the layer called, so that kernels can be compiled ahead."""
 
     def _leave(self) -> None:
@@ -120,10 +122,7 @@ class TargetVarianceNorm(nn.Module):
         return (8, *self._affine_shape())
 
     def _variance(self, x: Tensor) -> Tensor:
-        """What the mode targets, averaged over channels or rows, for `VarianceLogger`.
-
-        That is the variance in each, or the second moment where a norm does not centre.
-        """
+        """The `_measure` of each channel or row, averaged over them, for `VarianceLogger`."""
         raise NotImplementedError
 
     def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
@@ -135,8 +134,12 @@ class TargetVarianceNorm(nn.Module):
         raise NotImplementedError
 
     def computes_only(self) -> bool:
-        """Whether a forward now does no more than compute: no measuring, no other process."""
+        """Whether a forward now only computes: it measures nothing for a `VarianceLogger`."""
         return self._probe is None
+
+    def waits_for_others(self) -> bool:
+        """Whether a forward now would wait for other processes."""
+        return False
 
     def stop_watching(self) -> None:
         """Remove running statistics that no result depends on, for Opacus; here are none."""

@@ -72,9 +72,9 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
 
     def _adopt(self, options: Options) -> None:
         super()._adopt(options)
-        self._expect(None, False)
+        self._note_fused(None, False)
 
-    def _expect(self, activation: str | None, residual: bool) -> None:
+    def _note_fused(self, activation: str | None, residual: bool) -> None:
         likely.note(self, likely.Call(self.num_features, activation, residual))
 
     def _affine_shape(self) -> tuple[int, ...]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
 from normplug._ops.spec import GroupNormSpec, Tensors
-from normplug.modes import ModeLike
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.watched import WatchedRows
 
@@ -44,26 +41,6 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
     """
 
     _watches = False
-
-    def __init__(
-        self,
-        *args: Any,
-        mode: ModeLike = "golden",
-        backend: str = "auto",
-        track_running_stats: bool = False,
-        momentum: float | None = 0.1,
-        autocast_output: str = "float32",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            *args,
-            mode=mode,
-            backend=backend,
-            track_running_stats=track_running_stats,
-            momentum=momentum,
-            autocast_output=autocast_output,
-            **kwargs,
-        )
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics if there are any."""

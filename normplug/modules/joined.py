@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from normplug import _checks, functional
 from normplug._activations import ACTIVATIONS
@@ -46,12 +46,6 @@ def group_to_join(group: Any) -> Any:
         return None
     group = group or dist.group.WORLD
     return group if dist.get_world_size(group) > 1 else None
-
-
-def waits(layer: nn.Module) -> bool:
-    """Whether a forward of `layer` now would wait for other processes."""
-    ask = getattr(layer, "group_to_join", None)
-    return ask is not None and ask() is not None
 
 
 def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tuple[Tensor, Moments]:
@@ -168,7 +162,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         sums = _own_sums(dy, x, mean, rstd, fused)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            means = (messages.Sum.apply(sums, ctx.group) if twice else _sum(sums, ctx.group)) / n
+            add = messages.Sum.apply if twice else messages.total
+            means = add(sums, ctx.group) / n
             scale = torch.full_like(rstd, ctx.scale)
             if weight is not None:
                 scale = weight.to(rstd.dtype) * scale
@@ -205,12 +200,6 @@ def _input_gradient(
     slope = per_channel(mean_dy_centred * rstd * rstd, x)
     dx = dy.to(mean.dtype) - per_channel(mean_dy, x) - centred * slope
     return (dx * per_channel(scale * rstd, x)).to(x.dtype)
-
-
-def _sum(values: Tensor, group: Any) -> Tensor:
-    total = values.clone()
-    messages.add(total, group)
-    return total
 
 
 def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:

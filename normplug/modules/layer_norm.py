@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from normplug import functional, reference
 from normplug._ops.spec import LayerNormSpec, Tensors
-from normplug.modes import ModeLike
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.row_norm import RowNorm
 
@@ -26,7 +23,7 @@ class LayerNorm(RowNorm, nn.LayerNorm):
     Args:
         *args: those of `torch.nn.LayerNorm`.
         mode, backend: as in `BatchNorm1d`.
-        track_running_stats: carry the running statistics.
+        track_running_stats: carry the running statistics; None is True here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.layer_norm`.
         **kwargs: those of `torch.nn.LayerNorm`.
@@ -44,26 +41,6 @@ class LayerNorm(RowNorm, nn.LayerNorm):
     """
 
     _function = "layer_norm"
-
-    def __init__(
-        self,
-        *args: Any,
-        mode: ModeLike = "golden",
-        backend: str = "auto",
-        track_running_stats: bool = True,
-        momentum: float | None = 0.1,
-        autocast_output: str = "float32",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            *args,
-            mode=mode,
-            backend=backend,
-            track_running_stats=track_running_stats,
-            momentum=momentum,
-            autocast_output=autocast_output,
-            **kwargs,
-        )
 
     def fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
         """What `forward` returns for input + input_bias, in one call."""
@@ -88,6 +65,9 @@ class LayerNorm(RowNorm, nn.LayerNorm):
             functional.autocast_dtype(x),
             autocast_output,
         )
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        return self.normalized_shape
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         return reference.layer_norm(

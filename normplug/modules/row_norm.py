@@ -15,13 +15,12 @@ from normplug.modules.watched import WatchedRows
 
 
 class RowNorm(WatchedRows):
-    """A norm of the rows of `normalized_shape`, with running statistics that are only watched.
+    """A norm of the rows of `_affine_shape`, with running statistics that are only watched.
 
     Each declares `_function`, `_spec`, `_variance` and what every norm does. Its arguments are
     those of `WatchedRows`.
     """
 
-    normalized_shape: tuple[int, ...]
     # The name of its function in `normplug.functional`, for errors.
     _function: ClassVar[str]
     _channels_first = False  # whether the input is a view of channels-first images
@@ -47,7 +46,7 @@ class RowNorm(WatchedRows):
         t = Tensors(input, None, weight, bias, None, *self._statistics_to_move(input))
         y = self._run(t, autocast_output)
         if self._probe is not None:
-            self._record(*(nested.rows(t, self.normalized_shape) for t in (input, y)))
+            self._record(*(nested.rows(t, self._affine_shape()) for t in (input, y)))
         return y
 
     def fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,9 +85,6 @@ class RowNorm(WatchedRows):
         if torch.compiler.is_compiling():
             return None
         return native.forward(self, input, residual, input_bias)
-
-    def _affine_shape(self) -> tuple[int, ...]:
-        return self.normalized_shape
 
     def _row_dims(self) -> tuple[int, ...]:
         """The dimensions of an input that make a row."""

@@ -85,6 +85,10 @@ class _SyncBatchNormForward(_BatchNorm):
         """The process group that the next forward joins; None if it joins none."""
         return joined.group_to_join(self.process_group) if self.training else None
 
+    def waits_for_others(self) -> bool:
+        """Whether a forward now joins other processes."""
+        return self.group_to_join() is not None
+
     def _check_input_dim(self, input: Tensor) -> None:
         self._unsynced_class._check_input_dim(self, input)
 

@@ -26,7 +26,7 @@ class WatchedRows(TargetVarianceNorm):
     Args:
         *args: those of the stock class.
         mode, backend: as in `BatchNorm1d`.
-        track_running_stats: carry the running statistics.
+        track_running_stats: carry the running statistics; None leaves it to the class.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.
         **kwargs: those of the stock class.
@@ -40,7 +40,7 @@ class WatchedRows(TargetVarianceNorm):
     num_batches_tracked: Tensor | None
     # The statistics that it tracks, if it tracks any; `running_var` is among them.
     _watched: ClassVar[tuple[str, ...]] = tuple(_START)
-    # Whether a swap that is not told has a stock layer track them.
+    # Whether it tracks them if nobody says so.
     _watches: ClassVar[bool] = True
 
     _settings = (*TargetVarianceNorm._settings, "autocast_output")
@@ -49,15 +49,17 @@ class WatchedRows(TargetVarianceNorm):
     def __init__(
         self,
         *args: Any,
-        mode: ModeLike,
-        backend: str,
-        track_running_stats: bool,
-        momentum: float | None,
-        autocast_output: str,
+        mode: ModeLike = "golden",
+        backend: str = "auto",
+        track_running_stats: bool | None = None,
+        momentum: float | None = 0.1,
+        autocast_output: str = "float32",
         **kwargs: Any,
     ) -> None:
         caller = type(self).__name__
         _checks.momentum(caller, momentum, None, moves=False)
+        if track_running_stats is None:
+            track_running_stats = self._watches
         _checks.flags(caller, track_running_stats=track_running_stats)
         _checks.autocast_output(caller, autocast_output)
         super().__init__(*args, mode=mode, backend=backend, **kwargs)

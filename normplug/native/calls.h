@@ -172,7 +172,8 @@ struct ModuleReading {
 // What autocast does where a tensor is.
 inline void describe_autocast(const Tensor& t, Signature& signature) {
   auto device = t.device().type();
-  bool is_on = (device == at::kCUDA || device == at::kCPU) && at::autocast::is_autocast_enabled(device);
+  bool is_on =
+      (device == at::kCUDA || device == at::kCPU) && at::autocast::is_autocast_enabled(device);
   signature.push_back(is_on ? static_cast<int64_t>(at::autocast::get_autocast_dtype(device)) : -1);
 }
 

@@ -182,7 +182,7 @@ PyMethodDef methods[] = {
     {"plan", make_plan, METH_O, "Make the plan of a Python plan."},
     {"call", reinterpret_cast<PyCFunction>(call), METH_FASTCALL, "Carry out a known call."},
     {"keep", reinterpret_cast<PyCFunction>(keep), METH_FASTCALL, "Make a call known."},
-    {"forward", reinterpret_cast<PyCFunction>(forward), METH_FASTCALL, "Carry out a module's call."},
+    {"forward", reinterpret_cast<PyCFunction>(forward), METH_FASTCALL, "Call a module."},
     {"learn", reinterpret_cast<PyCFunction>(learn), METH_FASTCALL, "Make a module's call known."},
     {"run", reinterpret_cast<PyCFunction>(run_plan), METH_FASTCALL, "Carry out a plan."},
     {"implement", implement_operator, METH_VARARGS, "Carry out an operator."},

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from accuracy import assert_no_worse, assert_same_bits, leaf
 from batch_norm_cases import DTYPES, LAYOUTS, double, laid_out, with_gradients
 from normplug import functional, reference, target_variance
-from swap_cases import one_graph
 
 GOLDEN = target_variance("golden")
 # Shape and groups; None for an InstanceNorm.
@@ -180,12 +179,3 @@ def test_a_wrong_call_says_the_rule_and_the_values(call, error, message):
     name = call.func.__name__
     with pytest.raises(error, match=rf"normplug.functional.{name}: .*{message}"):
         call()
-
-
-@pytest.mark.parametrize("groups", [2, None])
-def test_compiled_in_one_graph_with_another_batch(groups):
-    norm = ours(groups, activation="gelu", mode=0.5)
-    compiled = one_graph(norm)
-    for batch in (3, 5):
-        x, weight, bias, _ = make((batch, 4, 2, 3), torch.float32)
-        torch.testing.assert_close(compiled(x, weight, bias), norm(x, weight, bias))

@@ -55,9 +55,8 @@ def test_the_operators_compute_what_the_kernels_do_laid_out_as_the_input(norm, l
     assert_same_bits(run(norm, *tensors, backend="triton"), eager)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_operators_keep_torchs_rules(layout):
-    x, weight, bias, dy = make(layout)
+def test_the_operators_keep_torchs_rules():
+    x, weight, bias, dy = make("channels_last")
     t = Tensors(leaf(x), None, leaf(weight), leaf(bias))
     routes.check_operators(PLAIN, t, (2, 1e-5, 0.5, "silu", None, "float32"), dy)
 

@@ -83,6 +83,9 @@ CASES = [
       ("x", "weight", "bias", "input_bias")),
     (row_cases, Row((5, 12), residual="contiguous", needs=("weight",), used=("y",))),
     (row_cases, Row((5, 70), needs=())),
+    (row_cases, Row((5, 12), HALF, params=FLOAT, running=FLOAT, centred=False, weight_offset=1.0)),
+    (row_cases, Row((2, 3, 2, 6), layout="heads", centred=False, eps=None)),
+    (row_cases, Row((5, 12), residual="contiguous", centred=False)),
 ]  # fmt: skip
 
 
@@ -352,7 +355,7 @@ def test_running_statistics_rise_in_training_only():
     def compute():
         norm = normplug.BatchNorm1d(6, backend="triton")
         rows = normplug.LayerNorm(6, backend="triton")
-        for layer in (norm, rows):
+        for layer in (norm, rows, normplug.RMSNorm(6, backend="triton", track_running_stats=True)):
             for training in (True, False):
                 before = {n: b._version for n, b in layer.named_buffers()}
                 layer.train(training)(X.clone().requires_grad_()).sum().backward()

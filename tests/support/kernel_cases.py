@@ -158,7 +158,9 @@ def check_compiled(
     generator = torch.Generator().manual_seed(0)
     batches = [(n, *shape[1:]) for n in (shape[0], 2 * shape[0] + 1, 3 * shape[0])]
     values = [torch.randn(batch, generator=generator).to(device) for batch in batches]
-    check_one_graph(*layers, [laid_out(x, layout) for x in values], backend)
+    # The bias's gradients add up to nearly 0, so their rounding is no fraction of the sum.
+    inputs = [laid_out(x, layout) for x in values]
+    check_one_graph(*layers, inputs, backend, rtol=1e-5, atol=5e-5)
     assert layers[0].norm.num_batches_tracked == 3
 
 

@@ -58,6 +58,7 @@ IMAGES = [
     timm_layer("LayerNorm2dFp32", 8),
     timm_layer("LayerNormAct2d", 8, act_layer="silu"),
     timm_layer("LayerNormAct2dFp32", 8, act_layer="gelu", drop_layer=nn.Dropout),
+    layer_of("timm.models.metaformer", "GroupNorm1NoBias", 8),
     layer_of("timm.models.metaformer", "LayerNorm2dNoBias", 8),
     layer_of("torchvision.models.convnext", "LayerNorm2d", 8, eps=1e-6),
     transformers_layer("ConvNextLayerNorm", "convnext"),
@@ -109,7 +110,7 @@ def test_golden_is_the_layer_with_a_scaled_weight_and_unswaps_to_it(layer, train
     ours = swap(copy.deepcopy(layer), "golden")
     assert [row.becomes for row in plan(ours)] == [type(layer).__name__]
     if layer.weight is None:
-        shape = getattr(layer, "normalized_shape", None) or (layer.num_features,)
+        shape = _convert.affine_shape(layer)
         layer.weight = nn.Parameter(torch.full(shape, ROOT), requires_grad=False)
     else:
         layer.weight.data.mul_(ROOT)

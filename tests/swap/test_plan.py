@@ -61,12 +61,12 @@ def test_subclasses_and_other_norms_are_left_and_plan_says_so(net):
             return super().forward(x).relu()
 
     net.odd = Odd(4)
-    net.rms = nn.RMSNorm(4)
+    net.local = nn.LocalResponseNorm(2)
     net.weighty = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     notes = {row.path: row.note for row in plan(net) if not row.becomes}
     assert notes == {
         "odd": "a subclass of nn.BatchNorm2d, which may have a forward of its own",
-        "rms": "no normplug counterpart",
+        "local": "no normplug counterpart",
     }
     swap(net)
     assert type(net.odd) is Odd

@@ -24,6 +24,7 @@ from normplug._kernels.launch import Launch, Workspace
 from normplug._layouts import laid_out_like, readable
 from normplug._ops.batch_norm import messages
 from normplug._ops.batch_norm.eager import BatchNormPlan, machine_of, shape_of
+from normplug._ops.program import note_changes
 from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._torch import applier, current_device_index, current_raw_stream, unwrap_if_dead
@@ -154,6 +155,7 @@ class JoinedPlan:
             nothing if tracked is None else tracked,
             stats,
         )
+        note_changes([r for r in (running_mean, running_var, tracked) if r is not None])
         if self.gpu is None and stats[-1] == 1:
             raise _checks.one_joined_value(self._processes)
         y, bits = torch.empty_like(x), None
@@ -327,16 +329,6 @@ class _JoinedNorm(Recomputable):
             with torch.cuda.device(plan.gpu):
                 return (*backward(saved, ctx.group, dy, ctx.needs_input_grad), None)
         return (*backward(saved, ctx.group, dy, ctx.needs_input_grad), None)
-
-    @staticmethod
-    def is_recomputable(node: Any) -> bool:
-        return node.plan.is_recomputable
-
-    @staticmethod
-    def recompute(node: Any) -> Tensor:
-        saved = node.saved_tensors
-        with torch.cuda.device_of(saved[0]):
-            return node.plan.recomputed(saved)
 
 
 _apply = applier(_JoinedNorm)

@@ -38,16 +38,21 @@ def add(values: Tensor, group: Any) -> None:
     dist.all_reduce(values, group=group)
 
 
+def total(values: Tensor, group: Any) -> Tensor:
+    """The sum over all processes, as a new tensor."""
+    result = values.clone()
+    add(result, group)
+    return result
+
+
 class Sum(torch.autograd.Function):
     """The sum over all processes; so is the gradient, as every process has used it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        """A new tensor."""
+        """As `total`."""
         ctx.group = group
-        total = values.clone()
-        add(total, group)
-        return total
+        return total(values, group)
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:

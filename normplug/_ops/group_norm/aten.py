@@ -1,12 +1,9 @@
 """GroupNorm and InstanceNorm by PyTorch's own kernels: any device, differentiable twice.
 
-The target variance costs no pass over the data, since it folds into the weight: see
-`batch_norm.aten`.
+The target variance folds into the weight: see `normplug._ops.weights`.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +12,8 @@ from torch import Tensor
 from normplug._activations import ACTIVATIONS
 from normplug._ops.batch_norm.aten import empty_norm, scaled_weight
 from normplug._ops.group_norm.moves import move
-from normplug._ops.layer_norm.aten import promoted
 from normplug._ops.spec import GroupNormSpec, Route, Tensors
+from normplug._ops.weights import promoted, scaled
 from normplug.reference import accumulator_dtype
 
 
@@ -35,9 +32,7 @@ ATEN = _Aten()
 
 
 def _instance_norm(t: Tensors, spec: GroupNormSpec) -> Tensor:
-    x, weight = t.x, t.weight
-    if spec.target_variance != 1.0:
-        weight = scaled_weight(t, spec.target_variance)
+    x, weight = t.x, scaled_weight(t, spec.target_variance)
     if x.numel() == 0:
         return empty_norm(x, weight, t.bias)
     momentum = 0.0 if spec.momentum is None else spec.momentum
@@ -50,10 +45,8 @@ def _group_norm(t: Tensors, spec: GroupNormSpec) -> Tensor:
     autocast = None if x.dtype == torch.float64 else spec.autocast
     if autocast is None:
         x, weight, bias = promoted(x, weight, bias)
-    if spec.target_variance != 1.0:
-        root = math.sqrt(spec.target_variance)
-        like = x if bias is None else bias
-        weight = like.new_full((x.shape[1],), root) if weight is None else weight * root
+    dtype = x.dtype if bias is None else bias.dtype
+    weight = scaled(weight, spec.target_variance, (x.shape[1],), dtype, x.device)
     y = F.group_norm(x, spec.groups, weight, bias, spec.eps)
     if t.running_mean is not None and x.numel() > 0:
         _watch(t, spec)
