@@ -162,8 +162,9 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
     """Refuse arguments of a torch norm's constructor `init`, before it reads them."""
     signature = inspect.signature(init)
     given = signature.bind(*args, **kwargs).arguments
-    if "num_features" in given:
-        count(caller, "num_features", given["num_features"])
+    for name in ("num_features", "num_groups", "num_channels"):
+        if name in given:
+            count(caller, name, given[name])
     if "normalized_shape" in given:
         sizes = given["normalized_shape"]
         if isinstance(sizes, Iterable) and not isinstance(sizes, Tensor):
@@ -172,7 +173,7 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
             count(caller, "normalized_shape", sizes)
     if "eps" in given:
         none = signature.parameters["eps"].default is None
-        eps(caller, given["eps"], zero="normalized_shape" in given, none=none)
+        eps(caller, given["eps"], zero="num_features" not in given, none=none)
     if "momentum" in given:
         momentum(caller, given["momentum"], None, moves=False)
     switches = ("affine", "elementwise_affine", "track_running_stats")
@@ -259,6 +260,25 @@ def more_than_one_value(caller: str, x: Tensor) -> None:
             f"normplug.{caller}: training needs more than one value per channel; input of shape "
             f"{tuple(x.shape)} has 1. Use .eval(), a larger batch, or drop_last=True in the loader."
         )
+
+
+def more_than_one_position(caller: str, x: Tensor) -> None:
+    """Refuse an InstanceNorm of one value a channel and sample, whose variance is always 0."""
+    if math.prod(x.shape[2:]) == 1:
+        got = f"input of shape {tuple(x.shape)}"
+        way_out = "Use a larger input, or normplug.GroupNorm or LayerNorm."
+        raise ValueError(_must(caller, "input", "of more than one spatial position", got, way_out))
+
+
+def groups(caller: str, x: Tensor, groups: Any) -> None:
+    """Refuse groups that the channels do not make, and a single group of a single value."""
+    count(caller, "num_groups", groups)
+    if x.shape[1] % groups:
+        rule = f"a divisor of the {x.shape[1]} channels of input of shape {tuple(x.shape)}"
+        raise ValueError(_must(caller, "num_groups", rule, str(groups)))
+    if x.numel() == groups:
+        rule = f"of more than one value for {groups} groups"
+        raise ValueError(_must(caller, "input", rule, f"shape {tuple(x.shape)}"))
 
 
 def one_joined_value(processes: int) -> ValueError:

@@ -29,6 +29,13 @@ REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
     nn.SyncBatchNorm: modules.SyncBatchNorm,
     nn.LayerNorm: modules.LayerNorm,
     nn.RMSNorm: modules.RMSNorm,
+    nn.GroupNorm: modules.GroupNorm,
+    nn.InstanceNorm1d: modules.InstanceNorm1d,
+    nn.InstanceNorm2d: modules.InstanceNorm2d,
+    nn.InstanceNorm3d: modules.InstanceNorm3d,
+    nn.LazyInstanceNorm1d: modules.LazyInstanceNorm1d,
+    nn.LazyInstanceNorm2d: modules.LazyInstanceNorm2d,
+    nn.LazyInstanceNorm3d: modules.LazyInstanceNorm3d,
 }
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()

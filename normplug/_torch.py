@@ -47,10 +47,12 @@ if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _LazyNormBase as LazyNormBase
     from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
 else:
     BatchNormBase = _shared_base(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
     LazyNormBase = _shared_base(nn.LazyBatchNorm1d, nn.LazyInstanceNorm1d)
     NormBase = _shared_base(nn.BatchNorm1d, nn.InstanceNorm1d)
+    InstanceNormBase = _shared_base(nn.InstanceNorm1d, nn.InstanceNorm2d)
 
 
 # --- The current GPU. The public functions check more, before every launch ---

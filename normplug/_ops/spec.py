@@ -135,11 +135,44 @@ class LayerNormSpec(NamedTuple):
 
     def output_dtype(self, total: torch.dtype, weight: torch.dtype | None = None) -> torch.dtype:
         """The dtype of the result; arguments as in `rounds_to`."""
-        if self.autocast is not None and total != torch.float64:  # autocast leaves float64 alone
-            return self.autocast if self.autocast_output == "low" else torch.float32
+        under_autocast = _autocast_result(total, self.autocast, self.autocast_output)
+        if under_autocast is not None:
+            return under_autocast
         if self.rounding is None or weight is None:
             return total
         return torch.promote_types(self.rounds_to(total, weight) or total, weight)
+
+
+class GroupNormSpec(NamedTuple):
+    """All of a GroupNorm that is not a tensor; an InstanceNorm is one whose groups are channels.
+
+    autocast: as in `LayerNormSpec`.
+    autocast_output: as in `LayerNormSpec`.
+    momentum: of running statistics, if the call moves any. No kernel depends on it.
+    instance: whether it is an InstanceNorm, whose running statistics are those of its channels.
+    """
+
+    groups: int
+    eps: float
+    target_variance: float
+    activation: str | None = None  # None, "relu", "silu", "gelu": as in _activations
+    autocast: torch.dtype | None = None
+    autocast_output: str = "float32"
+    momentum: float | None = 0.1
+    instance: bool = False
+
+    def output_dtype(self, x: torch.dtype) -> torch.dtype:
+        """The dtype of the result, where `x` is that of the input."""
+        return _autocast_result(x, self.autocast, self.autocast_output) or x
+
+
+def _autocast_result(
+    dtype: torch.dtype, autocast: torch.dtype | None, autocast_output: str
+) -> torch.dtype | None:
+    """The dtype of a result under autocast; None where that is off, or leaves `dtype` alone."""
+    if autocast is None or dtype == torch.float64:
+        return None
+    return autocast if autocast_output == "low" else torch.float32
 
 
 class Route:

@@ -44,7 +44,7 @@ def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]
         where = f"normplug.{caller}: the weight of {shown(path)}"
         if parametrize.is_parametrized(module, "weight"):
             raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
-        if is_lazy(module.weight):  # type: ignore[arg-type]
+        if is_lazy(module.weight) or 0 in _convert.affine_shape(module):  # type: ignore[arg-type]
             raise ValueError(f"{where} has no shape yet; run one forward first.")
         if module.weight is not None and "weight" not in module._parameters:
             raise ValueError(

@@ -55,16 +55,16 @@ def swap(
         mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
         include: take only what matches, as in `normplug.plan`.
         exclude: leave what matches, as in `normplug.plan`; wins over `include`.
-        track_running_stats: give norms of rows running statistics to watch; None gives them to
-            LayerNorm, and not to RMSNorm. BatchNorm keeps its own setting.
+        track_running_stats: give LayerNorm, RMSNorm and GroupNorm running statistics to watch; None
+            gives them to LayerNorm only. BatchNorm and InstanceNorm keep their own setting.
         preserve_output: divide each weight by sqrt(tv), so that the model computes what it did
             and only its parametrisation changes: for swapping into a trained model. A layer
             without a weight gets a frozen one, with the dtype and device of its own tensors or of
             the nearest parameter.
         sync: make every BatchNorm a `normplug.SyncBatchNorm` over all processes, until `unswap`.
             With False, SyncBatchNorms stay synchronised in the process group that they have.
-        autocast_output: what norms of rows return under autocast: "low", the autocast dtype, or
-            "float32", torch's rule.
+        autocast_output: what LayerNorm, RMSNorm and GroupNorm return under autocast: "low", the
+            autocast dtype, or "float32", torch's rule.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -130,8 +130,8 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
     sqrt(tv) is multiplied into each weight, so that the model computes what it did and needs no
     normplug to be loaded, exported, fused or quantised. A layer without a weight gets a frozen
-    one, as from `swap(preserve_output=True)`. LayerNorm's running statistics are removed. What
-    `normplug.fuse` has fused is undone, too.
+    one, as from `swap(preserve_output=True)`. Running statistics that are only watched are removed.
+    What `normplug.fuse` has fused is undone, too.
 
     Args:
         model: any module.

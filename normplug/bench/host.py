@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import normplug
@@ -75,6 +76,11 @@ def _batch_norm(case: Case, device: str) -> nn.Module:
     return cls(case.shape[1], device=device)
 
 
+def _group_norm(case: Case, device: str) -> nn.Module:
+    dtype = getattr(torch, case.dtype)
+    return nn.GroupNorm(32, case.shape[1], device=device, dtype=dtype)
+
+
 def _call(norm: nn.Module, x: Tensor) -> Outputs:
     return (norm(x),)
 
@@ -92,6 +98,14 @@ def _relu(norm: nn.Module, x: Tensor) -> Outputs:
     return (torch.relu_(norm(x)),)
 
 
+def _silu(norm: nn.Module, x: Tensor) -> Outputs:
+    return (F.silu(norm(x)),)
+
+
+def _fused_silu(norm: Any, x: Tensor) -> Outputs:
+    return (norm.fused(x, activation="silu"),)
+
+
 def _fused_relu(norm: Any, x: Tensor) -> Outputs:
     return (norm.fused(x, activation="relu"),)
 
@@ -104,13 +118,14 @@ OPS = {
     "add_rms": Op(_rms_norm, _add, _fused_add, inputs=2),
     "bn": Op(_batch_norm, _call, _call),
     "bn_relu": Op(_batch_norm, _relu, _fused_relu),
+    "gn_silu": Op(_group_norm, _silu, _fused_silu),
 }
 CASES = tuple(
     Case(op, layout, shape, dtype)
     for ops, layout, inputs in (
         (("ln", "add_ln", "rms", "add_rms"), "rows", ROWS),
         (("bn", "bn_relu"), "NC", ROWS),
-        (("bn", "bn_relu"), "NHWC", ((IMAGE, "bfloat16"),)),
+        (("bn", "bn_relu", "gn_silu"), "NHWC", ((IMAGE, "bfloat16"),)),
     )
     for op in ops
     for shape, dtype in inputs

@@ -11,6 +11,7 @@ BATCH_NORMS = ("bn", "bn_relu", "bn_add_relu")
 LAYER_NORMS = ("ln", "ln_stats", "add_ln", "bias_ln")
 RMS_NORMS = ("rms", "add_rms")
 ROW_NORMS = (*LAYER_NORMS, *RMS_NORMS)
+GROUP_NORMS = ("gn", "gn_silu", "in3d")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 HEADLINE_SHAPES: tuple[Shape, ...] = (
@@ -60,6 +61,15 @@ OTHER_ROWS: tuple[Shape, ...] = (
     (16, 262144),
     (1, 1048576),
 )
+
+# A diffusion model's UNet at 512 px, and the decoder that follows it.
+GROUP_SHAPES: tuple[Shape, ...] = (
+    (16, 320, 64, 64),
+    (16, 640, 32, 32),
+    (16, 1280, 16, 16),
+    (4, 128, 512, 512),
+)
+VOLUME: Shape = (2, 32, 128, 128, 128)  # nnU-Net: first stage
 
 
 class Case(NamedTuple):
@@ -133,6 +143,8 @@ SMALL = (
 FAMILIES = (
     *_cases(["rms"], [(4096, 4096), (4096, 8192), VIT_ROWS, HEADS], ["bfloat16"]),
     *_cases(["add_rms"], [(8192, 4096)], ["bfloat16"]),
+    *_cases(["gn", "gn_silu"], GROUP_SHAPES, ["bfloat16"]),
+    Case("in3d", "NHWC", VOLUME, "bfloat16"),
 )
 FULL = (
     *HEADLINE,

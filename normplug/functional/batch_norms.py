@@ -83,7 +83,14 @@ def batch_norm(
     return _batch_norm(t, spec, backend)
 
 
-def _batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, *, single: bool = False) -> Tensor:
+def _batch_norm(
+    t: Tensors,
+    spec: BatchNormSpec,
+    backend: str,
+    *,
+    single: bool = False,
+    caller: str = "functional.batch_norm",
+) -> Tensor:
     """`batch_norm`, and the max pooling after it that `spec` may name.
 
     The kernels pool in the same launch, for channels_last input. If values tie after rounding, the
@@ -91,8 +98,8 @@ def _batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, *, single: bool =
     window, its largest value before the norm and a byte.
 
     single: whether a compiler would have nothing to fuse it with.
+    caller: for errors.
     """
-    caller = "functional.batch_norm"
     eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
     if eager:
         if (known := native.call(spec, backend, t)) is not None:

@@ -26,6 +26,8 @@ _FORMULA = frozenset(
         "running_var",
         "normalized_shape",
         "batch_norm",
+        "group_norm",
+        "instance_norm",
         "layer_norm",
         "rms_norm",
         "sqrt",

@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from normplug import _checks, functional, native
+from normplug import functional, native
 from normplug._ops import nested
 from normplug._ops.spec import LayerNormSpec, Tensors
-from normplug.modes import ModeLike
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.watched import WatchedRows
 
@@ -18,51 +17,15 @@ from normplug.modules.watched import WatchedRows
 class RowNorm(WatchedRows):
     """A norm of the rows of `_affine_shape`, with running statistics that are only watched.
 
-    Each declares `_function`, `_spec`, `_variance` and what every norm does.
-
-    Args:
-        *args: those of the stock class.
-        mode, backend: as in `BatchNorm1d`.
-        track_running_stats: carry the running statistics; None leaves it to the class.
-        momentum: weight of the new batch in them; None averages over all batches equally.
-        autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.
-        **kwargs: those of the stock class.
+    Each declares `_function`, `_spec`, `_variance` and what every norm does. Its arguments are
+    those of `WatchedRows`.
     """
 
-    autocast_output: str
     # The name of its function in `normplug.functional`, for errors.
     _function: ClassVar[str]
     _channels_first = False  # whether the input is a view of channels-first images
 
-    _settings = (*WatchedRows._settings, "autocast_output")
-    _call_reads = (
-        *WatchedRows._call_reads,
-        "momentum",
-        "normalized_shape",
-        "autocast_output",
-    )
-
-    def __init__(
-        self,
-        *args: Any,
-        mode: ModeLike = "golden",
-        backend: str = "auto",
-        track_running_stats: bool | None = None,
-        momentum: float | None = 0.1,
-        autocast_output: str = "float32",
-        **kwargs: Any,
-    ) -> None:
-        caller = type(self).__name__
-        _checks.momentum(caller, momentum, None, moves=False)
-        if track_running_stats is None:
-            track_running_stats = self._watches
-        _checks.flags(caller, track_running_stats=track_running_stats)
-        _checks.autocast_output(caller, autocast_output)
-        super().__init__(*args, mode=mode, backend=backend, **kwargs)
-        self.autocast_output = autocast_output
-        self.track_running_stats = track_running_stats
-        self.momentum = momentum
-        self.register_statistics(kwargs.get("device"))
+    _call_reads = (*WatchedRows._call_reads, "normalized_shape")
 
     def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:
         """All of a call with this input that is not a tensor."""

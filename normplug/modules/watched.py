@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from normplug import _checks
 from normplug._torch import transforms_active
+from normplug.modes import ModeLike
 from normplug.modules.base import Options, TargetVarianceNorm
 
 # Each statistic, and its value before the first batch.
@@ -16,12 +18,21 @@ _START = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
 
 
 class WatchedRows(TargetVarianceNorm):
-    """A norm of rows with scalar running statistics, on which no result depends.
+    """A norm of rows, or of groups, with scalar running statistics, on which no result depends.
 
     So a checkpoint may lack them or have too many, and tensors without values (of the meta device)
     start fresh as soon as the layer's device is known.
+
+    Args:
+        *args: those of the stock class.
+        mode, backend: as in `BatchNorm1d`.
+        track_running_stats: carry the running statistics; None leaves it to the class.
+        momentum: weight of the new batch in them; None averages over all batches equally.
+        autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.
+        **kwargs: those of the stock class.
     """
 
+    autocast_output: str
     track_running_stats: bool
     momentum: float | None
     running_mean: Tensor | None
@@ -29,8 +40,33 @@ class WatchedRows(TargetVarianceNorm):
     num_batches_tracked: Tensor | None
     # The statistics that it tracks, if it tracks any; `running_var` is among them.
     _watched: ClassVar[tuple[str, ...]] = tuple(_START)
-    # Whether a swap that is not told has a stock layer track them.
+    # Whether it tracks them if nobody says so.
     _watches: ClassVar[bool] = True
+
+    _settings = (*TargetVarianceNorm._settings, "autocast_output")
+    _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "autocast_output")
+
+    def __init__(
+        self,
+        *args: Any,
+        mode: ModeLike = "golden",
+        backend: str = "auto",
+        track_running_stats: bool | None = None,
+        momentum: float | None = 0.1,
+        autocast_output: str = "float32",
+        **kwargs: Any,
+    ) -> None:
+        caller = type(self).__name__
+        _checks.momentum(caller, momentum, None, moves=False)
+        if track_running_stats is None:
+            track_running_stats = self._watches
+        _checks.flags(caller, track_running_stats=track_running_stats)
+        _checks.autocast_output(caller, autocast_output)
+        super().__init__(*args, mode=mode, backend=backend, **kwargs)
+        self.autocast_output = autocast_output
+        self.track_running_stats = track_running_stats
+        self.momentum = momentum
+        self.register_statistics(kwargs.get("device"))
 
     def _adopt(self, options: Options) -> None:
         asked = options.track_running_stats

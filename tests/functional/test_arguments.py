@@ -25,6 +25,10 @@ layer_norm = partial(functional.layer_norm, input=X, normalized_shape=(6,))
 add_layer_norm = partial(functional.add_layer_norm, x=X, residual=X, normalized_shape=(6,))
 rms_norm = partial(functional.rms_norm, input=X, normalized_shape=(6,))
 add_rms_norm = partial(functional.add_rms_norm, x=X, residual=X, normalized_shape=(6,))
+group_norm = partial(functional.group_norm, input=X, num_groups=2)
+instance_norm = partial(functional.instance_norm, input=X[None])
+make_group_norm = partial(normplug.GroupNorm, num_groups=2, num_channels=6)
+make_instance_norm = partial(normplug.InstanceNorm2d, num_features=6)
 make_layer_norm = partial(normplug.LayerNorm, normalized_shape=6)
 make_rms_norm = partial(normplug.RMSNorm, normalized_shape=6)
 TAKE_NO_EPS = (rms_norm, add_rms_norm, make_rms_norm)
@@ -101,6 +105,27 @@ for call in (batch_norm, layer_norm, add_layer_norm, rms_norm, add_rms_norm):
         shapes = [(6.0,), [True], ("6",), 6, None, 6.0, "6", (None,), torch.tensor([6])]
         cases(call, caller, "normalized_shape", shapes, TypeError)
         cases(call, caller, "normalized_shape", [(0,), (-6,), [], (5,)], ValueError)
+for call in (group_norm, instance_norm):
+    caller = f"functional.{call.func.__name__}"
+    cases(call, caller, "input", [None, ARRAY, X.int()], TypeError)
+    cases(call, caller, "eps", ["x", True], TypeError)
+    cases(call, caller, "eps", NO_EPS, ValueError)
+    for name in ("weight", "bias"):
+        cases(call, caller, name, [ARRAY, 3], TypeError)
+        cases(call, caller, name, [torch.ones(2)], ValueError)
+    for name in ("backend", "activation"):
+        cases(call, caller, name, [3, "tanh"], ValueError)
+cases(group_norm, "functional.group_norm", "num_groups", [1.5, True, None], TypeError)
+cases(group_norm, "functional.group_norm", "num_groups", [*NO_SIZES, 4], ValueError)
+cases(group_norm, "functional.group_norm", "autocast_output", [None, "half"], ValueError)
+cases(instance_norm, "functional.instance_norm", "use_input_stats", [1, None], TypeError)
+cases(instance_norm, "functional.instance_norm", "momentum", ["x", True], TypeError)
+cases(make_group_norm, "GroupNorm", "num_groups", [1.5, None], TypeError)
+cases(make_group_norm, "GroupNorm", "num_channels", [0, -6], ValueError)
+cases(make_group_norm, "GroupNorm", "track_running_stats", [1, "x"], TypeError)
+cases(make_group_norm, "GroupNorm", "autocast_output", ["half"], ValueError)
+cases(make_instance_norm, "InstanceNorm2d", "num_features", [1.5, None], TypeError)
+cases(make_instance_norm, "InstanceNorm2d", "eps", [0.0, -1.0], ValueError)
 cases(batch_norm, "functional.batch_norm", "training", NO_FLAGS, TypeError)
 cases(batch_norm, "functional.batch_norm", "eps", [0.0, 0], ValueError)
 cases(batch_norm, "functional.batch_norm", "activation", [3, ["relu"], "tanh"], ValueError)
@@ -142,7 +167,7 @@ for call, _ in [*OPTIONS, (plan, "plan")]:
         cases(call, "", name, NO_FILTERS, TypeError)
 NO_MODES = [True, None, 0, -1, "gold", float("nan"), [1], ARRAY, torch.tensor(1.0), 1j]
 TAKES_MODE = [swap, swapped, set_mode, SwapNorms, batch_norm, layer_norm, add_layer_norm]
-TAKES_MODE += [rms_norm, add_rms_norm]
+TAKES_MODE += [rms_norm, add_rms_norm, group_norm, instance_norm, make_group_norm]
 for call in [*TAKES_MODE, make_layer_norm, make_rms_norm]:
     cases(call, "", "mode", NO_MODES, ValueError)
 cases(plan, "plan", "sync", NO_FLAGS, TypeError)

@@ -17,6 +17,8 @@ from triton.compiler import ASTSource  # noqa: E402
 from normplug._kernels import launch, primitives  # noqa: E402
 from normplug._kernels.batch_norm import launches as batch_norm  # noqa: E402
 from normplug._kernels.batch_norm import schedule as bn  # noqa: E402
+from normplug._kernels.group_norm import launches as group_norm  # noqa: E402
+from normplug._kernels.group_norm import schedule as gn  # noqa: E402
 from normplug._kernels.layer_norm import launches as layer_norm  # noqa: E402
 from normplug._kernels.layer_norm import schedule as ln  # noqa: E402
 from normplug._kernels.layer_norm.launches import Levels, Strides  # noqa: E402
@@ -127,6 +129,33 @@ def test_layer_norm(width, dtype):
     acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
     for made in row_launches(4096, width, dtype.itemsize, acc, width):
         assert compiled(made, dtype, dtotal_ptr=dtype).asm["cubin"]
+
+
+# (N, groups, channels of a group, values of a plane), and whether channels are adjacent.
+GROUP_NORMS = {
+    "planes, tiles": (16, 32, 10, 4096, False),
+    "planes, held": (16, 32, 2, 196, False),
+    "columns, tiles": (16, 32, 10, 4096, True),
+    "columns, held": (16, 32, 8, 64, True),
+}
+
+
+def group_norm_launches(shape, dtype):
+    acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
+    flags = group_norm.Flags(activation="silu")
+    forward = gn.group_norm_forward(*shape, dtype.itemsize, SMS)
+    yield group_norm.forward_launch(forward, acc, flags, 1e-5, 0.6)
+    backward = gn.group_norm_backward(*shape, dtype.itemsize, SMS)
+    yield group_norm.backward_launch(backward, acc, flags, (True, True, True), 0.6)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, BFLOAT16) for name in GROUP_NORMS), ("columns, held", FLOAT64)]
+)
+def test_group_norm(name, dtype):
+    for made in group_norm_launches(GROUP_NORMS[name], dtype):
+        assert made._constants["HELD"] == ("held" in name)
+        check_parameters(made, dtype)
 
 
 def threads_along_the_steps(made, dtype, tile, **others):

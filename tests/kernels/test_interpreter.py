@@ -13,6 +13,8 @@ FILES = [
     "test_pool_kernels.py",
     "test_calls.py",
     "test_batch_norm_kernels.py",
+    "test_group_norm_kernels.py",
+    "test_group_norm_routes.py",
 ]
 if HAS_RECOMPUTE:
     FILES.append("test_recompute.py")

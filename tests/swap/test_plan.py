@@ -47,8 +47,8 @@ def test_a_filter_that_matches_nothing(net):
 
 
 def test_nothing_to_swap_warns_with_what_was_seen():
-    model = nn.Sequential(nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.GroupNorm(2, 4))
-    text = r"2 GroupNorm \(no normplug counterpart\), 1 InstanceNorm2d"
+    model = nn.Sequential(*(nn.LocalResponseNorm(n) for n in (2, 3)), nn.CrossMapLRN2d(2))
+    text = r"2 LocalResponseNorm \(no normplug counterpart\), 1 CrossMapLRN2d"
     with pytest.warns(UserWarning, match=text):
         assert swap(model) is model
     with pytest.warns(UserWarning, match="nothing to swap in Linear; norm layers seen: none"):

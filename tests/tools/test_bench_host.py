@@ -21,6 +21,7 @@ SMALL = {
         Case("add_rms", "rows", (4, 8), "bfloat16"),
         Case("bn", "NC", (8, 4), "float32"),
         Case("bn_relu", "NHWC", (2, 3, 4, 4), "bfloat16"),
+        Case("gn_silu", "NHWC", (2, 32, 4, 4), "bfloat16"),
     )
 }
 
@@ -71,7 +72,7 @@ def test_calls_compute_the_same_in_training_and_f_makes_no_graph(op):
 
 
 def test_the_cases_are_those_of_the_page():
-    assert len(CASES) == len(set(CASES)) == 26
+    assert len(CASES) == len(set(CASES)) == 27
     assert {case.op for case in CASES} == set(host.OPS)
     assert {case.dtype for case in CASES if case.shape == (32, 128)} == {"float32"}
     assert {case.dtype for case in CASES if case.shape != (32, 128)} == {"bfloat16"}

@@ -1,7 +1,6 @@
 """LayerNorm and RMSNorm by PyTorch's own kernels: any device, any dtype, differentiable twice.
 
-The target variance costs no pass over the data, since it folds into the weight: see
-`batch_norm.aten`.
+The target variance folds into the weight: see `normplug._ops.weights`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from normplug._ops import nested, statistics
 from normplug._ops.spec import LayerNormSpec, Route, Tensors
+from normplug._ops.weights import promoted, scaled
 from normplug.reference import accumulator_dtype
 
 
@@ -37,8 +37,9 @@ def _layer_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
     weight, bias, shape = t.weight, t.bias, spec.normalized_shape
     autocast = None if total.dtype == torch.float64 else spec.autocast
     if autocast is None:
-        h, weight, bias = _promoted(h, weight, bias)
-    weight = _scaled(weight, spec, h.dtype if bias is None else bias.dtype, h.device)
+        h, weight, bias = promoted(h, weight, bias)
+    dtype = h.dtype if bias is None else bias.dtype
+    weight = scaled(weight, spec.target_variance, shape, dtype, h.device)
     eps = spec.eps_of(total.dtype)
     y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, eps)
     if t.running_mean is not None and t.running_var is not None and total.numel() > 0:
@@ -64,10 +65,11 @@ def _rms_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
         return _composed_rms_norm(h, weight, spec)
     autocast, eps = None if total.dtype == torch.float64 else spec.autocast, spec.eps
     if autocast is None or spec.autocast_output == "low":
-        h, weight, _ = _promoted(h, weight, None)
+        h, weight, _ = promoted(h, weight, None)
         if h.dtype != total.dtype:
             eps = spec.eps_of(total.dtype)
-    y = torch.rms_norm(h, shape, _scaled(weight, spec, h.dtype, h.device), eps)
+    weight = scaled(weight, spec.target_variance, shape, h.dtype, h.device)
+    y = torch.rms_norm(h, shape, weight, eps)
     if autocast is None:
         return y.to(total.dtype)
     return y.to(autocast) if spec.autocast_output == "low" else y
@@ -91,18 +93,6 @@ def _composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) ->
     return y.to(output)
 
 
-def _scaled(
-    weight: Tensor | None, spec: LayerNormSpec, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
-    """The weight times the root of the target variance; of this dtype where there is none."""
-    if spec.target_variance == 1.0:
-        return weight
-    root = math.sqrt(spec.target_variance)
-    if weight is None:
-        return torch.full(spec.normalized_shape, root, dtype=dtype, device=device)
-    return weight * root
-
-
 def _row_statistics(
     h: Tensor, row_dims: int, mean: Tensor, rstd: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -119,21 +109,3 @@ def _row_statistics(
     dims = tuple(range(-row_dims, 0))
     var, mean = torch.var_mean(h.to(accumulator_dtype(h.dtype)), dim=dims, correction=0)
     return mean.mean(), var.mean()
-
-
-def _promoted(
-    h: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """All three in their common dtype, as not every device's kernel takes a mixture."""
-    dtype = h.dtype
-    for affine in (weight, bias):
-        # Asked only where they differ: torch.export of torch 2.6 cannot save the question.
-        if affine is not None and affine.dtype != dtype:
-            dtype = torch.promote_types(dtype, affine.dtype)
-    if dtype == h.dtype and (weight is None or weight.dtype == dtype):
-        return h, weight, None if bias is None else bias.to(dtype)
-    return (
-        h.to(dtype),
-        None if weight is None else weight.to(dtype),
-        None if bias is None else bias.to(dtype),
-    )
