@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import fx, nn
 
 from normplug import _convert
 from normplug._fuse import source, trace
+from normplug._fuse.edited import Edited, edit
 from normplug._fuse.fused_class import plain_class
-from normplug._fuse.fusion import Code, Fusion
+from normplug._fuse.fusion import Code, Fusion, Traced
 from normplug._fuse.guard import Guard
 from normplug._fuse.report import NOT_SWAPPED, Fused, Fusions
 from normplug._fuse.rewrite import recompute_results, rewrite
@@ -23,7 +24,7 @@ from normplug.modules import TargetVarianceNorm
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _Found:
     """A module's forward as a graph, with the sites in it."""
 
     trace: trace.Trace
@@ -44,7 +45,8 @@ class Analysis:
     Each module's forward is traced, the innermost first, and with it those of the modules inside
     that could be traced themselves. A site whose nodes are all one inner module's belongs to that
     module. The others are the module's own, and only for them it is fused; its fused forward then
-    contains the forwards of no more inner modules than they need.
+    contains the forwards of no more inner modules than they need. A forward that is not traced, or
+    is called with arguments that the trace was not made for, may have edited statements instead.
 
     Attributes:
         fusions: the modules to fuse, and their new forwards.
@@ -59,20 +61,20 @@ class Analysis:
         self._inner: dict[nn.Module, set[nn.Module]] = {}
         self._labels: dict[nn.Module, dict[bool, tuple[str, str]]] = {}
         self._reasons: dict[nn.Module, str] = {}
+        self._traces: dict[nn.Module, Traced] = {}
+        self._edits: dict[nn.Module, Edited] = {}
         self.fusions: dict[nn.Module, Fusion] = {}
         self.calls: dict[TargetVarianceNorm, tuple[str | None, bool]] = {}
         callers = self._callers()
         for module in reversed(self._paths):
             if module in callers:
-                try:
-                    self._look(module)
-                except Untraceable as why:
-                    reason = f"{plain_class(module).__name__}: {why}"
-                    self._reasons |= dict.fromkeys(callers[module], reason)
+                self._look(module, callers[module])
         self.report = Fusions(tuple(self._row(*layer) for layer in _convert.norm_layers(model)))
         found = tuple(map(tuple, self.report))
-        for module, fusion in self.fusions.items():
-            self.fusions[module] = replace(fusion, path=self._paths[module], found=found)
+        for module in reversed(self._paths):
+            traced, edited = self._traces.get(module), self._edits.get(module)
+            if traced or edited:
+                self.fusions[module] = Fusion(traced, edited, self._paths[module], found)
 
     def _row(self, path: str, norm: nn.Module) -> Fused:
         kind = _convert.plain_class(norm).__name__
@@ -106,22 +108,53 @@ class Analysis:
                 callers[around[0]].append(norm)
         return callers
 
-    def _look(self, module: nn.Module) -> None:
-        """Find the sites that are a module's own, and fuse them."""
-        if isinstance(module, (torch.jit.ScriptModule, fx.GraphModule)):
-            raise Untraceable("it is compiled, or a graph")
-        if _convert.is_patched(module):
-            raise Untraceable("its forward was replaced on the instance")
-        if _convert.plain_class(module) is not type(module):
-            raise Untraceable("it is parametrized, or sharded by FSDP")
+    def _look(self, module: nn.Module, norms: list[nn.Module]) -> None:
+        """Find the sites that are a module's own, and fuse them; norms: those that it calls."""
+        name, untraced = plain_class(module).__name__, ""
+        try:
+            _check(module)
+        except Untraceable as why:
+            self._reasons |= dict.fromkeys(norms, f"{name}: {why}")
+            return
+        try:
+            self._trace(module)
+        except Untraceable as why:
+            untraced = f"{name}: {why}"
+            self._reasons |= dict.fromkeys(norms, untraced)
+        self._edit(module, untraced)
+
+    def _edit(self, module: nn.Module, untraced: str) -> None:
+        """Edit a module's forward where norms of its own come right after additions.
+
+        untraced: why the forward was not traced, for the report; "" where it was.
+        """
+        children = module._modules.items()
+        norms = {n: m for n, m in children if isinstance(m, TargetVarianceNorm) and _takes_sum(m)}
+        if not norms:
+            return
+        try:
+            edited = edit(plain_class(module), tuple(norms), self._recompute)
+        except Untraceable:
+            return
+        for name, norm in norms.items():
+            why = edited.reason(name, module)
+            if not why:
+                self._edits[module] = edited
+                label = ("add before it", self._paths[module])
+                self._labels.setdefault(norm, {False: label, True: label})
+            elif untraced:
+                self._reasons[norm] = f"{untraced}; {why}"
+
+    def _trace(self, module: nn.Module) -> None:
+        """Trace a module's forward, and fuse the sites that are its own."""
         self._reads[module] = source.read(module, plain_class(module))
         try:
-            self._look_inside(module)
+            self._find(module)
         except Untraceable:
             del self._reads[module]
             raise
 
-    def _look_inside(self, module: nn.Module) -> None:
+    def _find(self, module: nn.Module) -> None:
         traceable = {
             m
             for m in module.modules()
@@ -153,17 +186,17 @@ class Analysis:
             # The outermost module comes last, and it is the one that runs.
             self._labels.setdefault(norm, {})[training] = label
 
-    def _traced(self, module: nn.Module, inner: set[nn.Module]) -> dict[bool, _Traced]:
+    def _traced(self, module: nn.Module, inner: set[nn.Module]) -> dict[bool, _Found]:
         """By training flag; the same object for both if no forward reads the flag."""
-        traced: dict[bool, _Traced] = {}
+        traced: dict[bool, _Found] = {}
         for training in (False, True):
             made = trace.trace(module, self._reads, inner, training)
-            traced[training] = _Traced(made, *find(made.graph, module))
+            traced[training] = _Found(made, *find(made.graph, module))
             if not any(self._reads[m].training for m in (module, *made.followed)):
                 return dict.fromkeys((False, True), traced[training])
         return traced
 
-    def _fuse(self, module: nn.Module, traced: dict[bool, _Traced]) -> None:
+    def _fuse(self, module: nn.Module, traced: dict[bool, _Found]) -> None:
         title = f"<normplug.fuse of {type(module).__name__}>"
         codes: dict[bool, Code] = {}
         for training, each in traced.items():
@@ -181,7 +214,7 @@ class Analysis:
             for name, function in self._reads[m].methods.items()
         }
         reads = self._reads[module]
-        self.fusions[module] = Fusion(
+        self._traces[module] = Traced(
             tuple(name in reads.sequences for name in reads.inputs),
             codes,
             self._guard(module, False),
@@ -202,3 +235,23 @@ class Analysis:
             called,
             reads.training,
         )
+
+
+def _check(module: nn.Module) -> None:
+    """Refuse a module whose forward is not its class's.
+
+    Raises:
+        Untraceable: with the reason.
+    """
+    if isinstance(module, (torch.jit.ScriptModule, fx.GraphModule)):
+        raise Untraceable("it is compiled, or a graph")
+    if _convert.is_patched(module):
+        raise Untraceable("its forward was replaced on the instance")
+    if _convert.plain_class(module) is not type(module):
+        raise Untraceable("it is parametrized, or sharded by FSDP")
+
+
+def _takes_sum(norm: TargetVarianceNorm) -> bool:
+    """Whether a norm may add two tensors itself."""
+    sites = norm._fusion_sites
+    return sites is not None and "addition" in sites.before and sites.apply_to(type(norm))

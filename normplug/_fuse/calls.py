@@ -110,6 +110,7 @@ def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         _is_plain(norm)
         and isinstance(a, Tensor)
         and isinstance(b, Tensor)
+        and not (a.is_nested or b.is_nested)
         and a.shape == b.shape
         and a.is_floating_point()
         and b.is_floating_point()
@@ -117,6 +118,11 @@ def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return norm.fused_add(a, b)
     total = a + b
     return norm(total), total
+
+
+def sum_norm(a: Any, b: Any, norm: Any) -> tuple[Any, Any]:
+    """The norm of a + b, or None without a norm; and a + b."""
+    return (None, a + b) if norm is None else add_norm(norm, a, b)
 
 
 def convolution_norm(

@@ -17,31 +17,32 @@ import torch
 
 def fingerprint(functions: Iterable[Any]) -> str:
     """A digest of functions: of their code, their defaults, and the globals that they name."""
-    return hashlib.sha256(repr([_described(f) for f in functions]).encode()).hexdigest()
+    return hashlib.sha256(repr([_function(f) for f in functions]).encode()).hexdigest()
 
 
-def _described(function: Any) -> Any:
+def _function(function: Any) -> Any:
     if not isinstance(function, types.FunctionType):
-        return _plain(function)
+        return described(function)
     names, used = function.__globals__, function.__code__.co_names
-    meanings = [(name, _plain(names[name], deep=False)) for name in used if name in names]
+    meanings = [(name, described(names[name], deep=False)) for name in used if name in names]
     defaults = (function.__defaults__, tuple((function.__kwdefaults__ or {}).items()))
-    return _plain(function.__code__), _plain(defaults), meanings
+    return described(function.__code__), described(defaults), meanings
 
 
-def _plain(value: Any, deep: bool = True) -> Any:
+def described(value: Any, deep: bool = True) -> Any:
     """A description that is the same in every process; deep: with the values of constants."""
     if isinstance(value, types.CodeType):
-        return value.co_code.hex(), value.co_names, value.co_varnames, _plain(value.co_consts)
+        variables = value.co_varnames, value.co_freevars, value.co_cellvars
+        return value.co_code.hex(), value.co_names, variables, described(value.co_consts)
     if isinstance(value, types.ModuleType):
         return value.__name__
     if callable(value):
         names = ("__module__", "__qualname__", "__name__")
         return [getattr(value, name, None) for name in names]
     if deep and isinstance(value, tuple):
-        return [_plain(part) for part in value]
+        return [described(part) for part in value]
     if deep and isinstance(value, frozenset):
-        return sorted(repr(_plain(part)) for part in value)
+        return sorted(repr(described(part)) for part in value)
     if isinstance(value, torch.dtype) or (deep and type(value).__module__ == "builtins"):
         return repr(value)
     return type(value).__qualname__

@@ -33,8 +33,11 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     aliases stay valid. torch.fx traces the forward, and only if its source shows that it depends
     on nothing but its inputs and the module's attributes, which each call compares. A module runs
     as it is written if it has changed since, itself or in a module that its forward reaches; if it
-    gets hooks; and if it is called with arguments that the fused calls do not take. Nothing of
-    torch is patched, so that other threads can run other models meanwhile.
+    gets hooks; and if it is called with arguments that the fused calls do not take. It then still
+    adds and normalises in one call where its source has the addition right before the norm: such
+    statements are edited in a copy of the forward, which takes any arguments. So are those of a
+    forward that cannot be traced. Nothing of torch is patched, so that other threads can run other
+    models meanwhile.
 
     `recompute=True` saves memory: the next layer's backward recomputes the norm's output, bit for
     bit, instead of storing it, for one more read and write of it. It applies to BatchNorm with an

@@ -11,6 +11,7 @@ from torch import nn
 from normplug import _convert
 from normplug._fuse.fusion import FUSION, Fusion
 from normplug._fuse.guard import FUSED_CLASSES
+from normplug._torch import has_global_hooks
 
 
 class Fused(nn.Module):
@@ -60,8 +61,12 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
 def _forward_before(cls: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         fusion: Fusion | None = self.__dict__.get(FUSION)
-        if fusion is not None and not kwargs and fusion.holds(self, args):
-            return fusion.codes[self.training].forward(self, *args)
+        if fusion is not None and not has_global_hooks():
+            traced, edited = fusion.traced, fusion.edited
+            if traced is not None and not kwargs and traced.holds(self, args):
+                return traced.codes[self.training].forward(self, *args)
+            if edited is not None and edited.holds():
+                return edited.forward(self, *args, **kwargs)
         return cls.forward(self, *args, **kwargs)
 
     # torch.fx and others that ask for the signature then see the one that was written.

@@ -1,4 +1,4 @@
-"""A fused forward: its code, when it may run, and how it is copied and pickled."""
+"""Fused forwards: their code, when they may run, and how they are copied and pickled."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import normplug
+from normplug._fuse.edited import Edited, edit
 from normplug._fuse.fingerprint import fingerprint
 from normplug._fuse.guard import Guard
-from normplug._torch import has_global_hooks
+from normplug._fuse.source import Untraceable
 
 # The attribute of a fused module that has its `Fusion`.
 FUSION = "_normplug_fusion"
@@ -59,8 +60,8 @@ def _names_of_fx() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Fusion:
-    """The forward of a module with its sites fused, what it depends on, and what was found.
+class Traced:
+    """A traced forward with its sites fused, and what it depends on.
 
     Attributes:
         sequences: for each input, whether it is a sequence of tensors.
@@ -68,8 +69,6 @@ class Fusion:
         guard: of the module itself.
         inner: every other module that the forward reaches and does not just call, with its guard.
         methods: class, name and function of each method that the forward consists of.
-        path: the module's name in the model that was given to `fuse`.
-        found: the rows of that model's `Fusions`, as plain tuples; all its modules share them.
     """
 
     sequences: tuple[bool, ...]
@@ -77,8 +76,6 @@ class Fusion:
     guard: Guard
     inner: tuple[tuple[nn.Module, Guard], ...]
     methods: tuple[tuple[type[nn.Module], str, Any], ...]
-    path: str = ""
-    found: tuple[tuple[Any, ...], ...] = ()
 
     def holds(self, root: nn.Module, args: tuple[Any, ...] | None) -> bool:
         """Whether the forward stands for the module's own.
@@ -87,7 +84,7 @@ class Fusion:
             root: the module.
             args: those of the call; None asks only whether the modules are as they were.
         """
-        if args is not None and (len(args) != len(self.sequences) or has_global_hooks()):
+        if args is not None and len(args) != len(self.sequences):
             return False
         for x, sequence in zip(args or (), self.sequences, strict=False):
             if not (_are_tensors(x) if sequence else isinstance(x, Tensor)):
@@ -101,25 +98,80 @@ class Fusion:
                 return False
         return self.guard.holds(root)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
         """The same code, for copies of the modules."""
         guard, inner = copy.deepcopy((self.guard, self.inner), memo)
         return replace(self, guard=guard, inner=inner)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """As plain values and a fingerprint, so that `load` can tell whether they still apply."""
+    def contents(self) -> tuple[Any, ...]:
+        """Plain values, which `of_contents` takes."""
         codes = [
             (training, code.source, code.title, {n: _address(v) for n, v in code.names.items()})
             for training, code in self.codes.items()
         ]
         methods = [(cls, name) for cls, name, _ in self.methods]
         inner = [(module, tuple(vars(guard).values())) for module, guard in self.inner]
-        contents = (self.sequences, codes, tuple(vars(self.guard).values()), inner, methods)
-        return (load, (_versions(), self._fingerprint(), contents, self.path, self.found))
+        return self.sequences, codes, tuple(vars(self.guard).values()), inner, methods
+
+    @classmethod
+    def of_contents(
+        cls, sequences: Any, sources: Any, guard: Any, inner: Any, named: Any
+    ) -> Traced:
+        """The inverse of `contents`.
+
+        Raises:
+            ImportError, AttributeError: a function that the code calls is gone.
+        """
+        codes = {
+            training: Code.of(source, title, {n: _found(*where) for n, where in names.items()})
+            for training, source, title, names in sources
+        }
+        methods = tuple((owner, name, getattr(owner, name, None)) for owner, name in named)
+        guards = tuple((module, Guard(*values)) for module, values in inner)
+        return cls(sequences, codes, Guard(*guard), guards, methods)
+
+    def functions(self) -> list[Any]:
+        """All that the forward consists of and calls."""
+        called = [f for code in self.codes.values() for f in code.names.values()]
+        return [*(method for *_, method in self.methods), *called]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The forward of a module with its sites fused, and what was found.
+
+    Attributes:
+        traced: the traced forward, which runs where what it depends on is as it was.
+        edited: the edited forward, which runs elsewhere.
+        path: the module's name in the model that was given to `fuse`.
+        found: the rows of that model's `Fusions`, as plain tuples; all its modules share them.
+    """
+
+    traced: Traced | None
+    edited: Edited | None
+    path: str = ""
+    found: tuple[tuple[Any, ...], ...] = ()
+
+    def calls(self, root: nn.Module, norm: str) -> bool:
+        """Whether a forward of the module now makes the fused call of a norm, given its name."""
+        if self.traced is not None and self.traced.holds(root, None):
+            return True
+        edited = self.edited
+        return edited is not None and edited.holds() and not edited.reason(norm, root)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
+        return replace(self, traced=copy.deepcopy(self.traced, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As plain values and a fingerprint, so that `load` can tell whether they still apply."""
+        traced = None if self.traced is None else self.traced.contents()
+        edited = None if self.edited is None else self.edited.contents()
+        contents = (_versions(), self._fingerprint(), (traced, edited), self.path, self.found)
+        return (load, contents)
 
     def _fingerprint(self) -> str:
-        called = [f for code in self.codes.values() for f in code.names.values()]
-        return fingerprint([*(method for *_, method in self.methods), *called])
+        parts = [part for part in (self.traced, self.edited) if part is not None]
+        return fingerprint([f for part in parts for f in part.functions()])
 
 
 def _are_tensors(x: Any) -> bool:
@@ -136,17 +188,16 @@ def load(
     """What `Fusion.__reduce__` wrote; None if the code that it was made from has changed."""
     if versions != _versions():
         return None
-    sequences, sources, guard, inner, named = contents
+    traced, edited = contents
     try:
-        codes = {
-            training: Code.of(source, title, {n: _found(*where) for n, where in names.items()})
-            for training, source, title, names in sources
-        }
-    except (ImportError, AttributeError):
+        fusion = Fusion(
+            None if traced is None else Traced.of_contents(*traced),
+            None if edited is None else edit(*edited),
+            path,
+            found,
+        )
+    except (ImportError, AttributeError, Untraceable):
         return None
-    methods = tuple((cls, name, getattr(cls, name, None)) for cls, name in named)
-    guards = tuple((module, Guard(*values)) for module, values in inner)
-    fusion = Fusion(sequences, codes, Guard(*guard), guards, methods, path, found)
     return fusion if digest == fusion._fingerprint() else None
 
 

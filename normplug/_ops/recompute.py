@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from normplug import native
@@ -45,7 +45,7 @@ class Recomputable(torch.autograd.Function):
             return node.plan.recomputed(saved)
 
 
-def call(y: Tensor, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call(y: Tensor, module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call `module(*args, **kwargs)`, and recompute y, one of the arguments, in its backward.
 
     y is stored where it cannot be recomputed. Other hooks on saved tensors, such as those of

@@ -168,9 +168,11 @@ def test_under_autocast_low_is_its_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         y = functional.rms_norm(x, (8,), weight, autocast_output="low")
         double = functional.rms_norm(x.double(), (8,), weight.double(), autocast_output="low")
+        # Without a warning, which would be an error.
+        mixed = functional.rms_norm(x.bfloat16(), (8,), weight, autocast_output="low")
         plain = functional.rms_norm(x, (8,), weight, mode="standard")
         assert torch.equal(plain, F.rms_norm(x, (8,), weight))
-    assert (y.dtype, double.dtype) == (torch.bfloat16, torch.float64)
+    assert (y.dtype, double.dtype, mixed.dtype) == (torch.bfloat16, torch.float64, torch.bfloat16)
 
 
 def test_compiled_in_one_graph_with_another_number_of_rows():

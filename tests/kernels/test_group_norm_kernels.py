@@ -170,4 +170,6 @@ def test_what_the_kernels_refuse():
     kernels, spec = routes.kernels_of("group_norm"), Case((), 1).spec
     large = torch.empty(1).expand(1, 1, 2**31)
     assert "2^31" in kernels.refusal(routes.Tensors(large), spec)
+    wide = torch.empty(1, 2, 70_000).movedim(1, -1)
+    assert "65,536 channels" in kernels.refusal(routes.Tensors(wide), spec)
     assert kernels.refusal(routes.Tensors(torch.empty(2, 4, 8)), spec) is None

@@ -19,6 +19,8 @@ from normplug import fuse, unfuse
 from recompute_cases import (
     Attend,
     Feed,
+    FeedByName,
+    FeedInside,
     Mixer,
     Residual,
     assert_same,
@@ -90,8 +92,9 @@ def test_a_batch_norms_result_is_freed_and_no_bit_changes(name, memory_format):
     assert kept(ours, x) == everything - dropped
 
 
-def test_a_layer_norms_result_is_freed_and_no_bit_changes():
-    ours, plain = twins(Feed())
+@pytest.mark.parametrize("make", [Feed, FeedByName, FeedInside])
+def test_a_layer_norms_result_is_freed_and_no_bit_changes(make):
+    ours, plain = twins(make())
     check_same(ours, plain, ROWS)
     assert kept(plain, ROWS) - kept(ours, ROWS) == {"mlp.0"}
 

@@ -7,7 +7,7 @@ import normplug
 import routes
 from accuracy import assert_same_bits
 from calls import check_one_graph
-from normplug import functional
+from normplug import functional, native
 from row_cases import Case, assert_accurate, check_operators, check_recomputed, make, run
 
 pytestmark = pytest.mark.gpu
@@ -84,6 +84,19 @@ def test_compiled_in_one_graph_with_other_numbers_of_rows(compiler):
     check_one_graph(*layers, inputs, compiler)
 
 
+def test_python_carries_out_no_call_of_a_layer_once_it_is_known(monkeypatch):
+    layer, x = normplug.RMSNorm(96, backend="triton", device=GPU), torch.randn(50, 96, device=GPU)
+    for _ in range(3):
+        expected, both = layer(x), layer.fused_add(x, x)
+    if native.status().way != "C++":
+        pytest.skip(f"needs the C++ way: {native.status().why}")
+    monkeypatch.setattr(functional, "_layer_norm", None)
+    assert torch.equal(layer(x), expected)
+    torch.testing.assert_close(layer.fused_add(x, x), both, rtol=0, atol=0)
+
+
+# Torch's, of a half input beside a float32 weight, where autocast does not cast both.
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
 def test_as_a_stock_layer_under_autocast():
     x, stock = torch.randn(60, 256, device=GPU), torch.nn.RMSNorm(256, device=GPU)
     ours = normplug.RMSNorm(256, device=GPU, mode="standard", backend="triton")

@@ -79,6 +79,8 @@ CASES = [
         )
     ),
     (group_kernel_cases, Group(SAMPLES, 8, layout="strided", dy="expanded")),
+    (row_cases, Row((64, 768), HALF, params=FLOAT, running=FLOAT, centred=False, eps=None)),
+    (row_cases, Row((700, 70_000), HALF, residual="contiguous", centred=False, weight_offset=1.0)),
 ]  # fmt: skip
 
 
@@ -169,7 +171,7 @@ def test_misaligned_tensors_go_by_python_and_are_right(count):
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-@pytest.mark.parametrize("cls", [normplug.BatchNorm1d, normplug.LayerNorm])
+@pytest.mark.parametrize("cls", [normplug.BatchNorm1d, normplug.LayerNorm, normplug.RMSNorm])
 def test_a_graph_replays_the_step(cls):
     x = torch.randn(512, 96, device=GPU, requires_grad=True)
     graphed, eager = (cls(96, backend="triton", device=GPU) for _ in range(2))
@@ -178,7 +180,7 @@ def test_a_graph_replays_the_step(cls):
     def one_step(layer):
         y = layer(x)
         assert is_cpp(y)
-        return (y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), dy))
+        return (y, *torch.autograd.grad(y, (x, *layer.parameters()), dy))
 
     check_replays(one_step, graphed, eager, x)
 

@@ -21,6 +21,24 @@ class Feed(PreNorm):
         )
 
 
+class FeedByName(Feed):
+    """One whose statements are edited, since it takes arguments by name."""
+
+    def forward(self, x, **options):
+        x = x + self.drop(self.mix(self.norm1(x)))
+        y = self.norm2(x)
+        y = self.mlp(y)
+        return x + y
+
+
+class FeedInside(Feed):
+    """Another, which calls the norm and the module that reads it in one statement."""
+
+    def forward(self, x, **options):
+        x = x + self.drop(self.mix(self.norm1(x)))
+        return x + self.mlp(self.norm2(x))
+
+
 class Attend(nn.Module):
     """An addition, a norm, and attention over its result, which permutes it and copies that."""
 

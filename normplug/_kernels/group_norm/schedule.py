@@ -17,11 +17,13 @@ from normplug._kernels.device import floor_2, needs_int64, power_of_2, unit_of
 _HELD_FORWARD, _HELD_BACKWARD = 128 << 10, 64 << 10
 _HELD_SLAB_FORWARD, _HELD_SLAB_BACKWARD = 64 << 10, 32 << 10
 _HELD_HALF_EMPTY = 64 << 10  # bytes up to which it does not matter how much is padding
+_HELD_BY_FEW = 16 << 10  # bytes up to which a group is held though few programs have work
 _SMALL_TILE = 4096  # values that a program takes of small units together
 # A multiprocessor: what is read of later units before a unit is written.
 _LAG_BYTES = 24 << 10
 _TILE_COST = 512  # values: what a tile costs beside them
 _SHORTEST_RUN = 64  # values side by side of a plane, of a tile that is not a whole plane
+MOST_COLUMNS = 1 << 16  # channels of a group that are adjacent
 _SEGMENT_BYTES = 256  # of a row that a tile of columns reads
 _FEWEST_BYTES = 64  # the same, of a narrow slab: less than that wastes bandwidth
 _CACHED_UNIT = 24 << 20  # bytes of a unit that the L2 cache still holds when it is read again
@@ -239,7 +241,8 @@ def group_norm_forward(
     padded = power_of_2(width)
     held = max(itemsize, 4) * padded
     dense = 5 * width > 4 * padded
-    if held <= _HELD_FORWARD and (dense or held <= _HELD_HALF_EMPTY):
+    few = held > _HELD_BY_FEW and 4 * units < sms
+    if held <= _HELD_FORWARD and (dense or held <= _HELD_HALF_EMPTY) and not few:
         block, lag, r = padded, 0, _at_once(padded, units, 1, sms)
         warps = _held_warps(r * block, 1)
     else:
@@ -263,7 +266,8 @@ def group_norm_backward(
         return _columns(n, groups, channels, space, itemsize, 2, sms)
     padded = power_of_2(channels), power_of_2(space)
     values = padded[0] * padded[1]
-    if max(itemsize, 4) * values <= _HELD_BACKWARD:
+    held = max(itemsize, 4) * values
+    if held <= _HELD_BACKWARD and not (held > _HELD_BY_FEW and 4 * n * groups < sms):
         r = _at_once(values, groups, n, sms)
         splits = _splits(n, -(-groups // r), sms)
         warps = _held_warps(r * values, 2)
@@ -346,7 +350,7 @@ def _columns(
     abreast = slabs if unit_bytes * groups * channels <= _ABREAST_SAMPLE else 1
     k = -(-s // rb)
     lag = min(sms * _LAG_BYTES // (rb * bc * itemsize) + abreast * k, n * slabs * k)
-    warps = max(min(rb * bc // 1024, 4), 1)
+    warps = max(min(rb * bc // 1024, 4), min(rb * bc // 2048, 32), 1)
     return Columns(n, groups, channels, s, slab_groups, rb, bc, warps, lag, abreast)
 
 

@@ -64,7 +64,7 @@ def _rms_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
     if spec.weight_offset or spec.rounding is not None:
         return _composed_rms_norm(h, weight, spec)
     autocast, eps = None if total.dtype == torch.float64 else spec.autocast, spec.eps
-    if autocast is None:
+    if autocast is None or spec.autocast_output == "low":
         h, weight, _ = promoted(h, weight, None)
         if h.dtype != total.dtype:
             eps = spec.eps_of(total.dtype)

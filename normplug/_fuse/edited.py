@@ -1,0 +1,213 @@
+"""A class's forward with some of its statements edited, and how it is made.
+
+A trace stands for a forward only while all that it depends on stays as it was, and many forwards
+cannot be traced: they take keyword arguments and masks, keep caches, or ask for the type of a
+value. An edited forward is the forward itself, but for the statements that `statements.py` knows
+how to edit. So it takes any arguments, and depends on nothing but the function that it was made of.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from normplug._fuse import readers, statements
+from normplug._fuse.fingerprint import described
+from normplug._fuse.readers import Readers
+from normplug._fuse.source import Untraceable
+from normplug._fuse.statements import Editor
+from normplug._fuse.syntax import SCOPES, is_name
+
+# What edited forwards call, by the names that they have for it.
+_CALLED = {**statements.CALLED, **readers.CALLED}
+
+
+@dataclass(frozen=True, eq=False)
+class Edited:
+    """An edited forward.
+
+    Attributes:
+        cls: the class whose forward it is.
+        norms: the names of the norms that it was edited for.
+        recompute: whether the results of its calls are recomputed.
+        original: the class's forward.
+        forward: that function, edited.
+        chain: the original, and the functions that its decorators wrap.
+        found: for each norm in edited calls, by name, the branches that these are in.
+        in_place: the norms left since the addition before them is in place.
+    """
+
+    cls: type[nn.Module]
+    norms: tuple[str, ...]
+    recompute: bool
+    original: Any
+    forward: Any
+    chain: tuple[Any, ...]
+    found: dict[str, list[statements.Branch]]
+    in_place: set[str]
+
+    def holds(self) -> bool:
+        """Whether the class still has the forward that was edited."""
+        return self.cls.forward is self.original
+
+    def reason(self, norm: str, module: nn.Module) -> str:
+        """Why a norm of a module is in no edited call, given its name; "" where it is in one."""
+        state = vars(module)
+        for branch in self.found.get(norm, ()):
+            # What is no bool may be either.
+            if all(state.get(name) is not (not needed) for name, needed in branch):
+                return ""
+        if norm in self.in_place:
+            return "the addition before it is in place, and others may see that"
+        return "no addition comes right before the norm"
+
+    def contents(self) -> tuple[Any, ...]:
+        """What `edit` takes."""
+        return self.cls, self.norms, self.recompute
+
+    def functions(self) -> list[Any]:
+        """All that the forward consists of and calls."""
+        return [*self.chain, *_CALLED.values()]
+
+
+def edit(cls: type[nn.Module], norms: tuple[str, ...], recompute: bool) -> Edited:
+    """Edit the forward of a class.
+
+    Args:
+        cls: the class.
+        norms: the names of the norms that have a fused addition.
+        recompute: let the modules that read the results of the calls recompute them.
+
+    Raises:
+        Untraceable: it is not certain what the forward's source is.
+    """
+    known: Any = cls  # to mypy, a class of modules has no hash
+    return _edit(known, inspect.getattr_static(cls, "forward"), norms, recompute)
+
+
+@functools.cache
+def _edit(cls: type[nn.Module], forward: Any, norms: tuple[str, ...], recompute: bool) -> Edited:
+    chain = [forward]
+    while hasattr(chain[-1], "__wrapped__"):
+        chain.append(chain[-1].__wrapped__)
+    if not all(isinstance(function, types.FunctionType) for function in chain):
+        raise Untraceable("its forward is not a plain function")
+    written = chain[-1]
+    definition = _definition(written)
+    editor = Editor(cls, _first_argument(definition), norms)
+    editor.edit(definition.body)
+    if recompute:
+        Readers(editor).edit(definition.body)
+    edited = _function(written, _compiled(written, definition), written.__closure__ or ())
+    for outer, inner in zip(chain[-2::-1], chain[:0:-1], strict=True):
+        edited = _rewrapped(outer, inner, edited)
+    found, in_place = editor.found, editor.in_place
+    return Edited(cls, norms, recompute, forward, edited, tuple(chain), found, in_place)
+
+
+def _definition(function: types.FunctionType) -> ast.FunctionDef:
+    """The definition of a function, without decorators.
+
+    Raises:
+        Untraceable: its code is not the function's, as after a change of the file.
+    """
+    try:
+        lines, first = inspect.getsourcelines(function)
+        indented = lines[0][:1].isspace()
+        tree: Any = ast.parse("if 1:\n" * indented + "".join(lines))
+    except (OSError, TypeError, SyntaxError):
+        raise Untraceable("the source of its forward cannot be read") from None
+    definition = tree.body[0].body[0] if indented else tree.body[0]
+    if not isinstance(definition, ast.FunctionDef):
+        raise Untraceable("its forward is not a plain function")
+    ast.increment_lineno(definition, first - 1 - indented)
+    definition.decorator_list = []
+    try:
+        code = _compiled(function, definition)
+    except (SyntaxError, StopIteration):
+        code = None
+    if described(code) != described(function.__code__):
+        raise Untraceable("its forward is not what its source says")
+    return definition
+
+
+def _first_argument(definition: ast.FunctionDef) -> str:
+    """The name that a forward has for its module, from its first line to its last."""
+    arguments = [*definition.args.posonlyargs, *definition.args.args]
+    if not arguments:
+        raise Untraceable("its forward takes only *args")
+    name = arguments[0].arg
+    for node in ast.walk(definition):
+        if is_name(node, {name}) and not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+            raise Untraceable(f"its forward assigns to {name}")
+    return name
+
+
+def _compiled(function: types.FunctionType, definition: ast.FunctionDef) -> types.CodeType:
+    """The code of a definition that takes a function's place, among the same variables."""
+    code = function.__code__
+    # Python compiles `name.function()` in another way if the file imports the name.
+    imports = "".join(f"import {name}\n" for name in sorted(_imported(code.co_filename)))
+    variables = ", ".join((*code.co_freevars, *_CALLED))
+    around: Any = ast.parse(f"{imports}def around({variables}): pass")
+    around.body[-1].body = [definition]
+    compiled = compile(around, code.co_filename, "exec", dont_inherit=True)
+    inner = _inside(_inside(compiled, "around"), definition.name)
+    return inner.replace(co_firstlineno=code.co_firstlineno)
+
+
+def _inside(code: types.CodeType, name: str) -> types.CodeType:
+    """The code of a function that other code makes."""
+    parts = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return next(c for c in parts if c.co_name == name)
+
+
+@functools.cache
+def _imported(file: str) -> frozenset[str]:
+    """The names that a file imports, outside of its functions and classes."""
+    names, waiting = set[str](), list[ast.AST]([ast.parse("".join(linecache.getlines(file)))])
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif not isinstance(node, SCOPES):
+            waiting += ast.iter_child_nodes(node)
+    return frozenset(names - {"*"})
+
+
+def _function(
+    like: types.FunctionType, code: types.CodeType, cells: tuple[types.CellType, ...]
+) -> types.FunctionType:
+    """A function like another one, with other code or other cells."""
+    known = {name: types.CellType(f) for name, f in _CALLED.items()}
+    known |= zip(like.__code__.co_freevars, cells, strict=True)
+    closure = tuple(known[name] for name in code.co_freevars)
+    made = types.FunctionType(code, like.__globals__, like.__name__, like.__defaults__, closure)
+    made.__kwdefaults__ = like.__kwdefaults__
+    functools.update_wrapper(made, like)
+    return made
+
+
+def _rewrapped(outer: types.FunctionType, inner: Any, edited: Any) -> types.FunctionType:
+    """A decorator's function around the edited one instead of the one that it wraps."""
+    cells = outer.__closure__ or ()
+    if not any(_content(cell) is inner for cell in cells):
+        raise Untraceable("its forward is decorated")
+    replaced = tuple(types.CellType(edited) if _content(c) is inner else c for c in cells)
+    made = _function(outer, outer.__code__, replaced)
+    made.__wrapped__ = edited  # type: ignore[attr-defined]
+    return made
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None

@@ -1,0 +1,425 @@
+"""Additions and norms that are one call in a forward that cannot be traced."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fuse_cases import ROWS, Parts, assert_same_step, outcome, swapped, twins
+from normplug import fuse, fusions, swap, unfuse
+from normplug._fuse.fuse import fused_modules
+from zoo.check import observe
+
+
+class Mix(nn.Module):
+    """In the place of attention: takes arguments by name and returns a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden, mask=None, **options):
+        return self.linear(hidden if mask is None else hidden * mask), None
+
+
+class PreNorm(nn.Module):
+    """A block as a language model's, with an optional second input between sum and norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(8) for _ in range(3))
+        self.mix, self.mlp = Mix(), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
+
+    def forward(self, hidden, mask=None, context=None, **options):
+        residual = hidden
+        hidden = self.norm1(hidden)
+        hidden, _ = self.mix(hidden=hidden, mask=mask, **options)
+        hidden = residual + hidden
+        if context is not None:
+            residual = hidden
+            hidden = self.norm3(hidden + context)
+            hidden = hidden * residual
+        residual = hidden
+        hidden = self.norm2(hidden)
+        hidden = self.mlp(hidden)
+        return (residual + hidden,)
+
+
+class Caller(nn.Module):
+    """Calls blocks with arguments by name."""
+
+    def __init__(self, *blocks, **options):
+        super().__init__()
+        self.blocks, self.options = nn.ModuleList(blocks), options
+
+    def forward(self, x):
+        for block in self.blocks:
+            (x,) = block(x, **self.options)
+        return x
+
+
+OPTIONS = {"none": {}, "mask": {"mask": torch.tensor(0.5)}, "context": {"context": ROWS}}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_block_with_keyword_arguments_and_a_tuple_is_fused(options, calls, traces):
+    model, plain = twins(Caller(PreNorm(), PreNorm(), **options))
+    found = {row.path: (row.label, row.note) for row in fusions(model)}
+    left = "PreNorm: its forward takes *args or **kwargs; no addition comes right before the norm"
+    assert found["blocks.1.norm1"] == (None, left)
+    assert found["blocks.1.norm2"] == found["blocks.1.norm3"] == ("add before it", "")
+    assert traces() == 0
+    for training in (True, False):
+        calls.clear()
+        assert_same_step(model, plain, ROWS, training=training)
+        assert calls == ["add before"] * 2
+
+
+class Statements(Parts):
+    """Each method is a forward with statements that are edited, or left."""
+
+    scale = property(lambda self: 2.0)
+
+    def nested(self, x, **options):
+        return self.norm(x + self.line(x))
+
+    def annotated(self, x, **options):
+        total: torch.Tensor = x + self.line(x)
+        other = total
+        x = x, other
+        return self.line(self.norm(other)) + total
+
+    def chained(self, x, **options):
+        x = x + self.line(x)
+        x = x + self.line(self.norm(x))
+        return self.line(x)
+
+    def chosen(self, x, **options):
+        total = x + self.line(x)
+        if options is not None and self.flag:
+            y = self.norm(total)
+        elif not self.flag:
+            y = self.second(total)
+        return total * y
+
+    def crossed(self, x, other=None, **options):
+        x = self.line(x) + x
+        if other is not None:
+            residual = x
+            x = self.second(x)
+            x = residual + self.line(x)
+        if not self.flag:
+            x = x * 2
+        x = self.norm(x)
+        return self.line(x)
+
+    def attempt(self, x, **options):
+        total = x + self.line(x)
+        try:
+            return self.norm(total)
+        finally:
+            total = None
+
+    def in_place(self, x, **options):
+        x = x * 2
+        x += self.norm.bias
+        return self.norm(x)
+
+    def changed_between(self, x, **options):
+        total = x + self.line(x)
+        total.mul_(2)
+        return self.norm(total)
+
+    def read_first(self, x, **options):
+        total = x + self.line(x)
+        return self.line(total) + self.norm(total)
+
+    def property_first(self, x, **options):
+        total = x + self.line(x)
+        return self.scale * self.norm(total)
+
+    def another(self, x, **options):
+        total = x + self.line(x)
+        total = x
+        return self.norm(total)
+
+    def test_of_the_sum(self, x, **options):
+        total = x + self.line(x)
+        if total is not None:
+            return self.norm(total)
+        return x
+
+    def constant(self, x, **options):
+        return self.norm(1.0 + self.line(x))
+
+    def by_name(self, x, **options):
+        return self.norm(input=x + self.line(x))
+
+    def inside_a_function(self, x, **options):
+        def both(self, x):
+            return self.norm(x + self.line(x))
+
+        return both(self, x)
+
+    def other_self(self, x, **options):
+        self, module = self.line, self
+        return module.norm(x + self(x))
+
+
+EDITED = {"nested": 1, "annotated": 1, "chained": 1, "chosen": 1, "crossed": 1}
+LEFT = [
+    name
+    for name, f in vars(Statements).items()
+    if callable(f) and name not in EDITED and not name.startswith("_")
+]
+
+
+def statements(name):
+    cls = type("Written", (Statements,), {"forward": vars(Statements)[name]})
+    return cls(norm=nn.LayerNorm(8), second=nn.LayerNorm(8), line=nn.Linear(8, 8), flag=True)
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_statements_are_edited_where_the_order_does_not_matter(name, calls):
+    model, plain = twins(statements(name))
+    assert_same_step(model, plain, ROWS)
+    assert calls == ["add before"] * EDITED[name]
+
+
+def test_a_sum_may_have_one_norm_or_another(calls):
+    model, plain = twins(statements("crossed"))
+    assert [row.label for row in fusions(model)] == ["add before it"] * 2
+    assert_same_step(model, plain, ROWS, ROWS)
+    assert calls == ["add before"] * 2
+    for each in (model, plain):
+        each.flag = False
+    calls.clear()
+    assert_same_step(model, plain, ROWS)
+    assert calls == []
+    model = fuse(swapped(statements("chosen")))
+    assert [row.label for row in fusions(model)] == ["add before it", None]
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_statements_are_left_where_it_may(name, calls):
+    with pytest.warns(UserWarning, match="nothing to fuse"):
+        model, plain = twins(statements(name))
+    notes = {row.path: row.note for row in fusions(model)}
+    expected = "is in place" if name == "in_place" else "no addition comes right before the norm"
+    assert name == "other_self" or expected in notes["norm"]
+    assert_same_step(model, plain, ROWS)
+    assert calls == []
+
+
+def doubling(function):
+    @functools.wraps(function)
+    def twice(*args, **kwargs):
+        return 2 * function(*args, **kwargs)
+
+    return twice
+
+
+def listed(function):
+    functions = [function]
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return functions[0](*args, **kwargs)
+
+    return call
+
+
+class Super(Parts):
+    offset = 1.0
+
+    def forward(self, x, /, *rest, scale=2.0):
+        return x * scale
+
+
+class Decorated(Super):
+    @doubling
+    @torch.enable_grad()
+    def forward(self, x, *rest, scale=3.0):
+        x = self.norm(self.line(x) + super().forward(x, *rest, scale=scale))
+        return x + self.offset
+
+
+class Hidden(Super):
+    @listed
+    def forward(self, x):
+        return self.norm(self.line(x) + x)
+
+
+def test_decorators_stay_around_an_edited_forward(calls):
+    model, plain = twins(Decorated(norm=nn.LayerNorm(8), line=nn.Linear(8, 8)))
+    assert_same_step(model, plain, ROWS)
+    assert torch.equal(model(ROWS, 1, scale=0.5), plain(ROWS, 1, scale=0.5))
+    assert calls == ["add before"] * 2
+    with pytest.warns(UserWarning, match="its forward is decorated"):
+        fuse(swapped(Hidden(norm=nn.LayerNorm(8), line=nn.Linear(8, 8))))
+
+
+def test_a_forward_that_its_source_does_not_tell_is_left():
+    model = statements("nested")
+    forward = type(model).forward
+    code = forward.__code__.replace(co_consts=(*forward.__code__.co_consts, 2.0))
+    type(model).forward = type(forward)(code, forward.__globals__)
+    with pytest.warns(UserWarning, match="nothing to fuse"):
+        fuse(swapped(model))
+
+
+class Masked(Parts):
+    def forward(self, x, mask=None):
+        if mask is not None:
+            x = x * mask
+        x = x + self.line(x)
+        return x + self.norm(x)
+
+
+def test_a_trace_that_does_not_stand_for_a_call_gives_way_to_the_edit(calls, traces):
+    model, plain = twins(Masked(norm=nn.LayerNorm(8), line=nn.Linear(8, 8)))
+    assert traces() == 1
+    mask = torch.ones(3, 1, dtype=torch.double)
+    for arguments, named in (((ROWS,), {}), ((ROWS, mask), {}), ((), {"x": ROWS, "mask": mask})):
+        calls.clear()
+        assert torch.equal(model(*arguments, **named), plain(*arguments, **named))
+        assert calls == ["add before"]
+    for each in (model, plain):
+        each.line = nn.Tanh()
+    assert torch.equal(model(ROWS), plain(ROWS))
+    assert len(calls) == 2
+    assert [row.label for row in fusions(model)] == ["add before it"]
+
+
+# What may happen to a fused block: whether a sum and its norm are still one call.
+CHANGES = {
+    "nothing": (lambda block: None, True),
+    "a hook": (lambda block: block.norm2.register_forward_hook(lambda m, a, y: 2 * y), False),
+    "a hook on the block": (lambda block: block.register_forward_hook(lambda m, a, y: y), True),
+    "another norm": (lambda block: setattr(block, "norm2", nn.Tanh()), False),
+    "a module of its own": (lambda block: setattr(block, "mlp", nn.Tanh()), True),
+    "measured": (lambda block: setattr(block.norm2, "_probe", torch.zeros(4)), False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_that_has_changed_computes_what_it_would_unfused(change, calls):
+    model, plain = twins(Caller(PreNorm()))
+    happen, fused = CHANGES[change]
+    for each in (model, plain):
+        happen(each.blocks[0])
+    assert_same_step(model, plain, ROWS)
+    assert calls == ["add before"] * fused
+
+
+def test_hooks_on_all_modules_see_the_norm(calls):
+    model, seen = fuse(swapped(Caller(PreNorm()))), []
+    with nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m)):
+        outcome(model, ROWS)
+    assert model.blocks[0].norm2 in seen
+    assert calls == []
+
+
+def test_a_forward_that_was_patched_on_the_class_is_called(monkeypatch):
+    model = fuse(swapped(PreNorm()))
+    monkeypatch.setattr(PreNorm, "forward", lambda self, x: x * 2)
+    assert torch.equal(model(ROWS), ROWS * 2)
+    assert "PreNorm has changed since" in {row.path: row.note for row in fusions(model)}["norm2"]
+
+
+def test_copies_and_pickles_are_edited_as_the_model_is(calls, monkeypatch):
+    model = fuse(swapped(Caller(PreNorm())))
+    pickled = pickle.dumps(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickled)):
+        calls.clear()
+        assert_same_step(copied, copy.deepcopy(model), ROWS)
+        assert calls == ["add before"] * 2
+        assert str(fusions(copied)) == str(fusions(model))
+        assert not fused_modules(unfuse(copied))
+    assert list(fused_modules(model)) == ["blocks.0"]
+    monkeypatch.setattr(PreNorm, "forward", statements("nested").forward.__func__)
+    with pytest.warns(UserWarning, match="a PreNorm was fused with other versions or other code"):
+        assert type(pickle.loads(pickled).blocks[0]) is PreNorm
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_recomputes_an_edited_block(reentrant, calls):
+    class Checkpointed(Caller):
+        def forward(self, x):
+            return checkpoint(self.blocks[0], x, use_reentrant=reentrant)[0]
+
+    model, plain = twins(Checkpointed(PreNorm()))
+    assert_same_step(model, plain, ROWS)
+    assert calls == ["add before"] * 2
+
+
+def test_an_edited_block_is_compiled_and_exported_in_one_graph(calls):
+    model, plain = twins(Caller(PreNorm(), PreNorm()))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for training in (True, False):
+        calls.clear()
+        assert_same_step(compiled, plain, ROWS, training=training)
+        assert calls == ["add before"] * 2
+    exported = torch.export.export(model.eval(), (ROWS,)).module()
+    torch.testing.assert_close(exported(ROWS), plain.eval()(ROWS))
+    torch.compiler.reset()
+
+
+class Pair(Parts):
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=x.dtype)
+        memory = self.encoder(x, mask=mask, is_causal=True)
+        return self.decoder(x, memory, tgt_mask=mask)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_torchs_transformer_layers_are_fused(norm_first, calls):
+    options = {"batch_first": True, "norm_first": norm_first}
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, **options), 2, enable_nested_tensor=False
+    )
+    decoder = nn.TransformerDecoderLayer(8, 2, 16, **options)
+    model, plain = twins(Pair(encoder=encoder, decoder=decoder))
+    left = [row.path for row in fusions(model) if not row.label]
+    first = ["encoder.layers.0.norm1", "encoder.layers.1.norm1", "decoder.norm1"]
+    assert left == (first if norm_first else [])
+    for training in (True, False):
+        calls.clear()
+        assert_same_step(model, plain, ROWS, training=training)
+        assert calls == ["add before"] * (4 if norm_first else 7)
+    with torch.no_grad():
+        assert torch.equal(model(ROWS), plain(ROWS))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_transformer_layer_takes_nested_tensors_as_unfused(calls):
+    model, plain = twins(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval())
+    x = torch.nested.nested_tensor([ROWS[0], ROWS[1, :2]])
+    with torch.no_grad():
+        ours, theirs = model(x).unbind(), plain(x).unbind()
+    assert all(map(torch.equal, ours, theirs))
+    assert calls == []
+
+
+# How many norms of how many are fused, in models of two layers.
+TRANSFORMERS = {"gpt2": (2, 5), "bert": (5, 5), "vit": (2, 5), "distilbert": (5, 5)}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_of_transformers_are_fused_and_compute_the_same_bits(name):
+    listed = pytest.importorskip("zoo.transformers_models", exc_type=ImportError).architectures()
+    architecture = next(a for a in listed if a.name == name)
+    torch.manual_seed(0)
+    plain = swap(architecture.build())
+    model = fuse(copy.deepcopy(plain))
+    rows = list(fusions(model))
+    assert (sum(row.label is not None for row in rows), len(rows)) == TRANSFORMERS[name]
+    inputs = architecture.inputs(model)
+    ours, theirs = observe(model, inputs), observe(plain, inputs)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
