@@ -100,6 +100,8 @@ def swap_options(caller: str, **options: Any) -> None:
             autocast_output(caller, value)
         elif name == "backend":
             backend(caller, value)
+        elif name == "track_running_stats" and value is None:
+            continue
         elif name not in ("include", "exclude"):
             flags(caller, **{name: value})
         elif not isinstance(value, Iterator):  # it can only be read once
@@ -127,12 +129,18 @@ def number(caller: str, name: str, value: Any) -> None:
         raise TypeError(_must(caller, name, "a number", _shown(value)))
 
 
-def eps(caller: str, value: Any, zero: bool = False) -> None:
-    """Refuse an eps that does not keep the root above 0. zero: allow 0, as torch's LayerNorm."""
+def eps(caller: str, value: Any, zero: bool = False, none: bool = False) -> None:
+    """Refuse an eps that does not keep the root above 0.
+
+    zero: allow 0, as torch's LayerNorm. none: allow None, as torch's RMSNorm.
+    """
+    if none and value is None:
+        return
     number(caller, "eps", value)
     if not (0 < value < math.inf or (zero and value == 0)):
         rule = "0 or a finite number above" if zero else "a finite number above 0"
-        raise ValueError(_must(caller, "eps", rule, str(value), "Torch's is 1e-5."))
+        way_out = f"Torch's is {None if none else '1e-5'}."
+        raise ValueError(_must(caller, "eps", rule, str(value), way_out))
 
 
 def count(caller: str, name: str, value: Any) -> None:
@@ -152,9 +160,11 @@ def shape(caller: str, sizes: Sequence[Any]) -> None:
 
 def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> None:
     """Refuse arguments of a torch norm's constructor `init`, before it reads them."""
-    given = inspect.signature(init).bind(*args, **kwargs).arguments
-    if "num_features" in given:
-        count(caller, "num_features", given["num_features"])
+    signature = inspect.signature(init)
+    given = signature.bind(*args, **kwargs).arguments
+    for name in ("num_features", "num_groups", "num_channels"):
+        if name in given:
+            count(caller, name, given[name])
     if "normalized_shape" in given:
         sizes = given["normalized_shape"]
         if isinstance(sizes, Iterable) and not isinstance(sizes, Tensor):
@@ -162,7 +172,8 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
         else:
             count(caller, "normalized_shape", sizes)
     if "eps" in given:
-        eps(caller, given["eps"], zero="normalized_shape" in given)
+        none = signature.parameters["eps"].default is None
+        eps(caller, given["eps"], zero="num_features" not in given, none=none)
     if "momentum" in given:
         momentum(caller, given["momentum"], None, moves=False)
     switches = ("affine", "elementwise_affine", "track_running_stats")
@@ -249,6 +260,25 @@ def more_than_one_value(caller: str, x: Tensor) -> None:
             f"normplug.{caller}: training needs more than one value per channel; input of shape "
             f"{tuple(x.shape)} has 1. Use .eval(), a larger batch, or drop_last=True in the loader."
         )
+
+
+def more_than_one_position(caller: str, x: Tensor) -> None:
+    """Refuse an InstanceNorm of one value a channel and sample, whose variance is always 0."""
+    if math.prod(x.shape[2:]) == 1:
+        got = f"input of shape {tuple(x.shape)}"
+        way_out = "Use a larger input, or normplug.GroupNorm or LayerNorm."
+        raise ValueError(_must(caller, "input", "of more than one spatial position", got, way_out))
+
+
+def groups(caller: str, x: Tensor, groups: Any) -> None:
+    """Refuse groups that the channels do not make, and a single group of a single value."""
+    count(caller, "num_groups", groups)
+    if x.shape[1] % groups:
+        rule = f"a divisor of the {x.shape[1]} channels of input of shape {tuple(x.shape)}"
+        raise ValueError(_must(caller, "num_groups", rule, str(groups)))
+    if x.numel() == groups:
+        rule = f"of more than one value for {groups} groups"
+        raise ValueError(_must(caller, "input", rule, f"shape {tuple(x.shape)}"))
 
 
 def one_joined_value(processes: int) -> ValueError:

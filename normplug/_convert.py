@@ -28,6 +28,14 @@ REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
     nn.LazyBatchNorm3d: modules.LazyBatchNorm3d,
     nn.SyncBatchNorm: modules.SyncBatchNorm,
     nn.LayerNorm: modules.LayerNorm,
+    nn.RMSNorm: modules.RMSNorm,
+    nn.GroupNorm: modules.GroupNorm,
+    nn.InstanceNorm1d: modules.InstanceNorm1d,
+    nn.InstanceNorm2d: modules.InstanceNorm2d,
+    nn.InstanceNorm3d: modules.InstanceNorm3d,
+    nn.LazyInstanceNorm1d: modules.LazyInstanceNorm1d,
+    nn.LazyInstanceNorm2d: modules.LazyInstanceNorm2d,
+    nn.LazyInstanceNorm3d: modules.LazyInstanceNorm3d,
 }
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()
@@ -136,6 +144,13 @@ def affine_shape(module: nn.Module) -> tuple[int, ...]:
     return cls._affine_shape(module)  # type: ignore[arg-type]
 
 
+def weight_offset(module: nn.Module) -> float:
+    """What a norm layer adds to its weight, whether it is stock or normplug's."""
+    cls = type(module) if isinstance(module, TargetVarianceNorm) else replacement(module)
+    assert cls is not None
+    return cls._weight_offset
+
+
 def convert(module: nn.Module, target_variance: float, **options: Any) -> None:
     """Make a stock norm layer a normplug layer, in place; set the options on one that already is.
 
@@ -148,7 +163,7 @@ def convert(module: nn.Module, target_variance: float, **options: Any) -> None:
     if not isinstance(module, TargetVarianceNorm):
         ours = replacement(module)
         assert ours is not None
-        module._eps = module.eps
+        module._eps = getattr(module, ours._eps_name)
         assign_class(module, ours)
         assert isinstance(module, TargetVarianceNorm)
         module._adopt(asked)

@@ -47,10 +47,12 @@ if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _LazyNormBase as LazyNormBase
     from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
 else:
     BatchNormBase = _shared_base(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
     LazyNormBase = _shared_base(nn.LazyBatchNorm1d, nn.LazyInstanceNorm1d)
     NormBase = _shared_base(nn.BatchNorm1d, nn.InstanceNorm1d)
+    InstanceNormBase = _shared_base(nn.InstanceNorm1d, nn.InstanceNorm2d)
 
 
 # --- The current GPU. The public functions check more, before every launch ---
@@ -236,6 +238,19 @@ def _tree_leaves(tree: Any) -> list[Any]:
 
 # The tensors in what a model returns. Without it, only in mappings, lists and tuples.
 tree_leaves: Callable[[Any], list[Any]] = _private("utils._pytree.tree_leaves", _tree_leaves)
+
+
+# --- Autocast ---
+
+
+def _knows_kernels(operator: str, key: str) -> bool:
+    return True  # as new versions
+
+
+# Whether autocast has `F.rms_norm` return float32 on CUDA, as it does `F.layer_norm`: not in 2.11.
+RMS_NORM_AUTOCASTS: bool = _private("_C._dispatch_has_kernel_for_dispatch_key", _knows_kernels)(
+    "aten::rms_norm", "AutocastCUDA"
+)
 
 
 # --- Measuring, for normplug.bench ---

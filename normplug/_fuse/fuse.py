@@ -21,11 +21,12 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
 
     Each of these becomes one call: BatchNorm and the activation after it; BatchNorm, a residual
     addition and the activation after that (ReLU, ReLU6, SiLU, Hardswish, exact GELU); BatchNorm,
-    ReLU and max pooling; a residual addition and the LayerNorm after it; the bias of a convolution
-    and the LayerNorm over its channels, moved last. On CUDA the call is one kernel a direction, or
-    two with max pooling, and keeps less for the backward. Under torch.compile it takes what was
-    measured faster; elsewhere it is PyTorch's operations, one by one. Max pooling runs in the
-    kernel for channels_last input, and compares values before they are rounded.
+    ReLU and max pooling; GroupNorm or InstanceNorm and the activation after it; a residual addition
+    and the LayerNorm after it; the bias of a convolution and the LayerNorm over its channels, moved
+    last. On CUDA the call is one kernel a direction, or two with max pooling, and keeps less for
+    the backward. Under torch.compile it takes what was measured faster; elsewhere it is PyTorch's
+    operations, one by one. Max pooling runs in the kernel for channels_last input, and compares
+    values before they are rounded.
 
     In place: the modules that call the norms get a subclass of their class, with another forward.
     Modules, parameters, buffers, hooks, names and flags stay, so that checkpoints, optimizers and

@@ -48,15 +48,21 @@ def scalar(value, ACC: tl.constexpr):
 
 
 @triton.jit
-def as_stored(value, pointer):
-    """A value in the dtype that `pointer` points to; float64 is rounded to float32 before half."""
+def as_dtype(value, DTYPE: tl.constexpr):
+    """A value in another dtype; float64 is rounded to float32 before half."""
     if value.dtype == tl.float64:
         # Two conditions: Triton 3.3 cannot join them with `or` here.
-        if pointer.dtype.element_ty == tl.float16:
+        if DTYPE == tl.float16:
             value = value.to(tl.float32)
-        elif pointer.dtype.element_ty == tl.bfloat16:
+        elif DTYPE == tl.bfloat16:
             value = value.to(tl.float32)
-    return value.to(pointer.dtype.element_ty)
+    return value.to(DTYPE)
+
+
+@triton.jit
+def as_stored(value, pointer):
+    """A value in the dtype that `pointer` points to."""
+    return as_dtype(value, pointer.dtype.element_ty)
 
 
 @triton.jit
@@ -91,6 +97,16 @@ def merge_moments(partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, 
         mean += difference * fraction
         count += chunk_count
     return first + mean, m2
+
+
+@triton.jit
+def merge_sum(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
+    """A sum from those of K tiles, KP at a time, in their order."""
+    total = tl.full([], 0.0, ACC)
+    for start in range(0, K, KP):
+        k = start + tl.arange(0, KP)
+        total += tl.sum(tl.load(partial_ptr + k, mask=k < K, other=0.0, cache_modifier=".cg"))
+    return total
 
 
 @triton.jit

@@ -144,11 +144,7 @@ class Plan(ABC):
 
     def run(self, t: Tensors) -> Any:
         """The result, with what its gradients need."""
-        # What a transform of torch.func has left behind, as the plain tensor that it is.
-        alive = unwrap_if_dead(t.x)
-        beside = None if t.residual is None else unwrap_if_dead(t.residual)
-        if alive is not t.x or beside is not t.residual:
-            t = t._replace(x=alive, residual=beside)
+        t = _alive(t)
         if (result := native.run(self, t)) is not None:
             return result
         if self.gpu is not None and self.gpu != current_device_index():
@@ -156,7 +152,15 @@ class Plan(ABC):
                 return self.run(t)
         if not torch.is_grad_enabled():
             return self.forward(t, False)[0]
-        return _apply(*t[:_INPUTS], (self, t))
+        return _apply(*t[:_INPUTS], (self, t, None))
+
+    def run_with_state(self, t: Tensors) -> tuple[Any, Sequence[Any]]:
+        """As `run`, but always the Python way; and what the kernels found out, as in `state`."""
+        if self.gpu is not None and self.gpu != current_device_index():
+            with torch.cuda.device(self.gpu):
+                return self.run_with_state(t)
+        t, found = _alive(t), list[Any]()
+        return _apply(*t[:_INPUTS], (self, t, found)), found
 
     def forward(self, t: Tensors, keep: bool) -> tuple[Any, tuple[Any, ...]]:
         """The result, and what to save if `keep`."""
@@ -222,6 +226,15 @@ class Plan(ABC):
         return {SLOTS[place]: t for place, t in pairs if t is not None}
 
 
+def _alive(t: Tensors) -> Tensors:
+    """The tensors, where a transform of torch.func has left one behind the plain one that it is."""
+    x = unwrap_if_dead(t.x)
+    residual = None if t.residual is None else unwrap_if_dead(t.residual)
+    if x is t.x and residual is t.residual:
+        return t
+    return t._replace(x=x, residual=residual)
+
+
 class _Norm(Recomputable):
     # A tensor argument costs the host time: those without a gradient are in `call` only.
     @staticmethod
@@ -232,10 +245,12 @@ class _Norm(Recomputable):
         weight: Tensor | None,
         bias: Tensor | None,
         input_bias: Tensor | None,
-        call: tuple[Plan, Tensors],
+        call: tuple[Plan, Tensors, list[Any] | None],
     ) -> Any:
-        plan, t = call
-        result, saved = plan.forward(t, any(ctx.needs_input_grad))
+        plan, t, found = call
+        result, saved = plan.forward(t, found is not None or any(ctx.needs_input_grad))
+        if found is not None:  # the caller wants the state
+            found.extend(saved[_INPUTS:])
         ctx.save_for_backward(*saved)
         ctx.plan = plan
         if plan.has_total:

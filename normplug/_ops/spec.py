@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from normplug.reference import rms_eps
+
 
 class Tensors(NamedTuple):
     """The tensors of a call, in the order that everything below `functional` has them in.
@@ -95,24 +97,82 @@ class BatchNormSpec(NamedTuple):
 
 
 class LayerNormSpec(NamedTuple):
-    """All of a LayerNorm that is not a tensor.
+    """All of a norm of rows that is not a tensor: of a LayerNorm, or of an RMSNorm.
 
-    autocast: the dtype that autocast has set on the device, or None where it is off.
+    eps: None is for an RMSNorm: see `reference.rms_eps`.
+    autocast: the dtype that autocast has set on the device, or None where it is off or ignored.
     autocast_output: "float32", or "low" to return that dtype.
+    centred: whether the rows' mean is subtracted: True for LayerNorm, False for RMSNorm.
+    weight_offset: added to the weight, in the dtype of sums. Without a weight it has no effect.
+    rounding: where an RMSNorm rounds. None: once, at the end, to the dtype of the input. "input"
+        and "weight": first x / rms * sqrt(tv), to the dtype of the input, or to that of the weight
+        if it is half; then the product with the weight, to the dtype that the two promote to.
     """
 
     normalized_shape: tuple[int, ...]
     momentum: float | None
-    eps: float
+    eps: float | None
     target_variance: float
     autocast: torch.dtype | None
     autocast_output: str
+    centred: bool = True
+    weight_offset: float = 0.0
+    rounding: str | None = None
 
-    def output_dtype(self, total: torch.dtype) -> torch.dtype:
-        """The dtype of the result, where `total` is that of what is normalised."""
-        if self.autocast is None or total == torch.float64:  # autocast leaves float64 alone
+    def eps_of(self, total: torch.dtype) -> float:
+        """The eps, where `total` is the dtype of what is normalised."""
+        return rms_eps(total, self.eps)
+
+    def rounds_to(self, total: torch.dtype, weight: torch.dtype | None) -> torch.dtype | None:
+        """The dtype to round to before the product with the weight; None to keep all digits.
+
+        weight: the dtype of the weight, if there is one.
+        """
+        if self.rounding == "input":
             return total
-        return self.autocast if self.autocast_output == "low" else torch.float32
+        is_half = weight in (torch.float16, torch.bfloat16)
+        return weight if self.rounding == "weight" and is_half else None
+
+    def output_dtype(self, total: torch.dtype, weight: torch.dtype | None = None) -> torch.dtype:
+        """The dtype of the result; arguments as in `rounds_to`."""
+        under_autocast = _autocast_result(total, self.autocast, self.autocast_output)
+        if under_autocast is not None:
+            return under_autocast
+        if self.rounding is None or weight is None:
+            return total
+        return torch.promote_types(self.rounds_to(total, weight) or total, weight)
+
+
+class GroupNormSpec(NamedTuple):
+    """All of a GroupNorm that is not a tensor; an InstanceNorm is one whose groups are channels.
+
+    activation: its name in `_activations`, or None.
+    autocast, autocast_output: as in `LayerNormSpec`.
+    momentum: of running statistics, if the call moves any. No kernel depends on it.
+    instance: whether it is an InstanceNorm, whose running statistics are those of its channels.
+    """
+
+    groups: int
+    eps: float
+    target_variance: float
+    activation: str | None = None
+    autocast: torch.dtype | None = None
+    autocast_output: str = "float32"
+    momentum: float | None = 0.1
+    instance: bool = False
+
+    def output_dtype(self, x: torch.dtype) -> torch.dtype:
+        """The dtype of the result, where `x` is that of the input."""
+        return _autocast_result(x, self.autocast, self.autocast_output) or x
+
+
+def _autocast_result(
+    dtype: torch.dtype, autocast: torch.dtype | None, autocast_output: str
+) -> torch.dtype | None:
+    """The dtype of a result under autocast; None where that is off, or leaves `dtype` alone."""
+    if autocast is None or dtype == torch.float64:
+        return None
+    return autocast if autocast_output == "low" else torch.float32
 
 
 class Route:

@@ -39,5 +39,10 @@ def move(
     running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, step: float | Tensor
 ) -> None:
     """Move the running statistics one step towards those of a batch."""
-    running_mean.lerp_(mean.to(running_mean.dtype), step)
-    running_var.lerp_(var.to(running_var.dtype), step)
+    move_one(running_mean, mean, step)
+    move_one(running_var, var, step)
+
+
+def move_one(running: Tensor, value: Tensor, step: float | Tensor) -> None:
+    """Move a running statistic one step towards a batch's value."""
+    running.lerp_(value.to(running.dtype), step)

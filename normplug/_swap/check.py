@@ -132,7 +132,7 @@ def _untestable(layer: TargetVarianceNorm) -> str | None:
     """Why a layer's output cannot be computed here; None where it can."""
     tensors = [*layer._parameters.values(), *layer._buffers.values()]
     present = [t for t in tensors if t is not None]
-    if any(is_lazy(t) for t in present):
+    if any(is_lazy(t) for t in present) or 0 in layer._affine_shape():
         return "not compared: no shape yet"
     if any(t.is_meta for t in present):
         return "not compared: on the meta device"
@@ -215,7 +215,7 @@ def _copy(module: nn.Module) -> nn.Module:
 
 def _like(layer: nn.Module) -> Tensor:
     """A tensor of the dtype and device that the layer's input may have."""
-    tensors = (getattr(layer, name, None) for name in ("weight", "bias", "running_mean"))
+    tensors = (getattr(layer, name, None) for name in ("weight", "bias", "running_var"))
     return next((t for t in tensors if isinstance(t, Tensor)), torch.empty(0))
 
 

@@ -44,7 +44,7 @@ def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]
         where = f"normplug.{caller}: the weight of {shown(path)}"
         if parametrize.is_parametrized(module, "weight"):
             raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
-        if is_lazy(module.weight):  # type: ignore[arg-type]
+        if is_lazy(module.weight) or 0 in _convert.affine_shape(module):  # type: ignore[arg-type]
             raise ValueError(f"{where} has no shape yet; run one forward first.")
         if module.weight is not None and "weight" not in module._parameters:
             raise ValueError(
@@ -68,14 +68,25 @@ def scale(inventory: Inventory, scalings: Iterable[Scaling]) -> None:
             weight: Tensor | None = module.weight  # type: ignore[assignment]
             if factor == 1.0 or id(weight) in done:
                 continue
+            offset = _convert.weight_offset(module)
             if weight is None:
-                module.weight = _frozen_weight(module, factor, neighbour(inventory, path))
-            elif _made_here(module) and _is_constant(weight, 1.0 / factor):
+                value = factor - offset
+                module.weight = _frozen_weight(module, value, neighbour(inventory, path))
+            elif _made_here(module) and _is_constant(weight, 1.0 / factor - offset):
                 module.weight = None  # type: ignore[assignment]
             else:
                 with writing_to(weight):
-                    weight.mul_(factor)
+                    _multiply(weight, factor, offset)
                 done.add(id(weight))
+
+
+def _multiply(weight: Tensor, factor: float, offset: float) -> None:
+    """Multiply weight + offset by a factor, in place."""
+    if offset == 0.0:
+        weight.mul_(factor)
+    else:  # where the weight is half, the sum would lose the weight's last digits
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        weight.copy_((wide + offset) * factor - offset)
 
 
 @contextmanager

@@ -130,10 +130,13 @@ def _is_norm(module: nn.Module) -> bool:
     name = _name(module)
     if "norm" not in name.lower() or name.startswith("_"):
         return False
-    # A leaf, or a norm that contains an activation, but no block that contains norms.
+    # A leaf, or a norm that contains an activation.
     children = list(module.children())
-    weighted = "weight" in {**module._parameters, **module._buffers}
-    return not children or (weighted and not any(map(_has_tensors, children)))
+    if any(map(_has_tensors, children)):
+        # Or one that computes its scale by layers of its own, but is no block that contains norms.
+        inner = chain.from_iterable(child.modules() for child in children)
+        return "eps" in vars(module) and not any(map(_is_norm, inner))
+    return not children or "weight" in {**module._parameters, **module._buffers}
 
 
 def _has_tensors(module: nn.Module) -> bool:
@@ -168,4 +171,6 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
         return None, f"a subclass of {name}, which may have a forward of its own"
     if "Frozen" in cls.__name__:
         return None, "frozen: it scales by constants, and measures no variance to set"
+    if any(map(_has_tensors, module.children())):
+        return None, "its scale comes from layers of its own"
     return None, "no normplug counterpart"

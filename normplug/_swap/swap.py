@@ -32,13 +32,13 @@ def swap(
     *,
     include: Filters = None,
     exclude: Filters = None,
-    track_running_stats: bool = True,
+    track_running_stats: bool | None = None,
     preserve_output: bool = False,
     sync: bool = False,
     autocast_output: str = "low",
     backend: str = "auto",
 ) -> nn.Module:
-    """Make every BatchNorm and LayerNorm of a model normalise to the target variance of `mode`.
+    """Make every norm of a model that normplug knows normalise to the target variance of `mode`.
 
     In place, by assignment of each layer's `__class__`: modules, parameters and buffers stay the
     same objects. So hooks, aliases, shared layers and an optimizer that was built before stay
@@ -55,16 +55,16 @@ def swap(
         mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
         include: take only what matches, as in `normplug.plan`.
         exclude: leave what matches, as in `normplug.plan`; wins over `include`.
-        track_running_stats: give LayerNorm running statistics to watch. BatchNorm keeps its own
-            setting.
+        track_running_stats: give LayerNorm, RMSNorm and GroupNorm running statistics to watch; None
+            gives them to LayerNorm only. BatchNorm and InstanceNorm keep their own setting.
         preserve_output: divide each weight by sqrt(tv), so that the model computes what it did
             and only its parametrisation changes: for swapping into a trained model. A layer
             without a weight gets a frozen one, with the dtype and device of its own tensors or of
             the nearest parameter.
         sync: make every BatchNorm a `normplug.SyncBatchNorm` over all processes, until `unswap`.
             With False, SyncBatchNorms stay synchronised in the process group that they have.
-        autocast_output: what LayerNorm returns under autocast: "low", the autocast dtype, or
-            "float32", torch's rule.
+        autocast_output: what LayerNorm, RMSNorm and GroupNorm return under autocast: "low", the
+            autocast dtype, or "float32", torch's rule.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -130,8 +130,8 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
     sqrt(tv) is multiplied into each weight, so that the model computes what it did and needs no
     normplug to be loaded, exported, fused or quantised. A layer without a weight gets a frozen
-    one, as from `swap(preserve_output=True)`. LayerNorm's running statistics are removed. What
-    `normplug.fuse` has fused is undone, too.
+    one, as from `swap(preserve_output=True)`. Running statistics that are only watched are removed.
+    What `normplug.fuse` has fused is undone, too.
 
     Args:
         model: any module.

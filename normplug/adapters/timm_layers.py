@@ -6,6 +6,8 @@ whether or not timm's fast norm is on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from timm.layers import activations, norm, norm_act
 from torch import Tensor, fx, nn
 
@@ -14,12 +16,10 @@ from normplug._torch import has_global_hooks, has_hooks
 from normplug.adapters.channels_first import ChannelsFirstLayerNorm
 
 
-class BatchNormAct2d(modules.batch_norm._BatchNorm, norm_act.BatchNormAct2d):
-    """`timm.layers.BatchNormAct2d` that normalises to a target variance.
+class _FusedActivation(modules.TargetVarianceNorm):
+    """Norm and activation as one call if there is no dropout and neither module has hooks."""
 
-    BatchNorm and activation run as one kernel if there is no dropout and neither module has hooks.
-    """
-
+    fused: Callable[..., Tensor]
     drop: nn.Module
     act: nn.Module
 
@@ -32,6 +32,10 @@ class BatchNormAct2d(modules.batch_norm._BatchNorm, norm_act.BatchNormAct2d):
         if self._probe is not None:
             self._record(input, y)
         return self.act(self.drop(y)) if fused is None else y
+
+
+class BatchNormAct2d(_FusedActivation, modules.batch_norm._BatchNorm, norm_act.BatchNormAct2d):
+    """`timm.layers.BatchNormAct2d` that normalises to a target variance."""
 
 
 class SyncBatchNormAct2d(modules.sync_batch_norm._SyncBatchNormForward, BatchNormAct2d):
@@ -55,12 +59,32 @@ def _fused_activation(drop: nn.Module, act: nn.Module) -> str | None:
     return "gelu" if type(act) is activations.GELU else _activations.of_module(act)
 
 
+class GroupNorm(modules.GroupNorm, norm.GroupNorm):
+    """`timm.layers.GroupNorm` that normalises to a target variance."""
+
+
+class GroupNorm1(modules.GroupNorm, norm.GroupNorm1):
+    """`timm.layers.GroupNorm1` that normalises to a target variance."""
+
+
+class GroupNormAct(_FusedActivation, modules.GroupNorm, norm_act.GroupNormAct):
+    """`timm.layers.GroupNormAct` that normalises to a target variance."""
+
+
+class GroupNorm1Act(_FusedActivation, modules.GroupNorm, norm_act.GroupNorm1Act):
+    """`timm.layers.GroupNorm1Act` that normalises to a target variance."""
+
+
 class LayerNorm(modules.LayerNorm, norm.LayerNorm):
     """`timm.layers.LayerNorm` that normalises to a target variance."""
 
 
 class LayerNorm2d(ChannelsFirstLayerNorm, norm.LayerNorm2d):
     """`timm.layers.LayerNorm2d` that normalises to a target variance."""
+
+
+class LayerNormExp2d(ChannelsFirstLayerNorm, norm.LayerNormExp2d):
+    """`timm.layers.LayerNormExp2d` that normalises to a target variance."""
 
 
 class _Float32(modules.LayerNorm):
@@ -113,8 +137,13 @@ class LayerNormAct2dFp32(
 
 adapt = {
     norm_act.BatchNormAct2d: BatchNormAct2d,
+    norm.GroupNorm: GroupNorm,
+    norm.GroupNorm1: GroupNorm1,
+    norm_act.GroupNormAct: GroupNormAct,
+    norm_act.GroupNorm1Act: GroupNorm1Act,
     norm.LayerNorm: LayerNorm,
     norm.LayerNorm2d: LayerNorm2d,
+    norm.LayerNormExp2d: LayerNormExp2d,
     norm.LayerNormFp32: LayerNormFp32,
     norm.LayerNorm2dFp32: LayerNorm2dFp32,
     norm_act.LayerNormAct: LayerNormAct,

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from normplug import target_variance
-from normplug.bench import batch_norm, layer_norm
+from normplug.bench import batch_norm, group_norm, layer_norm, rms_norm
 from normplug.bench.accuracy import relative_errors, require_accurate
 from normplug.bench.op import Function, Op, Problem
 from normplug.bench.results import Results, Row, spread
 from normplug.bench.suites import Case
 from normplug.bench.timing import Stopwatch
 
-OPS = {op.name: op for op in (*batch_norm.OPS, *layer_norm.OPS)}
+OPS = {op.name: op for op in (*batch_norm.OPS, *layer_norm.OPS, *rms_norm.OPS, *group_norm.OPS)}
 OURS = {"normplug": "auto", "normplug-triton": "triton"}  # provider -> backend
 PROVIDERS = (*OURS, "eager", "compile")
 

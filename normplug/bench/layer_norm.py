@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -95,7 +96,7 @@ def truth(problem: Problem, variance: float) -> Iterator[Piece]:
     """The exact outputs by groups of rows; sums over rows come last."""
     x = problem.leaves["x"]
     sums: dict[str, Tensor] = {}
-    for part in _row_groups(x):
+    for part in row_groups(x):
         by_row, summed = _exact(problem, part, variance)
         for name, value in by_row.items():
             yield Piece(name, (part,), value)
@@ -120,8 +121,9 @@ def _state(dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     }
 
 
-def _row_groups(x: Tensor) -> Iterator[slice]:
-    height = max(1, CHUNK_ELEMENTS // x.shape[-1])
+def row_groups(x: Tensor) -> Iterator[slice]:
+    """The rows of x in groups of about `CHUNK_ELEMENTS` values."""
+    height = max(1, CHUNK_ELEMENTS // math.prod(x.shape[1:]))
     for first in range(0, x.shape[0], height):
         yield slice(first, first + height)
 
@@ -132,7 +134,7 @@ def _exact(
     """The exact values of some rows, and what they add to sums over all rows."""
     leaves = {name: leaf.detach() for name, leaf in problem.leaves.items()}
     weight, bias = leaves["weight"].double(), leaves["bias"].double()
-    h = _normalised(leaves, part)
+    h = normalised(leaves, part)
     options = {"eps": EPS, "target_variance": variance}
     y, mean, var = reference.layer_norm(h, h.shape[-1:], weight, bias, **options)
     dy = problem.gradients["y"][part].double()
@@ -149,7 +151,7 @@ def _exact(
     return by_row, summed
 
 
-def _normalised(leaves: dict[str, Tensor], part: slice) -> Tensor:
+def normalised(leaves: dict[str, Tensor], part: slice) -> Tensor:
     """The norm's input; a sum that is also an output is rounded before it is normalised."""
     x = leaves["x"][part]
     if "residual" in leaves:

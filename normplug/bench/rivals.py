@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,6 +27,38 @@ def liger_layer_norm(eps: float) -> Function:
         return LigerLayerNormFunction.apply(x, weight, bias, eps)
 
     return layer_norm
+
+
+def liger_group_norm(eps: float, groups: Callable[[Tensor], int]) -> Function:
+    """GroupNorm of Liger-Kernel, which takes space as one dimension, and contiguous."""
+    from liger_kernel.ops.group_norm import LigerGroupNormFunction
+
+    def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        rows = x.flatten(2)
+        numbers = (x.shape[1], groups(x), eps)
+        return LigerGroupNormFunction.apply(rows, weight, bias, *numbers).view(x.shape)
+
+    return group_norm
+
+
+def liger_rms_norm(eps: float) -> Function:
+    """RMSNorm of Liger-Kernel, which rounds once, as torch's does."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)
+
+    return rms_norm
+
+
+def liger_add_rms_norm(eps: float) -> Function:
+    """Addition and RMSNorm of Liger-Kernel."""
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, 0.0, "gemma", False)
+
+    return add_rms_norm
 
 
 def flaggems_layer_norm(eps: float) -> Function:

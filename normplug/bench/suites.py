@@ -9,6 +9,9 @@ Shape = tuple[int, ...]
 
 BATCH_NORMS = ("bn", "bn_relu", "bn_add_relu")
 LAYER_NORMS = ("ln", "ln_stats", "add_ln", "bias_ln")
+RMS_NORMS = ("rms", "add_rms")
+ROW_NORMS = (*LAYER_NORMS, *RMS_NORMS)
+GROUP_NORMS = ("gn", "gn_silu", "in3d")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 HEADLINE_SHAPES: tuple[Shape, ...] = (
@@ -49,6 +52,7 @@ VIT_ROWS: Shape = (50432, 768)  # ViT-B/16 at 224 px, batch 256
 FEW_WIDE_ROWS: Shape = (512, 8192)
 # ConvNeXt-T at 224 px, batch 128: its first three stages.
 CONVNEXT_ROWS: tuple[Shape, ...] = ((401_408, 96), (100_352, 192), (25_088, 384))
+HEADS: Shape = (4096, 32, 128)  # of queries: Llama-2-7B, 4096 tokens
 SMALL_ROWS: tuple[Shape, ...] = ((32, 128), (512, 256), (4096, 256))
 OTHER_ROWS: tuple[Shape, ...] = (
     (1_000_000, 64),  # attention heads
@@ -58,6 +62,15 @@ OTHER_ROWS: tuple[Shape, ...] = (
     (1, 1048576),
 )
 
+# A diffusion model's UNet at 512 px, and the decoder that follows it.
+GROUP_SHAPES: tuple[Shape, ...] = (
+    (16, 320, 64, 64),
+    (16, 640, 32, 32),
+    (16, 1280, 16, 16),
+    (4, 128, 512, 512),
+)
+VOLUME: Shape = (2, 32, 128, 128, 128)  # nnU-Net: first stage
+
 
 class Case(NamedTuple):
     """One operation on one input.
@@ -65,7 +78,7 @@ class Case(NamedTuple):
     Attributes:
         op: a key of `kernels.OPS`.
         layout: "NCHW" for contiguous and "NHWC" for channels_last with any number of spatial
-            dimensions, "NC" without them; "rows" for LayerNorm.
+            dimensions, "NC" without them; "rows" for norms of rows.
         shape: of the input.
         dtype: of the input, by its name in torch.
     """
@@ -97,7 +110,7 @@ def _cases(ops: Iterable[str], shapes: Sequence[Shape], dtypes: Sequence[str]) -
         Case(op, layout, shape, dtype)
         for op in ops
         for shape in shapes
-        for layout in (("rows",) if op in LAYER_NORMS else layouts(shape))
+        for layout in (("rows",) if op in ROW_NORMS else layouts(shape))
         for dtype in dtypes
     )
 
@@ -127,10 +140,17 @@ SMALL = (
     *_cases(BATCH_NORMS, SMALL_SHAPES, ["bfloat16", "float32"]),
     *_cases(["ln", "ln_stats", "add_ln"], SMALL_ROWS, ["bfloat16", "float32"]),
 )
+FAMILIES = (
+    *_cases(["rms"], [(4096, 4096), (4096, 8192), VIT_ROWS, HEADS], ["bfloat16"]),
+    *_cases(["add_rms"], [(8192, 4096)], ["bfloat16"]),
+    *_cases(["gn", "gn_silu"], GROUP_SHAPES, ["bfloat16"]),
+    Case("in3d", "NHWC", VOLUME, "bfloat16"),
+)
 FULL = (
     *HEADLINE,
     *SEED,
     *SMALL,
+    *FAMILIES,
     *_cases(BATCH_NORMS, OTHER_SHAPES, ["bfloat16"]),
     *_cases(["bn"], HEADLINE_SHAPES[:1], ["float16"]),
     *_cases(["ln"], OTHER_ROWS, ["bfloat16", "float32"]),
@@ -140,6 +160,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "headline": HEADLINE,
     "seed": SEED,
     "small": SMALL,
+    "families": FAMILIES,
     "full": tuple(dict.fromkeys(FULL)),
 }
 

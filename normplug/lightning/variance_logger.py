@@ -28,7 +28,9 @@ class VarianceLogger(Callback):
 
     For each norm it logs the variance of the input; of the output before weight and bias, which is
     what the mode targets; of the output after them; and the root mean square of the weight.
-    Variances are taken within each channel (BatchNorm) or row (LayerNorm) and averaged over them.
+    Variances are taken within what is normalised together, and averaged over it: each channel
+    (BatchNorm), row (LayerNorm), or sample's group of channels (GroupNorm, InstanceNorm). Of a norm
+    that does not centre (RMSNorm) they are second moments, as the column `measure` says.
 
     The layer's forward measures, on logged steps only, and the values come over in one transfer a
     log. Under `torch.compile` logged steps have a second graph. Stock norms are measured too: for a
@@ -111,6 +113,7 @@ class VarianceLogger(Callback):
                 **dict(zip(MEASURED, measured, strict=True)),
                 rank=trainer.global_rank,
                 world_size=trainer.world_size,
+                measure=probed.module._measure,
             )
             for depth, (probed, measured) in enumerate(zip(self._probed, values, strict=True))
         ]

@@ -21,7 +21,10 @@ RATIO = "output before weight and bias, over target"
 
 
 class LayerVariance(NamedTuple):
-    """What one norm layer did on one logged step; variances are per channel or row, averaged."""
+    """What one norm layer did on one logged step; variances are per channel or row, averaged.
+
+    measure: what they are: "variance", or "second moment" for a norm that does not centre.
+    """
 
     step: int
     epoch: int
@@ -35,6 +38,7 @@ class LayerVariance(NamedTuple):
     weight_rms: float
     rank: int
     world_size: int
+    measure: str = "variance"
 
 
 def append(rows: list[LayerVariance], path: Path) -> None:
@@ -63,7 +67,8 @@ def keep_before(step: int, path: Path) -> list[LayerVariance]:
 
 def _parsed(row: dict[str, str]) -> LayerVariance:
     types = get_type_hints(LayerVariance)
-    return LayerVariance(**{name: types[name](row[name]) for name in LayerVariance._fields})
+    # Files of earlier versions lack the last column.
+    return LayerVariance(**{n: types[n](row[n]) for n in LayerVariance._fields if n in row})
 
 
 def as_metrics(rows: list[LayerVariance]) -> dict[str, float]:
@@ -80,19 +85,25 @@ def as_table(rows: list[LayerVariance]) -> str:
     """The rows of one step as a table, one line a layer; empty without rows."""
     if not rows:
         return ""
-    head = ("layer", "target", "input var", "output var", "after affine", "weight rms")
+    head = ["layer", "target", "input var", "output var", "after affine", "weight rms"]
     lines = [
-        (
+        [
             row.layer,
             f"{row.target_variance:6.4f}",
             f"{row.input_variance:9.4g}",
             f"{row.output_variance:10.4f}",
             f"{row.affine_variance:12.4g}",
             f"{row.weight_rms:10.4f}",
-        )
+        ]
         for row in rows
     ]
-    return f"variance at step {rows[0].step}{_whose(rows[0])}\n{table([head, *lines])}"
+    if any(row.measure != "variance" for row in rows):
+        for line, measure in zip(
+            (head, *lines), ("measure", *(r.measure for r in rows)), strict=True
+        ):
+            line.append(measure)
+    text = table([tuple(line) for line in (head, *lines)])
+    return f"variance at step {rows[0].step}{_whose(rows[0])}\n{text}"
 
 
 def draw_heat_map(rows: list[LayerVariance], path: Path, model: str) -> None:

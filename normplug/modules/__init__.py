@@ -15,18 +15,36 @@ from normplug.modules.batch_norm import (
     LazyBatchNorm2d,
     LazyBatchNorm3d,
 )
+from normplug.modules.group_norm import GroupNorm
+from normplug.modules.instance_norm import (
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    LazyInstanceNorm1d,
+    LazyInstanceNorm2d,
+    LazyInstanceNorm3d,
+)
 from normplug.modules.layer_norm import LayerNorm
+from normplug.modules.rms_norm import RMSNorm
 from normplug.modules.sync_batch_norm import LazySyncBatchNorm, SyncBatchNorm
 
 __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "LayerNorm",
     "LazyBatchNorm1d",
     "LazyBatchNorm2d",
     "LazyBatchNorm3d",
+    "LazyInstanceNorm1d",
+    "LazyInstanceNorm2d",
+    "LazyInstanceNorm3d",
     "LazySyncBatchNorm",
+    "RMSNorm",
     "SyncBatchNorm",
     "TargetVarianceNorm",
 ]

@@ -21,15 +21,29 @@ class Options(NamedTuple):
         target_variance: a float above 0.
         backend: as in `normplug.functional`.
         autocast_output: as in `normplug.functional.layer_norm`.
-        track_running_stats: give a stock layer running statistics that are only watched.
+        track_running_stats: give a stock layer running statistics that are only watched; None
+            leaves it to the layer's class.
         device: where new tensors go if the layer has no weight to go by.
     """
 
     target_variance: float
     backend: str = "auto"
     autocast_output: str = "float32"
-    track_running_stats: bool = False
+    track_running_stats: bool | None = False
     device: Any = None
+
+
+def eps_property(name: str) -> Any:
+    """A guarded property for the eps that the stock class has as `name`: see `eps_reader`."""
+
+    def read(layer: TargetVarianceNorm) -> float | None:
+        return layer._eps if layer.target_variance == 1.0 else eps_reader.eps_to_reader(layer, name)
+
+    def write(layer: TargetVarianceNorm, eps: float | None) -> None:
+        layer._eps = vars(layer)[name] = eps
+
+    doc = "As in the stock class; code that would drop the target variance is refused."
+    return property(read, write, doc=doc)
 
 
 class TargetVarianceNorm(nn.Module):
@@ -45,7 +59,7 @@ class TargetVarianceNorm(nn.Module):
     backend: str
     # `eps` for normplug's own code, which pays for no guard. Dynamo of torch 2.6 and 2.11 reads
     # `__dict__["eps"]` in place of the property, so this is an attribute of its own.
-    _eps: float
+    _eps: Any  # a float; RMSNorm's may be None
     # A (4,) float32 tensor while a `VarianceLogger` listens; otherwise layers carry nothing for it.
     _probe: Tensor | None = None
 
@@ -61,6 +75,12 @@ class TargetVarianceNorm(nn.Module):
     )
     # What `fuse` may run in one call with a layer, by its `fused*` methods.
     _fusion_sites: ClassVar[FusionSites | None] = None
+    # What the stock class calls its eps; a class with another name has an `eps_property` of it.
+    _eps_name: ClassVar[str] = "eps"
+    # Added to the weight in the formula; `unswap` and `preserve_output` fold around it.
+    _weight_offset: ClassVar[float] = 0.0
+    # What the mode sets and `_variance` measures: "variance", or "second moment" without centring.
+    _measure: ClassVar[str] = "variance"
     # Its class over several processes, which `swap(sync=True)` and `SyncNorms` take; not inherited.
     _synchronised: ClassVar[type[TargetVarianceNorm] | None] = None
 
@@ -102,7 +122,7 @@ class TargetVarianceNorm(nn.Module):
         return (8, *self._affine_shape())
 
     def _variance(self, x: Tensor) -> Tensor:
-        """The variance in each channel or row, averaged over them, for `VarianceLogger`."""
+        """The `_measure` of each channel or row, averaged over them, for `VarianceLogger`."""
         raise NotImplementedError
 
     def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
@@ -124,19 +144,12 @@ class TargetVarianceNorm(nn.Module):
     def stop_watching(self) -> None:
         """Remove running statistics that no result depends on, for Opacus; here are none."""
 
-    @property
-    def eps(self) -> float:
-        """As in the stock class; code that would drop the target variance is refused."""
-        return self._eps if self.target_variance == 1.0 else eps_reader.eps_to_reader(self)
-
-    @eps.setter
-    def eps(self, eps: float) -> None:
-        self._eps = self.__dict__["eps"] = eps
+    eps = eps_property("eps")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # Older pickles have no `_eps`.
-        vars(self).setdefault("_eps", vars(self).get("eps"))
+        vars(self).setdefault("_eps", vars(self).get(self._eps_name))
 
     @property
     def mode(self) -> NormMode:
@@ -191,7 +204,9 @@ class TargetVarianceNorm(nn.Module):
             values = [self._variance(z).float() for z in (x, plain, y)]
             weight: Tensor | None = self.weight  # type: ignore[assignment]
             ones = torch.ones_like(values[0])
-            values.append(ones if weight is None else weight.float().square().mean().sqrt())
+            if weight is not None:
+                weight = weight.float() + self._weight_offset
+            values.append(ones if weight is None else weight.square().mean().sqrt())
             self._probe.copy_(torch.stack(values))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -21,7 +21,18 @@ from torch import nn
 
 # Code that computes with `eps` names one of these.
 _FORMULA = frozenset(
-    {"weight", "running_var", "normalized_shape", "batch_norm", "layer_norm", "sqrt", "rsqrt"}
+    {
+        "weight",
+        "running_var",
+        "normalized_shape",
+        "batch_norm",
+        "group_norm",
+        "instance_norm",
+        "layer_norm",
+        "rms_norm",
+        "sqrt",
+        "rsqrt",
+    }  # fmt: skip
 )
 # Parts of a function that run in frames of their own.
 _INNER = frozenset({"<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
@@ -29,8 +40,10 @@ _FUSED_INFERENCE = "_transformer_encoder_layer_fwd"
 _NO_NUMBER = complex(math.nan)
 
 
-def eps_to_reader(layer: Any) -> Any:
+def eps_to_reader(layer: Any, eps: str) -> Any:
     """The value of `layer.eps` for the code that reads it, where the target variance is not 1.
+
+    eps: the name that it is read by.
 
     Three answers. `eps` itself, for code that does not compute with it or that knows of the target
     variance. nan for `nn.TransformerEncoderLayer`: in eval under no_grad it passes its norms'
@@ -54,19 +67,19 @@ def eps_to_reader(layer: Any) -> Any:
     if _FUSED_INFERENCE in names:
         return math.nan
     caller = set[str]() if frame.f_back is None else _names(frame.f_back.f_code)
-    told_what_to_read = "eps" not in names and "eps" in caller
+    told_what_to_read = eps not in names and eps in caller
     if told_what_to_read or (not names & _FORMULA and "running_var" in caller):
         names |= caller  # the reader is a helper of the code that computes
-    computes = "eps" in names and names & _FORMULA
+    computes = eps in names and names & _FORMULA
     if not computes or "target_variance" in names or _is_method(layer, frame.f_code):
         return layer._eps
     name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # from Python 3.11
     name = name.replace(".<locals>", "")
     raise RuntimeError(
         f"normplug: {frame.f_globals.get('__name__')}.{name} would drop the target variance of a "
-        f"{type(layer).__name__} in mode {layer.mode}: it reads eps to fold, rebuild or recompute "
-        "the layer. Use it before normplug.swap(model), or call normplug.unswap(model) first: the "
-        "outputs stay the same. Code that reads target_variance too is let through."
+        f"{type(layer).__name__} in mode {layer.mode}: it reads {eps} to fold, rebuild or "
+        "recompute the layer. Use it before normplug.swap(model), or call normplug.unswap(model) "
+        "first: the outputs stay the same. Code that reads target_variance too is let through."
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from normplug import _checks
 from normplug._torch import transforms_active
+from normplug.modes import ModeLike
 from normplug.modules.base import Options, TargetVarianceNorm
 
 # Each statistic, and its value before the first batch.
@@ -16,20 +18,59 @@ _START = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
 
 
 class WatchedRows(TargetVarianceNorm):
-    """A norm of rows with scalar running statistics, on which no result depends.
+    """A norm of rows, or of groups, with scalar running statistics, on which no result depends.
 
     So a checkpoint may lack them or have too many, and tensors without values (of the meta device)
     start fresh as soon as the layer's device is known.
+
+    Args:
+        *args: those of the stock class.
+        mode, backend: as in `BatchNorm1d`.
+        track_running_stats: carry the running statistics; None leaves it to the class.
+        momentum: weight of the new batch in them; None averages over all batches equally.
+        autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.
+        **kwargs: those of the stock class.
     """
 
+    autocast_output: str
     track_running_stats: bool
     momentum: float | None
     running_mean: Tensor | None
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
+    # The statistics that it tracks, if it tracks any; `running_var` is among them.
+    _watched: ClassVar[tuple[str, ...]] = tuple(_START)
+    # Whether it tracks them if nobody says so.
+    _watches: ClassVar[bool] = True
+
+    _settings = (*TargetVarianceNorm._settings, "autocast_output")
+    _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "autocast_output")
+
+    def __init__(
+        self,
+        *args: Any,
+        mode: ModeLike = "golden",
+        backend: str = "auto",
+        track_running_stats: bool | None = None,
+        momentum: float | None = 0.1,
+        autocast_output: str = "float32",
+        **kwargs: Any,
+    ) -> None:
+        caller = type(self).__name__
+        _checks.momentum(caller, momentum, None, moves=False)
+        if track_running_stats is None:
+            track_running_stats = self._watches
+        _checks.flags(caller, track_running_stats=track_running_stats)
+        _checks.autocast_output(caller, autocast_output)
+        super().__init__(*args, mode=mode, backend=backend, **kwargs)
+        self.autocast_output = autocast_output
+        self.track_running_stats = track_running_stats
+        self.momentum = momentum
+        self.register_statistics(kwargs.get("device"))
 
     def _adopt(self, options: Options) -> None:
-        self.track_running_stats = options.track_running_stats
+        asked = options.track_running_stats
+        self.track_running_stats = self._watches if asked is None else asked
         self.momentum = 0.1
         self.register_statistics(options.device)
 
@@ -52,14 +93,14 @@ class WatchedRows(TargetVarianceNorm):
         dtype = torch.float64 if double else torch.float32
         for name in _START:
             fresh = None
-            if self.track_running_stats:
+            if self.track_running_stats and name in self._watched:
                 fresh = _fresh(name, dtype, device if weight is None else weight.device)
             self.register_buffer(name, fresh)
 
     def reset_parameters(self) -> None:
         """As in the stock class, and forget the running statistics."""
         super().reset_parameters()  # type: ignore[misc]
-        if "running_mean" in self._buffers:  # the stock constructor calls this before there are any
+        if "running_var" in self._buffers:  # the stock constructor calls this before there are any
             self.reset_running_stats()
 
     def reset_running_stats(self) -> None:
@@ -83,15 +124,15 @@ class WatchedRows(TargetVarianceNorm):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The running statistics, on the input's device; Nones if this forward moves none."""
         statistics = self._statistics() if self.training else (None, None, None)
-        mean = statistics[0]
+        var = statistics[1]
         # torch.func transforms refuse writes to captured tensors; the stock layer has none.
-        if mean is None or transforms_active():
+        if var is None or transforms_active():
             return None, None, None
         try:
             device = input.device
         except AttributeError:  # not a tensor, and about to be refused
             return statistics
-        if mean.device != device:
+        if var.device != device:
             # A layer without weight and bias only learns from its input where it runs.
             self._move_statistics(device)
             return self._statistics()
@@ -114,14 +155,14 @@ class WatchedRows(TargetVarianceNorm):
 
     def _lacks_values(self) -> bool:
         """Whether the statistics are still on the meta device, but no parameter is."""
-        mean = self._buffers.get("running_mean")
-        if mean is None or not mean.is_meta:
+        var = self._buffers.get("running_var")
+        if var is None or not var.is_meta:
             return False
         parameter = next(self.parameters(), None)  # reading `weight` might compute it
         return parameter is None or not parameter.is_meta
 
     def _is_on_meta(self) -> bool:
-        tensors = (next(self.parameters(), None), self._buffers.get("running_mean"))
+        tensors = (next(self.parameters(), None), self._buffers.get("running_var"))
         return any(t is not None and t.is_meta for t in tensors)
 
     def _apply(self, fn: Any, recurse: bool = True) -> WatchedRows:

@@ -23,7 +23,15 @@ NO_STATISTICS = {"running_mean": None, "running_var": None}
 batch_norm = partial(functional.batch_norm, input=X, training=True, **NO_STATISTICS)
 layer_norm = partial(functional.layer_norm, input=X, normalized_shape=(6,))
 add_layer_norm = partial(functional.add_layer_norm, x=X, residual=X, normalized_shape=(6,))
+rms_norm = partial(functional.rms_norm, input=X, normalized_shape=(6,))
+add_rms_norm = partial(functional.add_rms_norm, x=X, residual=X, normalized_shape=(6,))
+group_norm = partial(functional.group_norm, input=X, num_groups=2)
+instance_norm = partial(functional.instance_norm, input=X[None])
+make_group_norm = partial(normplug.GroupNorm, num_groups=2, num_channels=6)
+make_instance_norm = partial(normplug.InstanceNorm2d, num_features=6)
 make_layer_norm = partial(normplug.LayerNorm, normalized_shape=6)
+make_rms_norm = partial(normplug.RMSNorm, normalized_shape=6)
+TAKE_NO_EPS = (rms_norm, add_rms_norm, make_rms_norm)
 
 
 def model():
@@ -49,6 +57,7 @@ unswap = on_swapped_model(normplug.unswap)
 NO_TENSORS = [ARRAY, [1.0], 1.0, "x", 3]
 NO_NUMBERS = ["x", True, 1j, [1.0], torch.tensor(0.5), ARRAY]
 NO_FLAGS = ["yes", 1, 0.0, None, torch.tensor(True), np.ones(2)]
+NO_CHOICES = [v for v in NO_FLAGS if v is not None]  # which leaves it to the layer's class
 NO_NAMES = [3, None, ["torch"], np.array(["torch", "auto"]), torch.ones(2), b"torch", True]
 NO_SIZES = [0, -1]
 NO_COUNTS = [1.5, True, "a", None, [1], 1j, torch.tensor(3), float("nan")]
@@ -65,18 +74,24 @@ def cases(call, caller, name, values, error):
 def number_cases(call, caller):
     """Of arguments that functions and layers take alike."""
     cases(call, caller, "momentum", NO_NUMBERS, TypeError)
-    cases(call, caller, "eps", [None, *NO_NUMBERS], TypeError)
+    cases(
+        call, caller, "eps", NO_NUMBERS if call in TAKE_NO_EPS else [None, *NO_NUMBERS], TypeError
+    )
     cases(call, caller, "eps", NO_EPS, ValueError)
     cases(call, caller, "backend", NO_NAMES, ValueError)
 
 
-for call in (batch_norm, layer_norm, add_layer_norm):
+for call in (batch_norm, layer_norm, add_layer_norm, rms_norm, add_rms_norm):
     caller = f"functional.{call.func.__name__}"
     number_cases(call, caller)
-    first = "x" if call is add_layer_norm else "input"
+    first = "x" if call in (add_layer_norm, add_rms_norm) else "input"
     for value in [None, *NO_TENSORS, X.int(), X.bool(), X.to(torch.complex64)]:
         TABLE.append(pytest.param(call, {first: value}, TypeError, caller, "input"))
-    vectors = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+    vectors = ["weight", "running_var", "num_batches_tracked"]
+    if call in TAKE_NO_EPS:
+        cases(call, caller, "weight_offset", [None, *NO_NUMBERS], TypeError)
+    else:
+        vectors += ["bias", "running_mean"]
     vectors += {batch_norm: ["residual"], layer_norm: ["input_bias"]}.get(call, [])
     for name in vectors:
         cases(call, caller, name, NO_TENSORS, TypeError)
@@ -90,10 +105,32 @@ for call in (batch_norm, layer_norm, add_layer_norm):
         shapes = [(6.0,), [True], ("6",), 6, None, 6.0, "6", (None,), torch.tensor([6])]
         cases(call, caller, "normalized_shape", shapes, TypeError)
         cases(call, caller, "normalized_shape", [(0,), (-6,), [], (5,)], ValueError)
+for call in (group_norm, instance_norm):
+    caller = f"functional.{call.func.__name__}"
+    cases(call, caller, "input", [None, ARRAY, X.int()], TypeError)
+    cases(call, caller, "eps", ["x", True], TypeError)
+    cases(call, caller, "eps", NO_EPS, ValueError)
+    for name in ("weight", "bias"):
+        cases(call, caller, name, [ARRAY, 3], TypeError)
+        cases(call, caller, name, [torch.ones(2)], ValueError)
+    for name in ("backend", "activation"):
+        cases(call, caller, name, [3, "tanh"], ValueError)
+cases(group_norm, "functional.group_norm", "num_groups", [1.5, True, None], TypeError)
+cases(group_norm, "functional.group_norm", "num_groups", [*NO_SIZES, 4], ValueError)
+cases(group_norm, "functional.group_norm", "autocast_output", [None, "half"], ValueError)
+cases(instance_norm, "functional.instance_norm", "use_input_stats", [1, None], TypeError)
+cases(instance_norm, "functional.instance_norm", "momentum", ["x", True], TypeError)
+cases(make_group_norm, "GroupNorm", "num_groups", [1.5, None], TypeError)
+cases(make_group_norm, "GroupNorm", "num_channels", [0, -6], ValueError)
+cases(make_group_norm, "GroupNorm", "track_running_stats", [1, "x"], TypeError)
+cases(make_group_norm, "GroupNorm", "autocast_output", ["half"], ValueError)
+cases(make_instance_norm, "InstanceNorm2d", "num_features", [1.5, None], TypeError)
+cases(make_instance_norm, "InstanceNorm2d", "eps", [0.0, -1.0], ValueError)
 cases(batch_norm, "functional.batch_norm", "training", NO_FLAGS, TypeError)
 cases(batch_norm, "functional.batch_norm", "eps", [0.0, 0], ValueError)
 cases(batch_norm, "functional.batch_norm", "activation", [3, ["relu"], "tanh"], ValueError)
 cases(add_layer_norm, "functional.add_layer_norm", "residual", [X[:2], X[0]], ValueError)
+cases(add_rms_norm, "functional.add_rms_norm", "residual", [X[:2], X[0]], ValueError)
 cases(batch_norm, "functional.batch_norm", "residual", [X[:1]], ValueError)
 for name in ("running_mean", "running_var"):
     both = {"running_mean": torch.ones(()), "running_var": torch.ones(()), name: torch.ones(6)}
@@ -109,17 +146,19 @@ for caller in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"):
     cases(make, caller, "eps", [0.0], ValueError)
     cases(make, caller, "affine", NO_FLAGS, TypeError)
     cases(make, caller, "track_running_stats", NO_FLAGS, TypeError)
-number_cases(make_layer_norm, "LayerNorm")
 NO_SHAPES = [[1.0], *NO_COUNTS[:4], {}.get]
-cases(make_layer_norm, "LayerNorm", "normalized_shape", NO_SHAPES, TypeError)
-cases(make_layer_norm, "LayerNorm", "normalized_shape", [[0], [-1], 0, -3], ValueError)
-cases(make_layer_norm, "LayerNorm", "elementwise_affine", NO_FLAGS, TypeError)
-cases(make_layer_norm, "LayerNorm", "track_running_stats", NO_FLAGS, TypeError)
-cases(make_layer_norm, "LayerNorm", "autocast_output", NO_NAMES, ValueError)
+for make, caller in ((make_layer_norm, "LayerNorm"), (make_rms_norm, "RMSNorm")):
+    number_cases(make, caller)
+    cases(make, caller, "normalized_shape", NO_SHAPES, TypeError)
+    cases(make, caller, "normalized_shape", [[0], [-1], 0, -3], ValueError)
+    cases(make, caller, "elementwise_affine", NO_FLAGS, TypeError)
+    cases(make, caller, "track_running_stats", NO_CHOICES, TypeError)
+    cases(make, caller, "autocast_output", NO_NAMES, ValueError)
 OPTIONS = [(swap, "swap"), (swapped, "swap"), (SwapNorms, "lightning.SwapNorms")]
 for call, caller in OPTIONS:
-    for name in ("track_running_stats", "preserve_output", "sync"):
+    for name in ("preserve_output", "sync"):
         cases(call, caller, name, NO_FLAGS, TypeError)
+    cases(call, caller, "track_running_stats", NO_CHOICES, TypeError)
     cases(call, caller, "backend", NO_NAMES, ValueError)
     cases(call, caller, "autocast_output", NO_NAMES, ValueError)
 NO_FILTERS = [3, [3], 1.5, True, ["norm", None], b"norm", ARRAY, X, {"norm": 1}, nn.LayerNorm(6)]
@@ -128,7 +167,8 @@ for call, _ in [*OPTIONS, (plan, "plan")]:
         cases(call, "", name, NO_FILTERS, TypeError)
 NO_MODES = [True, None, 0, -1, "gold", float("nan"), [1], ARRAY, torch.tensor(1.0), 1j]
 TAKES_MODE = [swap, swapped, set_mode, SwapNorms, batch_norm, layer_norm, add_layer_norm]
-for call in [*TAKES_MODE, make_layer_norm]:
+TAKES_MODE += [rms_norm, add_rms_norm, group_norm, instance_norm, make_group_norm]
+for call in [*TAKES_MODE, make_layer_norm, make_rms_norm]:
     cases(call, "", "mode", NO_MODES, ValueError)
 cases(plan, "plan", "sync", NO_FLAGS, TypeError)
 cases(fuse, "fuse", "recompute", NO_FLAGS, TypeError)

@@ -35,6 +35,24 @@ def test_layer_norm_backward_is_the_gradient_of_the_forward(shape, normalized):
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (2, 6, 5), (2, 4, 3, 2), (2, 4, 2, 3, 2)])
+@pytest.mark.parametrize("groups", [1, 2, None])
+def test_group_norm_backward_is_the_gradient_of_the_forward(shape, groups):
+    c = shape[1]
+    x, weight, bias = (leaf(torch.randn(s).double() + 3) for s in (shape, (c,), (c,)))
+    dy = torch.randn(shape).double()
+    options = {"target_variance": GOLDEN}
+    if groups is None:
+        y = reference.instance_norm(x, weight, bias, **options).y
+    else:
+        y = reference.group_norm(x, groups, weight, bias, **options).y
+    plain = F.group_norm(x, groups or c, weight * GOLDEN**0.5, bias)
+    torch.testing.assert_close(y, plain)
+    expected = torch.autograd.grad(y, (x, weight, bias), dy)
+    got = reference.group_norm_backward(dy, x, groups or c, weight, **options)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_standard_is_torch_and_the_output_variance_is_the_target():
     x = torch.randn(64, 5, 6, dtype=torch.double) * 3 + 100
     running = torch.zeros(5).double(), torch.ones(5).double()

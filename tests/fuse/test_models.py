@@ -208,6 +208,15 @@ def test_channels_last_stays():
     assert_same_step(model, plain, x)
 
 
+def test_an_addition_before_an_rms_norm_is_fused_with_it(calls):
+    model, plain = twins(PreNorm(norm=nn.RMSNorm))
+    assert [(row.path, row.label) for row in fusions(model) if row.label] == [
+        ("norm2", "add before it")
+    ]
+    assert_same_step(model, plain, torch.randn(4, 5, 8, dtype=torch.double))
+    assert calls == ["add before"]
+
+
 def test_float32_is_as_close_to_float64_as_unfused():
     exact = swapped(nn.Sequential(Block(), Block(), nn.Flatten(2), PreNorm(25)))
     plain = copy.deepcopy(exact).float()

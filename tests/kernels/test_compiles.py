@@ -17,9 +17,11 @@ from triton.compiler import ASTSource  # noqa: E402
 from normplug._kernels import launch, primitives  # noqa: E402
 from normplug._kernels.batch_norm import launches as batch_norm  # noqa: E402
 from normplug._kernels.batch_norm import schedule as bn  # noqa: E402
+from normplug._kernels.group_norm import launches as group_norm  # noqa: E402
+from normplug._kernels.group_norm import schedule as gn  # noqa: E402
 from normplug._kernels.layer_norm import launches as layer_norm  # noqa: E402
 from normplug._kernels.layer_norm import schedule as ln  # noqa: E402
-from normplug._kernels.layer_norm.launches import Strides, TwoLevels  # noqa: E402
+from normplug._kernels.layer_norm.launches import Levels, Strides  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
@@ -129,6 +131,33 @@ def test_layer_norm(width, dtype):
         assert compiled(made, dtype, dtotal_ptr=dtype).asm["cubin"]
 
 
+# (N, groups, channels of a group, values of a plane), and whether channels are adjacent.
+GROUP_NORMS = {
+    "planes, tiles": (16, 32, 10, 4096, False),
+    "planes, held": (16, 32, 2, 196, False),
+    "columns, tiles": (16, 32, 10, 4096, True),
+    "columns, held": (16, 32, 8, 64, True),
+}
+
+
+def group_norm_launches(shape, dtype):
+    acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
+    flags = group_norm.Flags(activation="silu")
+    forward = gn.group_norm_forward(*shape, dtype.itemsize, SMS)
+    yield group_norm.forward_launch(forward, acc, flags, 1e-5, 0.6)
+    backward = gn.group_norm_backward(*shape, dtype.itemsize, SMS)
+    yield group_norm.backward_launch(backward, acc, flags, (True, True, True), 0.6)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, BFLOAT16) for name in GROUP_NORMS), ("columns, held", FLOAT64)]
+)
+def test_group_norm(name, dtype):
+    for made in group_norm_launches(GROUP_NORMS[name], dtype):
+        assert made._constants["HELD"] == ("held" in name)
+        check_parameters(made, dtype)
+
+
 def threads_along_the_steps(made, dtype, tile, **others):
     """How many threads and warps share the steps of the tiles that a launch loads."""
     ir = compiled(made, dtype, **others).asm["ttgir"]
@@ -175,7 +204,7 @@ def test_layer_norm_of_narrow_rows_reads_a_bias_once():
     assert ahead <= max(tiles, 4 * cut.lanes * cut.bc) + 2048
 
 
-@pytest.mark.parametrize("spacing", [768, TwoLevels(197, 768, 768 * 128)], ids=["even", "permuted"])
+@pytest.mark.parametrize("spacing", [768, Levels(197, 768, 768 * 128)], ids=["even", "permuted"])
 def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(spacing):
     narrow = {"x_ptr": BFLOAT16, "y_ptr": BFLOAT16, "dy_ptr": BFLOAT16}
     for made, others in zip(
@@ -187,6 +216,21 @@ def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(spacing):
         conversions = [line for line in ir.splitlines() if "convert_layout" in line]
         tile = f"-> tensor<{tile_of(made, 'R')}x"
         assert not [c for c in conversions if tile + "f32" in c or tile + "bf16" in c]
+
+
+@pytest.mark.parametrize("width", [128, 4096, 131072])
+def test_rms_norm(width):
+    """Of rows on three levels, rounded before the weight, which has an offset."""
+    forward = ln.layer_norm_forward(4096, width, 8, 2, False, SMS, False)
+    backward = ln.layer_norm_backward(4096, width, 8, 2, False, SMS, SHARED, launch.COOPERATIVE)
+    flags = layer_norm.Flags(centred=False, offset=1.0, rounded=BFLOAT16, bias=False)
+    heads = Levels(64, 64 * 24 * width, 24 * width, 8, width)
+    strides, needs = Strides(heads, dy=heads), (True, True, False, False)
+    for made in (
+        layer_norm.forward_launch(forward, FLOAT32, flags, Strides(heads), 0.1, 1e-5, 0.6),
+        layer_norm.backward_launch(backward, FLOAT32, flags, strides, needs, 0.6),
+    ):
+        assert compiled(made, BFLOAT16).asm["cubin"]
 
 
 PARAMETER = re.compile(r"\.param \.([uf])(32|64)\b")
@@ -224,7 +268,7 @@ def test_the_parameters_of_batch_norm(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
-@pytest.mark.parametrize("spacing", [768, 2**32, TwoLevels(197, 768, 768 * 128)], ids=str)
+@pytest.mark.parametrize("spacing", [768, 2**32, Levels(197, 768, 768 * 128)], ids=str)
 def test_the_parameters_of_layer_norm(spacing, dtype):
     acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
     for made in row_launches(25216, 768, dtype.itemsize, acc, spacing):

@@ -130,6 +130,26 @@ def test_variance_logger_measures_what_it_says(tmp_path, mode, compiled):
     assert logger.table().splitlines()[0] == "variance at step 4"
 
 
+@pytest.mark.parametrize("mode", [None, "golden"])
+def test_second_moments_are_logged_of_a_norm_that_does_not_centre(mode, tmp_path):
+    module = lightning_cases.Module(
+        lambda: nn.Sequential(nn.Flatten(), nn.RMSNorm(108), nn.LayerNorm(108), nn.Linear(108, 4))
+    )
+    if mode is not None:
+        normplug.swap(module, mode)
+    logger = VarianceLogger(STEPS, tmp_path)
+    trainer(tmp_path, logger).fit(module, loader())
+    assert [row["measure"] for row in rows_of(tmp_path / "variance.csv")] == [
+        "second moment",
+        "variance",
+    ]
+    first, tv = logger.last[0], normplug.target_variance(mode or "standard")
+    assert first.output_variance == pytest.approx(tv, rel=1e-3)
+    assert first.input_variance > 30  # the mean is 5
+    head, moment, _ = (line.split() for line in logger.table().splitlines()[1:])
+    assert (head[-1], moment[-1]) == ("measure", "moment")
+
+
 def test_measuring_changes_no_result(tmp_path):
     results = []
     for callbacks in ([], [VarianceLogger(2, tmp_path)]):

@@ -7,7 +7,7 @@ from torch import nn
 
 import normplug
 from matrix import reloaded
-from normplug import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm
+from normplug import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, RMSNorm
 
 PAIRS = [
     (BatchNorm1d, nn.BatchNorm1d, (6, 4)),
@@ -15,16 +15,18 @@ PAIRS = [
     (BatchNorm2d, nn.BatchNorm2d, (6, 4, 5, 3)),
     (BatchNorm3d, nn.BatchNorm3d, (6, 4, 2, 5, 3)),
     (LayerNorm, nn.LayerNorm, (6, 5, 4)),
+    (RMSNorm, nn.RMSNorm, (6, 5, 4)),
 ]
 SYNC = (normplug.SyncBatchNorm, nn.SyncBatchNorm, (6, 4, 5))
 COMMON = [{}, {"dtype": torch.float64}]
 BN_OPTIONS = [{"affine": False}, {"momentum": None}, {"track_running_stats": False}]
 BN_OPTIONS += [{"eps": 1e-3, "momentum": 0.3}, *COMMON]
-LN_OPTIONS = [{"elementwise_affine": False}, {"bias": False}, {"eps": 1e-3}, *COMMON]
+RMS_OPTIONS = [{"elementwise_affine": False}, {"eps": 1e-3}, *COMMON]
+OPTIONS = {LayerNorm: [{"bias": False}, *RMS_OPTIONS], RMSNorm: RMS_OPTIONS}
 CASES = [
     (ours, stock, shape, options)
     for ours, stock, shape in PAIRS
-    for options in (LN_OPTIONS if ours is LayerNorm else BN_OPTIONS)
+    for options in OPTIONS.get(ours, BN_OPTIONS)
 ]
 
 
@@ -56,8 +58,9 @@ def test_standard_is_the_torch_layer_bit_for_bit(ours, stock, shape, options):
 @pytest.mark.parametrize("mode", ["golden", 0.25, 3])
 def test_the_output_has_the_target_variance(ours, stock, shape, mode):
     x = torch.randn(64, *shape[1:]) * 5 + 2
-    dims = -1 if ours is LayerNorm else (0, *range(2, x.dim()))
-    variance = ours(4, mode=mode, eps=1e-9)(x).var(dims, correction=0)
+    dims = -1 if ours in OPTIONS else (0, *range(2, x.dim()))
+    y = ours(4, mode=mode, eps=1e-9)(x)
+    variance = y.square().mean(dims) if ours is RMSNorm else y.var(dims, correction=0)
     expected = torch.full_like(variance, normplug.target_variance(mode))
     torch.testing.assert_close(variance, expected, rtol=1e-3, atol=0)
 
@@ -117,6 +120,25 @@ def test_a_pickle_from_before_eps_was_a_property_is_loaded():
     loaded.__setstate__({name: value for name, value in vars(layer).items() if name != "_eps"})
     x = torch.randn(4, 8)
     assert torch.equal(loaded(x), layer(x))
+
+
+def test_rms_norm_watches_the_second_moment_only_where_it_is_asked_to():
+    model = normplug.swap(nn.Sequential(nn.RMSNorm(8), nn.LayerNorm(8)))
+    assert [m.track_running_stats for m in model] == [False, True]
+    assert not [*model[0].buffers()]
+    layer = normplug.swap(nn.RMSNorm(8), track_running_stats=True)
+    x = torch.randn(50, 8) + 3
+    layer(x)
+    torch.testing.assert_close(layer.running_var, 0.9 + 0.1 * x.square().mean())
+    assert set(layer.state_dict()) == {"weight", "running_var", "num_batches_tracked"}
+    again = RMSNorm(8, track_running_stats=True)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again.running_var, layer.running_var)
+    again.load_state_dict(RMSNorm(8).state_dict())  # which has none: they start again
+    assert again.running_var == 1
+    normplug.unswap(layer)
+    assert vars(layer).keys() == vars(nn.RMSNorm(8)).keys()
+    assert set(layer.state_dict()) == {"weight"}
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])

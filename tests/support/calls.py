@@ -44,10 +44,9 @@ class Tensors:
 
     def running(self, tracked: bool = True) -> dict[str, Tensor]:
         """Copies of the running statistics, if any, after three batches."""
-        if self.running_mean is None:
-            return {}
-        copies = {name: getattr(self, name).clone() for name in ("running_mean", "running_var")}
-        if tracked:
+        given = {name: getattr(self, name) for name in ("running_mean", "running_var")}
+        copies = {name: running.clone() for name, running in given.items() if running is not None}
+        if copies and tracked:
             copies["num_batches_tracked"] = torch.tensor(3, device=self.x.device)
         return copies
 

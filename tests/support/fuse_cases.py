@@ -49,9 +49,9 @@ class Block(nn.Module):
 class PreNorm(nn.Module):
     """A transformer block: an addition before its second norm."""
 
-    def __init__(self, width=8, p=0.0):
+    def __init__(self, width=8, p=0.0, norm=nn.LayerNorm):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1, self.norm2 = norm(width), norm(width)
         self.mix, self.mlp = nn.Linear(width, width), nn.Linear(width, width)
         self.drop = nn.Dropout(p)
 

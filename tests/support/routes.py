@@ -15,7 +15,7 @@ from torch import Tensor
 
 from normplug import functional, native, target_variance
 from normplug._ops import cache, eligible, recompute
-from normplug._ops.spec import BatchNormSpec, Pool, Tensors
+from normplug._ops.spec import BatchNormSpec, GroupNormSpec, Pool, Tensors
 
 __all__ = ["HAS_RECOMPUTE", "NEEDS_RECOMPUTE", "Pool"]
 
@@ -259,6 +259,7 @@ def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What norms compute in one call from now on, in order; on the CPU as on a GPU."""
     made: list[str] = []
     batch_norm, layer_norm = functional._batch_norm, functional._layer_norm
+    group_norm = functional._group_norm
 
     def watched_batch_norm(t: Tensors, spec: BatchNormSpec, *args: Any, **options: Any) -> Tensor:
         if spec.pool is not None:
@@ -272,6 +273,11 @@ def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             made.append(spec.activation)
         return batch_norm(t, spec, *args, **options)
 
+    def watched_group_norm(caller: str, t: Tensors, spec: GroupNormSpec, *args: Any) -> Tensor:
+        if spec.activation is not None:
+            made.append(spec.activation)
+        return group_norm(caller, t, spec, *args)
+
     def watched_layer_norm(caller: str, t: Tensors, *args: Any, **options: Any) -> Any:
         if t.residual is not None:
             made.append("add before")
@@ -283,6 +289,7 @@ def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     # C++ would carry out what it knows without these functions.
     monkeypatch.setattr(native, "forward", lambda *arguments: None)
     monkeypatch.setattr(functional, "_batch_norm", watched_batch_norm)
+    monkeypatch.setattr(functional, "_group_norm", watched_group_norm)
     monkeypatch.setattr(functional, "_layer_norm", watched_layer_norm)
     return made
 

@@ -1,4 +1,4 @@
-"""Calls of LayerNorm for the tests of its kernels: inputs, what is exact, and how exact to be."""
+"""Calls of LayerNorm and RMSNorm for the tests of their kernels: inputs, and how exact to be."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from normplug import functional, reference, target_variance
 
 PERMUTED = ("permuted", "rotated", "permuted apart", "repeated inside")  # two strides
 LAYOUTS = (
-    "contiguous", "apart", "odd", "every second", "transposed", "repeated", "expanded", *PERMUTED,
+    "contiguous", "apart", "odd", "every second", "transposed", "repeated", "expanded", "heads",
+    *PERMUTED,
 )  # fmt: skip
 
 
@@ -29,7 +30,8 @@ class Case:
     dims: of `shape`, how many make a row. params: dtype of the vectors; None is that of x. layout,
     residual, dy, dtotal: one of LAYOUTS; without a residual if None; a gradient lies as x does if
     None. running: dtype of the running statistics, if any. used: the outputs that gradients come
-    from. needs: the inputs that gradients are taken of.
+    from. needs: the inputs that gradients are taken of. centred: for LayerNorm, or else for
+    RMSNorm, which takes no bias. weight_offset: RMSNorm's.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +45,7 @@ class Case:
     running: torch.dtype | None = None
     tracked: bool = True
     momentum: float | None = 0.1
-    eps: float = 1e-5
+    eps: float | None = 1e-5
     mode: str | float = "golden"
     offset: float = 3.0
     dy: str | None = None
@@ -51,6 +53,8 @@ class Case:
     used: tuple[str, ...] = ("y", "total")
     needs: tuple[str, ...] = INPUTS
     seed: int = 0
+    centred: bool = True
+    weight_offset: float = 0.0
 
     __str__ = said
 
@@ -79,6 +83,12 @@ def laid_out(x: Tensor, dims: int, layout: str) -> Tensor:
     if layout == "transposed":
         order = tuple(reversed(range(x.dim())))
         return x.permute(order).contiguous().permute(order)
+    if layout == "heads":  # as queries and keys are laid out: heads within tokens, three strides
+        if outer < 2:
+            return laid_out(x, dims, "apart")
+        return laid_out(x.transpose(outer - 2, outer - 1), dims, "apart").transpose(
+            outer - 2, outer - 1
+        )
     if layout in PERMUTED and outer > 0:
         # As `batch_first` leaves a batch, whose axis lies inside all others; or the last outside.
         there, back = (outer - 1, 0) if layout == "rotated" else (0, outer - 1)
@@ -112,9 +122,11 @@ def make(case: Case, device: str = "cpu") -> Tensors:
         x=laid_out(x, case.dims, case.layout),
         residual=None if case.residual is None else laid_out(beside, case.dims, case.residual),
         weight=(spread * 1.1).to(params) if "weight" in vectors else None,
-        bias=normal(case.row, params, 0.5, 0.0) if "bias" in vectors else None,
+        bias=normal(case.row, params, 0.5, 0.0) if case.centred and "bias" in vectors else None,
         input_bias=normal(case.row, params, 1.0, 0.5) if "input_bias" in vectors else None,
-        running_mean=None if running is None else normal((), running, 1.0, case.offset),
+        running_mean=None
+        if running is None or not case.centred
+        else normal((), running, 1.0, case.offset),
         running_var=None if running is None else normal((), running, 0.1, 3.0),
         dy=laid_out(dy, case.dims, case.dy or case.layout),
         dtotal=None
@@ -130,6 +142,13 @@ def call(case: Case, inputs: dict[str, Any], backend: str, **running: Any) -> di
     if running:
         options["momentum"] = case.momentum
     x, residual, input_bias = inputs["x"], inputs["residual"], inputs["input_bias"]
+    if not case.centred:
+        given = (case.row, inputs["weight"], case.eps)
+        options["weight_offset"] = case.weight_offset
+        if residual is None:
+            return {"y": functional.rms_norm(x, *given, **options)}
+        y, total = functional.add_rms_norm(x, residual, *given, **options)
+        return {"y": y, "total": total}
     if residual is None:
         return {"y": functional.layer_norm(x, *given, input_bias=input_bias, **options)}
     y, total = functional.add_layer_norm(x, residual, *given, **options)
@@ -203,7 +222,7 @@ OPERATOR_CASES = [
 
 def check_operators(case: Case, device: str) -> None:
     """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
-    from normplug._ops.layer_norm.compiled import ADD, PLAIN
+    from normplug._ops.layer_norm.compiled import ADD, ADD_RMS, PLAIN, RMS
 
     tensors = make(case, device)
     running = tensors.running()
@@ -212,6 +231,9 @@ def check_operators(case: Case, device: str) -> None:
     target = target_variance(case.mode)
     numbers = (list(case.row), case.momentum, case.eps, target, None, "float32")
     operators = PLAIN if tensors.residual is None else ADD
+    if not case.centred:
+        numbers = (*numbers, case.weight_offset, None)
+        operators = RMS if tensors.residual is None else ADD_RMS
     routes.check_operators(operators, t, numbers, tensors.dy, tensors.dtotal)
 
 
@@ -317,14 +339,24 @@ class _Exact:
         self.dims = tuple(range(-case.dims, 0))
         self.rows = tuple(range(len(case.shape) - case.dims))
         self.var, self.mean = torch.var_mean(self.h, self.dims, correction=0, keepdim=True)
-        self.rstd = torch.rsqrt(self.var + case.eps)
+        if not case.centred:
+            self.mean = torch.zeros_like(self.mean)
+            self.var = self.h.square().mean(self.dims, keepdim=True)
+        self.eps = reference.rms_eps(case.total, case.eps)
+        self.rstd = torch.rsqrt(self.var + self.eps)
 
     def results(self) -> dict[str, Tensor]:
         t, case = self.tensors, self.case
-        options = {"eps": case.eps, "target_variance": self.tv}
-        made = reference.layer_norm(self.h, case.row, t.weight, t.bias, **options)
+        options = {"eps": self.eps, "target_variance": self.tv}
         dy = t.dy if "y" in case.used else torch.zeros_like(t.dy)
-        gradients = reference.layer_norm_backward(dy, self.h, case.row, t.weight, **options)
+        if case.centred:
+            made = reference.layer_norm(self.h, case.row, t.weight, t.bias, **options)
+            gradients = reference.layer_norm_backward(dy, self.h, case.row, t.weight, **options)
+        else:
+            options["weight_offset"] = case.weight_offset
+            made = reference.rms_norm(self.h, case.row, t.weight, **options)
+            found = reference.rms_norm_backward(dy, self.h, case.row, t.weight, **options)
+            gradients = reference.Gradients(*found, dbias=torch.zeros(()))
         through = gradients.dx
         if t.dtotal is not None and "total" in case.used:
             through = through + t.dtotal
@@ -350,7 +382,7 @@ class _Exact:
             centre = centre + (t.x.abs() + t.input_bias.abs()) * rstd
         xhat = (self.h - self.mean).abs() * rstd
         root = self.tv**0.5
-        weight = 1.0 if t.weight is None else t.weight.abs()
+        weight = 1.0 if t.weight is None else (t.weight + self.case.weight_offset).abs()
         dy = t.dy.abs()
         g = dy * weight * root
         off = (g * xhat).mean(dims, keepdim=True) * centre
@@ -375,6 +407,7 @@ class _Exact:
             width = self.h[(0,) * len(self.rows)].numel()
             spread = (xhat * centre / rstd.square()).mean()
             out["running_var"] = out["running_var"] + spread / width**0.5
+        if "running_mean" in out:
             out["running_mean"] = out["running_mean"] + self.h.abs().mean()
         return out
 
@@ -383,6 +416,5 @@ class _Exact:
 
     def _batch(self) -> dict[str, Tensor]:
         """What the running statistics move towards."""
-        if self.tensors.running_mean is None:
-            return {}
-        return {"running_mean": self.mean.mean(), "running_var": self.var.mean()}
+        batch = {"running_mean": self.mean.mean(), "running_var": self.var.mean()}
+        return {n: value for n, value in batch.items() if getattr(self.tensors, n) is not None}

@@ -48,10 +48,17 @@ IMAGES = [
     timm_layer("BatchNormAct2d", 8, apply_act=False),
     timm_layer("BatchNormAct2d", 8, affine=False),
     timm_layer("BatchNormAct2d", 8, drop_layer=nn.Dropout),
+    timm_layer("GroupNorm", 8, num_groups=4),
+    timm_layer("GroupNorm1", 8, affine=False),
+    timm_layer("GroupNormAct", 8, num_groups=2, act_layer="silu"),
+    timm_layer("GroupNormAct", 8, num_groups=2, drop_layer=nn.Dropout),
+    timm_layer("GroupNorm1Act", 8, act_layer="leaky_relu"),
     timm_layer("LayerNorm2d", 8),
+    layer_of("timm.layers.norm", "LayerNormExp2d", 8),
     timm_layer("LayerNorm2dFp32", 8),
     timm_layer("LayerNormAct2d", 8, act_layer="silu"),
     timm_layer("LayerNormAct2dFp32", 8, act_layer="gelu", drop_layer=nn.Dropout),
+    layer_of("timm.models.metaformer", "GroupNorm1NoBias", 8),
     layer_of("timm.models.metaformer", "LayerNorm2dNoBias", 8),
     layer_of("torchvision.models.convnext", "LayerNorm2d", 8, eps=1e-6),
     transformers_layer("ConvNextLayerNorm", "convnext"),
@@ -103,7 +110,7 @@ def test_golden_is_the_layer_with_a_scaled_weight_and_unswaps_to_it(layer, train
     ours = swap(copy.deepcopy(layer), "golden")
     assert [row.becomes for row in plan(ours)] == [type(layer).__name__]
     if layer.weight is None:
-        shape = getattr(layer, "normalized_shape", None) or (layer.num_features,)
+        shape = _convert.affine_shape(layer)
         layer.weight = nn.Parameter(torch.full(shape, ROOT), requires_grad=False)
     else:
         layer.weight.data.mul_(ROOT)

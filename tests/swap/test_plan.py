@@ -47,8 +47,8 @@ def test_a_filter_that_matches_nothing(net):
 
 
 def test_nothing_to_swap_warns_with_what_was_seen():
-    model = nn.Sequential(nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.GroupNorm(2, 4))
-    text = r"2 GroupNorm \(no normplug counterpart\), 1 InstanceNorm2d"
+    model = nn.Sequential(*(nn.LocalResponseNorm(n) for n in (2, 3)), nn.CrossMapLRN2d(2))
+    text = r"2 LocalResponseNorm \(no normplug counterpart\), 1 CrossMapLRN2d"
     with pytest.warns(UserWarning, match=text):
         assert swap(model) is model
     with pytest.warns(UserWarning, match="nothing to swap in Linear; norm layers seen: none"):
@@ -61,12 +61,12 @@ def test_subclasses_and_other_norms_are_left_and_plan_says_so(net):
             return super().forward(x).relu()
 
     net.odd = Odd(4)
-    net.rms = nn.RMSNorm(4)
+    net.local = nn.LocalResponseNorm(2)
     net.weighty = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     notes = {row.path: row.note for row in plan(net) if not row.becomes}
     assert notes == {
         "odd": "a subclass of nn.BatchNorm2d, which may have a forward of its own",
-        "rms": "no normplug counterpart",
+        "local": "no normplug counterpart",
     }
     swap(net)
     assert type(net.odd) is Odd

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from normplug.bench.accuracy import relative_errors, require_accurate
 from normplug.bench.kernels import OPS
-from normplug.bench.suites import LAYER_NORMS, Case
+from normplug.bench.suites import ROW_NORMS, Case
 
 GOLDEN = (5**0.5 - 1) / 2
 STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
@@ -30,9 +30,11 @@ def test_the_truth_in_groups_of_channels_is_the_whole_truth(monkeypatch):
         ("ln_stats", STATISTICS),
         ("add_ln", {"total", "dresidual"}),
         ("bias_ln", {"dinput_bias"}),
+        ("rms", set()),
+        ("add_rms", {"total", "dresidual"}),
     ],
 )
-def test_the_truth_of_layer_norm_in_groups_of_rows_is_that_of_autograd(op, others, monkeypatch):
+def test_the_truth_of_norms_of_rows_in_groups_of_rows_is_that_of_autograd(op, others, monkeypatch):
     monkeypatch.setattr("normplug.bench.layer_norm.CHUNK_ELEMENTS", 3 * 7)
     problem = OPS[op].make(Case(op, "rows", (11, 7), "float64"), "cpu")
     truth = list(OPS[op].truth(problem, 1.0))
@@ -40,7 +42,7 @@ def test_the_truth_of_layer_norm_in_groups_of_rows_is_that_of_autograd(op, other
         (slice(first, first + 3),) for first in (0, 3, 6, 9)
     ]
     errors = relative_errors(problem.outputs(OPS[op].eager), truth)
-    assert set(errors) == {"y", "dx", "dweight", "dbias"} | others
+    assert set(errors) == {"y", *(f"d{name}" for name in problem.leaves)} | others
     assert max(errors.values()) < 1e-13
 
 
@@ -112,7 +114,7 @@ REFUSED = [
 @pytest.mark.parametrize(("op", "function", "output"), REFUSED)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_wrong_result_is_refused(op, function, output, dtype):
-    where = ("rows", (37, 64)) if op in LAYER_NORMS else ("NCHW", (8, 5, 6, 7))
+    where = ("rows", (37, 64)) if op in ROW_NORMS else ("NCHW", (8, 5, 6, 7))
     case, op = Case(op, *where, dtype), OPS[op]
     problem = op.make(case, "cpu")
     yardstick = relative_errors(problem.outputs(op.eager), op.truth(problem, 1.0))

@@ -11,7 +11,16 @@ import torch
 from normplug.bench import results, rivals
 from normplug.bench.__main__ import main
 from normplug.bench.kernels import OPS, PROVIDERS, figures, measure, memory_for
-from normplug.bench.suites import BATCH_NORMS, DTYPES, LAYER_NORMS, SUITES, Case, layouts, select
+from normplug.bench.suites import (
+    BATCH_NORMS,
+    DTYPES,
+    GROUP_NORMS,
+    ROW_NORMS,
+    SUITES,
+    Case,
+    layouts,
+    select,
+)
 from normplug.bench.timing import BUDGET_S, FEWEST, LEAD, LEAD_US, MOST, TURN, HostTime, Stopwatch
 from normplug.bench.trace import trace
 from training import python
@@ -37,13 +46,13 @@ def rows_of(case, providers=("normplug", "eager")):
 
 
 def test_the_ops_are_those_of_the_suites():
-    assert tuple(OPS) == (*BATCH_NORMS, *LAYER_NORMS)
+    assert tuple(OPS) == (*BATCH_NORMS, *ROW_NORMS, *GROUP_NORMS)
     for cases in SUITES.values():
         assert len(set(cases)) == len(cases)
         assert {case.op for case in cases} <= set(OPS)
         assert {case.dtype for case in cases} <= set(DTYPES)
-    for suite in ("headline", "full"):
-        assert {case.op for case in SUITES[suite]} == set(OPS)
+    assert {case.op for case in SUITES["full"]} == set(OPS)
+    assert {case.op for case in (*SUITES["headline"], *SUITES["families"])} == set(OPS)
 
 
 def test_select_takes_what_fits_every_filter():
@@ -87,10 +96,15 @@ IMAGES = [(32, 33), (6, 33, 7), (6, 33, 4, 5), (3, 33, 2, 4, 5)]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("op", "shape"),
-    [*product(BATCH_NORMS, IMAGES), *product(LAYER_NORMS, [(1, 33), (37, 64), (300, 5)])],
+    [
+        *product(BATCH_NORMS, IMAGES),
+        *product(ROW_NORMS, [(1, 33), (37, 64), (300, 5)]),
+        *product(["gn", "gn_silu"], [(6, 33, 7), (3, 64, 4, 5)]),
+        *product(["in3d"], IMAGES[-1:]),
+    ],
 )
 def test_normplug_is_found_right_on_any_shape(op, shape, dtype):
-    for layout in ["rows"] if op in LAYER_NORMS else layouts(shape):
+    for layout in ["rows"] if op in ROW_NORMS else layouts(shape):
         assert rows_of(Case(op, layout, shape, dtype), ["normplug"])
 
 

@@ -156,7 +156,9 @@ def fold(model: nn.Module, paths: list[str]) -> nn.Module:
 
 def _constant_weight(module: nn.Module) -> nn.Parameter:
     like = getattr(module, "running_mean", None)
-    shape = getattr(module, "normalized_shape", None) or (module.num_features,)
+    names = ("normalized_shape", "num_features", "num_channels")
+    shape = next(getattr(module, name) for name in names if hasattr(module, name))
+    shape = shape if isinstance(shape, tuple) else (shape,)
     weight = torch.full(shape, GOLDEN) if like is None else torch.full_like(like, GOLDEN)  # type: ignore[arg-type]
     return nn.Parameter(weight, requires_grad=False)
 

@@ -1,4 +1,4 @@
-"""LayerNorm's launches: from a geometry, strides, and what a call asks for."""
+"""LayerNorm's and RMSNorm's launches: from a geometry, strides, and what a call asks for."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from normplug._kernels.launch import Launch, scalars
 from normplug._kernels.layer_norm import rows, wide_rows
 from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
 
+_TYPES = {
+    torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32, torch.float64: tl.float64,
+}  # fmt: skip
 _FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
 
 _FORWARD = (
@@ -31,10 +35,14 @@ _BACKWARD = (
 class Flags:
     """What a call has and asks for, besides its shape and dtypes.
 
-    given: the rows' mean and rstd are passed in. stats: they are saved. running, tracked,
-    cumulative: as the kernel's RUNNING, TRACKED, CUMULATIVE.
+    centred, offset: as the kernel's CENTRED, OFFSET. rounded: the dtype to round to before the
+    product with the weight, if any. given: the rows' statistics are passed in. stats: they are
+    saved. running, tracked, cumulative: as the kernel's RUNNING, TRACKED, CUMULATIVE.
     """
 
+    centred: bool = True
+    offset: float = 0.0
+    rounded: torch.dtype | None = None
     weight: bool = True
     bias: bool = True
     input_bias: bool = False
@@ -46,24 +54,44 @@ class Flags:
     cumulative: bool = False
 
 
-class TwoLevels(NamedTuple):
-    """Row r begins at (r // inner) * outer + (r % inner) * step, in values."""
+class Levels(NamedTuple):
+    """Where rows begin that lie on two levels, or on three.
+
+        (g // heads) * outer + (g % heads) * middle + (r % inner) * step        g = r // inner
+
+    That is for row r, in values. A kernel is compiled for `heads` and `middle`, which are those of
+    an attention, and not for the rest.
+    """
 
     inner: int
     outer: int
     step: int
+    heads: int = 1
+    middle: int = 0
+
+    def goes_with(self, other: Levels) -> bool:
+        """Whether one launch can take both."""
+        return self.inner == other.inner and (
+            self.heads == other.heads or 1 in (self.heads, other.heads)
+        )
 
     def dense(self, rows: int, width: int) -> bool:
         """Whether so many rows have nothing between them."""
-        return self.outer == width and self.step == rows // self.inner * width
+        if self.heads == 1:
+            return self.outer == width and self.step == rows // self.inner * width
+        within = self.heads * width
+        return self.middle == width and self.step == within and self.outer == self.inner * within
 
 
-Spacing = int | TwoLevels  # of rows: values from one to the next, or two such numbers
+Spacing = int | Levels  # of rows: values from one to the next, or several such numbers
 
 
 @dataclass(frozen=True)
 class Strides:
-    """How each tensor's rows lie; None for one that a call lacks. All `inner` are the same."""
+    """How each tensor's rows lie; None for one that a call lacks.
+
+    All `inner` are the same, and all `heads` of rows on three levels.
+    """
 
     x: Spacing
     residual: Spacing | None = None
@@ -72,13 +100,20 @@ class Strides:
 
     def unit(self, width: int) -> int:
         """What divides the width and all strides: the alignment the compiler may assume."""
-        sizes = (s[1:] if isinstance(s, TwoLevels) else (s,) for s in self._present)
+        sizes = (
+            (s.outer, s.step, s.middle) if isinstance(s, Levels) else (s,) for s in self._present
+        )
         return unit_of(width, *itertools.chain(*sizes))
 
     @property
     def inner(self) -> int | None:
-        """The `inner` of the tensors whose rows lie on two levels, if there are any."""
-        return next((s.inner for s in self._present if isinstance(s, TwoLevels)), None)
+        """The `inner` of the tensors whose rows lie on levels, if there are any."""
+        return next((s.inner for s in self._present if isinstance(s, Levels)), None)
+
+    @property
+    def heads(self) -> int:
+        """The `heads` of the tensors whose rows lie on three levels; 1 if there are none."""
+        return max((s.heads for s in self._present if isinstance(s, Levels)), default=1)
 
     @property
     def _present(self) -> list[Spacing]:
@@ -102,7 +137,7 @@ def forward_launch(
     finishers = _finishers(shape) if flags.running else 0
     constants: dict[str, Any] = {
         "FAN_IN": _FAN_IN * shape.warps,
-        "ACC": tl.float64 if double else tl.float32,
+        **_formula(double, flags),
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
         "INPUT_BIAS": flags.input_bias,
@@ -155,7 +190,7 @@ def backward_launch(
     sums = sum(needs[1:])
     constants: dict[str, Any] = {
         "GB": 32,
-        "ACC": tl.float64 if double else tl.float32,
+        **_formula(double, flags),
         "WEIGHT": flags.weight,
         "INPUT_BIAS": flags.input_bias,
         "DTOTAL": strides.dtotal is not None,
@@ -163,7 +198,7 @@ def backward_launch(
         "DWEIGHT": dweight,
         "DBIAS": dbias,
         "DINPUT_BIAS": dinput_bias,
-        "DX_AS_X": isinstance(x, TwoLevels) and x.dense(shape.rows, shape.width),
+        "DX_AS_X": isinstance(x, Levels) and x.dense(shape.rows, shape.width),
         **placing,
     }
     if isinstance(shape, WideBackward):
@@ -200,6 +235,13 @@ def backward_launch(
     )
 
 
+def _formula(double: bool, flags: Flags) -> dict[str, Any]:
+    """What is computed, and in which dtype; compiled in."""
+    acc = tl.float64 if double else tl.float32
+    rounded = acc if flags.rounded is None else _TYPES[flags.rounded]
+    return {"ACC": acc, "CENTRED": flags.centred, "OFFSET": flags.offset, "ROUND": rounded}
+
+
 def _tile(shape: Rows) -> dict[str, Any]:
     return {"R": shape.r, "U": shape.u, "BC": shape.bc, "VECTOR": shape.vector}
 
@@ -212,17 +254,21 @@ def _sizes(
     unit, inner = strides.unit(width), strides.inner or count
     sizes = {"ROWS": count, "INNER": inner, "WIDTH_UNITS": width // unit}
     furthest = count * width
+    middles = {}
     for name, spacing in spacings.items():
-        if isinstance(spacing, TwoLevels):
-            _, outer, step = spacing
+        if isinstance(spacing, Levels):
+            _, outer, step, heads, middle = spacing
         else:
             step = width if spacing is None else spacing
-            outer = inner * step
+            outer, heads, middle = inner * step, 1, 0
         sizes |= {f"{name}_UNITS": step // unit, f"{name}_OUTER_UNITS": outer // unit}
-        furthest = max(furthest, count // inner * outer + inner * step)
+        middles[f"{name}_MIDDLE"] = middle
+        furthest = max(furthest, count // inner // heads * outer + heads * middle + inner * step)
     placing = {
         "UNIT": unit,
         "TWO_LEVELS": strides.inner is not None,
+        "HEADS": strides.heads,
+        **middles,
         "EVEN": shape.even,
         "WIDE": needs_int64(1, furthest),
     }

@@ -1,4 +1,4 @@
-"""LayerNorm over rows that a program can hold: x is read once, forward and backward.
+"""LayerNorm and RMSNorm over rows that a program can hold: x is read once, forward and backward.
 
 A tile is R rows of U * BC columns, with the axes that `primitives` explains: BC adjacent columns go
 to the threads of a row, U times over. Programs take tiles in turn, so sums over rows (the running
@@ -12,11 +12,18 @@ once share its columns, and tell each other the two sums that the row's dx depen
 import triton
 import triton.language as tl
 
-from normplug._kernels.layer_norm.shared import finish_columns, finish_running, row_places, size
+from normplug._kernels.layer_norm.shared import (
+    factor_of,
+    finish_columns,
+    finish_running,
+    row_places,
+    size,
+)
 from normplug._kernels.primitives import (
     LANE_AXIS,
     SCALARS,
     STEP_AXIS,
+    as_dtype,
     as_stored,
     scalar,
     tile_of_zeros,
@@ -148,10 +155,12 @@ def layer_norm_rows_forward(
     FINISHERS,
     momentum, eps, root,
     R: tl.constexpr, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr, KEEP: tl.constexpr,
-    FAN_IN: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    INPUT_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GIVEN: tl.constexpr, STATS: tl.constexpr,
-    RUNNING: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr, UNIT: tl.constexpr,
-    TWO_LEVELS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    FAN_IN: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr,
+    ROUND: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, INPUT_BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, GIVEN: tl.constexpr, STATS: tl.constexpr, RUNNING: tl.constexpr,
+    TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr, UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr,
+    HEADS: tl.constexpr, X_MIDDLE: tl.constexpr, RESIDUAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Y = weight * root * (h - mean) * rstd + bias, and stats = (mean, rstd) of all rows.
 
@@ -176,23 +185,38 @@ def layer_norm_rows_forward(
         sum_var = tl.zeros([R], ACC)
         for tile in range(program, tl.cdiv(ROWS, R), programs):
             rows, inside = _rows(tile, ROWS, R, WIDE)
-            places = row_places(rows, INNER, X_OUTER, X_STEP, TWO_LEVELS)
+            places = row_places(rows, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
             h = _load(x_ptr, places, inside, columns, live, EVEN, "").to(ACC)
-            first = tl.load(x_ptr + places, mask=inside, other=0.0).to(ACC)
+            if CENTRED:
+                first = tl.load(x_ptr + places, mask=inside, other=0.0).to(ACC)
             if RESIDUAL:
-                places = row_places(rows, INNER, RESIDUAL_OUTER, RESIDUAL_STEP, TWO_LEVELS)
+                places = row_places(
+                    rows, INNER, RESIDUAL_OUTER, RESIDUAL_STEP, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS
+                )
                 h += _load(residual_ptr, places, inside, columns, live, EVEN, "").to(ACC)
-                first += tl.load(residual_ptr + places, mask=inside, other=0.0).to(ACC)
+                if CENTRED:
+                    first += tl.load(residual_ptr + places, mask=inside, other=0.0).to(ACC)
                 h = as_stored(h, total_ptr)
                 _store(total_ptr, h, rows * DENSE, inside, columns, live, EVEN)
                 h = h.to(ACC)
-                first = as_stored(first, total_ptr).to(ACC)
+                if CENTRED:
+                    first = as_stored(first, total_ptr).to(ACC)
             if INPUT_BIAS:
                 h += _vector(input_bias_ptr, columns, live, R, EVEN).to(ACC)
-                first += tl.load(input_bias_ptr).to(ACC)
-            # Distances from one of the values: their sums do not round at the size of the mean.
-            d = h - _each(first)
-            if GIVEN:
+                if CENTRED:
+                    first += tl.load(input_bias_ptr).to(ACC)
+            if CENTRED:
+                # Distances from one of the values: their sums do not round at the size of the mean.
+                d = h - _each(first)
+            else:
+                d = h
+            if not CENTRED:
+                if GIVEN:
+                    rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+                else:
+                    var = _sum(d * d) / n
+                    rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+            elif GIVEN:
                 mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
                 rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
                 d -= _each(mean - first)
@@ -207,20 +231,26 @@ def layer_norm_rows_forward(
                 var = _sum(d * d) / n
                 rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
             y = d * _each(rstd * scalar(root, ACC))
+            if ROUND != ACC:
+                y = as_dtype(y, ROUND).to(ACC)
             if WEIGHT:
                 if not KEEP:
                     weight = _vector(weight_ptr, columns, live, R, EVEN)
-                y *= weight.to(ACC)
+                y *= factor_of(weight, OFFSET, ACC)
             if BIAS:
                 if not KEEP:
                     bias = _vector(bias_ptr, columns, live, R, EVEN)
                 y += bias.to(ACC)
             _store(y_ptr, y, rows * DENSE, inside, columns, live, EVEN)
             if STATS:
-                tl.store(stats_ptr + rows, mean, mask=inside)
-                tl.store(stats_ptr + ROWS + rows, rstd, mask=inside)
+                if CENTRED:
+                    tl.store(stats_ptr + rows, mean, mask=inside)
+                    tl.store(stats_ptr + ROWS + rows, rstd, mask=inside)
+                else:
+                    tl.store(stats_ptr + rows, rstd, mask=inside)
             if RUNNING:
-                sum_mean += tl.where(inside, mean, 0.0)
+                if CENTRED:
+                    sum_mean += tl.where(inside, mean, 0.0)
                 sum_var += tl.where(inside, var, 0.0)
         if RUNNING:
             total_mean, total_var = tl.reduce((sum_mean, sum_var), 0, _add_pairs)
@@ -228,7 +258,7 @@ def layer_norm_rows_forward(
     elif RUNNING:
         finish_running(
             running_mean_ptr, running_var_ptr, tracked_ptr, counters_ptr, program - programs,
-            FINISHERS, programs, ROWS, momentum, FAN_IN, ACC, TRACKED, CUMULATIVE,
+            FINISHERS, programs, ROWS, momentum, FAN_IN, ACC, CENTRED, TRACKED, CUMULATIVE,
         )  # fmt: skip
 
 
@@ -258,10 +288,12 @@ def layer_norm_rows_backward(
     root,
     R: tl.constexpr, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr,
-    FINISH: tl.constexpr, GB: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
-    INPUT_BIAS: tl.constexpr, DTOTAL: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr, DX_AS_X: tl.constexpr, UNIT: tl.constexpr,
-    TWO_LEVELS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    FINISH: tl.constexpr, GB: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr,
+    OFFSET: tl.constexpr, ROUND: tl.constexpr, WEIGHT: tl.constexpr, INPUT_BIAS: tl.constexpr,
+    DTOTAL: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    DINPUT_BIAS: tl.constexpr, DX_AS_X: tl.constexpr, UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr,
+    HEADS: tl.constexpr, X_MIDDLE: tl.constexpr, DY_MIDDLE: tl.constexpr,
+    DTOTAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `layer_norm_rows_forward` that are wanted.
 
@@ -301,20 +333,30 @@ def layer_norm_rows_backward(
         dinput_bias = tile_of_zeros(LANES, U, BC, ACC)
         for tile in tl.range(group, tiles, groups, num_stages=STAGES):
             rows, inside = _rows(tile, ROWS, R, WIDE)
-            x_places = row_places(rows, INNER, X_OUTER, X_STEP, TWO_LEVELS)
+            x_places = row_places(rows, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
             h = _load(x_ptr, x_places, inside, columns, live, EVEN, POLICY).to(ACC)
-            places = row_places(rows, INNER, DY_OUTER, DY_STEP, TWO_LEVELS)
+            places = row_places(rows, INNER, DY_OUTER, DY_STEP, DY_MIDDLE, HEADS, TWO_LEVELS)
             dy = _load(dy_ptr, places, inside, columns, live, EVEN, POLICY).to(ACC)
-            mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
-            rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
+            if CENTRED:
+                mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+                rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
+            else:
+                rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)
             if INPUT_BIAS:
                 if not KEEP:
                     input_bias = _vector(input_bias_ptr, columns, live, R, EVEN)
                 h += input_bias.to(ACC)
             # dy is 0 past the end, and so is all that d is multiplied by.
-            d = h - _each(mean)
+            if CENTRED:
+                d = h - _each(mean)
+            else:
+                d = h
             if DWEIGHT:
-                dweight += _folded(dy * _each(rstd) * d, LANES)
+                if ROUND == ACC:
+                    dweight += _folded(dy * _each(rstd) * d, LANES)
+                else:
+                    rounded = as_dtype(d * _each(rstd * scalar(root, ACC)), ROUND).to(ACC)
+                    dweight += _folded(dy * rounded, LANES)
             if DBIAS:
                 dbias += _folded(dy, LANES)
             if DX or DINPUT_BIAS:
@@ -322,17 +364,26 @@ def layer_norm_rows_backward(
                 if WEIGHT:
                     if not KEEP:
                         weight = _vector(weight_ptr, columns, live, R, EVEN)
-                    g *= weight.to(ACC)
-                sum_g, sum_gd = _sums(g, g * d)
+                    g *= factor_of(weight, OFFSET, ACC)
+                if CENTRED:
+                    sum_g, sum_gd = _sums(g, g * d)
+                else:
+                    sum_gd = _sum(g * d)
+                    sum_g = sum_gd
                 if K > 1:
                     sum_g, sum_gd = _share_sums(
                         partial_ptr, counters_ptr + 1, tile, k, sum_g, sum_gd, R, K, KP
                     )
                 scale = rstd * scalar(root, ACC)
                 slope = scale * rstd * rstd * (sum_gd / n)
-                dx = g * _each(scale) - (d * _each(slope) + _each(scale * (sum_g / n)))
+                if CENTRED:
+                    dx = g * _each(scale) - (d * _each(slope) + _each(scale * (sum_g / n)))
+                else:
+                    dx = g * _each(scale) - d * _each(slope)
                 if DTOTAL:
-                    places = row_places(rows, INNER, DTOTAL_OUTER, DTOTAL_STEP, TWO_LEVELS)
+                    places = row_places(
+                        rows, INNER, DTOTAL_OUTER, DTOTAL_STEP, DTOTAL_MIDDLE, HEADS, TWO_LEVELS
+                    )
                     dx += _load(dtotal_ptr, places, inside, columns, live, EVEN, POLICY).to(ACC)
                 if DINPUT_BIAS:
                     if EVEN:
@@ -366,9 +417,10 @@ def layer_norm_rows_backward(
             wait(counters_ptr, PROGRAMS, tl.minimum(stretches, PROGRAMS) if K > 1 else stretches)
             for stretch in range(c, stretches, step):
                 if DWEIGHT:
+                    # What was rounded has the root in it.
                     finish_columns(
-                        dweight_ptr, parts_ptr, 0, stretch, WIDTH, groups, scalar(root, ACC), SUMS,
-                        GB, FINISH, ACC,
+                        dweight_ptr, parts_ptr, 0, stretch, WIDTH, groups,
+                        scalar(root, ACC) if ROUND == ACC else 1.0, SUMS, GB, FINISH, ACC,
                     )  # fmt: skip
                 if DBIAS:
                     finish_columns(

@@ -1,4 +1,4 @@
-"""How LayerNorm cuts rows into work: a table from measurements, as in `batch_norm.schedule`."""
+"""How norms of rows are cut into work: a table from measurements, as in `batch_norm.schedule`."""
 
 from __future__ import annotations
 
@@ -101,13 +101,14 @@ class WideBackward:
 
 
 def layer_norm_forward(
-    rows: int, width: int, unit: int, itemsize: int, running: bool, sms: int
+    rows: int, width: int, unit: int, itemsize: int, running: bool, sms: int, centred: bool = True
 ) -> Rows | WideForward:
     """How the kernels take `rows` rows of `width` values.
 
     unit: what divides width and strides. itemsize: bytes of a value of the widest tensor that has
     rows. running: there are running statistics, to which each program adds its part. sms: the GPU's
-    multiprocessors.
+    multiprocessors. centred: for LayerNorm, else for RMSNorm. How a row of RMSNorm is spread over
+    threads, and with it the order of its sum, does not depend on the number of rows.
     """
     padded = power_of_2(width)
     if padded > _HELD_BYTES // max(itemsize, 4) or (width > 8192 and 5 * width <= 4 * padded):
@@ -115,7 +116,7 @@ def layer_norm_forward(
         k = -(-width // block)
         lag = min(max(sms * _WIDE_FORWARD_LAG // (block * itemsize), k), rows * k)
         return WideForward(rows, width, block, 4, lag)
-    if padded == 1024 and itemsize <= 4 and rows > _MANY_ROWS_EACH * sms:
+    if padded == 1024 and itemsize <= 4 and (rows > _MANY_ROWS_EACH * sms or not centred):
         warps = 4 if running and itemsize == 2 else 1
         shape = _row_tile(rows, width, unit, itemsize, warps, 1, 32)
         return replace(shape, keep=itemsize == 4)

@@ -1,5 +1,8 @@
 """What the kernels of held and of wide rows share: arguments, where rows begin, sums over rows.
 
+They are those of LayerNorm and, not CENTRED, of RMSNorm: the mean is 0, and the variance is the
+second moment.
+
 The arguments of all four kernels.
 
 Sizes. They are not compiled in, so another number of rows needs no other kernel.
@@ -16,11 +19,16 @@ Constants: how the work is cut.
     GB: parts of a gradient that a program adds at a time.
     ACC: the dtype to compute in: float32, or float64 if a tensor is float64.
     UNIT: divides width and strides, so that the compiler sees their alignment.
-    TWO_LEVELS: rows lie on two levels.
+    TWO_LEVELS: rows lie on two levels, or on three.
+    HEADS, X_MIDDLE: where rows of x lie on three levels: see `row_places`. The same for RESIDUAL,
+        DY and DTOTAL.
     EVEN: every tile is full.
     WIDE: offsets need 64 bits.
 
 Constants: what the call has or asks for.
+    CENTRED: the mean is subtracted. If not, stats has rstd only, and no running mean is moved.
+    OFFSET: added to the weight. ROUND: the dtype that is rounded to before the product with the
+        weight; ACC for no rounding.
     WEIGHT, BIAS, INPUT_BIAS, RESIDUAL, DTOTAL: there is one.
     GIVEN: the rows' statistics are read from stats. STATS: they are written there.
     RUNNING: the running statistics are updated, with CUMULATIVE as averages over `tracked` batches
@@ -45,14 +53,34 @@ def size(units, UNIT: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def row_places(rows, INNER, OUTER, STEP, TWO_LEVELS: tl.constexpr):
-    """Where rows begin: STEP apart. On two levels, INNER rows are, and such groups OUTER apart."""
-    if TWO_LEVELS:
+def row_places(
+    rows, INNER, OUTER, STEP,
+    MIDDLE: tl.constexpr, HEADS: tl.constexpr, TWO_LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Where rows begin: STEP apart. On two levels, INNER rows are, and such groups OUTER apart.
+
+    On three levels, where MIDDLE is not 0, HEADS groups are MIDDLE apart, and such sets OUTER.
+    """
+    if TWO_LEVELS and MIDDLE > 0:
+        group = rows.to(tl.int32) // INNER
+        outer = group // HEADS
+        head = (group - outer * HEADS).to(OUTER.dtype)
+        places = outer * OUTER + head * MIDDLE + (rows - group * INNER) * STEP
+    elif TWO_LEVELS:
         outer = rows.to(tl.int32) // INNER
         places = outer * OUTER + (rows - outer * INNER) * STEP
     else:
         places = rows * STEP
     return places
+
+
+@triton.jit
+def factor_of(weight, OFFSET: tl.constexpr, ACC: tl.constexpr):
+    """What a normalised value is multiplied by."""
+    factor = weight.to(ACC)
+    if OFFSET != 0.0:
+        factor += OFFSET
+    return factor
 
 
 @triton.jit
@@ -100,7 +128,8 @@ def count_batch(
 @triton.jit
 def finish_running(
     running_mean_ptr, running_var_ptr, tracked_ptr, words_ptr, f, FINISHERS, PARTS, ROWS, momentum,
-    FAN_IN: tl.constexpr, ACC: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr,
+    FAN_IN: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr, TRACKED: tl.constexpr,
+    CUMULATIVE: tl.constexpr,
 ):  # fmt: skip
     """Running statistics take a step to the mean of ROWS rows' means and of their variances.
 
@@ -108,7 +137,8 @@ def finish_running(
     the FINISHERS. Each finisher adds up a stretch of the parts. The last also adds up the
     finishers' sums.
     """
-    old_mean = tl.load(running_mean_ptr)
+    if CENTRED:
+        old_mean = tl.load(running_mean_ptr)
     old_var = tl.load(running_var_ptr)
     stretch = tl.cdiv(PARTS, FINISHERS)
     first = f * stretch
@@ -118,5 +148,6 @@ def finish_running(
     if f == FINISHERS - 1:
         step = count_batch(tracked_ptr, momentum, ACC, TRACKED, CUMULATIVE)
         mean, var = collect(found_ptr, FINISHERS, FAN_IN)
-        move_running(running_mean_ptr, old_mean, (mean / ROWS).to(ACC), step)
+        if CENTRED:
+            move_running(running_mean_ptr, old_mean, (mean / ROWS).to(ACC), step)
         move_running(running_var_ptr, old_var, (var / ROWS).to(ACC), step)

@@ -1,4 +1,4 @@
-"""LayerNorm over rows that are too wide for one program, or too few to occupy the GPU.
+"""LayerNorm and RMSNorm over rows that are too wide for one program, or too few to occupy the GPU.
 
 Forward, a row is cut into K tiles of BLOCK values; backward, a block of RB rows into K tiles of CW
 columns. Program t reduces tile t, publishes what it found, and then writes tile t - LAG (see
@@ -10,8 +10,22 @@ At the end, further programs add them up over the blocks of rows, in order.
 import triton
 import triton.language as tl
 
-from normplug._kernels.layer_norm.shared import finish_columns, finish_running, row_places, size
-from normplug._kernels.primitives import SCALARS, as_stored, merge_moments, scalar, tile_counts
+from normplug._kernels.layer_norm.shared import (
+    factor_of,
+    finish_columns,
+    finish_running,
+    row_places,
+    size,
+)
+from normplug._kernels.primitives import (
+    SCALARS,
+    as_dtype,
+    as_stored,
+    merge_moments,
+    merge_sum,
+    scalar,
+    tile_counts,
+)
 from normplug._kernels.waiting import arrive, publish, wait
 
 # The arguments of both kernels that `shared` does not explain.
@@ -36,10 +50,11 @@ def layer_norm_wide_forward(
     FINISHERS,
     momentum, eps, root,
     BLOCK: tl.constexpr, KP: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, INPUT_BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    GIVEN: tl.constexpr, STATS: tl.constexpr, RUNNING: tl.constexpr, TRACKED: tl.constexpr,
-    CUMULATIVE: tl.constexpr, UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
+    CENTRED: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, INPUT_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GIVEN: tl.constexpr,
+    STATS: tl.constexpr, RUNNING: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr,
+    UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr, HEADS: tl.constexpr, X_MIDDLE: tl.constexpr,
+    RESIDUAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """As `rows.layer_norm_rows_forward`.
 
@@ -57,29 +72,37 @@ def layer_norm_wide_forward(
         k = t - row * K
         columns = k * BLOCK + tl.arange(0, BLOCK)
         live = columns < WIDTH
-        place = row_places(row, INNER, X_OUTER, X_STEP, TWO_LEVELS)
-        first = tl.load(x_ptr + place + k * BLOCK).to(ACC)
+        place = row_places(row, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
+        if CENTRED:
+            first = tl.load(x_ptr + place + k * BLOCK).to(ACC)
         h = tl.load(x_ptr + place + columns, mask=live, other=0.0).to(ACC)
         if RESIDUAL:
-            place = row_places(row, INNER, RESIDUAL_OUTER, RESIDUAL_STEP, TWO_LEVELS)
-            first += tl.load(residual_ptr + place + k * BLOCK).to(ACC)
+            place = row_places(
+                row, INNER, RESIDUAL_OUTER, RESIDUAL_STEP, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS
+            )
+            if CENTRED:
+                first += tl.load(residual_ptr + place + k * BLOCK).to(ACC)
             h += tl.load(residual_ptr + place + columns, mask=live, other=0.0).to(ACC)
             total = as_stored(h, total_ptr)
             tl.store(total_ptr + row * DENSE + columns, total, mask=live)
             h = total.to(ACC)
         if INPUT_BIAS:
-            first += tl.load(input_bias_ptr + k * BLOCK).to(ACC)
+            if CENTRED:
+                first += tl.load(input_bias_ptr + k * BLOCK).to(ACC)
             h += tl.load(input_bias_ptr + columns, mask=live, other=0.0).to(ACC)
-        # Distances from one of the values: their sums do not round at the size of the mean.
-        d = h - first
-        if not EVEN:
-            d = tl.where(live, d, 0.0)
-        mean = tl.sum(d) / tile_counts(k, WIDTH, BLOCK, ACC)
-        d -= mean
-        if not EVEN:
-            d = tl.where(live, d, 0.0)
-        tl.store(partial_ptr + 2 * t, first + mean)
-        tl.store(partial_ptr + 2 * t + 1, tl.sum(d * d))
+        if CENTRED:
+            # Distances from one of the values: their sums do not round at the size of the mean.
+            d = h - first
+            if not EVEN:
+                d = tl.where(live, d, 0.0)
+            mean = tl.sum(d) / tile_counts(k, WIDTH, BLOCK, ACC)
+            d -= mean
+            if not EVEN:
+                d = tl.where(live, d, 0.0)
+            tl.store(partial_ptr + 2 * t, first + mean)
+            tl.store(partial_ptr + 2 * t + 1, tl.sum(d * d))
+        else:
+            tl.store(partial_ptr + t, tl.sum(h * h))
         arrive(counters_ptr + row)
     u = t - LAG
     if (u >= 0) & (u < ROWS * K):
@@ -93,11 +116,18 @@ def layer_norm_wide_forward(
                 total_ptr + row * DENSE + columns, mask=live, other=0.0, cache_modifier=".cg"
             )
         else:
-            place = row_places(row, INNER, X_OUTER, X_STEP, TWO_LEVELS)
+            place = row_places(row, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
             h = tl.load(x_ptr + place + columns, mask=live, other=0.0)
             if not GIVEN:
                 wait(counters_ptr + row, K, K)
-        if GIVEN:
+        if not CENTRED:
+            if GIVEN:
+                rstd = tl.load(stats_ptr + row)
+            else:
+                mean = tl.full([], 0.0, ACC)
+                var = merge_sum(partial_ptr + row * K, K, KP, ACC) / WIDTH.to(ACC)
+                rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+        elif GIVEN:
             mean = tl.load(stats_ptr + row)
             rstd = tl.load(stats_ptr + ROWS + row)
         else:
@@ -107,17 +137,25 @@ def layer_norm_wide_forward(
         h = h.to(ACC)
         if INPUT_BIAS:
             h += tl.load(input_bias_ptr + columns, mask=live, other=0.0).to(ACC)
-        y = (h - mean) * (rstd * scalar(root, ACC))
+        if CENTRED:
+            h -= mean
+        y = h * (rstd * scalar(root, ACC))
+        if ROUND != ACC:
+            y = as_dtype(y, ROUND).to(ACC)
         if WEIGHT:
-            y *= tl.load(weight_ptr + columns, mask=live, other=0.0).to(ACC)
+            weight = tl.load(weight_ptr + columns, mask=live, other=0.0)
+            y *= factor_of(weight, OFFSET, ACC)
         if BIAS:
             y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(ACC)
         y = as_stored(y, y_ptr)
         tl.store(y_ptr + row * DENSE + columns, y, mask=live)
         if k == 0:
             if STATS:
-                tl.store(stats_ptr + row, mean)
-                tl.store(stats_ptr + ROWS + row, rstd)
+                if CENTRED:
+                    tl.store(stats_ptr + row, mean)
+                    tl.store(stats_ptr + ROWS + row, rstd)
+                else:
+                    tl.store(stats_ptr + row, rstd)
             if RUNNING:
                 publish(counters_ptr + ROWS, row, mean, var)
     if RUNNING:
@@ -125,7 +163,7 @@ def layer_norm_wide_forward(
         if f >= 0:
             finish_running(
                 running_mean_ptr, running_var_ptr, tracked_ptr, counters_ptr + ROWS, f, FINISHERS,
-                ROWS, ROWS, momentum, FAN_IN, ACC, TRACKED, CUMULATIVE,
+                ROWS, ROWS, momentum, FAN_IN, ACC, CENTRED, TRACKED, CUMULATIVE,
             )  # fmt: skip
 
 
@@ -173,10 +211,11 @@ def layer_norm_wide_backward(
     DTOTAL_OUTER_UNITS, K, LAG,
     root,
     RB: tl.constexpr, CW: tl.constexpr, KF: tl.constexpr, SINGLE: tl.constexpr, GB: tl.constexpr,
-    ACC: tl.constexpr, WEIGHT: tl.constexpr, INPUT_BIAS: tl.constexpr, DTOTAL: tl.constexpr,
-    DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr,
-    DX_AS_X: tl.constexpr, UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr,
+    WEIGHT: tl.constexpr, INPUT_BIAS: tl.constexpr, DTOTAL: tl.constexpr, DX: tl.constexpr,
+    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr, DX_AS_X: tl.constexpr,
+    UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr, HEADS: tl.constexpr, X_MIDDLE: tl.constexpr,
+    DY_MIDDLE: tl.constexpr, DTOTAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """As `rows.layer_norm_rows_backward`.
 
@@ -209,22 +248,31 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        place = row_places(rows, INNER, X_OUTER, X_STEP, TWO_LEVELS)
+        place = row_places(rows, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
         x = _tile(x_ptr, place, columns, mask, EVEN, False)
-        place = row_places(rows, INNER, DY_OUTER, DY_STEP, TWO_LEVELS)
+        place = row_places(rows, INNER, DY_OUTER, DY_STEP, DY_MIDDLE, HEADS, TWO_LEVELS)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, False).to(ACC)
-        mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
-        rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
+        if CENTRED:
+            mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+            rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
+        else:
+            rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)
         h = x.to(ACC)
         if INPUT_BIAS:
             h += _vector(input_bias_ptr, columns, live, EVEN).to(ACC)[None, :]
         # dy is 0 past the end, and so is all that d is multiplied by.
-        d = h - mean[:, None]
+        if CENTRED:
+            d = h - mean[:, None]
+        else:
+            d = h
         g = dy
         if WEIGHT:
-            g *= _vector(weight_ptr, columns, live, EVEN).to(ACC)[None, :]
+            g *= factor_of(_vector(weight_ptr, columns, live, EVEN), OFFSET, ACC)[None, :]
         tile_ptr = partial_ptr + t.to(tl.int64) * (2 * RB)
-        tl.store(tile_ptr + lanes, tl.sum(g, axis=1))
+        if CENTRED:
+            tl.store(tile_ptr + lanes, tl.sum(g, axis=1))
+        else:
+            tl.store(tile_ptr + lanes, tl.zeros([RB], ACC))
         tl.store(tile_ptr + RB + lanes, tl.sum(g * d, axis=1) * rstd)
         if arrive(counters_ptr + block) == K - 1:
             tl.atomic_xchg(counters_ptr + block, 0, sem="relaxed")
@@ -248,28 +296,40 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        x_place = row_places(rows, INNER, X_OUTER, X_STEP, TWO_LEVELS)
+        x_place = row_places(rows, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
         x = _tile(x_ptr, x_place, columns, mask, EVEN, True)
-        place = row_places(rows, INNER, DY_OUTER, DY_STEP, TWO_LEVELS)
+        place = row_places(rows, INNER, DY_OUTER, DY_STEP, DY_MIDDLE, HEADS, TWO_LEVELS)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, True).to(ACC)
-        mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
-        rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
+        if CENTRED:
+            mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+            rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
+        else:
+            rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)
         h = x.to(ACC)
         if INPUT_BIAS:
             h += _vector(input_bias_ptr, columns, live, EVEN).to(ACC)[None, :]
-        d = h - mean[:, None]
+        if CENTRED:
+            d = h - mean[:, None]
+        else:
+            d = h
         if LATE:
             wait(ready_ptr + block, 1, K)
-            mean_g = tl.load(sums_ptr + block * (2 * RB) + lanes, cache_modifier=".cg")
+            if CENTRED:
+                mean_g = tl.load(sums_ptr + block * (2 * RB) + lanes, cache_modifier=".cg")
             mean_gx = tl.load(sums_ptr + block * (2 * RB) + RB + lanes, cache_modifier=".cg")
             g = dy
             if WEIGHT:
-                g *= _vector(weight_ptr, columns, live, EVEN).to(ACC)[None, :]
+                g *= factor_of(_vector(weight_ptr, columns, live, EVEN), OFFSET, ACC)[None, :]
             scale = rstd * scalar(root, ACC)
             slope = scale * rstd * mean_gx
-            dx = g * scale[:, None] - (d * slope[:, None] + (scale * mean_g)[:, None])
+            if CENTRED:
+                dx = g * scale[:, None] - (d * slope[:, None] + (scale * mean_g)[:, None])
+            else:
+                dx = g * scale[:, None] - d * slope[:, None]
             if DTOTAL:
-                place = row_places(rows, INNER, DTOTAL_OUTER, DTOTAL_STEP, TWO_LEVELS)
+                place = row_places(
+                    rows, INNER, DTOTAL_OUTER, DTOTAL_STEP, DTOTAL_MIDDLE, HEADS, TWO_LEVELS
+                )
                 dx += _tile(dtotal_ptr, place, columns, mask, EVEN, True).to(ACC)
             if DX:
                 place = x_place if DX_AS_X else rows * DENSE
@@ -285,9 +345,13 @@ def layer_norm_wide_backward(
                     DWEIGHT + DBIAS, block, columns, live, WIDTH, SUMS, SINGLE, 1.0,
                 )  # fmt: skip
         if DWEIGHT:
+            if ROUND == ACC:
+                terms = dy * rstd[:, None] * d
+            else:
+                terms = dy * as_dtype(d * (rstd * scalar(root, ACC))[:, None], ROUND).to(ACC)
             _columns_gradient(
-                dy * rstd[:, None] * d, dweight_ptr, parts_ptr, 0, block, columns, live, WIDTH,
-                SUMS, SINGLE, scalar(root, ACC),
+                terms, dweight_ptr, parts_ptr, 0, block, columns, live, WIDTH, SUMS, SINGLE,
+                scalar(root, ACC) if ROUND == ACC else 1.0,
             )  # fmt: skip
         if DBIAS:
             _columns_gradient(
@@ -301,8 +365,8 @@ def layer_norm_wide_backward(
             wait(done_ptr + k, BLOCKS, 1)
             if DWEIGHT:
                 finish_columns(
-                    dweight_ptr, parts_ptr, 0, k, WIDTH, BLOCKS, scalar(root, ACC), SUMS, GB, CW,
-                    ACC,
+                    dweight_ptr, parts_ptr, 0, k, WIDTH, BLOCKS,
+                    scalar(root, ACC) if ROUND == ACC else 1.0, SUMS, GB, CW, ACC,
                 )  # fmt: skip
             if DBIAS:
                 finish_columns(

@@ -1,12 +1,9 @@
 """BatchNorm by PyTorch's own kernels: any device, any dtype, differentiable twice.
 
-The target variance costs no pass over the data, since it folds into the weight:
-weight * sqrt(tv) * xhat + bias is the stock norm with weight * sqrt(tv) in place of weight.
+The target variance folds into the weight: see `normplug._ops.weights`.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +12,16 @@ from torch import Tensor
 from normplug._activations import ACTIVATIONS
 from normplug._ops import statistics
 from normplug._ops.spec import BatchNormSpec, Route, Tensors
+from normplug._ops.weights import scaled
 from normplug._torch import transforms_active
 from normplug.reference import accumulator_dtype
 
 
 def batch_norm(t: Tensors, spec: BatchNormSpec) -> Tensor:
     """`functional.batch_norm`, and the pooling after it, of a call that has been checked."""
-    x, weight = t.x, t.weight
-    if spec.target_variance != 1.0:
-        weight = _scaled_weight(t, spec.target_variance)
+    x, weight = t.x, scaled_weight(t, spec.target_variance)
     if x.numel() == 0:
-        y = _empty_batch_norm(x, weight, t.bias)
+        y = empty_norm(x, weight, t.bias)
     elif spec.training and t.running_mean is not None and t.running_var is not None:
         y = _training(t, weight, spec)
     else:
@@ -50,13 +46,11 @@ class _Aten(Route):
 ATEN = _Aten()
 
 
-def _scaled_weight(t: Tensors, target_variance: float) -> Tensor:
-    root = math.sqrt(target_variance)
-    if t.weight is not None:
-        return t.weight * root
+def scaled_weight(t: Tensors, target_variance: float) -> Tensor | None:
+    """The weight of each channel times the root of the target variance."""
     like = t.bias if t.bias is not None else t.running_mean
     dtype = accumulator_dtype(t.x.dtype) if like is None else like.dtype
-    return torch.full((t.x.shape[1],), root, dtype=dtype, device=t.x.device)
+    return scaled(t.weight, target_variance, (t.x.shape[1],), dtype, t.x.device)
 
 
 def _training(t: Tensors, weight: Tensor | None, spec: BatchNormSpec) -> Tensor:
@@ -75,9 +69,12 @@ def _training(t: Tensors, weight: Tensor | None, spec: BatchNormSpec) -> Tensor:
     return y
 
 
-def _empty_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    # Keeps every input in the graph, so that each gets a gradient (of zeros), and leaves the
-    # running statistics alone, which ATen's kernels would fill with nan.
+def empty_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The norm by channel of an input without values.
+
+    It keeps every input in the graph, so that each gets a gradient (of zeros), and leaves the
+    running statistics alone, which ATen's kernels would fill with nan.
+    """
     shape = (1, -1, *[1] * (x.dim() - 2))
     y = x.clone() if weight is None else x * weight.reshape(shape)
     return (y if bias is None else y + bias.reshape(shape)).to(x.dtype)

@@ -1,7 +1,6 @@
-"""LayerNorm by PyTorch's own kernels: any device, any dtype, differentiable twice.
+"""LayerNorm and RMSNorm by PyTorch's own kernels: any device, any dtype, differentiable twice.
 
-The target variance costs no pass over the data, since it folds into the weight: see
-`batch_norm.aten`.
+The target variance folds into the weight: see `normplug._ops.weights`.
 """
 
 from __future__ import annotations
@@ -14,19 +13,20 @@ from torch import Tensor
 
 from normplug._ops import nested, statistics
 from normplug._ops.spec import LayerNormSpec, Route, Tensors
+from normplug._ops.weights import promoted, scaled
 from normplug.reference import accumulator_dtype
 
 
-def layer_norm(t: Tensors, spec: LayerNormSpec) -> Any:
-    """`functional.layer_norm`, or `add_layer_norm` with a residual, of a call that was checked."""
+def norm(t: Tensors, spec: LayerNormSpec) -> Any:
+    """The norm of x, or of x + residual and that sum, of a call that was checked."""
     total = t.x if t.residual is None else t.x + t.residual
-    y = _layer_norm(total, t, spec)
+    y = _layer_norm(total, t, spec) if spec.centred else _rms_norm(total, t, spec)
     return y if t.residual is None else (y, total)
 
 
 class _Aten(Route):
     def __call__(self, t: Tensors, spec: LayerNormSpec) -> Any:
-        return layer_norm(t, spec)
+        return norm(t, spec)
 
 
 ATEN = _Aten()
@@ -37,25 +37,60 @@ def _layer_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
     weight, bias, shape = t.weight, t.bias, spec.normalized_shape
     autocast = None if total.dtype == torch.float64 else spec.autocast
     if autocast is None:
-        h, weight, bias = _promoted(h, weight, bias)
-    if spec.target_variance != 1.0:
-        root = math.sqrt(spec.target_variance)
-        dtype = h.dtype if bias is None else bias.dtype
-        if weight is None:
-            weight = torch.full(shape, root, dtype=dtype, device=h.device)
-        else:
-            weight = weight * root
-    y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, spec.eps)
+        h, weight, bias = promoted(h, weight, bias)
+    dtype = h.dtype if bias is None else bias.dtype
+    weight = scaled(weight, spec.target_variance, shape, dtype, h.device)
+    eps = spec.eps_of(total.dtype)
+    y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, eps)
     if t.running_mean is not None and t.running_var is not None and total.numel() > 0:
         # Detached, not under no_grad: that would be a subgraph for torch.export, and one of no
         # result, which an ExportedProgram cannot be saved with.
         mean, rstd = mean.detach(), rstd.detach()
-        mean, var = _row_statistics(h.detach(), len(shape), mean, rstd, spec.eps)
+        mean, var = _row_statistics(h.detach(), len(shape), mean, rstd, eps)
         step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum)
         statistics.move(t.running_mean, t.running_var, mean, var, step)
     if autocast is None:
         return y.to(total.dtype)
     return y.to(autocast) if spec.autocast_output == "low" else y
+
+
+def _rms_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
+    h, weight, shape = total, t.weight, spec.normalized_shape
+    if t.running_var is not None and total.numel() > 0:
+        rows = nested.rows(h.detach(), shape)
+        moment = rows.to(accumulator_dtype(h.dtype)).square().mean()
+        step = statistics.count_batch(t.running_var, t.tracked, spec.momentum)
+        statistics.move_one(t.running_var, moment, step)
+    if spec.weight_offset or spec.rounding is not None:
+        return _composed_rms_norm(h, weight, spec)
+    autocast, eps = None if total.dtype == torch.float64 else spec.autocast, spec.eps
+    if autocast is None or spec.autocast_output == "low":
+        h, weight, _ = promoted(h, weight, None)
+        if h.dtype != total.dtype:
+            eps = spec.eps_of(total.dtype)
+    weight = scaled(weight, spec.target_variance, shape, h.dtype, h.device)
+    y = torch.rms_norm(h, shape, weight, eps)
+    if autocast is None:
+        return y.to(total.dtype)
+    return y.to(autocast) if spec.autocast_output == "low" else y
+
+
+def _composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> Tensor:
+    """An RMSNorm that torch has no operator for, in the order that its libraries compute it."""
+    dtype = None if weight is None else weight.dtype
+    acc, dims = accumulator_dtype(h.dtype, dtype), tuple(range(-len(spec.normalized_shape), 0))
+    rounded, output = spec.rounds_to(h.dtype, dtype), spec.output_dtype(h.dtype, dtype)
+    eps, root = spec.eps_of(h.dtype), math.sqrt(spec.target_variance)
+    h = h.to(acc)
+    y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
+    if root != 1.0:
+        y = y * root
+    if rounded is not None:
+        y = y.to(rounded).to(acc)
+    if weight is not None:
+        weight = weight.to(acc)
+        y = y * (weight + spec.weight_offset if spec.weight_offset else weight)
+    return y.to(output)
 
 
 def _row_statistics(
@@ -74,21 +109,3 @@ def _row_statistics(
     dims = tuple(range(-row_dims, 0))
     var, mean = torch.var_mean(h.to(accumulator_dtype(h.dtype)), dim=dims, correction=0)
     return mean.mean(), var.mean()
-
-
-def _promoted(
-    h: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """All three in their common dtype, as not every device's kernel takes a mixture."""
-    dtype = h.dtype
-    for affine in (weight, bias):
-        # Asked only where they differ: torch.export of torch 2.6 cannot save the question.
-        if affine is not None and affine.dtype != dtype:
-            dtype = torch.promote_types(dtype, affine.dtype)
-    if dtype == h.dtype and (weight is None or weight.dtype == dtype):
-        return h, weight, None if bias is None else bias.to(dtype)
-    return (
-        h.to(dtype),
-        None if weight is None else weight.to(dtype),
-        None if bias is None else bias.to(dtype),
-    )

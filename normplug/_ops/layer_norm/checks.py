@@ -1,4 +1,4 @@
-"""What a call of a LayerNorm must satisfy, whatever carries it out."""
+"""What a call of a LayerNorm or an RMSNorm must satisfy, whatever carries it out."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ def check(caller: str, t: Tensors, spec: LayerNormSpec) -> None:
     """
     _checks.tensors(caller, t.x, **others(t))
     _checks.shape(caller, spec.normalized_shape)
-    _checks.eps(caller, spec.eps, zero=True)
-    _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
+    _checks.eps(caller, spec.eps, zero=True, none=not spec.centred)
+    if spec.centred:
+        _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
+    else:
+        _checks.number(caller, "weight_offset", spec.weight_offset)
     running = {"running_mean": t.running_mean, "running_var": t.running_var}
     _checks.scalars(caller, **running, num_batches_tracked=t.tracked)
-    _checks.momentum(caller, spec.momentum, t.tracked, t.running_mean is not None)
+    _checks.momentum(caller, spec.momentum, t.tracked, t.running_var is not None)
     _checks.autocast_output(caller, spec.autocast_output)
     _checks.same_shape(caller, t.x, residual=t.residual)
 

@@ -1,4 +1,4 @@
-"""LayerNorm's kernels as operators, for compilers: see `normplug._ops.library`.
+"""LayerNorm's and RMSNorm's kernels as operators, for compilers: see `normplug._ops.library`.
 
 The operators move the running statistics: the mean over all rows of what a kernel finds in each
 would take a compiler kernels of its own.
@@ -20,6 +20,10 @@ _NUMBERS = (
     "int[] normalized_shape, float? momentum, float eps, float target_variance, "
     "ScalarType? autocast, str autocast_output"
 )
+_RMS_NUMBERS = (
+    "int[] normalized_shape, float? momentum, float? eps, float target_variance, "
+    "ScalarType? autocast, str autocast_output, float weight_offset, str? rounding"
+)
 
 
 class _LayerNorm(NormOperators):
@@ -37,12 +41,13 @@ class _LayerNorm(NormOperators):
         acc = accumulator_dtype(*(each.dtype for each in present))
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         rows = math.prod(x.shape[: x.dim() - len(spec.normalized_shape)])
-        stats = x.new_empty(2 * rows, dtype=acc)
-        y = x.new_empty(x.shape, dtype=spec.output_dtype(dtype))
+        stats = x.new_empty(2 * rows if spec.centred else rows, dtype=acc)
+        output = spec.output_dtype(dtype, None if weight is None else weight.dtype)
+        y = x.new_empty(x.shape, dtype=output)
         return (y, stats) if residual is None else (y, x.new_empty(x.shape, dtype=dtype), stats)
 
     def fake_dx(self, x: Tensor, spec: LayerNormSpec) -> Tensor:
-        from normplug._ops.layer_norm.eager import lies_dense, row_spacing
+        from normplug._ops.layer_norm.spacing import lies_dense, row_spacing
 
         row_dims = len(spec.normalized_shape)
         rows = math.prod(x.shape[: x.dim() - row_dims])
@@ -51,9 +56,19 @@ class _LayerNorm(NormOperators):
         return x if is_dense else x.new_empty(x.shape)
 
 
+class _RMSNorm(_LayerNorm):
+    def spec(self, normalized_shape: list[int], *numbers: Any) -> LayerNormSpec:
+        *shared, weight_offset, rounding = numbers
+        own = {"centred": False, "weight_offset": weight_offset, "rounding": rounding}
+        return LayerNormSpec(tuple(normalized_shape), *shared, **own)
+
+
 PLAIN = _LayerNorm("layer_norm", _NUMBERS, ("stats",), has_total=False, moves=True)
 ADD = _LayerNorm("add_layer_norm", _NUMBERS, ("stats",), has_total=True, moves=True)
+RMS = _RMSNorm("rms_norm", _RMS_NUMBERS, ("stats",), has_total=False, moves=True)
+ADD_RMS = _RMSNorm("add_rms_norm", _RMS_NUMBERS, ("stats",), has_total=True, moves=True)
 _plain, _add = PLAIN.differentiable, ADD.differentiable
+_rms, _add_rms = RMS.differentiable, ADD_RMS.differentiable
 
 
 class _Compiled(Route):
@@ -66,7 +81,7 @@ class _Compiled(Route):
             x = x.flatten(0, -1 - row_dims)
             residual = None if residual is None else residual.flatten(0, -1 - row_dims)
         rest = (weight, bias, input_bias, mean, var, tracked)
-        numbers = (
+        numbers: tuple[Any, ...] = (
             spec.normalized_shape,
             spec.momentum,
             spec.eps,
@@ -74,10 +89,13 @@ class _Compiled(Route):
             spec.autocast,
             spec.autocast_output,
         )
+        plain, add = _plain, _add
+        if not spec.centred:
+            plain, add, numbers = _rms, _add_rms, (*numbers, spec.weight_offset, spec.rounding)
         if residual is None:
-            y, _ = _plain(x, None, *rest, *numbers)
+            y, _ = plain(x, None, *rest, *numbers)
             return y.view(shape)
-        y, total, _ = _add(x, residual, *rest, *numbers)
+        y, total, _ = add(x, residual, *rest, *numbers)
         return y.view(shape), total.view(shape)
 
 

@@ -1,10 +1,10 @@
-"""LayerNorm over normplug's own kernels: one launch forward and one backward."""
+"""LayerNorm and RMSNorm over normplug's own kernels: one launch forward and one backward."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from normplug._kernels.device import MOST_PLACES, processors, shared_memory
 from normplug._kernels.launch import COOPERATIVE, Launch
 from normplug._kernels.layer_norm import launches, schedule
-from normplug._kernels.layer_norm.launches import Spacing, TwoLevels
-from normplug._layouts import is_contiguous
+from normplug._kernels.layer_norm.launches import Flags, Spacing
+from normplug._ops.layer_norm.spacing import lies_dense, spacing_after, spacing_of
 from normplug._ops.plans import Gradients, KernelRoute, Needs, Plan
 from normplug._ops.program import (
     NOTHING,
@@ -32,10 +32,10 @@ from normplug.reference import accumulator_dtype
 
 
 class LayerNormPlan(Plan):
-    """The launches of a LayerNorm, with a residual or an input bias. State: stats.
+    """The launches of a LayerNorm or RMSNorm, with a residual or an input bias. State: stats.
 
-    stats: mean and rstd of the rows, (2 * rows,). The total, x + residual, is what is normalised;
-    it is x where there is no residual.
+    stats: mean and rstd of the rows, (2 * rows,), or for RMSNorm rstd alone, (rows,). The total,
+    x + residual, is what is normalised; it is x where there is no residual.
     """
 
     spec: LayerNormSpec
@@ -47,7 +47,8 @@ class LayerNormPlan(Plan):
         self._dtype = x.dtype
         self._residual_dtype = None if residual is None else residual.dtype
         self._total = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        self._output = spec.output_dtype(self._total)
+        self._weight_dtype = None if weight is None else weight.dtype
+        self._output = spec.output_dtype(self._total, self._weight_dtype)
         vectors = (t if t is None else t.dtype for t in (weight, bias, input_bias))
         self.acc = accumulator_dtype(self._total, *vectors)
         self._shape, self._row = x.shape, spec.normalized_shape
@@ -55,10 +56,17 @@ class LayerNormPlan(Plan):
         self._width = math.prod(self._row)
         self._rows = x.numel() // self._width
         self.has_total = self.is_recomputable = residual is not None
-        self._affine = launches.Flags(
-            weight=weight is not None, bias=bias is not None, input_bias=input_bias is not None
+        self._flags = partial(
+            Flags,
+            centred=spec.centred,
+            offset=float(spec.weight_offset),
+            rounded=spec.rounds_to(self._total, self._weight_dtype),
+            weight=weight is not None,
         )
-        self._running = running_mean is not None and running_var is not None
+        self._bias, self._input_bias = bias is not None, input_bias is not None
+        self._numbers = (spec.eps_of(self._total), spec.target_variance)
+        self._stats = 2 * self._rows if spec.centred else self._rows
+        self._running = running_var is not None and (running_mean is not None or not spec.centred)
         self._tracked = self._running and tracked is not None
         self._bias_dtype = None if bias is None else bias.dtype
         # What a thread holds decides how a row is cut.
@@ -66,8 +74,8 @@ class LayerNormPlan(Plan):
         self._itemsize = 8 if self.acc == torch.float64 else widest
         self._machine = (processors(x.device), shared_memory(x.device))
         self._cooperative = COOPERATIVE and x.is_cuda
-        self._x_spacing = _spacing(x, row_dims)
-        self._residual_spacing = None if residual is None else _spacing(residual, row_dims)
+        self._x_spacing = spacing_of(x, row_dims)
+        self._residual_spacing = None if residual is None else spacing_of(residual, row_dims)
         # The total is dense.
         self._normalised = self._x_spacing if residual is None else self._width
 
@@ -86,10 +94,10 @@ class LayerNormPlan(Plan):
         """The call with dense rows, and those of the residual at strides that go with x's."""
         place = (len(spec.normalized_shape), math.prod(spec.normalized_shape))
         x, residual = t.x, t.residual
-        spacing = _spacing_after(x, *place)
+        spacing = spacing_after(x, *place)
         if spacing is None:
             x, spacing = x.contiguous(), place[1]
-        if residual is not None and _spacing_after(residual, *place, spacing) is None:
+        if residual is not None and spacing_after(residual, *place, spacing) is None:
             residual = residual.contiguous()
         same = x is t.x and residual is t.residual
         return (t if same else t._replace(x=x, residual=residual)), spec
@@ -97,10 +105,9 @@ class LayerNormPlan(Plan):
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         """Compute y, and the total where there is a residual, in one launch."""
         spec = self.spec
-        flags = launches.Flags(
-            weight=self._affine.weight,
-            bias=self._affine.bias,
-            input_bias=self._affine.input_bias,
+        flags = self._flags(
+            bias=self._bias,
+            input_bias=self._input_bias,
             residual=self.has_total,
             stats=keep,
             running=self._running,
@@ -109,12 +116,12 @@ class LayerNormPlan(Plan):
         )
         strides = launches.Strides(self._x_spacing, residual=self._residual_spacing)
         shape = self._forward_shape(strides, self._running)
-        numbers = (spec.momentum or 0.0, spec.eps, spec.target_variance)
+        numbers = (spec.momentum or 0.0, *self._numbers)
         launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
         dense = (self._shape, contiguous(self._shape))
         empties: dict[str, Layout] = {"y": (*dense, self._output)}
         if keep:
-            empties["stats"] = ((2 * self._rows,), (1,), self.acc)
+            empties["stats"] = ((self._stats,), (1,), self.acc)
         saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
         results = [Result(PLACE["y"])]
         if self.has_total:
@@ -134,13 +141,10 @@ class LayerNormPlan(Plan):
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
         """Compute y again, from the total and the rows' statistics."""
-        flags = launches.Flags(
-            weight=self._affine.weight, bias=self._affine.bias, given=True, stats=False
-        )
+        flags = self._flags(bias=self._bias, given=True, stats=False)
         strides = launches.Strides(self._width)  # of the total
         shape = self._forward_shape(strides, False)
-        numbers = (0.0, self.spec.eps, self.spec.target_variance)
-        launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
+        launch = launches.forward_launch(shape, self.acc, flags, strides, 0.0, *self._numbers)
         return Program(
             saved,
             empties={"y": (self._shape, contiguous(self._shape), self._output)},
@@ -161,7 +165,7 @@ class LayerNormPlan(Plan):
         copies = {}
         for name, t in given.items():
             if t is not None:
-                spacing = _spacing_after(t, *place, *before)
+                spacing = spacing_after(t, *place, *before)
                 if spacing is None:
                     copies[name], spacing = contiguous(self._shape), self._width
                 before.append(spacing)
@@ -233,9 +237,14 @@ class LayerNormPlan(Plan):
         h = x.to(acc)
         if input_bias is not None:
             h = h + input_bias.to(acc)
-        y = F.layer_norm(h, self._row, None, None, self.spec.eps) * root
+        eps, _ = self._numbers
+        if self.spec.centred:
+            y = F.layer_norm(h, self._row, None, None, eps) * root
+        else:
+            dims = tuple(range(-self._row_dims, 0))
+            y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps) * root
         if weight is not None:
-            y = y * weight.to(acc)
+            y = y * (weight.to(acc) + self.spec.weight_offset)
         if bias is not None:
             y = y + bias.to(acc)
         return (x, None, weight, bias, input_bias), y, dy.to(acc)
@@ -262,7 +271,13 @@ class LayerNormPlan(Plan):
     ) -> schedule.Rows | schedule.WideForward:
         unit = strides.unit(self._width)
         return schedule.layer_norm_forward(
-            self._rows, self._width, unit, self._itemsize, running, self._machine[0]
+            self._rows,
+            self._width,
+            unit,
+            self._itemsize,
+            running,
+            self._machine[0],
+            self.spec.centred,
         )
 
     def _backward_launch(
@@ -272,7 +287,7 @@ class LayerNormPlan(Plan):
         dtotal: Spacing | None = None,
     ) -> tuple[Launch, tuple[int, int]]:
         """The backward's launch, and the scratch memory that it needs."""
-        flags = launches.Flags(weight=self._affine.weight, input_bias=self._affine.input_bias)
+        flags = self._flags(input_bias=self._input_bias)
         strides = launches.Strides(self._normalised, dy=dy, dtotal=dtotal)
         shape = schedule.layer_norm_backward(
             self._rows,
@@ -289,55 +304,3 @@ class LayerNormPlan(Plan):
 
 
 KERNELS = KernelRoute(LayerNormPlan)
-
-
-def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> Spacing | None:
-    """How rows lie; None where they are not dense, or take more than two strides to find."""
-    outer = len(shape) - row_dims
-    if not is_contiguous(shape[outer:], stride[outer:]):
-        return None
-    levels: list[tuple[int, int]] = []  # how many, how far apart; the innermost first
-    for size, step in zip(reversed(shape[:outer]), reversed(stride[:outer]), strict=True):
-        if size == 1:
-            continue
-        if levels and step == math.prod(levels[-1]):
-            levels[-1] = (levels[-1][0] * size, levels[-1][1])
-        else:
-            levels.append((size, step))
-    if len(levels) > 2:
-        return None
-    if len(levels) == 2:
-        (inner, step), (_, apart) = levels
-        return TwoLevels(inner, apart, step)
-    return levels[0][1] if levels else math.prod(shape[outer:])
-
-
-_row_spacing = lru_cache(maxsize=4096)(row_spacing)  # not for a compiler's symbolic sizes
-
-
-def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
-    """Whether rows, in whatever order, have nothing between them: so does their gradient then."""
-    if isinstance(spacing, TwoLevels):
-        return spacing.dense(rows, width)
-    return spacing == width
-
-
-def _spacing(t: Tensor, row_dims: int) -> Spacing:
-    """How the rows of a tensor lie that has been laid out."""
-    if t.is_contiguous():
-        return math.prod(t.shape[t.dim() - row_dims :])
-    spacing = _row_spacing(t.shape, t.stride(), row_dims)
-    assert spacing is not None
-    return spacing
-
-
-def _spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spacing | None:
-    """How rows lie; None where no launch could take them with those `before`."""
-    if t.is_contiguous():
-        return width
-    spacing = _row_spacing(t.shape, t.stride(), row_dims)
-    if isinstance(spacing, TwoLevels):
-        inners = (other.inner for other in before if isinstance(other, TwoLevels))
-        if any(inner != spacing.inner for inner in inners):
-            return None
-    return spacing

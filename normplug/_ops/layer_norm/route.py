@@ -1,4 +1,4 @@
-"""Choose the route of a LayerNorm: by backend, by what can run, and by measured speed."""
+"""Choose the route of a norm of rows: by backend, by what can run, and by measured speed."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def choose(
             raise _checks.no_kernel(caller, why)
         return ATEN
     if eligible.is_compiling():
-        return COMPILED if backend == "triton" or _operator_pays(t, channels_first) else ATEN
+        pays = spec.centred and _operator_pays(t, channels_first)
+        return COMPILED if backend == "triton" or pays else ATEN
     return KERNELS
 
 
 def _operator_pays(t: Tensors, channels_first: bool) -> bool:
-    """Whether an operator was measured faster than what Inductor makes of the norm."""
+    """Whether an operator was measured faster than what Inductor makes of a LayerNorm."""
     size = eligible.size_of(t.x)
     if t.residual is not None:  # Inductor fuses this too, forward as fast, backward slower
         return size >= _ADD_OPERATOR_BYTES

@@ -1,4 +1,4 @@
-"""Norms as functions: each call is checked here, and carried out by the route for its backend."""
+"""LayerNorm as a function, alone and with the addition before it."""
 
 from __future__ import annotations
 
@@ -10,122 +10,11 @@ from torch import Tensor
 
 from normplug import _checks, native
 from normplug._ops import cache, nested
-from normplug._ops.batch_norm import checks as batch_norm_checks
-from normplug._ops.batch_norm import route as batch_norm_route
 from normplug._ops.layer_norm import checks as layer_norm_checks
 from normplug._ops.layer_norm import route as layer_norm_route
-from normplug._ops.spec import BatchNormSpec, LayerNormSpec, Tensors, others
+from normplug._ops.spec import LayerNormSpec, Tensors, others
+from normplug.functional.autocast import autocast_dtype
 from normplug.modes import ModeLike, target_variance
-from normplug.reference import accumulator_dtype
-
-# Asked here, once: torch.compile of torch 2.6 cannot trace the question.
-_AUTOCAST_DEVICES = frozenset(
-    device
-    for device in ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
-    if torch.amp.is_autocast_available(device)
-)
-
-__all__ = ["add_layer_norm", "batch_norm", "channel_stats", "layer_norm"]
-
-
-def batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float | None = 0.1,
-    eps: float = 1e-5,
-    *,
-    mode: ModeLike = "golden",
-    residual: Tensor | None = None,
-    activation: str | None = None,
-    num_batches_tracked: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Normalise each channel over batch and space to the target variance of `mode`.
-
-        y = activation(weight * sqrt(tv) * (input - mean) / sqrt(var + eps) + bias + residual)
-
-    In training, mean and biased var are the batch's, and the running statistics move towards the
-    batch's mean and *unbiased* variance of the input, as in `torch.nn.functional.batch_norm`. In
-    eval they are the running statistics. An empty batch leaves the running statistics untouched.
-
-    Args:
-        input: (N, C) or (N, C, *space); float16, bfloat16, float32 or float64. Contiguous and
-            channels_last (channels innermost, for any number of dims) are taken as they are; the
-            kernels copy other strides once, and dy or `residual` where laid out otherwise.
-        running_mean: (C,), updated in place in training, or None.
-        running_var: (C,), updated in place in training, or None.
-        weight: (C,), or None for ones. May be float32 beside a half `input`.
-        bias: (C,), or None for zeros, in the dtype of `weight`.
-        training: use the batch's statistics rather than the running ones.
-        momentum: weight of the new batch in the running statistics; None averages over all
-            batches equally, counted by `num_batches_tracked`.
-        eps: above 0, added to the variance before the root.
-        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        residual: added before the activation; shaped like `input`, or None.
-        activation: None, "relu", "silu", "gelu" (exact), "relu6" or "hardswish".
-        num_batches_tracked: integer scalar, raised by one where running statistics move, or None.
-        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's); the environment's
-            `NORMPLUG_BACKEND` sets "auto", which takes what was measured faster and can run.
-
-    Returns:
-        Shaped like `input`, in its dtype (promoted with that of `residual`).
-
-    Raises:
-        ValueError: shapes or devices that do not fit, one value a channel in training, evaluation
-            without running statistics, an eps of 0 or below, an unknown mode, activation or
-            backend.
-        TypeError: an argument of another type, or tensors that are not floating point.
-        NotImplementedError: backend "triton" where the kernels cannot run, saying why.
-
-    Precision: sums are float32 (float64 for float64 input). With tv other than 1, the torch backend
-    rounds weight * sqrt(tv) to the dtype of `weight`; the kernels do not.
-    Differentiable twice, by `input`, `weight`, `bias` and `residual`. By the kernels, equal calls
-    give equal bits, and what is kept for the backward is `input` and two numbers a channel, with
-    `residual` and relu one bit an element more, with `residual` and another activation `residual`.
-
-    Example:
-        >>> x = torch.tensor([[1.0], [3.0]])
-        >>> batch_norm(x, None, None, training=True, eps=1e-12, mode=0.25).flatten()
-        tensor([-0.5000,  0.5000])
-    """
-    t = Tensors(input, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
-    spec = BatchNormSpec(training, momentum, eps, target_variance(mode), activation)
-    return _batch_norm(t, spec, backend)
-
-
-def _batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, *, single: bool = False) -> Tensor:
-    """`batch_norm`, and the max pooling after it that `spec` may name.
-
-    The kernels pool in the same launch, for channels_last input. If values tie after rounding, the
-    gradient goes to the one that was largest before rounding. They save `input` and, of each
-    window, its largest value before the norm and a byte.
-
-    single: whether a compiler would have nothing to fuse it with.
-    """
-    caller = "functional.batch_norm"
-    eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
-    if eager:
-        if (known := native.call(spec, backend, t)) is not None:
-            return known
-        key = cache.key_of(t, spec, backend)
-        if (call := cache.find(key)) is not None:
-            native.keep(spec, backend, t, call)
-            return call(t)
-    batch_norm_checks.check(caller, t, spec)
-    name = _checks.backend(caller, backend)
-    route = batch_norm_route.choose(caller, name, t, spec, single=single)
-    _checks.devices(caller, t.x, **others(t))
-    if route is None:
-        assert spec.pool is not None
-        return spec.pool(_batch_norm(t, spec.without_pool(), backend))
-    y = route(t, spec)
-    if eager:
-        cache.keep(key, route.bind(t, spec))
-    return y
 
 
 def layer_norm(
@@ -242,17 +131,6 @@ def _strided_layer_norm(caller: str, t: Tensors, spec: LayerNormSpec, backend: s
     return y if t.residual is None else (y, total)
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast has set where x is; None where it is off."""
-    try:
-        device = "cuda" if x.is_cuda else x.device.type
-    except AttributeError:  # no tensor, and about to be refused
-        return None
-    if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return None
-
-
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -311,36 +189,3 @@ def add_layer_norm(
     tv, shape = target_variance(mode), layer_norm_checks.row_shape(caller, normalized_shape)
     spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(x), autocast_output)
     return _layer_norm(caller, t, spec, backend)
-
-
-def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel over batch and space.
-
-        mean = mean(x)        var = mean((x - mean)^2)
-
-    Args:
-        x: (N, C) or (N, C, *space), floating point.
-
-    Returns:
-        (mean, var), each (C,), float32 (float64 for float64 input); nan for an empty batch.
-
-    Raises:
-        ValueError: where `x` has no channel dimension.
-        TypeError: where `x` is no tensor, or not floating point.
-
-    Example:
-        >>> channel_stats(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
-        (tensor([2., 5.]), tensor([1., 0.]))
-    """
-    caller = "functional.channel_stats"
-    _checks.floating(caller, x)
-    _checks.channels(caller, x)
-    if (by_kernel := batch_norm_route.channel_stats(x)) is not None:
-        return by_kernel
-    dims = (0, *range(2, x.dim()))
-    x = x.to(accumulator_dtype(x.dtype))
-    if x.numel() == 0:
-        nan = x.new_full((x.shape[1],), torch.nan)
-        return nan, nan.clone()
-    var, mean = torch.var_mean(x, dim=dims, correction=0)
-    return mean, var

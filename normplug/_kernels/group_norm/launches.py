@@ -1,0 +1,199 @@
+"""GroupNorm's launches: from a geometry, and what a call has and asks for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from normplug._activations import KERNEL_CODES
+from normplug._kernels.batch_norm.schedule import FAN_IN
+from normplug._kernels.device import unit_of
+from normplug._kernels.group_norm import columns, planes
+from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
+from normplug._kernels.launch import Launch, scalars
+
+_FORWARD = ("x", "weight", "bias", "y", "stats", "partial", "counters")
+_BACKWARD = (
+    "dy", "x", "weight", "bias", "stats", "dx", "dweight", "dbias", "partial", "counters",
+)  # fmt: skip
+_PARTS = 32  # parts of a gradient that a program adds at a time
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What a call has, besides its shape and dtypes."""
+
+    weight: bool = True
+    bias: bool = True
+    activation: str | None = None
+
+
+def forward_launch(
+    shape: PlanesForward | Columns, dtype: torch.dtype, flags: Flags, eps: float, tv: float
+) -> Launch:
+    """Set up the forward kernel of a geometry; `dtype` is that of the sums."""
+    double = dtype == torch.float64
+    numbers = scalars(double, eps=eps, root=math.sqrt(tv))
+    constants: dict[str, Any] = {
+        "HELD": shape.held,
+        "ACC": tl.float64 if double else tl.float32,
+        "WEIGHT": flags.weight,
+        "BIAS": flags.bias,
+        "ACTIVATION": KERNEL_CODES[flags.activation],
+        "EVEN": shape.even,
+        "WIDE": shape.wide,
+    }
+    if isinstance(shape, Columns):
+        return Launch(
+            columns.group_norm_columns_forward,
+            shape.units * shape.k + shape.lag,
+            pointers=_FORWARD,
+            sizes={**_column_sizes(shape), "LAG": shape.lag},
+            scalars=numbers,
+            constants={**_column_tile(shape), **constants},
+            warps=shape.warps,
+        )
+    unit = unit_of(shape.width)
+    return Launch(
+        planes.group_norm_planes_forward,
+        shape.grid,
+        pointers=_FORWARD,
+        sizes={
+            "N": shape.n,
+            "G": shape.groups,
+            "CHANNELS": shape.channels,
+            "HW": shape.hw,
+            "WIDTH_UNITS": shape.width // unit,
+            "K": shape.k,
+            "LAG": shape.lag,
+        },
+        scalars=numbers,
+        constants={
+            "UNIT": unit,
+            "R": shape.r,
+            "BLOCK": shape.block,
+            "RUN": shape.run,
+            **constants,
+        },
+        warps=shape.warps,
+    )
+
+
+def backward_launch(
+    shape: PlanesBackward | Columns,
+    dtype: torch.dtype,
+    flags: Flags,
+    needs: tuple[bool, bool, bool],
+    tv: float,
+) -> Launch:
+    """Set up the backward kernel; `needs` are those of dx, dweight and dbias."""
+    double = dtype == torch.float64
+    numbers = scalars(double, root=math.sqrt(tv))
+    dx, dweight, dbias = needs
+    activated = flags.activation is not None
+    lag = shape.lag if dx else 0
+    finishers = -(-shape.groups * shape.channels // shape.finish) if dweight or dbias else 0
+    constants: dict[str, Any] = {
+        "HELD": shape.held,
+        "FINISH": shape.finish,
+        "PARTS": _PARTS,
+        "ACC": tl.float64 if double else tl.float32,
+        "WEIGHT": flags.weight and (dx or activated),
+        "BIAS": flags.bias and activated,
+        "ACTIVATION": KERNEL_CODES[flags.activation],
+        "DX": dx,
+        "DWEIGHT": dweight,
+        "DBIAS": dbias,
+        "EVEN": shape.even,
+        "WIDE": shape.wide,
+    }
+    grid = shape.programs + lag + finishers
+    if isinstance(shape, Columns):
+        return Launch(
+            columns.group_norm_columns_backward,
+            grid,
+            pointers=_BACKWARD,
+            sizes={**_column_sizes(shape), "LAG": lag, "SPLITS": shape.splits},
+            scalars=numbers,
+            constants={**_column_tile(shape), **constants},
+            warps=shape.warps,
+        )
+    unit = unit_of(shape.hw)
+    return Launch(
+        planes.group_norm_planes_backward,
+        grid,
+        pointers=_BACKWARD,
+        sizes={
+            "N": shape.n,
+            "G": shape.groups,
+            "CHANNELS": shape.channels,
+            "HW_UNITS": shape.hw // unit,
+            "K": shape.k,
+            "KS": shape.ks,
+            "LAG": lag,
+            "SPLITS": shape.splits,
+        },
+        scalars=numbers,
+        constants={"UNIT": unit, "R": shape.r, "CB": shape.cb, "SB": shape.sb, **constants},
+        warps=shape.warps,
+    )
+
+
+def forward_scratch(shape: PlanesForward | Columns) -> tuple[int, int]:
+    """Counters and partial results that a forward launch needs."""
+    if shape.held:
+        return 0, 0
+    if isinstance(shape, Columns):
+        return _parts(shape.units, shape.k, shape.gb)
+    return _parts(shape.n * shape.groups, shape.k, 1)
+
+
+def backward_scratch(
+    shape: PlanesBackward | Columns, needs: tuple[bool, bool, bool]
+) -> tuple[int, int]:
+    """Counters and partial results that a backward launch needs."""
+    _, dweight, dbias = needs
+    sums = shape.parts * (dweight + dbias) * shape.groups * shape.channels
+    if isinstance(shape, Columns):
+        means = 2 * shape.units * shape.gb
+        counters, parts = (0, 0) if shape.held else _parts(shape.units, shape.k, shape.bc)
+    elif shape.held:
+        means = counters = parts = 0
+    else:
+        means = 2 * shape.n * shape.groups
+        counters, parts = _parts(shape.n * shape.groups, shape.k, 1)
+    return counters + 1, parts + means + sums
+
+
+def _parts(units: int, k: int, numbers: int) -> tuple[int, int]:
+    """What `slabs.publish_part` needs for units of k tiles, each with two rows of `numbers`."""
+    batches = -(-k // FAN_IN)
+    return units * (batches + 2), units * (k + batches) * 2 * numbers
+
+
+def _column_sizes(shape: Columns) -> dict[str, int]:
+    return {
+        "N": shape.n,
+        "G": shape.groups,
+        "CHANNELS": shape.channels,
+        "S": shape.s,
+        "WIDTH_UNITS": shape.c // shape.unit,
+        "LIVE_UNITS": shape.live // shape.unit,
+        "SLABS": shape.slabs,
+        "ABREAST": shape.abreast,
+        "K": shape.k,
+    }
+
+
+def _column_tile(shape: Columns) -> dict[str, Any]:
+    return {
+        "UNIT": shape.unit,
+        "RB": shape.rb,
+        "BC": shape.bc,
+        "GB": shape.gb,
+        "EXACT": shape.exact,
+    }

@@ -1,0 +1,355 @@
+"""GroupNorm over contiguous (N, C, *space), where a group is CHANNELS * HW adjacent values.
+
+What a unit is, and how programs wait for each other, `shared` explains. Here a unit is a group of a
+sample, and a tile has three axes: groups, channels, and places in a plane. There are R groups if
+they are held, and one otherwise.
+
+Forward, a tile is BLOCK adjacent values of a group, as runs of RUN values of one channel: RUN
+divides HW. So weight and bias are read once a run, and only the end of a group is padded. Backward,
+sums over each channel are needed, and a tile is CB channels of SB places each.
+"""
+
+import triton
+import triton.language as tl
+
+from normplug._kernels.activation import activate
+from normplug._kernels.batch_norm.slabs import after_parts, publish_part, ready_flag
+from normplug._kernels.group_norm.shared import (
+    finish_sums,
+    gradient_before,
+    load_statistics,
+    load_tile,
+    load_vector,
+    publish_sums,
+    save_statistics,
+    store_tile,
+    sum_both,
+)
+from normplug._kernels.primitives import SCALARS, scalar, tile_counts
+from normplug._kernels.waiting import arrive, wait
+
+# The arguments that `shared` does not explain.
+#   HW, HW_UNITS         values of a plane; the same / UNIT
+#   WIDTH_UNITS          values of a group / UNIT
+#   KS                   tiles side by side in the planes of a group, backward
+_SIZES = [
+    "N", "G", "CHANNELS", "HW", "HW_UNITS", "WIDTH_UNITS", "K", "KS", "LAG", "SPLITS",
+]  # fmt: skip
+
+
+@triton.jit
+def _runs(
+    groups, inside, k, G, CHANNELS, HW, WIDTH, BLOCK: tl.constexpr, RUN: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Tile k of some groups: offsets and mask; channels of the runs, and which of them exist."""
+    begins = k * BLOCK + tl.arange(0, BLOCK // RUN) * RUN
+    columns = begins[:, None] + tl.arange(0, RUN)[None, :]
+    mask = inside[:, None, None] & (columns < WIDTH)[None, :, :]
+    live = inside[:, None] & (begins < WIDTH)[None, :]
+    channels = ((groups % G) * CHANNELS)[:, None] + (begins // HW)[None, :]
+    if WIDE:
+        groups = groups.to(tl.int64)
+    return (groups * WIDTH)[:, None, None] + columns[None, :, :], mask, channels, live
+
+
+@triton.jit
+def _sum(values, R: tl.constexpr):
+    """The sum of each of R groups."""
+    if R == 1:
+        total = tl.sum(values) + tl.zeros([1], values.dtype)
+    else:
+        total = tl.sum(tl.sum(values, axis=2), axis=1)
+    return total
+
+
+@triton.jit
+def _moments(
+    x, x_ptr, groups, inside, k, count, WIDTH, mask, R: tl.constexpr, BLOCK: tl.constexpr,
+    ACC: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Mean of each group's tile, sum of squared distances from it, and the distances."""
+    if WIDE:
+        groups = groups.to(tl.int64)
+    # Distances from one of the values: their sums do not round at the size of the mean.
+    first = tl.load(x_ptr + groups * WIDTH + k * BLOCK, mask=inside, other=0.0).to(ACC)
+    d = x.to(ACC) - first[:, None, None]
+    if not EVEN:
+        d = tl.where(mask, d, 0.0)
+    mean = _sum(d, R) / count
+    d -= mean[:, None, None]
+    if not EVEN:
+        d = tl.where(mask, d, 0.0)
+    return first + mean, _sum(d * d, R), d
+
+
+@triton.jit
+def _normalise(
+    d, y_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, rstd, root, ACC: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """Write y from distances to the mean."""
+    scale = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
+    scale *= (rstd * scalar(root, ACC))[:, None]
+    z = d * scale[:, :, None]
+    if BIAS:
+        z += load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)[:, :, None]
+    store_tile(y_ptr, offsets, activate(z, ACTIVATION), mask, EVEN, HELD)
+
+
+@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+def group_norm_planes_forward(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, partial_ptr, counters_ptr,
+    N, G, CHANNELS, HW, WIDTH_UNITS, K, LAG,
+    eps, root,
+    UNIT: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr,
+    HELD: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Y = activation(weight * root * (x - mean) * rstd + bias); stats = (mean, rstd) of all groups.
+
+    Held, one program takes R groups.
+    """
+    t = tl.program_id(0)
+    WIDTH = WIDTH_UNITS * UNIT
+    GROUPS = N * G
+    if HELD:
+        groups = t * R + tl.arange(0, R)
+        inside = groups < GROUPS
+        offsets, mask, channels, live = _runs(
+            groups, inside, 0, G, CHANNELS, HW, WIDTH, BLOCK, RUN, WIDE
+        )
+        x = load_tile(x_ptr, offsets, mask, EVEN, False)
+        n = WIDTH.to(ACC)
+        mean, m2, d = _moments(
+            x, x_ptr, groups, inside, 0, n, WIDTH, mask, R, BLOCK, ACC, EVEN, WIDE
+        )
+        rstd = save_statistics(stats_ptr, groups, inside, GROUPS, mean, m2, n, eps, ACC)
+        _normalise(
+            d, y_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, rstd, root, ACC, WEIGHT,
+            BIAS, ACTIVATION, EVEN, True,
+        )  # fmt: skip
+    else:
+        if t < GROUPS * K:
+            group = t // K
+            k = t - group * K
+            groups = group + tl.arange(0, 1)
+            inside = groups < GROUPS
+            offsets, mask, channels, live = _runs(
+                groups, inside, k, G, CHANNELS, HW, WIDTH, BLOCK, RUN, WIDE
+            )
+            x = load_tile(x_ptr, offsets, mask, EVEN, False)
+            count = tile_counts(k, WIDTH, BLOCK, ACC)
+            mean, m2, d = _moments(
+                x, x_ptr, groups, inside, k, count, WIDTH, mask, 1, BLOCK, ACC, EVEN, WIDE
+            )
+            mean, m2, last = publish_part(
+                mean, m2, partial_ptr, counters_ptr, group, k, GROUPS, K, WIDTH, BLOCK, 1, 1, ACC,
+                True, False,
+            )  # fmt: skip
+            if last:
+                n = WIDTH.to(ACC)
+                save_statistics(stats_ptr, groups, inside, GROUPS, mean, m2, n, eps, ACC)
+                arrive(ready_flag(counters_ptr, group, GROUPS, K))
+        u = t - LAG
+        if u >= 0:
+            group = u // K
+            k = K - 1 - (u - group * K)
+            groups = group + tl.arange(0, 1)
+            inside = groups < GROUPS
+            offsets, mask, channels, live = _runs(
+                groups, inside, k, G, CHANNELS, HW, WIDTH, BLOCK, RUN, WIDE
+            )
+            x = load_tile(x_ptr, offsets, mask, EVEN, True)
+            wait(ready_flag(counters_ptr, group, GROUPS, K), 1, K)
+            mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
+            d = x.to(ACC) - mean[:, None, None]
+            _normalise(
+                d, y_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, rstd, root, ACC,
+                WEIGHT, BIAS, ACTIVATION, EVEN, False,
+            )  # fmt: skip
+
+
+@triton.jit
+def _planes(
+    groups, inside, kc, ks, CHANNELS, HW, CB: tl.constexpr, SB: tl.constexpr, WIDE: tl.constexpr
+):
+    """A tile of some groups: offsets and mask; its channels in a group, and which of them exist."""
+    own = kc * CB + tl.arange(0, CB)
+    places = ks * SB + tl.arange(0, SB)
+    live = inside[:, None] & (own < CHANNELS)[None, :]
+    mask = live[:, :, None] & (places < HW)[None, None, :]
+    if WIDE:
+        groups = groups.to(tl.int64)
+    planes = (groups * CHANNELS)[:, None] + own[None, :]
+    return planes[:, :, None] * HW + places[None, None, :], mask, own, live
+
+
+@triton.jit
+def _gradient(
+    dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """The gradient before the activation, distances from the mean, and the weight.
+
+    The weight comes alone, and times rstd and the root.
+    """
+    weight = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
+    bias = load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)
+    scale = weight * (rstd * scalar(root, ACC))[:, None]
+    centred = x.to(ACC) - mean[:, None, None]
+    dz = gradient_before(dy, centred, scale[:, :, None], bias[:, :, None], ACC, ACTIVATION)
+    return dz, centred, weight, scale
+
+
+@triton.jit
+def _write_dx(
+    dx_ptr, offsets, mask, dz, centred, scale, rstd, mean_g, mean_gx, root, ACC: tl.constexpr,
+    EVEN: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Write dx from the group's means of g and g * xhat, where g = dz * weight."""
+    rstd_root = rstd * scalar(root, ACC)
+    slope = rstd_root * rstd * mean_gx
+    shift = centred * slope[:, None, None] + (rstd_root * mean_g)[:, None, None]
+    store_tile(dx_ptr, offsets, dz * scale[:, :, None] - shift, mask, EVEN, HELD)
+
+
+@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+def group_norm_planes_backward(
+    dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr,
+    counters_ptr,
+    N, G, CHANNELS, HW_UNITS, K, KS, LAG, SPLITS,
+    root,
+    UNIT: tl.constexpr, R: tl.constexpr, CB: tl.constexpr, SB: tl.constexpr, HELD: tl.constexpr,
+    FINISH: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The gradients of `group_norm_planes_forward` that DX, DWEIGHT and DBIAS ask for.
+
+    Held, one program takes R adjacent groups of every SPLITS-th sample.
+    """
+    t = tl.program_id(0)
+    HW = HW_UNITS * UNIT
+    GROUPS = N * G
+    SUMS: tl.constexpr = DWEIGHT or DBIAS
+    C = G * CHANNELS
+    n = (CHANNELS * HW).to(ACC)
+    if HELD:
+        programs = tl.cdiv(G, R) * SPLITS
+        sums_ptr = partial_ptr
+        done_ptr = counters_ptr
+        if t < programs:
+            split = t % SPLITS
+            own_groups = (t // SPLITS) * R + tl.arange(0, R)
+            inside = own_groups < G
+            all_dz = tl.zeros([R, CB], ACC)
+            all_dz_xhat = tl.zeros([R, CB], ACC)
+            for sample in range(split, N, SPLITS):
+                groups = sample * G + own_groups
+                offsets, mask, own, live = _planes(groups, inside, 0, 0, CHANNELS, HW, CB, SB, WIDE)
+                channels = (own_groups * CHANNELS)[:, None] + own[None, :]
+                mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
+                dy = load_tile(dy_ptr, offsets, mask, EVEN, False)
+                x = load_tile(x_ptr, offsets, mask, EVEN, False)
+                dz, centred, weight, scale = _gradient(
+                    dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT,
+                    BIAS, ACTIVATION,
+                )  # fmt: skip
+                sum_dz, sum_dz_xhat = sum_both(dz, dz * centred, 2)
+                sum_dz_xhat *= rstd[:, None]
+                if SUMS:
+                    all_dz += sum_dz
+                    all_dz_xhat += sum_dz_xhat
+                if DX:
+                    sum_g, sum_gx = sum_both(sum_dz * weight, sum_dz_xhat * weight, 1)
+                    _write_dx(
+                        dx_ptr, offsets, mask, dz, centred, scale, rstd, sum_g / n, sum_gx / n,
+                        root, ACC, EVEN, True,
+                    )  # fmt: skip
+            if SUMS:
+                own = tl.arange(0, CB)
+                channels = (own_groups * CHANNELS)[:, None] + own[None, :]
+                live = inside[:, None] & (own < CHANNELS)[None, :]
+                publish_sums(
+                    sums_ptr, split, channels, live, C, all_dz, all_dz_xhat, DWEIGHT, DBIAS
+                )
+                arrive(done_ptr)
+        f = t - programs
+        arrivals = programs
+        parts = SPLITS
+    else:
+        tiles = GROUPS * K
+        means_ptr = after_parts(partial_ptr, GROUPS, K, 1)
+        sums_ptr = means_ptr + 2 * GROUPS
+        done_ptr = ready_flag(counters_ptr, GROUPS, GROUPS, K)
+        if t < tiles:
+            group = t // K
+            k = t - group * K
+            kc = k // KS
+            ks = k - kc * KS
+            groups = group + tl.arange(0, 1)
+            inside = groups < GROUPS
+            offsets, mask, own, live = _planes(groups, inside, kc, ks, CHANNELS, HW, CB, SB, WIDE)
+            channels = ((groups % G) * CHANNELS)[:, None] + own[None, :]
+            mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
+            dy = load_tile(dy_ptr, offsets, mask, EVEN, not DX)
+            x = load_tile(x_ptr, offsets, mask, EVEN, not DX)
+            dz, centred, weight, scale = _gradient(
+                dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT, BIAS,
+                ACTIVATION,
+            )  # fmt: skip
+            sum_dz, sum_dz_xhat = sum_both(dz, dz * centred, 2)
+            sum_dz_xhat *= rstd[:, None]
+            if SUMS:
+                part = (group // G) * KS + ks
+                publish_sums(sums_ptr, part, channels, live, C, sum_dz, sum_dz_xhat, DWEIGHT, DBIAS)
+            if DX:
+                sum_g, sum_gx = sum_both(sum_dz * weight, sum_dz_xhat * weight, 1)
+                sum_g, sum_gx, last = publish_part(
+                    sum_g, sum_gx, partial_ptr, counters_ptr, group, k, GROUPS, K, K, 1, 1, 1, ACC,
+                    False, False,
+                )  # fmt: skip
+                if last:
+                    tl.store(means_ptr + groups, sum_g / n)
+                    tl.store(means_ptr + GROUPS + groups, sum_gx / n)
+                    arrive(ready_flag(counters_ptr, group, GROUPS, K))
+                    if SUMS:
+                        arrive(done_ptr)
+            else:
+                arrive(done_ptr)
+        u = t - LAG
+        if DX:
+            if (u >= 0) & (u < tiles):
+                group = u // K
+                k = K - 1 - (u - group * K)
+                kc = k // KS
+                groups = group + tl.arange(0, 1)
+                inside = groups < GROUPS
+                offsets, mask, own, live = _planes(
+                    groups, inside, kc, k - kc * KS, CHANNELS, HW, CB, SB, WIDE
+                )
+                channels = ((groups % G) * CHANNELS)[:, None] + own[None, :]
+                mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
+                dy = load_tile(dy_ptr, offsets, mask, EVEN, True)
+                x = load_tile(x_ptr, offsets, mask, EVEN, True)
+                wait(ready_flag(counters_ptr, group, GROUPS, K), 1, K)
+                mean_g, mean_gx = load_statistics(means_ptr, groups, inside, GROUPS)
+                dz, centred, _, scale = _gradient(
+                    dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT,
+                    BIAS, ACTIVATION,
+                )  # fmt: skip
+                _write_dx(
+                    dx_ptr, offsets, mask, dz, centred, scale, rstd, mean_g, mean_gx, root, ACC,
+                    EVEN, False,
+                )  # fmt: skip
+        f = u - tiles
+        arrivals = GROUPS if DX else tiles
+        parts = N * KS
+    if SUMS:
+        if f >= 0:
+            finish_sums(
+                dweight_ptr, dbias_ptr, sums_ptr, done_ptr, f, arrivals, parts, C, root, FINISH,
+                PARTS, ACC, DWEIGHT, DBIAS,
+            )  # fmt: skip

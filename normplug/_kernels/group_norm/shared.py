@@ -1,0 +1,155 @@
+"""What the kernels of planes and of columns share: arguments, statistics, gradients.
+
+The statistics are those of a *unit*: in `planes` a group of a sample, in `columns` a slab of a
+sample, which is several groups. There are two ways to take a unit.
+
+- HELD: a program reads it once, into registers.
+- Otherwise it is cut into K tiles. Program t reads tile t and publishes what it found. The last
+  program to publish a part of a unit merges all its parts, in their order. Then program t writes
+  tile t - LAG (see `waiting`): by then its unit is complete, and it is still in the L2 cache. The
+  tiles of a unit are written in reverse order, since the cache holds what was read last.
+
+Backward, programs add the sums for weight and bias up over space, and publish them for each sample.
+At the end of the launch, further programs add them up over the samples, in order.
+
+The arguments of all four kernels.
+
+Sizes. They are not compiled in, so another batch size needs no other kernel.
+    N, G: batch size, and groups of a sample.
+    CHANNELS: channels of a group.
+    K: tiles of a unit.
+    LAG: programs between the first read of a tile and the write of one at its place.
+    SPLITS: programs that share the samples of a held unit, backward.
+
+Scalars.
+    root: square root of the target variance.
+
+Constants: how the work is cut.
+    UNIT: divides the sizes that are given in units, so that the compiler sees the alignment.
+    HELD: a program holds a unit.
+    FINISH: channels of a gradient that one program adds up.
+    PARTS: parts of a gradient that a program adds at a time.
+    ACC: the dtype to compute in: float32, or float64 if a tensor is float64.
+    EVEN: every tile is full.
+    WIDE: offsets need 64 bits.
+
+Constants: what the call has or asks for.
+    WEIGHT, BIAS: there is one, and it is needed.
+    ACTIVATION: see `activation`.
+    DX, DWEIGHT, DBIAS: this gradient is wanted.
+"""
+
+import triton
+import triton.language as tl
+
+from normplug._kernels.activation import activation_gradient
+from normplug._kernels.layer_norm.shared import finish_columns
+from normplug._kernels.primitives import as_stored, scalar
+from normplug._kernels.waiting import wait
+
+
+@triton.jit
+def save_statistics(stats_ptr, groups, live, GROUPS, mean, m2, values, eps, ACC: tl.constexpr):
+    """Save mean and rstd of groups of so many values each; return rstd."""
+    rstd = 1.0 / tl.sqrt(m2 / values + scalar(eps, ACC))
+    tl.store(stats_ptr + groups, mean, mask=live)
+    tl.store(stats_ptr + GROUPS + groups, rstd, mask=live)
+    return rstd
+
+
+@triton.jit
+def load_statistics(stats_ptr, groups, live, GROUPS):
+    """Mean and rstd of groups, which another program may have saved."""
+    mean = tl.load(stats_ptr + groups, mask=live, other=0.0, cache_modifier=".cg")
+    rstd = tl.load(stats_ptr + GROUPS + groups, mask=live, other=0.0, cache_modifier=".cg")
+    return mean, rstd
+
+
+@triton.jit
+def load_vector(pointer, channels, live, default, ACC: tl.constexpr, GIVEN: tl.constexpr):
+    """A weight or bias of some channels; its default where there is none."""
+    if GIVEN:
+        vector = tl.load(pointer + channels, mask=live, other=0.0).to(ACC)
+    else:
+        vector = tl.full(channels.shape, default, ACC)
+    return vector
+
+
+@triton.jit
+def load_tile(pointer, offsets, mask, EVEN: tl.constexpr, LAST: tl.constexpr):
+    """A tile, of which EVEN says that all of it exists. LAST: it is not read again."""
+    policy: tl.constexpr = "evict_first" if LAST else ""
+    if EVEN:
+        tile = tl.load(pointer + offsets, eviction_policy=policy)
+    else:
+        tile = tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy=policy)
+    return tile
+
+
+@triton.jit
+def store_tile(pointer, offsets, value, mask, EVEN: tl.constexpr, HELD: tl.constexpr):
+    """Store a tile; EVEN as in `load_tile`.
+
+    Where tiles are read twice, results leave the cache first. Where they are HELD, that is slower,
+    as LayerNorm's rows have shown.
+    """
+    policy: tl.constexpr = "" if HELD else "evict_first"
+    value = as_stored(value, pointer)
+    if EVEN:
+        tl.store(pointer + offsets, value, eviction_policy=policy)
+    else:
+        tl.store(pointer + offsets, value, mask=mask, eviction_policy=policy)
+
+
+@triton.jit
+def gradient_before(dy, centred, scale, bias, ACC: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The gradient before the activation, in ACC; `scale` and `bias` as the forward applies them.
+
+    Where nothing exists dy is 0, and so is all that is computed from it.
+    """
+    dz = dy.to(ACC)
+    if ACTIVATION:
+        dz = activation_gradient(dz, centred * scale + bias, ACTIVATION)
+    return dz
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def sum_both(a, b, AXIS: tl.constexpr):
+    """The sums of a and b over an axis, in one exchange between threads."""
+    return tl.reduce((a, b), AXIS, _add_pairs)
+
+
+@triton.jit
+def publish_sums(
+    sums_ptr, part, channels, live, C, sum_dz, sum_dz_xhat,
+    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of some channels in a part: a row of C sums for each gradient wanted."""
+    part_ptr = sums_ptr + (part * (DWEIGHT + DBIAS)).to(tl.int64) * C
+    if DWEIGHT:
+        tl.store(part_ptr + channels, sum_dz_xhat, mask=live)
+        part_ptr += C
+    if DBIAS:
+        tl.store(part_ptr + channels, sum_dz, mask=live)
+
+
+@triton.jit
+def finish_sums(
+    dweight_ptr, dbias_ptr, sums_ptr, counter_ptr, f, arrivals, parts, C, root,
+    FINISH: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
+):  # fmt: skip
+    """Wait until all parts are there, and add up those of FINISH channels, in their order."""
+    SUMS: tl.constexpr = DWEIGHT + DBIAS
+    wait(counter_ptr, arrivals, tl.cdiv(C, FINISH))
+    if DWEIGHT:
+        finish_columns(
+            dweight_ptr, sums_ptr, 0, f, C, parts, scalar(root, ACC), SUMS, PARTS, FINISH, ACC
+        )
+    if DBIAS:
+        finish_columns(dbias_ptr, sums_ptr, DWEIGHT, f, C, parts, 1.0, SUMS, PARTS, FINISH, ACC)

@@ -1,0 +1,1 @@
+"""GroupNorm, and InstanceNorm as a GroupNorm whose groups are channels."""

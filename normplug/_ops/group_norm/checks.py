@@ -1,0 +1,29 @@
+"""What a call of a GroupNorm or an InstanceNorm must satisfy, whatever carries it out."""
+
+from __future__ import annotations
+
+from normplug import _checks
+from normplug._ops.spec import GroupNormSpec, Tensors, others
+
+
+def check(caller: str, t: Tensors, spec: GroupNormSpec) -> None:
+    """Refuse a call that has no meaning.
+
+    Raises:
+        ValueError: values, shapes or devices that do not fit.
+        TypeError: an argument of another type.
+    """
+    _checks.tensors(caller, t.x, **others(t))
+    _checks.eps(caller, spec.eps, zero=True)
+    _checks.channels(caller, t.x, weight=t.weight, bias=t.bias)
+    running = {"running_mean": t.running_mean, "running_var": t.running_var}
+    if spec.instance:
+        _checks.channels(caller, t.x, **running)
+        _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
+        _checks.momentum(caller, spec.momentum, None, t.running_mean is not None)
+        _checks.more_than_one_position(caller, t.x)
+    else:
+        _checks.scalars(caller, **running, num_batches_tracked=t.tracked)
+        _checks.groups(caller, t.x, spec.groups)
+    _checks.activation(caller, spec.activation)
+    _checks.autocast_output(caller, spec.autocast_output)

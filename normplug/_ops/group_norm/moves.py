@@ -1,0 +1,42 @@
+"""How the running statistics of a GroupNorm and of an InstanceNorm move, as torch operations."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from normplug._ops import statistics
+from normplug._ops.spec import GroupNormSpec, Tensors
+
+
+def move(t: Tensors, spec: GroupNormSpec, mean: Tensor, var: Tensor) -> None:
+    """Move the running statistics of a call, which has some, by those of its groups.
+
+    An InstanceNorm's move as torch's do: towards the samples' average of each channel's mean and
+    *unbiased* variance. A GroupNorm's are scalars, which are only watched: they move towards the
+    average of all groups' mean and biased variance.
+
+    Args:
+        t: the call's tensors.
+        spec: the call's numbers.
+        mean: of the groups, (N, groups), without gradients.
+        var: biased, likewise.
+    """
+    assert t.running_mean is not None
+    assert t.running_var is not None
+    if spec.instance:
+        values = t.x.numel() // mean.numel()
+        mean, var = mean.mean(0), var.mean(0) * (values / (values - 1))
+    else:
+        mean, var = mean.mean(), var.mean()
+    step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum)
+    statistics.move(t.running_mean, t.running_var, mean, var, step)
+
+
+def moments(t: Tensors, spec: GroupNormSpec, stats: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of the groups, each (N, groups), from what the kernels save.
+
+    stats: mean, then rstd, of the groups, (2 * N * groups,). The variance that is read back from
+        rstd has an error of about 1e-7 * (var + eps).
+    """
+    mean, rstd = stats.detach().view(2, t.x.shape[0], spec.groups)
+    return mean, rstd.pow(-2).sub_(spec.eps).clamp_min_(0)

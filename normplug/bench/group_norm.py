@@ -1,0 +1,130 @@
+"""GroupNorm, alone and with SiLU as in diffusion models, and InstanceNorm of volumes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normplug import functional, reference
+from normplug.bench import rivals
+from normplug.bench.accuracy import Piece
+from normplug.bench.op import Function, Op, Problem
+from normplug.bench.suites import Case
+
+EPS = 1e-5
+GROUPS = 32
+CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB of float64 a tensor
+
+
+def groups_of(x: Tensor) -> int:
+    """`GROUPS`, or the most below that divide the channels, too."""
+    return math.gcd(GROUPS, x.shape[1])
+
+
+def make(case: Case, device: str) -> Problem:
+    """Random tensors of the case's dtype, the same in every call, with a mean away from 0."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    normal = partial(torch.randn, generator=generator, device=device, dtype=dtype)
+
+    def image() -> Tensor:
+        tensor = normal(case.shape)
+        if case.layout != "NHWC":
+            return tensor
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}[len(case.shape)]
+        return tensor.contiguous(memory_format=last)
+
+    c = case.shape[1]
+    leaves = {
+        "x": image().mul_(2).add_(3),
+        "weight": normal(c).abs_().add_(0.5),
+        "bias": normal(c),
+    }
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    return Problem(leaves, {}, {"y": image()})
+
+
+def normplug_gn(x: Tensor, weight: Tensor, bias: Tensor, **others: Any) -> Tensor:
+    """The norm in one call, with the activation if there is one."""
+    return functional.group_norm(x, groups_of(x), weight, bias, EPS, mode="golden", **others)
+
+
+def normplug_in(x: Tensor, weight: Tensor, bias: Tensor, *, backend: str) -> Tensor:
+    """The norm in one call."""
+    return functional.instance_norm(
+        x, weight=weight, bias=bias, eps=EPS, mode="golden", backend=backend
+    )
+
+
+def eager_gn(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """What `nn.GroupNorm` does."""
+    return F.group_norm(x, groups_of(x), weight, bias, EPS)
+
+
+def eager_gn_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """What the residual blocks of diffusion models do."""
+    return F.silu(eager_gn(x, weight, bias))
+
+
+def eager_in(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """What `nn.InstanceNorm3d` does."""
+    return F.instance_norm(x, weight=weight, bias=bias, eps=EPS)
+
+
+def truth(
+    problem: Problem, variance: float, activation: str | None, by_channel: bool
+) -> Iterator[Piece]:
+    """The exact outputs, by samples; sums over samples come last."""
+    x = problem.leaves["x"].detach()
+    groups = x.shape[1] if by_channel else groups_of(x)
+    weight, bias = (problem.leaves[name].detach().double() for name in ("weight", "bias"))
+    options = {"eps": EPS, "target_variance": variance}
+    sums: dict[str, Tensor] = {}
+    samples = max(1, CHUNK_ELEMENTS * x.shape[0] // x.numel())
+    for first in range(0, x.shape[0], samples):
+        part = slice(first, first + samples)
+        exact, dy = x[part].double(), problem.gradients["y"][part].double()
+        pre = reference.group_norm(exact, groups, weight, bias, **options).y
+        dpre = reference.activation_backward(dy, pre, activation)
+        dx, *summed = reference.group_norm_backward(dpre, exact, groups, weight, **options)
+        yield Piece("y", (part,), reference.activation(pre, activation))
+        yield Piece("dx", (part,), dx)
+        for name, value in zip(("dweight", "dbias"), summed, strict=True):
+            sums[name] = sums.get(name, 0) + value
+    for name, value in sums.items():
+        yield Piece(name, (), value)
+
+
+def _op(
+    name: str,
+    ours: Function,
+    eager: Function,
+    activation: str | None = None,
+    by_channel: bool = False,
+    **others: Any,
+) -> Op:
+    # Forward reads x and writes y; backward reads dy and x, and writes dx.
+    return Op(
+        name,
+        {"F": 2, "F+B": 5},
+        make,
+        ours,
+        eager,
+        truth=partial(truth, activation=activation, by_channel=by_channel),
+        **others,
+    )
+
+
+RIVALS = {"liger": partial(rivals.liger_group_norm, EPS, groups_of)}
+OPS = (
+    _op("gn", normplug_gn, eager_gn, rivals=RIVALS),
+    _op("gn_silu", partial(normplug_gn, activation="silu"), eager_gn_silu, "silu"),
+    _op("in3d", normplug_in, eager_in, by_channel=True),
+)

@@ -1,0 +1,107 @@
+"""GroupNorm with a target variance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+
+from normplug import functional, native, reference
+from normplug._ops.spec import GroupNormSpec, Tensors
+from normplug.modules.fusion_sites import FusionSites
+from normplug.modules.watched import WatchedRows
+
+
+class GroupNorm(WatchedRows, nn.GroupNorm):
+    """`torch.nn.GroupNorm` that normalises to a target variance, and may watch its input.
+
+        y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
+
+    The running statistics, which it has if asked for, are scalars: moving averages of the groups'
+    mean and of their biased variance. As LayerNorm's, they are saved, no result depends on them,
+    and a strict load accepts a checkpoint without them.
+
+    Args:
+        *args: those of `torch.nn.GroupNorm`.
+        mode, backend: as in `BatchNorm1d`.
+        track_running_stats: carry the running statistics.
+        momentum: weight of the new batch in them; None averages over all batches equally.
+        autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.group_norm`.
+        **kwargs: those of `torch.nn.GroupNorm`.
+
+    Shape: (N, C) or (N, C, *space), in and out. Details: `normplug.functional.group_norm`.
+
+    Raises:
+        ValueError: an unknown mode, backend or autocast_output, an eps below 0, groups that do not
+            divide the channels, or input of other channels.
+        TypeError: an argument of another type.
+
+    Example:
+        >>> GroupNorm(2, 8, mode=0.5)
+        GroupNorm(2, 8, eps=1e-05, affine=True, ..., mode=0.5)
+    """
+
+    _watches = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`; in training, move the running statistics if there are any."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
+        y = self.fused(input)
+        if self._probe is not None:
+            self._record(input, y)
+        return y
+
+    def fused(self, input: Tensor, *, activation: str | None = None) -> Tensor:
+        """What `forward` computes, through `activation`, in one call.
+
+        Args:
+            input: as in `forward`.
+            activation: as in `normplug.functional.group_norm`.
+        """
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            known = native.forward(self, input, None, None, activation)
+            if known is not None:
+                return known
+        t = Tensors(input, None, *self._affine(), None, *self._statistics_to_move(input))
+        spec = GroupNormSpec(
+            self.num_groups,
+            self._eps,
+            self.target_variance,
+            activation,
+            functional.autocast_dtype(input),
+            self.autocast_output,
+            self.momentum,
+        )
+        y = functional._group_norm("functional.group_norm", t, spec, self.backend)
+        if not compiling and self._probe is None:
+            native.learn(self, spec, self.backend, t, input, None, None, activation)
+        return y
+
+    _call_reads = (*WatchedRows._call_reads, "num_groups")
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        return (self.num_channels,)
+
+    def _example_shape(self) -> tuple[int, ...]:
+        return (4, self.num_channels, 2)
+
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        return reference.group_norm(
+            x,
+            self.num_groups,
+            self.weight,
+            self.bias,
+            eps=self._eps,
+            target_variance=self.target_variance,
+        ).y
+
+    def _variance(self, x: Tensor) -> Tensor:
+        x = x.to(reference.accumulator_dtype(x.dtype))
+        return x.reshape(x.shape[0], self.num_groups, -1).var(-1, correction=0).mean()
+
+    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
+        return functional.group_norm(
+            x, self.num_groups, eps=self._eps, mode=self.target_variance, backend=self.backend
+        )

@@ -1,0 +1,182 @@
+"""InstanceNorm layers with a target variance."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, fx, nn
+
+from normplug import functional, native, reference
+from normplug._ops.spec import BatchNormSpec, GroupNormSpec, Tensors
+from normplug._torch import InstanceNormBase
+from normplug.modules.base import TargetVarianceNorm
+from normplug.modules.fusion_sites import FusionSites
+
+
+class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`; in training, move the running statistics if there are any."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
+        y = self.fused(input)
+        if self._probe is not None:
+            self._record(self._batched(input), self._batched(y))
+        return y
+
+    def fused(self, input: Tensor, *, activation: str | None = None) -> Tensor:
+        """What `forward` computes, through `activation`, in one call.
+
+        Args:
+            input: as in `forward`.
+            activation: as in `normplug.functional.instance_norm`.
+        """
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            known = native.forward(self, input, None, None, activation)
+            if known is not None:
+                return known
+        self._check_input_dim(input)
+        x = self._batched(input)
+        self._check_channels(x.shape[1])
+        weight, bias = self._affine()
+        mean, var, _ = self._statistics()
+        t = Tensors(x, None, weight, bias, None, mean, var)
+        spec = self._spec(x.shape[1], activation)
+        caller = "functional.instance_norm"
+        if isinstance(spec, BatchNormSpec):
+            y = functional._batch_norm(t, spec, self.backend, caller=caller)
+        else:
+            y = functional._group_norm(caller, t, spec, self.backend)
+        if not compiling and self._probe is None:
+            native.learn(self, spec, self.backend, t, input, None, None, activation)
+        return y if x is input else y.squeeze(0)
+
+    _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
+
+    def _spec(self, channels: int, activation: str | None) -> GroupNormSpec | BatchNormSpec:
+        """The call's numbers: with running statistics in evaluation, those of a BatchNorm."""
+        eps, tv = self._eps, self.target_variance
+        if self._uses_running(self.training):
+            return BatchNormSpec(False, 0.0, eps, tv, activation)
+        # None is torch's word for statistics that stay as they are.
+        momentum = 0.0 if self.momentum is None else self.momentum
+        return GroupNormSpec(channels, eps, tv, activation, momentum=momentum, instance=True)
+
+    def _uses_running(self, training: bool) -> bool:
+        return self.track_running_stats and not training
+
+    def _batched(self, x: Tensor) -> Tensor:
+        """Give x the batch dimension, which torch's layers do not ask for."""
+        return x.unsqueeze(0) if x.dim() == self._get_no_batch_dim() else x
+
+    def _check_channels(self, channels: int) -> None:
+        """Warn of channels that are not those of the constructor, as torch does."""
+        if self.num_features == 0:  # torch's lazy layer without parameters does not learn it
+            self.num_features = channels
+        elif channels != self.num_features and not self.affine:
+            warnings.warn(
+                f"normplug.{type(self).__name__}: num_features is {self.num_features}, but the "
+                f"input has {channels} channels. Without weight and bias that has no effect; "
+                "correct num_features to avoid this warning.",
+                stacklevel=6,
+            )
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        return (self.num_features,)
+
+    def _example_shape(self) -> tuple[int, ...]:
+        return (4, self.num_features, *[2] * (self._get_no_batch_dim() - 1))
+
+    def _constants(self, training: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Mean and variance that do not depend on the input, if it is normalised by such."""
+        if self._uses_running(training):
+            return self.running_mean, self.running_var
+        return None, None
+
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        mean, var = self._constants(training)
+        return reference.instance_norm(
+            x,
+            self.weight,
+            self.bias,
+            eps=self._eps,
+            target_variance=self.target_variance,
+            mean=mean,
+            var=var,
+        ).y
+
+    def _variance(self, x: Tensor) -> Tensor:
+        x = x.to(reference.accumulator_dtype(x.dtype))
+        return x.flatten(2).var(-1, correction=0).mean()
+
+    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
+        mean, var = self._constants(self.training)
+        return functional.instance_norm(
+            x,
+            mean,
+            var,
+            use_input_stats=mean is None,
+            eps=self._eps,
+            mode=self.target_variance,
+            backend=self.backend,
+        )
+
+
+class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
+    """`torch.nn.InstanceNorm1d` that normalises to a target variance.
+
+        y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
+
+    With `track_running_stats`, the running statistics move in training as torch's do, and are used
+    in evaluation.
+
+    Args:
+        *args: those of `torch.nn.InstanceNorm1d`.
+        mode, backend: as in `BatchNorm1d`.
+        **kwargs: those of `torch.nn.InstanceNorm1d`.
+
+    Shape: (N, C, L) or (C, L), in and out. Details: `normplug.functional.instance_norm`.
+
+    Raises:
+        ValueError: an unknown mode or backend, an eps of 0 or below, no channels, a single spatial
+            position in training, or input of another dimension.
+        TypeError: an argument of another type.
+
+    Example:
+        >>> InstanceNorm1d(8)
+        InstanceNorm1d(8, eps=1e-05, momentum=0.1, affine=False, ..., mode=golden)
+    """
+
+
+class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
+    """`torch.nn.InstanceNorm2d` that normalises to a target variance; (N, C, H, W) or (C, H, W).
+
+    Arguments and errors as `InstanceNorm1d`'s.
+    """
+
+
+class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
+    """`torch.nn.InstanceNorm3d` with a target variance; (N, C, D, H, W) or (C, D, H, W).
+
+    Arguments and errors as `InstanceNorm1d`'s.
+    """
+
+
+class LazyInstanceNorm1d(_InstanceNorm, nn.LazyInstanceNorm1d):
+    """`torch.nn.LazyInstanceNorm1d` after a swap, until its first forward."""
+
+    cls_to_become = InstanceNorm1d
+
+
+class LazyInstanceNorm2d(_InstanceNorm, nn.LazyInstanceNorm2d):
+    """`torch.nn.LazyInstanceNorm2d` after a swap, until its first forward."""
+
+    cls_to_become = InstanceNorm2d
+
+
+class LazyInstanceNorm3d(_InstanceNorm, nn.LazyInstanceNorm3d):
+    """`torch.nn.LazyInstanceNorm3d` after a swap, until its first forward."""
+
+    cls_to_become = InstanceNorm3d

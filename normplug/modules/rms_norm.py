@@ -1,0 +1,115 @@
+"""RMSNorm with a target second moment."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from normplug import functional, reference
+from normplug._ops.spec import LayerNormSpec
+from normplug._torch import RMS_NORM_AUTOCASTS
+from normplug.modules.base import Options
+from normplug.modules.row_norm import RowNorm
+
+
+class _RMSNorm(RowNorm):
+    """RMSNorm without a stock class, for that of any library.
+
+    A class for a library's RMSNorm inherits from this one and then from the library's. Where that
+    is not `torch.nn.RMSNorm`, it says so by `_weight_offset`, `_rounding`, `_autocasts`,
+    `_eps_name` and `_affine_shape`.
+    """
+
+    _function = "rms_norm"
+    _watched = ("running_var", "num_batches_tracked")
+    _watches = False
+    _measure = "second moment"
+    # Where it rounds: see `LayerNormSpec.rounding`.
+    _rounding: ClassVar[str | None] = None
+    # Whether autocast has the stock layer compute and return float32.
+    _autocasts: ClassVar[bool] = RMS_NORM_AUTOCASTS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_parameter("bias", None)
+
+    def _adopt(self, options: Options) -> None:
+        super()._adopt(options)
+        self.register_parameter("bias", None)
+
+    def _leave(self) -> None:
+        super()._leave()
+        del self.bias
+
+    def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:
+        return LayerNormSpec(
+            self._affine_shape(),
+            self.momentum,
+            self._eps,
+            self.target_variance,
+            functional.autocast_of_rms_norm(x, autocast_output, self._autocasts),
+            autocast_output,
+            False,
+            self._weight_offset,
+            self._rounding,
+        )
+
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        return reference.rms_norm(
+            x,
+            self._affine_shape(),
+            self._affine()[0],
+            eps=self._eps,
+            target_variance=self.target_variance,
+            weight_offset=self._weight_offset,
+        ).y
+
+    def _variance(self, x: Tensor) -> Tensor:
+        x = x.to(reference.accumulator_dtype(x.dtype))
+        return x.square().mean(self._row_dims()).mean()
+
+    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
+        return functional.rms_norm(
+            x,
+            self._affine_shape(),
+            eps=self._eps,
+            mode=self.target_variance,
+            backend=self.backend,
+        )
+
+
+class RMSNorm(_RMSNorm, nn.RMSNorm):
+    """`torch.nn.RMSNorm` that normalises to a target second moment.
+
+        y = weight * sqrt(tv) * x / sqrt(mean(x^2) + eps)
+
+    Rows are not centred. So the target variance tv is that of mean(y^2), where weight is 1; it is
+    the variance of y where the mean of y is 0.
+
+    With `track_running_stats`, `running_var` is a scalar: a moving average of mean(x^2), the second
+    moment of the input. It is saved, and no result depends on it. There is no `running_mean`. A
+    strict load accepts a checkpoint without them; see `LayerNorm`.
+
+    Args:
+        *args: those of `torch.nn.RMSNorm`.
+        mode, backend: as in `BatchNorm1d`.
+        track_running_stats: carry the running statistics; None is False here.
+        momentum: weight of the new batch in them; None averages over all batches equally.
+        autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.rms_norm`.
+        **kwargs: those of `torch.nn.RMSNorm`.
+
+    Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.rms_norm`.
+
+    Raises:
+        ValueError: an unknown mode, backend or autocast_output, an eps below 0, an empty row, or
+            input of another trailing shape.
+        TypeError: an argument of another type.
+
+    Example:
+        >>> RMSNorm(8, mode=0.5)
+        RMSNorm((8,), eps=None, elementwise_affine=True, ..., mode=0.5)
+    """
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        return self.normalized_shape

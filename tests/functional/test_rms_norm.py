@@ -1,0 +1,196 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import normplug
+from accuracy import assert_no_worse, leaf
+from batch_norm_cases import double, with_gradients
+from layer_norm_cases import DTYPES, make
+from normplug import functional, reference, target_variance
+from normplug._ops.spec import LayerNormSpec, Tensors
+
+TV = target_variance("golden")
+
+
+def run(norm, x, weight, dy):
+    x, weight = leaf(x), leaf(weight)
+    made = with_gradients(norm(x, weight), dy, x, weight, None)
+    return {name: value for name, value in made.items() if value is not None}
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    dims=st.integers(1, 4),
+    dtype=st.sampled_from(DTYPES),
+    affine=st.sampled_from(["", "weight"]),
+    mode=st.one_of(st.sampled_from(["golden", "standard"]), st.floats(0.01, 10)),
+    offset=st.sampled_from([0.0, 3.0, 1e3]),
+    strided=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=40, deadline=None)
+def test_as_close_to_float64_as_torch(shape, dims, dtype, affine, mode, offset, strided, seed):
+    torch.manual_seed(seed)
+    x, row, weight, _ = make(shape, min(dims, len(shape)), dtype, affine, offset, strided)
+    scale = math.sqrt(target_variance(mode))
+
+    def stock(x, weight):
+        if scale != 1:
+            weight = (torch.ones(row, dtype=x.dtype) if weight is None else weight) * scale
+        return F.rms_norm(x, row, weight, 1e-5)
+
+    def ours(x, weight):
+        return functional.rms_norm(x, row, weight, 1e-5, mode=mode)
+
+    dy = torch.randn_like(x)
+    truth = run(stock, double(x), double(weight), dy.double())
+    theirs, got = (run(norm, x, weight, dy) for norm in (stock, ours))
+    for name in truth:
+        assert_no_worse(name, got[name], theirs[name], truth[name], spare=1e-13)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_standard_is_torch_bit_for_bit(dtype, eps):
+    x, row, weight, _ = make((5, 3, 16), 1, dtype)
+    for factor in (weight, None):
+        y = functional.rms_norm(x, row, factor, eps, mode="standard")
+        assert torch.equal(y, F.rms_norm(x, row, factor, eps))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("eps", [None, 0.1])
+def test_forward_and_gradients_match_the_formulas_written_out(offset, eps):
+    x, row, weight, _ = make((3, 2, 4, 8), 2, torch.float64)
+    dy, options = torch.randn_like(x), {"eps": eps, "weight_offset": offset}
+    leaves = [leaf(x), leaf(weight)]
+    y = functional.rms_norm(leaves[0], row, leaves[1], **options)
+    options["target_variance"] = TV
+    torch.testing.assert_close(y, reference.rms_norm(x, row, weight, **options).y)
+    expected = reference.rms_norm_backward(dy, x, row, weight, **options)
+    torch.testing.assert_close(torch.autograd.grad(y, leaves, dy), expected)
+
+
+def test_add_rms_norm_gives_the_sum_and_gradients_through_both():
+    x, row, weight, _ = make((3, 5, 8), 1, torch.float64)
+    leaves = [leaf(t) for t in (x, torch.randn_like(x), weight)]
+    y, total = functional.add_rms_norm(*leaves[:2], row, leaves[2], 1e-6)
+    dy, dtotal = torch.randn_like(x), torch.randn_like(x)
+    got = torch.autograd.grad((y, total), leaves, (dy, dtotal))
+    exact = leaves[0] + leaves[1]
+    torch.testing.assert_close(total, exact)
+    y = F.rms_norm(exact, row, leaves[2] * math.sqrt(TV), 1e-6)
+    torch.testing.assert_close(got, torch.autograd.grad((y, exact), leaves, (dy, dtotal)))
+
+
+def test_second_derivatives():
+    x, row, weight, _ = make((3, 4), 1, torch.float64, offset=0.5)
+
+    def norm(x, weight):
+        return functional.rms_norm(x, row, weight, 1e-3, weight_offset=1.0)
+
+    assert torch.autograd.gradcheck(norm, [leaf(x), leaf(weight)])
+    assert torch.autograd.gradgradcheck(norm, [leaf(x), leaf(weight)])
+
+
+def llama(x, weight):
+    h = x.float()
+    return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def t5(x, weight):
+    h = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * (h.to(weight.dtype) if weight.dtype != torch.float32 else h)
+
+
+def gemma(x, weight):
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (h * (1.0 + weight.float())).type_as(x)
+
+
+FAMILIES = [(llama, 0.0, "input"), (t5, 0.0, "weight"), (gemma, 1.0, None)]
+
+
+@pytest.mark.parametrize(("stock", "offset", "rounding"), FAMILIES, ids=["llama", "t5", "gemma"])
+@pytest.mark.parametrize("params", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_each_family_rounds_where_its_library_does(stock, offset, rounding, params, dtype):
+    x, row, weight, _ = make((5, 3, 16), 1, torch.float32)
+    x, weight = x.to(dtype), weight.to(params)
+    spec = LayerNormSpec(row, None, 1e-6, 1.0, None, "float32", False, offset, rounding)
+    y = functional._layer_norm("test", Tensors(x, weight=weight), spec, "torch")
+    expected = stock(x, weight)
+    assert y.dtype == expected.dtype
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("momentum", [0.25, None])
+def test_the_running_statistic_is_the_second_moment(momentum):
+    moment, count, expected = torch.tensor(1.0), torch.tensor(0), torch.tensor(1.0).double()
+    running = {"running_var": moment, "num_batches_tracked": count}
+    for step in range(1, 4):
+        x = (torch.randn(6, 4, 32) * step + step).bfloat16()
+        y = functional.rms_norm(x, (32,), **running, momentum=momentum)
+        assert torch.equal(y, functional.rms_norm(x, (32,)))
+        value = reference.rms_norm(x.double(), (32,)).moment.mean()
+        expected = reference.running_average(expected, value, momentum, step)
+    functional.rms_norm(x[:0], (32,), **running, momentum=momentum)
+    assert count == 3
+    torch.testing.assert_close(moment.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+X = torch.randn(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((X, (5,)), {}, ValueError, r"rms_norm: input must .*\(5,\); got input of shape \(4, 6\)"),
+        ((X, (6,), torch.ones(1)), {}, ValueError, r"weight must be .* \(6,\); got \(1,\)"),
+        ((X, (6,), None, -1.0), {}, ValueError, r"eps must be 0 or .* got -1.0. Torch's is None"),
+        ((X, (6,)), {"weight_offset": "1"}, TypeError, "weight_offset must be a number"),
+        ((X, (6,)), {"running_var": X[0, 0], "momentum": None}, ValueError, "num_batches_tracked"),
+        ((X, (6,)), {"backend": "triton"}, NotImplementedError, "but.*(on cpu|triton is not)"),
+    ],
+)
+def test_a_wrong_call_says_the_rule_and_the_values(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        functional.rms_norm(*arguments, **options)
+
+
+def test_under_autocast_low_is_its_dtype():
+    x, weight = torch.randn(4, 8), torch.ones(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = functional.rms_norm(x, (8,), weight, autocast_output="low")
+        double = functional.rms_norm(x.double(), (8,), weight.double(), autocast_output="low")
+        # Without a warning, which would be an error.
+        mixed = functional.rms_norm(x.bfloat16(), (8,), weight, autocast_output="low")
+        plain = functional.rms_norm(x, (8,), weight, mode="standard")
+        assert torch.equal(plain, F.rms_norm(x, (8,), weight))
+    assert (y.dtype, double.dtype, mixed.dtype) == (torch.bfloat16, torch.float64, torch.bfloat16)
+
+
+def test_compiled_in_one_graph_with_another_number_of_rows():
+    layer, eager = (normplug.RMSNorm(16, track_running_stats=True) for _ in range(2))
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for rows in (3, 8):
+        x = torch.randn(rows, 5, 16)
+        torch.testing.assert_close(compiled(x), eager(x))
+    torch.testing.assert_close(layer.running_var, eager.running_var)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_nested_tensor_is_normalised_component_by_component(layout):
+    parts = [torch.randn(3, 6), torch.randn(5, 6)]
+    layer = normplug.RMSNorm(6, track_running_stats=True)
+    y = layer(torch.nested.nested_tensor(parts, layout=layout))
+    whole = torch.cat(parts)
+    torch.testing.assert_close(torch.cat(list(y.unbind())), layer.eval()(whole))
+    torch.testing.assert_close(layer.running_var, 0.9 + 0.1 * whole.square().mean())

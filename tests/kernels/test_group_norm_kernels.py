@@ -1,0 +1,175 @@
+"""GroupNorm's kernels in Triton's interpreter: see `test_interpreter`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import interpreted
+import routes
+from accuracy import assert_same_bits
+from group_kernel_cases import HALF, Case, assert_accurate, call, make, run
+
+pytest.importorskip("triton")
+
+from normplug._kernels.group_norm import schedule  # noqa: E402
+
+pytestmark = interpreted.MARKS
+
+
+class Setup(NamedTuple):
+    """A tensor, and how it is cut into work forward and backward: what differs from the rule."""
+
+    shape: tuple[int, ...]
+    groups: int
+    layout: str
+    forward: dict[str, int]
+    backward: dict[str, int]
+
+
+def planes(shape, groups, backward=None, **forward):
+    return Setup(shape, groups, "contiguous", forward, backward or {})
+
+
+def columns(shape, groups, **cut):
+    return Setup(shape, groups, "channels_last", cut, cut)
+
+
+SETUPS = {
+    "held groups": planes((3, 8, 5), 4),
+    "held groups, together": planes((3, 15, 7), 5, r=4, backward={"r": 2, "splits": 2}),
+    "held groups, even": planes((2, 4, 2, 4), 2, r=2, backward={"r": 2, "splits": 1}),
+    "tiles of planes": planes(
+        (2, 6, 10), 2, block=16, run=2, lag=3, backward={"cb": 2, "sb": 8, "lag": 5}
+    ),
+    "tiles of planes, even": planes(
+        (2, 4, 8), 2, block=8, run=8, lag=4, backward={"cb": 1, "sb": 8, "lag": 2}
+    ),
+    "held slabs": columns((3, 12, 3, 2), 4, slab_groups=2, bc=8, splits=2),
+    "held slabs, even": columns((3, 8, 4), 8, slab_groups=8, bc=8),
+    "tiles of columns": columns((2, 9, 5, 2), 3, slab_groups=2, bc=8, rb=8, lag=5, abreast=2),
+    "tiles of columns, even": columns((2, 16, 8), 4, slab_groups=2, bc=8, rb=4, lag=2),
+    # More tiles than are merged at a time.
+    "many tiles of planes": planes(
+        (1, 2, 66), 1, block=4, run=2, lag=33, backward={"cb": 2, "sb": 2, "lag": 34}
+    ),
+    "many tiles of columns": columns((1, 4, 67), 2, slab_groups=2, bc=4, rb=2, lag=34),
+}
+EACH_KERNEL = pytest.mark.parametrize(
+    "setup", ["held groups", "tiles of planes", "held slabs", "tiles of columns"]
+)
+VARIANTS = [
+    {**HALF, "activation": "silu", "offset": 100.0},
+    {"offset": 1e3, "affine": "weight", "dy": "strided"},
+    {"dtype": torch.float64, "affine": "", "activation": "gelu", "eps": 0.1, "offset": 1e3},
+    {"dtype": torch.float16, "activation": "relu", "affine": "bias", "variance": 1.0},
+]
+# Each setup in two of the variants, and those of many programs in one.
+PAIRS = [
+    (setup, VARIANTS[(place + turn) % 4])
+    for place, setup in enumerate(SETUPS)
+    for turn in ((0, 2) if "many" not in setup else (0,))
+]
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """A function from the name of a setup to a `Case` that is cut like it."""
+
+    def cut(name: str, **options: Any) -> Case:
+        setup = SETUPS[name]
+        _reschedule(monkeypatch, setup.forward, setup.backward)
+        return Case(setup.shape, setup.groups, **{"layout": setup.layout, **options})
+
+    return cut
+
+
+def _reschedule(monkeypatch, *cuts):
+    for name, changes in zip(("group_norm_forward", "group_norm_backward"), cuts, strict=True):
+        chosen: Callable[..., Any] = getattr(schedule, name)
+
+        def changed(*sizes, chosen=chosen, changes=changes):
+            shape = chosen(*sizes)
+            names = {field.name for field in dataclasses.fields(shape)}
+            small = {"warps": 1, "lag": 0, "r": 1, "splits": shape.n, "finish": 4}
+            every = {name: value for name, value in {**small, **changes}.items() if name in names}
+            return replace(shape, **every)
+
+        monkeypatch.setattr(schedule, name, changed)
+    routes.forget(monkeypatch)
+
+
+@pytest.mark.parametrize(("setup", "options"), PAIRS, ids=str)
+def test_as_close_to_float64_as_torch(cut, setup, options):
+    case = cut(setup, **options)
+    out = assert_accurate(case)
+    assert out["y"].stride() == out["dx"].stride() == make(case).x.stride()
+
+
+@EACH_KERNEL
+@pytest.mark.parametrize("needs", [("x",), ("weight",), ("x", "bias")], ids="+".join)
+def test_some_of_the_gradients(cut, setup, needs):
+    out = assert_accurate(cut(setup, needs=needs, activation="silu"))
+    assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
+
+
+@EACH_KERNEL
+def test_offsets_of_64_bits(cut, setup, monkeypatch):
+    case = cut(setup, activation="relu")
+    tensors = make(case)
+    expected = run(case, tensors, "triton")
+    routes.use_64_bit_offsets(monkeypatch)
+    assert_same_bits(run(case, tensors, "triton"), expected)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_autocast_decides_the_dtype_of_the_result(layout):
+    case = Case(
+        (2, 6, 5),
+        3,
+        layout=layout,
+        dtype=torch.bfloat16,
+        params=torch.float32,
+        output=torch.float32,
+    )
+    out = assert_accurate(case)
+    assert (out["y"].dtype, out["dx"].dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_the_rule_cuts_small_inputs_right(layout):
+    for shape, groups in [((2, 6), 3), ((2, 6, 3, 3, 2), 6), ((5, 4, 40), 1), ((1, 24, 9), 2)]:
+        assert_accurate(Case(shape, groups, layout=layout, activation="silu"))
+
+
+def test_other_layouts_are_copied():
+    for layout, dy in [("strided", "expanded"), ("channels_last", "contiguous")]:
+        out = assert_accurate(Case((2, 6, 3, 4), 3, layout=layout, dy=dy))
+        assert out["y"].is_contiguous() == (layout == "strided")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_second_derivatives(layout):
+    case = Case((2, 4, 3), 2, torch.float64, layout=layout, activation="silu")
+    second = []
+    for backend in ("triton", "torch"):
+        inputs = make(case).inputs(case.needs)
+        leaves = [inputs[name] for name in case.needs]
+        y = call(case, inputs, backend)["y"]
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        second.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+    torch.testing.assert_close(*second)
+
+
+def test_what_the_kernels_refuse():
+    kernels, spec = routes.kernels_of("group_norm"), Case((), 1).spec
+    large = torch.empty(1).expand(1, 1, 2**31)
+    assert "2^31" in kernels.refusal(routes.Tensors(large), spec)
+    wide = torch.empty(1, 2, 70_000).movedim(1, -1)
+    assert "65,536 channels" in kernels.refusal(routes.Tensors(wide), spec)
+    assert kernels.refusal(routes.Tensors(torch.empty(2, 4, 8)), spec) is None

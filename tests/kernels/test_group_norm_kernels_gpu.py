@@ -1,0 +1,152 @@
+"""GroupNorm's kernels where they run in parallel: sizes, waiting, graphs, streams, alignment."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import normplug
+import routes
+from accuracy import assert_same_bits
+from calls import error
+from graphs import check_replays, skip_below
+from group_kernel_cases import HALF, Case, assert_accurate, make, run
+from normplug import functional
+
+pytestmark = pytest.mark.gpu
+GPU = "cuda"
+LAYOUTS = ["contiguous", "channels_last"]
+BOTH_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS)
+SHAPES = [
+    ((16, 320, 64, 64), 32),
+    ((16, 640, 32, 32), 32),
+    ((16, 1280, 16, 16), 32),
+    ((1, 128, 256, 256), 32),
+    ((2, 128, 300, 300), 1),
+    ((64, 64, 56, 56), 32),
+    ((128, 512, 7, 7), 512),
+    ((2, 32, 33, 40, 41), 32),
+    ((3, 66, 1, 1999), 11),
+    ((700, 24), 6),
+    ((2, 3000, 7, 7), 3),
+]
+FEW = [SHAPES[0], SHAPES[2], SHAPES[5]]
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=lambda value: str(value))
+def test_as_close_to_float64_as_torch(shape, groups, layout):
+    for options in (
+        {**HALF, "activation": "silu"},
+        {"offset": 1e3},
+        {"dtype": torch.float16, "affine": "bias", "activation": "relu"},
+        {"dtype": torch.float64, "affine": "weight", "activation": "gelu", "offset": 1e3},
+    ):
+        case = Case(shape, groups, layout=layout, **options)
+        out = assert_accurate(case, GPU)
+        assert_same_bits(run(case, make(case, GPU), "triton"), out)
+    routes.assert_counters_are_zero()
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("needs", [("x",), ("weight",), ("x", "bias")], ids="+".join)
+@pytest.mark.parametrize(("shape", "groups"), FEW, ids=str)
+def test_some_of_the_gradients(shape, groups, needs, layout):
+    assert_accurate(Case(shape, groups, layout=layout, needs=needs, activation="silu"), GPU)
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize(("shape", "groups"), FEW, ids=str)
+def test_offsets_of_64_bits(shape, groups, layout, monkeypatch):
+    case = Case(shape, groups, torch.bfloat16, layout, activation="silu")
+    tensors = make(case, GPU)
+    expected = run(case, tensors, "triton")
+    routes.use_64_bit_offsets(monkeypatch)
+    assert_same_bits(run(case, tensors, "triton"), expected)
+
+
+# A graph is captured on a stream of its own, and gradients then accumulate on another.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("shape", "groups"), FEW, ids=str)
+def test_a_graph_replays_the_step(shape, groups, memory_format):
+    x = torch.randn(shape, device=GPU).bfloat16().contiguous(memory_format=memory_format)
+    x.requires_grad_()
+    graphed, eager = (normplug.GroupNorm(groups, shape[1]).to(GPU) for _ in range(2))
+    dy = torch.randn_like(x)
+
+    def step(layer):
+        y = layer(x)
+        return (y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), dy))
+
+    check_replays(step, graphed, eager, x)
+
+
+def test_streams_do_not_disturb_each_other():
+    cases = [
+        Case(shape, groups, torch.bfloat16, layout, activation="silu")
+        for (shape, groups) in FEW
+        for layout in LAYOUTS
+    ]
+    tensors = [make(case, GPU) for case in cases]
+    expected = [run(case, given, "triton") for case, given in zip(cases, tensors, strict=True)]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(10):
+        for stream, case, given, truth in zip(streams, cases, tensors, expected, strict=True):
+            with torch.cuda.stream(stream):
+                results.append((run(case, given, "triton"), truth))
+    torch.cuda.synchronize()
+    for ours, truth in results:
+        assert_same_bits(ours, truth)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_more_than_2_to_the_31_values(memory_format):
+    skip_below(gib=60)
+    x = torch.empty(700, 8, 640, 640, device=GPU, dtype=torch.bfloat16).normal_(1.0, 2.0)
+    x = x.contiguous(memory_format=memory_format).requires_grad_()
+    y = functional.group_norm(x, 4, mode="standard", backend="triton")
+    (dx,) = torch.autograd.grad(y, x, x.detach())
+    for sample in (slice(0, 2), slice(698, 700)):
+        exact = x.detach()[sample].double().requires_grad_()
+        truth = F.group_norm(exact, 4)
+        assert error(y[sample], truth) < 5e-3
+        (exact_dx,) = torch.autograd.grad(truth, exact, exact.detach())
+        assert (dx[sample] - exact_dx).abs().max() < 1e-2
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize(("shape", "groups"), FEW, ids=str)
+def test_tensors_may_be_unaligned(shape, groups, layout):
+    case = Case(shape, groups, torch.bfloat16, layout)
+    aligned = make(case, GPU)
+
+    def moved(tensor):
+        flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=GPU)
+        return flat[1:].as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+    unaligned = dataclasses.replace(aligned, x=moved(aligned.x), dy=moved(aligned.dy))
+    assert unaligned.x.data_ptr() % 16 != 0
+    expected = run(case, aligned, "triton")
+    for given in (unaligned, aligned):
+        torch.testing.assert_close(run(case, given, "triton"), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_the_host_never_waits():
+    layer = nn.Sequential(normplug.GroupNorm(32, 320), normplug.InstanceNorm2d(320)).to(GPU)
+    x = torch.randn(4, 320, 64, 64, device=GPU, requires_grad=True)
+
+    def step():
+        layer(x).sum().backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

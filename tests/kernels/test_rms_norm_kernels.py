@@ -1,0 +1,174 @@
+"""RMSNorm by the kernels of rows, in Triton's interpreter: see `test_interpreter`.
+
+They are LayerNorm's kernels, so that these tests are about what RMSNorm has compiled otherwise.
+"""
+
+import pytest
+import torch
+
+import interpreted
+import normplug
+import routes
+from accuracy import assert_same_bits, leaf
+from normplug import functional
+from normplug._kernels.layer_norm import schedule
+from normplug._kernels.layer_norm.schedule import Rows
+from normplug._ops.spec import LayerNormSpec, Tensors
+from row_cases import Case, assert_accurate, check_operators, check_recomputed, make, run
+from row_setups import SOME_SETUPS
+
+pytestmark = interpreted.MARKS
+RMS = {"centred": False, "vectors": "weight"}
+VARIANTS = [
+    {"dtype": torch.bfloat16, "params": torch.float32, "offset": 1e3, "mode": "standard"},
+    {"dtype": torch.float16, "weight_offset": 1.0, "residual": "apart"},
+    {"running": torch.float32, "offset": 1e3, "dy": "odd"},
+    {"dtype": torch.float64, "vectors": "", "running": torch.float64, "momentum": None},
+    {"residual": "contiguous", "weight_offset": 1.0, "needs": ("x", "weight")},
+]
+
+
+SETUPS = ("rows, uneven", "rows, even", "rows, folded", "wide", "wide, one block")
+# Every setup with two of them.
+SOME = [(setup, VARIANTS[(i + k) % 5]) for i, setup in enumerate(SETUPS) for k in (0, 2)]
+
+
+@pytest.mark.parametrize(("setup", "options"), SOME, ids=str)
+def test_as_close_to_float64_as_torch(setup, options, prepared):
+    assert_accurate(prepared(setup, **{**RMS, **options}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (4, 1), (3, 2, 96), (2, 4097)], ids=str)
+def test_the_schedules_own_cuts(shape, dtype):
+    assert_accurate(Case(shape, dtype, **RMS, eps=None, running=torch.float32))
+
+
+def test_the_backward_can_recompute_the_result(prepared):
+    for setup in ("rows, uneven", "wide"):
+        options = {"dtype": torch.bfloat16, "params": torch.float32, "residual": "contiguous"}
+        check_recomputed(prepared(setup, **RMS, **options))
+
+
+@pytest.mark.parametrize("params", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("setup", "rounding"), [("rows, uneven", "input"), ("wide", "input"), ("wide", "weight")]
+)
+def test_a_norm_that_rounds_before_the_weight(setup, rounding, params, prepared):
+    """As torch's operators do, gradients included, but for values between two of float16."""
+    case = prepared(setup, dtype=torch.float16, params=params, **RMS)
+    t = make(case)
+    spec = LayerNormSpec(case.row, None, 1e-5, 0.5, None, "float32", False, 0.0, rounding)
+    results = []
+    for backend in ("triton", "torch"):
+        x, weight = leaf(t.x), leaf(t.weight)
+        y = functional._layer_norm("test", Tensors(x, weight=weight), spec, backend)
+        results.append((y, *torch.autograd.grad(y, (x, weight), t.dy.to(y.dtype))))
+    (y, dx, dweight), theirs = results
+    assert y.dtype == params
+    assert [a.dtype for a in results[0]] == [a.dtype for a in theirs]
+    assert torch.isclose(y, theirs[0], rtol=1e-6, atol=0).float().mean() > 0.95
+    torch.testing.assert_close(y, theirs[0], rtol=2**-9, atol=0)
+    torch.testing.assert_close(dx, theirs[1], rtol=2**-8, atol=2**-9)
+    torch.testing.assert_close(dweight, theirs[2], rtol=2**-8, atol=2**-8)
+
+
+QKV = [
+    ("packed by kind", lambda B, S, H, D: torch.randn(B, S, 3, H, D)[:, :, 1]),
+    ("packed by head", lambda B, S, H, D: torch.randn(B, S, H, 3 * D).chunk(3, -1)[1]),
+    ("transposed", lambda B, S, H, D: torch.randn(B, S, H, D).transpose(1, 2)),
+    (
+        "packed and transposed",
+        lambda B, S, H, D: torch.randn(B, S, 3, H, D).permute(2, 0, 3, 1, 4)[1],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "make_heads"), QKV, ids=[name for name, _ in QKV])
+@pytest.mark.parametrize("setup", ["rows, uneven", "wide"])
+def test_heads_of_queries_and_keys_are_not_copied(name, make_heads, setup, prepared, monkeypatch):
+    prepared(setup)
+    if setup == "wide":
+        routes.use_64_bit_offsets(monkeypatch)
+    launches = routes.watch_launches(monkeypatch)
+    x, dy = (make_heads(2, 2, 3, 12).detach() for _ in range(2))
+    weight = torch.rand(12)
+    results = []
+    for backend in ("triton", "torch"):
+        given, own = x.detach().requires_grad_(), leaf(weight)
+        y = functional.rms_norm(given, (12,), own, backend=backend)
+        results.append((y, *torch.autograd.grad(y, (given, own), dy)))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+    forward, backward = launches
+    assert (forward["x"], backward["x"]) == (x.data_ptr(), x.data_ptr())
+    assert backward["dy"] == dy.data_ptr()
+    y, dx, _ = results[0]
+    assert y.is_contiguous()
+    assert dx.stride() == x.stride() if name == "transposed" else dx.is_contiguous()
+
+
+@SOME_SETUPS
+def test_a_row_has_the_same_bits_however_many_there_are(setup, prepared):
+    case = prepared(setup, shape=(9, 40), dtype=torch.float16, **RMS)
+    tensors = make(case)
+    all_rows = run(case, tensors, "triton")["y"]
+    for first, last in ((0, 1), (2, 9), (4, 7)):
+        some = functional.rms_norm(
+            tensors.x[first:last], (40,), tensors.weight, case.eps, mode=case.mode, backend="triton"
+        )
+        assert torch.equal(some, all_rows[first:last])
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("centred", [False, True])
+def test_how_a_row_is_cut_does_not_depend_on_their_number(centred, running, itemsize):
+    """Of LayerNorm's rows of 513 to 1,024 values, up to float32, it does: docs/kernels.md."""
+    for width in (64, 128, 256, 768, 1000, 1024, 4096, 5120, 8192, 16384, 100_000):
+        cuts = set()
+        for rows in (1, 5, 4096, 128 * 132, 128 * 132 + 1, 1_000_000):
+            cut = schedule.layer_norm_forward(rows, width, 8, itemsize, running, 132, centred)
+            is_held = isinstance(cut, Rows)
+            cuts.add((cut.u, cut.bc, cut.vector) if is_held else (cut.block, cut.warps))
+        assert (len(cuts) == 1) is not (centred and 512 < width <= 1024 and itemsize <= 4), width
+
+
+def test_derivatives_once_and_twice():
+    x, weight = (torch.randn(shape, dtype=torch.float64) + 0.5 for shape in ((3, 4), (4,)))
+
+    def norm(x, weight):
+        return functional.rms_norm(x, (4,), weight, 1e-2, weight_offset=1.0, backend="triton")
+
+    leaves = [leaf(x), leaf(weight)]
+    assert torch.autograd.gradcheck(norm, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(norm, leaves, fast_mode=True)
+
+
+OPERATOR_CASES = [
+    Case((3, 4, 6), torch.bfloat16, params=torch.float32, **RMS, weight_offset=1.0),
+    Case((6, 5), torch.float32, residual="contiguous", running=torch.float32, eps=None, **RMS),
+]
+
+
+@pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
+def test_operators_follow_the_rules(case):
+    check_operators(case, "cpu")
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_one_graph_holds_the_operator_and_gives_the_same(residual, monkeypatch):
+    routes.use_operators_for_small_inputs(monkeypatch)
+    layer = normplug.RMSNorm(24, backend="triton", track_running_stats=True)
+
+    def call(x):
+        return layer.fused_add(x, x * 0.5)[0] if residual else layer(x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, call):
+        x = torch.linspace(-1, 2, 6 * 24).reshape(6, 24).requires_grad_()
+        y = function(x)
+        results.append({"y": y, "dx": torch.autograd.grad(y.sum(), x)[0]})
+    assert_same_bits(*results)
+    assert layer.num_batches_tracked == 2

@@ -1,0 +1,109 @@
+"""RMSNorm's kernels where they run in parallel: they are LayerNorm's, with tests of their own."""
+
+import pytest
+import torch
+
+import normplug
+import routes
+from accuracy import assert_same_bits
+from calls import check_one_graph
+from normplug import functional, native
+from row_cases import Case, assert_accurate, check_operators, check_recomputed, make, run
+
+pytestmark = pytest.mark.gpu
+GPU = "cuda"
+RMS = {"centred": False, "vectors": "weight"}
+SHAPES = [
+    (3, 7), (4096, 64), (50_001, 128), (4096, 768), (20_000, 1000), (700, 4096), (300, 8192),
+    (150, 16384), (40, 40_000), (9, 70_001),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_close_to_float64_as_torch(shape, dtype):
+    for options in (
+        {"offset": 1e3, "eps": None},
+        {"residual": "contiguous", "weight_offset": 1.0},
+        {"running": torch.float32, "params": torch.promote_types(dtype, torch.float32)},
+    ):
+        case = Case(shape, dtype, **RMS, **options)
+        assert_same_bits(run(case, make(case, GPU), "triton"), assert_accurate(case, GPU))
+    routes.assert_counters_are_zero()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [7, 64, 128, 768, 1000, 1024, 4096, 8192, 40_000])
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_row_has_the_same_bits_however_many_there_are(width, dtype, residual):
+    rows = min((1 << 25) // width, 20_000)
+    x, beside = (torch.randn(rows, width, device=GPU, dtype=dtype) for _ in range(2))
+    weight = torch.rand(width, device=GPU, dtype=dtype)
+
+    def norm(part):
+        if not residual:
+            return functional.rms_norm(x[part], (width,), weight, backend="triton")
+        return functional.add_rms_norm(x[part], beside[part], (width,), weight, backend="triton")[0]
+
+    expected = norm(slice(rows))
+    for first, last in ((0, 1), (rows - 1, rows), (3, 10), (5, 700), (1, rows)):
+        assert torch.equal(norm(slice(first, last)), expected[first:last])
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", ["heads", "permuted", "apart"])
+def test_heads_of_queries_and_keys_are_not_copied(layout, dtype, width, monkeypatch):
+    case = Case((4, 12, 100, width), dtype, **RMS, layout=layout)
+    assert_accurate(case, GPU)
+    launches, tensors = routes.watch_launches(monkeypatch), make(case, GPU)
+    run(case, tensors, "triton")
+    forward, backward = launches
+    assert forward["x"] == backward["x"] == tensors.x.data_ptr()
+    assert backward["dy"] == tensors.dy.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(4096, 768), (140, 16384), (20, 70_000)], ids=str)
+def test_the_backward_can_recompute_the_result(shape):
+    options = {"residual": "contiguous", "residual_dtype": torch.float32, "offset": 30.0}
+    check_recomputed(Case(shape, torch.bfloat16, params=torch.float32, **RMS, **options), GPU)
+
+
+def test_the_operators_keep_torchs_rules():
+    check_operators(Case((3, 4, 6), torch.bfloat16, **RMS, weight_offset=1.0, eps=None), GPU)
+    check_operators(Case((6, 5), residual="contiguous", running=torch.float32, **RMS), GPU)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_in_one_graph_with_other_numbers_of_rows(compiler):
+    options = {"backend": "triton", "device": GPU, "track_running_stats": True}
+    layers = [normplug.RMSNorm(24, **options) for _ in range(2)]
+    inputs = [torch.randn(rows, 3, 24, device=GPU) for rows in (6, 13, 18)]
+    check_one_graph(*layers, inputs, compiler)
+
+
+def test_python_carries_out_no_call_of_a_layer_once_it_is_known(monkeypatch):
+    layer, x = normplug.RMSNorm(96, backend="triton", device=GPU), torch.randn(50, 96, device=GPU)
+    for _ in range(3):
+        expected, both = layer(x), layer.fused_add(x, x)
+    if native.status().way != "C++":
+        pytest.skip(f"needs the C++ way: {native.status().why}")
+    monkeypatch.setattr(functional, "_layer_norm", None)
+    assert torch.equal(layer(x), expected)
+    torch.testing.assert_close(layer.fused_add(x, x), both, rtol=0, atol=0)
+
+
+# Torch's, of a half input beside a float32 weight, where autocast does not cast both.
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_as_a_stock_layer_under_autocast():
+    x, stock = torch.randn(60, 256, device=GPU), torch.nn.RMSNorm(256, device=GPU)
+    ours = normplug.RMSNorm(256, device=GPU, mode="standard", backend="triton")
+    low = normplug.RMSNorm(256, device=GPU, autocast_output="low", backend="triton")
+    for given in (x, x.bfloat16()):
+        with torch.autocast(GPU, torch.bfloat16):
+            expected, y = stock(given), ours(given)
+            assert low(given).dtype == torch.bfloat16
+        assert y.dtype == expected.dtype
+        torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-3)

@@ -1,0 +1,160 @@
+"""Calls of GroupNorm for the tests of its kernels: inputs, what is exact, and how exact to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import calls
+import routes
+from batch_norm_cases import laid_out
+from calls import Tensors, assert_all_no_worse, said
+from normplug._activations import ACTIVATIONS
+from normplug._ops.spec import GroupNormSpec
+from normplug.reference import accumulator_dtype
+
+HALF = {"dtype": torch.bfloat16, "params": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. layout, dy: as in `batch_norm_cases`; a dy of None lies as x does.
+
+    params: dtype of weight and bias; None is that of x. output: the dtype that autocast asks for.
+    """
+
+    shape: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    params: torch.dtype | None = None
+    affine: str = "weight+bias"
+    activation: str | None = None
+    eps: float = 1e-5
+    variance: float = 0.618
+    offset: float = 3.0
+    dy: str | None = None
+    output: torch.dtype | None = None
+    needs: tuple[str, ...] = ("x", "weight", "bias")
+    seed: int = 0
+
+    __str__ = said
+
+    @property
+    def spec(self) -> GroupNormSpec:
+        numbers = (self.groups, self.eps, self.variance, self.activation)
+        output = "float32" if self.output == torch.float32 else "low"
+        return GroupNormSpec(*numbers, self.output and torch.bfloat16, output)
+
+
+def make(case: Case, device: str = "cpu") -> Tensors:
+    """The same numbers on every device of a kind."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+
+    def normal(shape: tuple[int, ...], scale: float, shift: float) -> Tensor:
+        options = {"generator": generator, "device": device, "dtype": torch.double}
+        return torch.randn(shape, **options) * scale + shift
+
+    c, params = case.shape[1:2], case.params or case.dtype
+    # Channels of a group have means of their own.
+    x = normal(case.shape, 2.0, case.offset)
+    x = x + normal((1, *c, *[1] * (len(case.shape) - 2)), 1.0, 0.0)
+    tensors = Tensors(
+        x=laid_out(x.to(case.dtype), case.layout),
+        weight=(normal(c, 0.3, 0.0).exp() * 1.1).to(params) if "weight" in case.affine else None,
+        bias=normal(c, 0.5, 0.0).to(params) if "bias" in case.affine else None,
+        residual=None,
+        running_mean=None,
+        running_var=None,
+        dy=normal(case.shape, 1.0, 0.1).to(case.output or case.dtype),
+    )
+    if case.activation == "relu" and case.dy != "expanded":
+        # A rounding may decide on which side of 0 a value is: no gradient goes through there.
+        z, terms = _before_activation(case, tensors)
+        clear = z.abs() > 64 * torch.finfo(accumulator_dtype(case.dtype)).eps * terms
+        tensors.dy = torch.where(clear, tensors.dy, 0)
+    tensors.dy = laid_out(tensors.dy, case.dy or case.layout)
+    return tensors
+
+
+def call(case: Case, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
+    """The output, by name: by kernel, or by torch in the dtype of the sums."""
+    x, weight, bias = (inputs[name] for name in ("x", "weight", "bias"))
+    if backend == "triton":
+        t = routes.Tensors(x, None, weight, bias)
+        return {"y": routes.kernels_of("group_norm")(t, case.spec)}
+    acc = accumulator_dtype(*(t.dtype for t in (x, weight, bias) if t is not None))
+    vectors = (None if t is None else t.to(acc).view(_vector(x)) for t in (weight, bias))
+    weight, bias = vectors
+    # On the CPU torch loses digits of a mean far from 0 where channels come last.
+    y = F.group_norm(x.to(acc).contiguous(), case.groups, eps=case.eps) * case.variance**0.5
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    if case.activation is not None:
+        y = ACTIVATIONS[case.activation].function(y)
+    return {"y": y.to(x.dtype if x.dtype == torch.double else case.output or x.dtype)}
+
+
+run = partial(calls.run, call)
+
+
+def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
+    """The kernels' results, which are as close to float64 as those of torch."""
+    tensors = make(case, device)
+    ours, theirs = (run(case, tensors, backend) for backend in ("triton", "torch"))
+    truth = run(case, tensors.to(torch.double), "torch")
+    assert_all_no_worse(ours, theirs, truth, _terms(case, tensors))
+    return ours
+
+
+def _vector(x: Tensor) -> tuple[int, ...]:
+    return (1, -1, *[1] * (x.dim() - 2))
+
+
+def _statistics(case: Case, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x as (N, groups, channels, space), and mean and rstd of its groups."""
+    x = x.double().reshape(*case.shape[:1], case.groups, case.shape[1] // case.groups, -1)
+    var, mean = torch.var_mean(x, (2, 3), correction=0, keepdim=True)
+    return x, mean, torch.rsqrt(var + case.eps)
+
+
+def _before_activation(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """The input of the activation, and the absolute values that it is the sum of."""
+    x, mean, rstd = _statistics(case, tensors.x)
+    z, terms = (x - mean) * rstd, (x.abs() + mean.abs()) * rstd
+    z, terms = (t.reshape(case.shape) * case.variance**0.5 for t in (z, terms))
+    if tensors.weight is not None:
+        weight = tensors.weight.double().view(_vector(z))
+        z, terms = z * weight, terms * weight.abs()
+    if tensors.bias is not None:
+        bias = tensors.bias.double().view(_vector(z))
+        z, terms = z + bias, terms + bias.abs()
+    return z, terms
+
+
+def _terms(case: Case, tensors: Tensors) -> dict[str, Tensor]:
+    """Per result, the absolute values that it is the sum of, before anything cancels."""
+    x, mean, rstd = _statistics(case, tensors.x)
+    centre, xhat = (x.abs() + mean.abs()) * rstd, (x - mean).abs() * rstd
+    _, y = _before_activation(case, tensors)
+    # No activation's slope, nor that of the slope, is much above 1.
+    dy = tensors.dy.double().abs()
+    dz = dy * (1.0 if case.activation is None else 1.2 + y)
+    root = case.variance**0.5
+    weight = 1.0 if tensors.weight is None else tensors.weight.double().abs().view(_vector(dz))
+    g, dz = ((t * root).reshape(x.shape) for t in (dz * weight, dz))
+    dims = (2, 3)
+    off = (g * xhat).mean(dims, keepdim=True) * centre
+    dx = g + g.mean(dims, keepdim=True) + off
+    dx = rstd * (dx + xhat * (g * (xhat + centre)).mean(dims, keepdim=True))
+    return {
+        "y": y,
+        "dx": dx.reshape(case.shape),
+        "dweight": (dz * (xhat + centre)).sum((0, 3)).flatten(),
+        "dbias": (dz / root).sum((0, 3)).flatten(),
+    }

@@ -1,0 +1,181 @@
+"""GroupNorm and InstanceNorm in models: every tool takes them as it takes the others."""
+
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+
+import normplug
+from normplug import check, fuse, fusions, plan, set_mode, swap, swapped, unswap
+from normplug.modes import target_variance
+from routes import watch_fused
+
+ROOT = target_variance("golden") ** 0.5
+X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 + 1
+
+
+class Net(nn.Module):
+    """GroupNorm and SiLU as in a diffusion model, InstanceNorm and ReLU as in style transfer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.group = nn.GroupNorm(2, 8)
+        self.act = nn.SiLU()
+        self.body = nn.Sequential(nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8), nn.ReLU())
+        self.tracked = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+
+    def forward(self, x):
+        x = self.act(self.group(self.stem(x)))
+        return self.tracked(self.body(x))
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    net = Net()
+    for norm in (net.group, net.tracked):
+        for parameter in norm.parameters():
+            nn.init.normal_(parameter, 1, 0.3)
+    return net
+
+
+NAMES = ["group", "body.1", "tracked"]
+STOCK = [nn.GroupNorm, nn.InstanceNorm2d, nn.InstanceNorm2d]
+OURS = [normplug.GroupNorm, normplug.InstanceNorm2d, normplug.InstanceNorm2d]
+
+
+def kinds(net):
+    return [type(net.get_submodule(name)) for name in NAMES]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_swap_scales_by_the_root_and_is_taken_back(net, training):
+    keys, scaled = set(net.state_dict()), copy.deepcopy(net).train(training)
+    for norm in (scaled.group, scaled.tracked):
+        norm.weight.data.mul_(ROOT)
+    scaled.body[1].register_forward_hook(lambda m, args, y: y * ROOT)
+    assert plan(net).summary() == "3 of 3 norm layers: 1 GroupNorm, 2 InstanceNorm2d"
+    assert kinds(swap(net.train(training))) == OURS
+    assert set(net.state_dict()) == keys
+    torch.testing.assert_close(net(X), expected := scaled(X))
+    assert {layer.tested for layer in check(net, X)} == {"train, eval, eval under no_grad"}
+    swap(net, 0.5)
+    assert {row.note for row in plan(net)} == {"swapped already, mode 0.5"}
+    set_mode(net, "golden")
+    net.tracked.reset_running_stats()
+    scaled.tracked.reset_running_stats()
+    unswap(net)
+    torch.testing.assert_close(net(X), scaled(X))
+    assert kinds(net) == STOCK
+    names = {name for norm in NAMES for name in vars(net.get_submodule(norm))}
+    assert not names & {"backend", "target_variance", "_eps", "autocast_output"}
+    assert "running_mean" not in net.group._buffers
+    assert expected.shape == (4, 8, 4, 4)
+
+
+def test_in_mode_standard_a_model_gives_the_same_bits(net):
+    expected = copy.deepcopy(net)(X)
+    assert torch.equal(swap(net, "standard")(X), expected)
+
+
+def test_outputs_are_preserved_and_a_missing_weight_is_made_and_removed(net):
+    net.eval()
+    expected, keys = net(X), set(net.state_dict())
+    with swapped(net, 2, preserve_output=True):
+        torch.testing.assert_close(net(X), expected, rtol=1e-4, atol=1e-5)
+        assert net.body[1].weight.shape == (8,)
+        assert not net.body[1].weight.requires_grad
+    assert set(net.state_dict()) == keys
+    torch.testing.assert_close(net(X), expected, rtol=1e-4, atol=1e-5)
+    assert kinds(net) == STOCK
+
+
+@pytest.mark.parametrize(
+    ("filters", "taken"),
+    [
+        ({"exclude": nn.GroupNorm}, NAMES[1:]),
+        ({"exclude": [nn.GroupNorm, nn.InstanceNorm2d]}, []),
+        ({"include": nn.InstanceNorm2d}, NAMES[1:]),
+        ({"include": "*", "exclude": "tracked"}, NAMES[:2]),
+    ],
+)
+def test_filters_take_their_classes(net, filters, taken):
+    assert [row.path for row in plan(net, **filters) if row.becomes] == taken
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_group_norm_watches_if_a_swap_is_told_so(net, asked):
+    swap(net, track_running_stats=asked)
+    assert net.group.track_running_stats is bool(asked)
+    net(X)
+    if asked:
+        assert net.group.num_batches_tracked == 1
+    assert net.body[1].running_mean is None  # an InstanceNorm keeps its own setting
+    unswap(net)
+    assert not hasattr(net.group, "running_mean")
+
+
+def test_the_activation_after_a_norm_is_fused(net, monkeypatch):
+    expected = swap(net).eval()(X)
+    fuse(net)
+    assert fusions(net).summary().startswith("2 of 3 norm layers fused: 1 with SiLU, 1 with ReLU;")
+    made = watch_fused(monkeypatch)
+    assert torch.equal(net(X), expected)
+    assert made == ["silu", "relu"]
+    net.group._probe = torch.zeros(4)
+    assert torch.equal(net(X), expected)  # measured by its forward, so not fused
+    assert made == ["silu", "relu", "relu"]
+    del net.group._probe
+    torch.testing.assert_close(unswap(net)(X), expected)
+
+
+def test_to_fx_each_is_a_layer(net):
+    swap(net).eval()
+    graph = fx.symbolic_trace(net)
+    assert set(NAMES) <= {n.target for n in graph.graph.nodes if n.op == "call_module"}
+    torch.testing.assert_close(graph(X), net(X))
+
+
+class Conditional(nn.GroupNorm):
+    def forward(self, x, scale):
+        return super().forward(x) * (1 + scale)
+
+
+class AdaGroupNorm(nn.Module):
+    """As diffusion models have it: its scale is computed from another input."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups, self.eps = 2, 1e-5
+        self.linear = nn.Linear(3, 4)
+
+
+class NormedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-5
+        self.inner = AdaGroupNorm()
+
+
+def test_norms_whose_scale_comes_from_another_input_stay_and_plan_says_so():
+    notes = {row.path: row.note for row in plan(nn.Sequential(Conditional(2, 4), NormedBlock()))}
+    assert notes == {
+        "0": "a subclass of nn.GroupNorm, which may have a forward of its own",
+        "1.inner": "its scale comes from layers of its own",
+    }
+
+
+def test_their_variance_is_logged(net, tmp_path):
+    lightning_cases = pytest.importorskip("lightning_cases")
+    from normplug.lightning import VarianceLogger
+
+    net.group = swap(net.group, 0.5)  # the others are stock
+    before, logger = kinds(net), VarianceLogger(every_n_steps=1, dirpath=tmp_path)
+    model = nn.Sequential(net, nn.Flatten(), nn.Linear(32, 4))
+    lightning_cases.fit(lightning_cases.Module(lambda: model), 8, tmp_path, logger)
+    assert [row.layer for row in logger.last] == [f"net.0.{name}" for name in NAMES]
+    for row, variance in zip(logger.last, (0.5, 1.0, 1.0), strict=True):
+        assert row.output_variance == pytest.approx(variance, rel=1e-2)
+    assert kinds(net) == before
