@@ -16,6 +16,7 @@ from normplug import check, functional, swap, unswap
 ROWS, IMAGES = (3, 6, 8), (3, 8, 3, 2)
 BATCH_NORM = partial(nn.BatchNorm2d, 8, momentum=0.5)
 INSTANCE_NORM = partial(nn.InstanceNorm2d, 8, affine=True)
+TRACKING = partial(INSTANCE_NORM, track_running_stats=True)
 MODE = 0.5
 
 
@@ -77,7 +78,8 @@ CASES = [
     Case(GROUP_NORM, (1, *IMAGES[1:]), 0, 0),
     Case(GROUP_NORM, IMAGES, 1),
     Case(INSTANCE_NORM, IMAGES, 0, 0, "triton"),
-    Case(partial(INSTANCE_NORM, track_running_stats=True), IMAGES, 0, swap_first=False),
+    Case(TRACKING, IMAGES, 0, swap_first=False),
+    Case(TRACKING, IMAGES, 2, 2, training=False),
     # The whole batch, but for constant statistics.
     Case(BATCH_NORM, IMAGES, 0),
     Case(BATCH_NORM, IMAGES, 0, 0, "triton", training=False),
