@@ -121,6 +121,8 @@ def make(inventory: Inventory, include: Filters, exclude: Filters, sync: bool) -
 
 
 def _is_norm(module: nn.Module) -> bool:
+    if _convert.replacement(module) is not None:  # which learns of other libraries' norms
+        return True
     if isinstance(module, (TargetVarianceNorm, *_convert.REPLACEMENTS)):
         return True
     if any(cls.__module__ in _TORCHS_NORMS for cls in type(module).__mro__):
@@ -164,6 +166,8 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
         return None, "its forward was replaced on the instance, by a patch or accelerate's hooks"
     if ours is not None:
         return (_convert.synchronised(ours) if sync else ours).__name__, ""
+    if cls in _convert.REPLACEMENTS:
+        return None, _convert.why_left(module) or ""
     stock = next((c for c in cls.__mro__ if c in _convert.REPLACEMENTS), None)
     if stock is not None:
         library = stock.__module__.partition(".")[0]
@@ -173,4 +177,4 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
         return None, "frozen: it scales by constants, and measures no variance to set"
     if any(map(_has_tensors, module.children())):
         return None, "its scale comes from layers of its own"
-    return None, "no normplug counterpart"
+    return None, _convert.why_left(module) or "no normplug counterpart"
