@@ -57,15 +57,17 @@ class AdaptedRMSNorm(_RMSNorm):
     @classmethod
     def _refusal(cls, module: nn.Module) -> str | None:
         own = {**vars(module), **module._parameters}
-        for name, value in _OPTIONS.items():
-            if name != "elementwise_affine" and own.get(name, value) is not value:
-                return f"it has {name}, which no RMSNorm of normplug has"
         weight: Tensor | None = getattr(module, "weight", None)
         if weight is None and not ("weight" in own and cls._may_lack_weight and "dim" in own):
             return "it has no weight, into which unswap could fold the target variance"
         if weight is not None and len(weight.shape) != 1:
             return f"its weight has {len(weight.shape)} dimensions, and its rows have one"
-        return None
+        odd = [
+            k
+            for k in ("bias", "with_scale", "group_size")
+            if own.get(k, _OPTIONS[k]) is not _OPTIONS[k]
+        ]
+        return f"its {odd[0]} is none of an RMSNorm" if odd else None
 
     def _affine_shape(self) -> tuple[int, ...]:
         weight: Tensor | None = self.weight  # type: ignore[assignment]

@@ -83,13 +83,19 @@ def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> 
     eps, root = spec.eps_of(h.dtype), math.sqrt(spec.target_variance)
     h = h.to(acc)
     y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
+    if weight is not None:
+        weight = weight.to(acc)
+        weight = weight + spec.weight_offset if spec.weight_offset else weight
     if root != 1.0:
-        y = y * root
+        # Where nothing is rounded between, the bits are those of a stock layer with this weight.
+        if weight is None or rounded not in (None, acc):
+            y = y * root
+        else:
+            weight = weight * root
     if rounded is not None:
         y = y.to(rounded).to(acc)
     if weight is not None:
-        weight = weight.to(acc)
-        y = y * (weight + spec.weight_offset if spec.weight_offset else weight)
+        y = y * weight
     return y.to(output)
 
 
