@@ -40,12 +40,15 @@ REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()
 }
-# Where a library defines norms, and the module of `normplug.adapters` that knows them.
+# Where a library defines norms, and the module of `normplug.adapters` that knows them; the first
+# that fits counts.
 _ADAPTERS = {
     "diffusers.": "diffusers_models",
     "timm.layers.": "timm_layers",
     "timm.models.metaformer": "timm_metaformer",
     "torchvision.models.convnext": "torchvision_convnext",
+    "transformers.models.bit.": "transformers_bit",
+    "transformers.models.poolformer.": "transformers_poolformer",
     "transformers.": "transformers_models",
 }
 

@@ -146,8 +146,8 @@ class LayerNormSpec(NamedTuple):
 class GroupNormSpec(NamedTuple):
     """All of a GroupNorm that is not a tensor; an InstanceNorm is one whose groups are channels.
 
-    autocast: as in `LayerNormSpec`.
-    autocast_output: as in `LayerNormSpec`.
+    activation: its name in `_activations`, or None.
+    autocast, autocast_output: as in `LayerNormSpec`.
     momentum: of running statistics, if the call moves any. No kernel depends on it.
     instance: whether it is an InstanceNorm, whose running statistics are those of its channels.
     """
@@ -155,7 +155,7 @@ class GroupNormSpec(NamedTuple):
     groups: int
     eps: float
     target_variance: float
-    activation: str | None = None  # None, "relu", "silu", "gelu": as in _activations
+    activation: str | None = None
     autocast: torch.dtype | None = None
     autocast_output: str = "float32"
     momentum: float | None = 0.1

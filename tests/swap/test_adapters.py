@@ -7,6 +7,7 @@ import sys
 import warnings
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ def transformers_layer(name, folder):
     return layer_of(module, name, 8, data_format="channels_first")
 
 
+BIT = SimpleNamespace(num_groups=4, hidden_act="relu")  # what a layer reads of its model's config
 ACTIVATIONS = ("relu", "silu", "gelu", "relu6", "hard_swish", "gelu_tanh", "leaky_relu")
 IMAGES = [
     *(timm_layer("BatchNormAct2d", 8, act_layer=act) for act in ACTIVATIONS),
@@ -66,6 +68,8 @@ IMAGES = [
     transformers_layer("ConvNextLayerNorm", "convnext"),
     transformers_layer("ConvNextV2LayerNorm", "convnextv2"),
     transformers_layer("SamLayerNorm", "sam"),
+    layer_of("transformers.models.bit.modeling_bit", "BitGroupNormActivation", BIT, 8),
+    layer_of("transformers.models.poolformer.modeling_poolformer", "PoolFormerGroupNorm", 8),
 ]
 ROWS = [
     timm_layer("LayerNorm", 6),
