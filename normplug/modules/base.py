@@ -99,6 +99,11 @@ class TargetVarianceNorm(nn.Module):
         """The shape of weight and bias; it must work on the stock layer, too."""
         raise NotImplementedError
 
+    @classmethod
+    def _refusal(cls, module: nn.Module) -> str | None:
+        """Why a layer of the stock class has to stay as it is; None where a swap may take it."""
+        return None
+
     def _adopt(self, options: Options) -> None:
         """Give the layer what its stock class lacks, once a swap has changed its class."""
 

@@ -59,6 +59,8 @@ IMAGES = [
     layer_of("timm.layers.norm", "LayerNormExp2d", 8),
     timm_layer("LayerNorm2dFp32", 8),
     timm_layer("LayerNormAct2d", 8, act_layer="silu"),
+    timm_layer("RmsNorm2d", 8),
+    timm_layer("RmsNormAct2d", 8, act_layer="silu"),
     timm_layer("LayerNormAct2dFp32", 8, act_layer="gelu", drop_layer=nn.Dropout),
     layer_of("timm.models.metaformer", "GroupNorm1NoBias", 8),
     layer_of("timm.models.metaformer", "LayerNorm2dNoBias", 8),
@@ -75,6 +77,9 @@ ROWS = [
     timm_layer("LayerNormFp32", 6),
     timm_layer("LayerNormAct", 6, act_layer="relu"),
     timm_layer("LayerNormActFp32", 6),
+    timm_layer("RmsNorm", 6),
+    timm_layer("RmsNorm", 6, affine=False),
+    timm_layer("RmsNormFp32", 6),
 ]
 
 
@@ -266,14 +271,14 @@ def test_unknown_subclasses_and_frozen_norms_are_left_and_plan_says_why(layers):
         pass
 
     model = nn.Sequential(
-        Mine(8), misc.FrozenBatchNorm2d(8), layers.FrozenBatchNormAct2d(8), layers.RmsNormAct2d(8)
+        Mine(8), misc.FrozenBatchNorm2d(8), layers.FrozenBatchNormAct2d(8), layers.SimpleNorm2d(8)
     )
     frozen = "frozen: it scales by constants, and measures no variance to set"
     assert [(row.becomes, row.note) for row in plan(model)] == [
         (None, "a subclass of timm.BatchNormAct2d, which may have a forward of its own"),
         (None, frozen),
         (None, frozen),
-        (None, "no normplug counterpart"),
+        (None, "it divides by the standard deviation about a mean that it does not subtract"),
     ]
 
 
