@@ -63,6 +63,16 @@ def test_a_sum_over_processes_is_added_and_normalised(pair):
         torch.testing.assert_close(result["added"], [y, total, x.grad, weight.grad])
 
 
+def test_values_and_gradients_that_are_on_their_way_are_waited_for(pair):
+    x, dy = Case(LAYER_NORM, ROWS, 1).tensors()
+    y = F.layer_norm(x.requires_grad_(), (8,)) * math.sqrt(MODE)
+    y.backward(dy)
+    for result in pair:
+        values, kind = result["arriving"]
+        assert kind == "AsyncCollectiveTensor"
+        torch.testing.assert_close(values, [y.detach(), x.grad])
+
+
 def test_a_compiled_layer_of_dtensors_is_one_graph(pair):
     for result in pair:
         eager, compiled = result["compiled"]

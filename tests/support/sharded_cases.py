@@ -159,6 +159,18 @@ def added(rank, world, device):
     return [whole(t) for t in (y, total, x.grad, weight.grad)]
 
 
+def arriving(rank, world, device):
+    """A norm and its gradient, of tensors that are on their way; and what tensors these are."""
+    backend, replicated = "triton" if INTERPRETS else "torch", [tools().Replicate()]
+    x, dy = (distributed(t, "partial") for t in Case(LAYER_NORM, ROWS, 1).tensors())
+    x.requires_grad_()
+    on_its_way = x.redistribute(placements=replicated, async_op=True)
+    kind = type(on_its_way.to_local()).__name__
+    y = functional.layer_norm(on_its_way, (8,), mode=MODE, backend=backend)
+    y.backward(dy.redistribute(placements=replicated, async_op=True))
+    return [whole(y), whole(x.grad)], kind
+
+
 def compiled(rank, world, device):
     """A compiled layer's results, and the layer's own."""
     case = Case(LAYER_NORM, ROWS, 1, 1)
@@ -183,15 +195,14 @@ def refused(rank, world, device):
 
 
 class Block(nn.Module):
-    """The norms of a transformer's block, with what stands between them."""
+    """The norms of a transformer's block, which PyTorch shards over the sequence."""
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.norm1, self.fc, self.norm2 = nn.LayerNorm(8), nn.Linear(8, 8), nn.RMSNorm(8)
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.RMSNorm(8)
 
     def forward(self, x):
-        x = self.norm2(torch.tanh(self.fc(self.norm1(x))))
+        x = self.norm2(torch.tanh(self.norm1(x)))
         return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
@@ -215,13 +226,11 @@ def sequence_parallel(rank, world, device):
 
     mesh, _ = mesh_and_placements(0)
     plan = {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
-    distribute = tools().distribute_module
     x, results = distributed(Case(LAYER_NORM, ROWS, 1).tensors()[0], "replicated"), []
     for first in ("swap", "parallelize", "never swap"):
         net = Block()
         if first == "swap":
             swap(net, MODE)
-        distribute(net.fc, mesh)
         parallelize_module(net, mesh, plan)
         if first == "parallelize":
             swap(net, MODE)
@@ -275,7 +284,7 @@ def fully_sharded(rank, world, device):
 
 def process(rank, world, directory):
     """Run every check; save the results as `<rank>.pt`."""
-    checks = [numbers, added, compiled, refused, sequence_parallel]
+    checks = [numbers, added, arriving, compiled, refused, sequence_parallel]
     if torch.__version__ >= "2.14":  # before, fully_shard does not run on the CPU
         checks.append(fully_sharded)
     sync_cases.process(rank, world, False, directory, [quiet(check) for check in checks])
