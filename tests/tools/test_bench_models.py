@@ -3,9 +3,11 @@
 import copy
 import gc
 import json
+import sys
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -133,6 +135,40 @@ def test_an_arm_is_what_it_is_named_for(arm, tiny, monkeypatch):
     assert all(torch.equal(before[key], t) for key, t in inner.named_parameters())
     assert type(stock[1]) is nn.BatchNorm2d  # the next arm starts from it
     assert all(torch.equal(before[key], t) for key, t in stock.state_dict().items())
+
+
+class Llama(nn.Module):
+    """A Llama of transformers, as far as Liger-Kernel's arm asks."""
+
+
+@pytest.fixture
+def modeling(monkeypatch):
+    module = SimpleNamespace(LlamaRMSNorm="stock", LlamaForCausalLM=Llama)
+    monkeypatch.setitem(sys.modules, "transformers.models.llama.modeling_llama", module)
+    return module
+
+
+def test_ligers_arm_replaces_the_norms_of_one_llama_only(modeling, tiny, monkeypatch):
+    asked = []
+
+    def apply(model, **parts):
+        asked.append((model, [part for part, replaced in parts.items() if replaced]))
+        modeling.LlamaRMSNorm = "Liger's"
+
+    package = SimpleNamespace(apply_liger_kernel_to_llama=apply)
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
+    net = models.build(nn.Sequential(Llama()), "liger", tiny, "cpu")
+    assert asked == [(net[0], ["rms_norm"])]
+    assert modeling.LlamaRMSNorm == "stock"
+    with pytest.raises(ValueError, match="arm liger is for a LlamaForCausalLM only"):
+        models.build(TinyNet(), "liger", tiny, "cpu")
+
+
+def test_ligers_arm_names_the_package_that_it_needs(modeling, tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(ImportError, match=r'liger, needs liger_kernel.*"normplug\[bench\]"'):
+        models.build(nn.Sequential(Llama()), "liger", tiny, "cpu")
 
 
 @pytest.mark.parametrize("arms", [["swap", "swap+fuse"], ["eager", "compile"]])
