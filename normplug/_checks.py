@@ -344,6 +344,12 @@ def _sizes(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape)
 
 
+def not_replicated(caller: str, name: str, placements: Any) -> ValueError:
+    """The error of a running statistic of which each process has a part only."""
+    way_out = "Use redistribute(placements=[Replicate()])."
+    return ValueError(_must(caller, name, "replicated", f"a DTensor {placements}", way_out))
+
+
 def scalars(caller: str, **values: Tensor | None) -> None:
     """Refuse running statistics that are more than one value."""
     for name, value in values.items():

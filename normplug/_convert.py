@@ -40,12 +40,16 @@ REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()
 }
-# Where a library defines norms, and the module of `normplug.adapters` that knows them.
+# Where a library defines norms, and the module of `normplug.adapters` that knows them; the first
+# that fits counts.
 _ADAPTERS = {
+    "diffusers.": "diffusers_models",
     "timm.layers.": "timm_layers",
     "timm.models.metaformer": "timm_metaformer",
     "torchvision.models.convnext": "torchvision_convnext",
-    "transformers.models.": "transformers_models",
+    "transformers.models.bit.": "transformers_bit",
+    "transformers.models.poolformer.": "transformers_poolformer",
+    "transformers.": "transformers_models",
 }
 
 
@@ -74,20 +78,32 @@ def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
     """The normplug class for exactly the module's class, of torch or another library; or None."""
     cls = plain_class(module)
     _learn(cls)
-    return REPLACEMENTS.get(cls)
+    ours = REPLACEMENTS.get(cls)
+    return None if ours is None or ours._refusal(module) is not None else ours
+
+
+def why_left(module: nn.Module) -> str | None:
+    """Why a stock layer without `replacement` stays, where its class or its adapter says so."""
+    cls = plain_class(module)
+    if (ours := REPLACEMENTS.get(cls)) is not None:
+        return ours._refusal(module)
+    why = _adapted(cls)
+    return why if isinstance(why, str) else None
 
 
 def _learn(cls: type[nn.Module]) -> None:
     """Ask the adapters about a class of another library, and about those that it derives from."""
-    if cls in REPLACEMENTS or not issubclass(cls, tuple(REPLACEMENTS)):
+    if cls in REPLACEMENTS:
         return
     for base in cls.__mro__:
-        if base not in REPLACEMENTS and (ours := _adapted(base)) is not None:
+        if base not in REPLACEMENTS and isinstance(ours := _adapted(base), type):
             register(ours, base)
 
 
-def _adapted(cls: type[nn.Module]) -> type[TargetVarianceNorm] | None:
-    """The normplug class that the adapter of the class's library, if there is one, has for it."""
+def _adapted(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
+    """What the adapter of the class's library has for it: a normplug class, or why it stays."""
+    if "norm" not in cls.__name__.lower():  # as `plan` knows the norms of other libraries
+        return None
     for library, adapter in _ADAPTERS.items():
         if cls.__module__.startswith(library):
             try:

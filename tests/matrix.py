@@ -32,7 +32,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import normplug
 
-NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+INSTANCE_NORM = nn.modules.instancenorm._InstanceNorm
+NORMS = (BATCH_NORM, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, INSTANCE_NORM)
 COLUMNS = ("swapped", "unswapped")
 
 
@@ -41,6 +43,7 @@ class Row:
     """One tool.
 
     refused: what the error says on a golden model; "" where the tool works on it.
+    without: the names of layers that the tool does not know, stock or swapped, or takes long for.
     """
 
     tool: str
@@ -48,6 +51,7 @@ class Row:
     needs: tuple[str, ...]
     refused: str
     tolerance: float
+    without: tuple[str, ...] = ()
 
     @property
     def lacks(self) -> str:
@@ -70,9 +74,9 @@ def is_there(name):
         return False
 
 
-def row(tool, *needs, refused="", tolerance=1e-4):
+def row(tool, *needs, refused="", tolerance=1e-4, without=()):
     def add(run):
-        ROWS.append(Row(tool, run, needs, refused, tolerance))
+        ROWS.append(Row(tool, run, needs, refused, tolerance, without))
         return run
 
     return add
@@ -84,16 +88,20 @@ class Net(nn.Module):
         self.conv = nn.Conv2d(3, 8, 3)
         self.bn = nn.BatchNorm2d(8)
         self.relu = nn.ReLU()
+        self.group = nn.GroupNorm(2, 8)
+        self.instance = nn.InstanceNorm2d(8, affine=True)
         self.pool = nn.AdaptiveAvgPool2d(2)
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(32, 32)
         self.bn1 = nn.BatchNorm1d(32)
         self.norm = nn.LayerNorm(32)
+        self.rms = nn.RMSNorm(32)
         self.head = nn.Linear(32, 4)
 
     def forward(self, x):
-        x = self.flatten(self.pool(self.relu(self.bn(self.conv(x)))))
-        return self.head(self.norm(self.bn1(self.fc(x))))
+        x = self.relu(self.group(self.relu(self.bn(self.conv(x)))))
+        x = self.fc(self.flatten(self.pool(self.instance(x))))
+        return self.head(self.rms(self.norm(self.bn1(x))))
 
 
 def randomised(model):
@@ -101,17 +109,20 @@ def randomised(model):
     torch.manual_seed(0)
     for module in model.modules():
         if isinstance(module, NORMS):
-            nn.init.normal_(module.weight, 1, 0.3)
-            nn.init.normal_(module.bias, 0, 0.3)
-        if isinstance(module, NORMS[0]):
+            for name, parameter in module.named_parameters(recurse=False):
+                nn.init.normal_(parameter, float(name == "weight"), 0.3)
+        if isinstance(module, BATCH_NORM):
             nn.init.normal_(module.running_mean, 0, 0.1)
             nn.init.uniform_(module.running_var, 0.5, 2)
     return model
 
 
-def make():
+def make(without=()):
     torch.manual_seed(0)
-    return randomised(Net())
+    net = randomised(Net())
+    for name in without:
+        setattr(net, name, nn.Identity())
+    return net
 
 
 def folded(model, tv):
@@ -124,8 +135,8 @@ def folded(model, tv):
     return model
 
 
-def column(name):
-    net = normplug.swap(make(), "golden")
+def column(name, without=()):
+    net = normplug.swap(make(without), "golden")
     return normplug.unswap(net) if name == "unswapped" else net
 
 
@@ -139,8 +150,8 @@ def outcome(one, name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(2)
-        expected = one.run(folded(make(), normplug.target_variance("golden")))
-        model = column(name)
+        expected = one.run(folded(make(one.without), normplug.target_variance("golden")))
+        model = column(name, one.without)
         torch.manual_seed(2)
         try:
             got = one.run(model)
@@ -180,8 +191,8 @@ def parameters(model):
 
 
 def statistics(model):
-    """The BatchNorms' statistics; LayerNorm's are normplug's own."""
-    norms = [m for m in model.modules() if isinstance(m, NORMS[0])]
+    """The BatchNorms' statistics; LayerNorm's are normplug's own, and the others have none."""
+    norms = [m for m in model.modules() if isinstance(m, BATCH_NORM)]
     return [b.clone() for m in norms for b in m.buffers()]
 
 
@@ -339,7 +350,7 @@ def symbolic_trace(model):
 def create_feature_extractor(model):
     from torchvision.models.feature_extraction import create_feature_extractor
 
-    return evaluate(create_feature_extractor(model, ["bn", "norm"]))
+    return evaluate(create_feature_extractor(model, ["bn", "instance", "norm", "rms"]))
 
 
 @row("`torch.export`")
@@ -368,7 +379,12 @@ def onnx_dynamo(model):
     return run_onnx(model, dynamo=True, verbose=False)
 
 
-@row("`torch.onnx.export(dynamo=False)`, ONNX Runtime", "onnx", "onnxruntime")
+@row(
+    "`torch.onnx.export(dynamo=False)`, ONNX Runtime; has no RMSNorm",
+    "onnx",
+    "onnxruntime",
+    without=("rms",),
+)
 def onnx_torchscript(model):
     return run_onnx(model, dynamo=False)
 
@@ -379,13 +395,16 @@ def compile_aot(model):
     return train(torch.compile(model, backend="aot_eager", fullgraph=True))
 
 
-@row("`torch.compile`, Inductor, training", "c++")
+SLOW = ("group", "instance")  # to compile for the CPU
+
+
+@row("`torch.compile`, Inductor, training; no GroupNorm, InstanceNorm", "c++", without=SLOW)
 def compile_inductor(model):
     torch.compiler.reset()
     return train(torch.compile(model, fullgraph=True))
 
 
-@row("`torch.compile`, Inductor, freezing", "c++")
+@row("`torch.compile`, Inductor, freezing; no GroupNorm, InstanceNorm", "c++", without=SLOW)
 def compile_freezing(model):
     import torch._inductor.config
 
@@ -622,8 +641,28 @@ def in_fsdp2(model, *parts):
 @row("FSDP2, `fully_shard`", "torch>=2.14")
 def fsdp2(model):
     with process_group():
-        losses, gradients, statistics, y = train(in_fsdp2(model, model.bn, model.norm))
+        losses, gradients, statistics, y = train(
+            in_fsdp2(model, model.bn, model.group, model.norm, model.rms)
+        )
         return losses, [g.full_tensor() for g in gradients], statistics, y
+
+
+@row("`SequenceParallel`, of LayerNorm and RMSNorm")
+def sequence_parallel(model):
+    from torch.distributed.tensor import distribute_module, init_device_mesh
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    torch.manual_seed(3)
+    with process_group():
+        mesh = init_device_mesh("cpu", (1,))
+        block = nn.Sequential(model.norm, nn.Linear(32, 32), model.rms)
+        distribute_module(block[1], mesh)
+        plan = {str(i): SequenceParallel(sequence_dim=0) for i in (0, 2)}
+        parallelize_module(block, mesh, plan)
+        x = torch.arange(96.0).reshape(3, 32).sin().requires_grad_()
+        y = block(x).to_local()
+        y.square().sum().backward()
+        return y, x.grad, block[0].bias.grad.full_tensor()
 
 
 @row("accelerate `Accelerator().prepare`", "accelerate")
@@ -699,6 +738,28 @@ def torchao_int8(model):
     return evaluate(model)
 
 
+@row("`torch.ao.quantization.quantize_dynamic`")
+def quantize_dynamic(model):
+    return evaluate(torch.ao.quantization.quantize_dynamic(model.eval(), {nn.Linear}))
+
+
+@row("`nn.utils.parametrizations.weight_norm`, `spectral_norm`")
+def parametrizations(model):
+    torch.manual_seed(3)
+    nn.utils.parametrizations.weight_norm(model.fc)
+    nn.utils.parametrizations.spectral_norm(model.conv)
+    return train(model)
+
+
+@row("`nn.utils.prune`, of the norms' weights")
+def prune(model):
+    from torch.nn.utils import prune
+
+    for layer in (model.bn, model.group, model.instance, model.norm, model.rms):
+        prune.l1_unstructured(layer, "weight", 0.5)
+    return evaluate(model)
+
+
 @row("weight decay by type of layer")
 def weight_decay_groups(model):
     return [
@@ -750,12 +811,13 @@ def write(path):
     lines = [
         "# normplug next to other tools",
         "",
-        "Each cell applies one tool to a small model of convolution, BatchNorm2d, linear layer,",
-        "BatchNorm1d and LayerNorm. It compares the result with the same tool on the stock model",
-        "of the same function: outputs, and for tools that train also losses, gradients and",
-        "statistics. *Refused* means an error, shown by its first sentence; use the tool before",
-        "`swap` or after `normplug.unswap` instead. A tool is refused if it reads a layer's `eps`",
-        "to compute with it. `normplug.check(model, batch)` finds the tools that do not.",
+        "Each cell applies one tool to a small model of a convolution and linear layers with",
+        "BatchNorm2d, GroupNorm, InstanceNorm2d, BatchNorm1d, LayerNorm and RMSNorm. It compares",
+        "the result with the same tool on the stock model of the same function: outputs, and for",
+        "tools that train also losses, gradients and statistics. *Refused* means an error, shown",
+        "by its first sentence; use the tool before `swap` or after `normplug.unswap` instead. A",
+        "tool is refused if it reads a layer's `eps` to compute with it. `normplug.check(model,",
+        "batch)` finds the tools that do not.",
         "",
         "| tool | swapped, golden | after `unswap` |",
         "|---|---|---|",

@@ -133,7 +133,7 @@ def test_without_the_packages_of_its_extra_a_module_says_so_when_imported():
 
 
 def test_every_library_of_the_zoo_that_is_missing_is_named():
-    libraries = ("torchvision", "timm", "transformers")
+    libraries = ("torchvision", "timm", "transformers", "diffusers")
     done = run_without(libraries, "path", "tests/zoo")
     assert done.returncode == 1
     needs_zoo = 'zoo --library {0} needs {0}: pip install "normplug[zoo]"'

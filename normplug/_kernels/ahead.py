@@ -103,7 +103,8 @@ class Server:
         module, name = job.kernel.__module__, job.kernel.__name__
         on = triton.runtime.driver.active.get_current_target()
         target = (on.backend, on.arch, on.warp_size)
-        if not self._tell(pickle.dumps((module, name, job[1:4], job.options, target))):
+        source = job.kernel.cache_key
+        if not self._tell(pickle.dumps((module, name, source, job[1:4], job.options, target))):
             return None
         self.states.append("waiting")
         return len(self.states) - 1
@@ -184,10 +185,9 @@ class Ahead:
             if key in self._settled:
                 return self._settled[key]
             name = self._settled[key] = _name(job) if KEYED else None
-        if key in self._given and self._wait(*self._given[key]):
-            self.counts["workers"] += 1
-        elif name is not None and _is_kept(name):
-            self.counts["cache"] += 1
+        by_worker = key in self._given and self._wait(*self._given[key])
+        if name is not None and _is_kept(name):
+            self.counts["workers" if by_worker else "cache"] += 1
         else:
             self.counts["here"] += 1
         return name

@@ -64,12 +64,16 @@ def _worker(job: bytes) -> int:
     return worker
 
 
-def compile_now(module: str, name: str, arguments: tuple[Any, ...], options: Any, on: Any) -> str:
+def compile_now(
+    module: str, name: str, key: str, arguments: tuple[Any, ...], options: Any, on: Any
+) -> str:
     """Compile a kernel into Triton's cache; return its key there.
 
     Args:
         module: where the kernel is defined.
         name: of the kernel.
+        key: what the other process takes for the kernel's source in keys of the cache. In Triton
+            before 3.9 it depends on which kernels a process has met before this one.
         arguments: signature, constants and attributes, as `triton.compiler.ASTSource` takes them.
         options: the compiler's.
         on: backend, architecture and warp size of the GPU.
@@ -78,6 +82,7 @@ def compile_now(module: str, name: str, arguments: tuple[Any, ...], options: Any
     from triton.backends.compiler import GPUTarget
 
     kernel = getattr(importlib.import_module(module), name)
+    kernel.hash = key
     source = triton.compiler.ASTSource(kernel, *arguments)
     return triton.compile(source, target=GPUTarget(*on), options=options).hash
 

@@ -88,6 +88,12 @@ class BatchNormSpec(NamedTuple):
     pool: Pool | None = None
     keeps_residual: bool = False
 
+    def free_dims(self, t: Tensors) -> tuple[int, ...]:
+        """The dimensions of x over which a call can be split without a change of its results."""
+        if self.training:
+            return ()
+        return (0,) if self.pool is not None else (0, *range(2, t.x.dim()))
+
     def without_pool(self) -> BatchNormSpec:
         """The norm alone."""
         # torch.compile of torch 2.6 cannot follow `_replace`.
@@ -119,6 +125,10 @@ class LayerNormSpec(NamedTuple):
     weight_offset: float = 0.0
     rounding: str | None = None
 
+    def free_dims(self, t: Tensors) -> tuple[int, ...]:
+        """As `BatchNormSpec.free_dims`: the rows. What is only watched may change."""
+        return tuple(range(t.x.dim() - len(self.normalized_shape)))
+
     def eps_of(self, total: torch.dtype) -> float:
         """The eps, where `total` is the dtype of what is normalised."""
         return rms_eps(total, self.eps)
@@ -146,8 +156,8 @@ class LayerNormSpec(NamedTuple):
 class GroupNormSpec(NamedTuple):
     """All of a GroupNorm that is not a tensor; an InstanceNorm is one whose groups are channels.
 
-    autocast: as in `LayerNormSpec`.
-    autocast_output: as in `LayerNormSpec`.
+    activation: its name in `_activations`, or None.
+    autocast, autocast_output: as in `LayerNormSpec`.
     momentum: of running statistics, if the call moves any. No kernel depends on it.
     instance: whether it is an InstanceNorm, whose running statistics are those of its channels.
     """
@@ -155,11 +165,15 @@ class GroupNormSpec(NamedTuple):
     groups: int
     eps: float
     target_variance: float
-    activation: str | None = None  # None, "relu", "silu", "gelu": as in _activations
+    activation: str | None = None
     autocast: torch.dtype | None = None
     autocast_output: str = "float32"
     momentum: float | None = 0.1
     instance: bool = False
+
+    def free_dims(self, t: Tensors) -> tuple[int, ...]:
+        """As `BatchNormSpec.free_dims`: the samples, unless statistics that are used move."""
+        return () if self.instance and t.running_mean is not None else (0,)
 
     def output_dtype(self, x: torch.dtype) -> torch.dtype:
         """The dtype of the result, where `x` is that of the input."""

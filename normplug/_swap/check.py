@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from normplug import _checks, _convert
+from normplug._ops import sharded
 from normplug._swap import record as _record
 from normplug._swap.inventory import Inventory
 from normplug._swap.swap import unswap
@@ -137,8 +138,8 @@ def _untestable(layer: TargetVarianceNorm) -> str | None:
     if any(t.is_meta for t in present):
         return "not compared: on the meta device"
     weight: Tensor | None = layer.weight  # type: ignore[assignment]
-    shape = layer._affine_shape()
-    if weight is not None and (type(weight).__name__ == "DTensor" or weight.shape != shape):
+    odd = weight is not None and weight.shape != layer._affine_shape()
+    if odd or any(sharded.is_sharded(t) for t in (weight, *present)):
         return "not compared: sharded"
     if not layer._forward_is_expected():
         return "not compared: a subclass with a forward of its own"

@@ -121,6 +121,8 @@ def make(inventory: Inventory, include: Filters, exclude: Filters, sync: bool) -
 
 
 def _is_norm(module: nn.Module) -> bool:
+    if _convert.replacement(module) is not None:  # which learns of other libraries' norms
+        return True
     if isinstance(module, (TargetVarianceNorm, *_convert.REPLACEMENTS)):
         return True
     if any(cls.__module__ in _TORCHS_NORMS for cls in type(module).__mro__):
@@ -164,13 +166,18 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
         return None, "its forward was replaced on the instance, by a patch or accelerate's hooks"
     if ours is not None:
         return (_convert.synchronised(ours) if sync else ours).__name__, ""
-    stock = next((c for c in cls.__mro__ if c in _convert.REPLACEMENTS), None)
-    if stock is not None:
-        library = stock.__module__.partition(".")[0]
-        name = f"{'nn' if library == 'torch' else library}.{stock.__name__}"
-        return None, f"a subclass of {name}, which may have a forward of its own"
     if "Frozen" in cls.__name__:
         return None, "frozen: it scales by constants, and measures no variance to set"
-    if any(map(_has_tensors, module.children())):
+    if cls not in _convert.REPLACEMENTS and any(map(_has_tensors, module.children())):
         return None, "its scale comes from layers of its own"
-    return None, "no normplug counterpart"
+    return None, _convert.why_left(module) or _subclassed(cls) or "no normplug counterpart"
+
+
+def _subclassed(cls: type[nn.Module]) -> str | None:
+    """Why a subclass of a class that a swap takes stays; None for other classes."""
+    stock = next((c for c in cls.__mro__ if c in _convert.REPLACEMENTS), None)
+    if stock is None:
+        return None
+    library = stock.__module__.partition(".")[0]
+    name = f"{'nn' if library == 'torch' else library}.{stock.__name__}"
+    return f"a subclass of {name}, which may have a forward of its own"

@@ -43,8 +43,9 @@ def swap(
     In place, by assignment of each layer's `__class__`: modules, parameters and buffers stay the
     same objects. So hooks, aliases, shared layers and an optimizer that was built before stay
     valid. Layers that are normplug's already take the new mode. Subclasses of the torch classes
-    stay as they are, since their forward is their own, but for some of timm, torchvision and
-    transformers. `normplug.plan` lists what is taken and what is left.
+    stay as they are, since their forward is their own. Of timm, torchvision, transformers and
+    diffusers it takes some of these, and RMSNorms. `normplug.plan` lists what is taken and what
+    is left.
 
     On CUDA, Triton compiles a kernel for each class of shapes at the first step that needs it, and
     keeps it in `~/.triton/cache` or `TRITON_CACHE_DIR`. Without one there, the first step of

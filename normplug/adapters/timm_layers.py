@@ -14,6 +14,8 @@ from torch import Tensor, fx, nn
 from normplug import _activations, modules
 from normplug._torch import has_global_hooks, has_hooks
 from normplug.adapters.channels_first import ChannelsFirstLayerNorm
+from normplug.adapters.float32 import Float32
+from normplug.modules.row_norm import RowNorm
 
 
 class _FusedActivation(modules.TargetVarianceNorm):
@@ -87,26 +89,17 @@ class LayerNormExp2d(ChannelsFirstLayerNorm, norm.LayerNormExp2d):
     """`timm.layers.LayerNormExp2d` that normalises to a target variance."""
 
 
-class _Float32(modules.LayerNorm):
-    """Computes in float32 and returns the input's dtype, under autocast or not."""
-
-    def _normalise(
-        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
-    ) -> Tensor:
-        weight = None if weight is None else weight.float()
-        bias = None if bias is None else bias.float()
-        return super()._normalise(input.float(), weight, bias, "float32").to(input.dtype)
-
-
-class LayerNormFp32(_Float32, norm.LayerNormFp32):
+class LayerNormFp32(Float32, modules.LayerNorm, norm.LayerNormFp32):
     """`timm.layers.LayerNormFp32` that normalises to a target variance."""
 
 
-class LayerNorm2dFp32(_Float32, ChannelsFirstLayerNorm, norm.LayerNorm2dFp32):
+class LayerNorm2dFp32(Float32, ChannelsFirstLayerNorm, norm.LayerNorm2dFp32):
     """`timm.layers.LayerNorm2dFp32` that normalises to a target variance."""
 
 
-class _WithActivation(modules.LayerNorm):
+class WithActivation(RowNorm):
+    """A norm of rows, then the layer's own dropout and activation."""
+
     drop: nn.Module
     act: nn.Module
 
@@ -117,25 +110,25 @@ class _WithActivation(modules.LayerNorm):
         return self.act(self.drop(super().forward(input)))
 
 
-class LayerNormAct(_WithActivation, norm_act.LayerNormAct):
+class LayerNormAct(WithActivation, modules.LayerNorm, norm_act.LayerNormAct):
     """`timm.layers.LayerNormAct` that normalises to a target variance."""
 
 
-class LayerNormAct2d(_WithActivation, ChannelsFirstLayerNorm, norm_act.LayerNormAct2d):
+class LayerNormAct2d(WithActivation, ChannelsFirstLayerNorm, norm_act.LayerNormAct2d):
     """`timm.layers.LayerNormAct2d` that normalises to a target variance."""
 
 
-class LayerNormActFp32(_WithActivation, _Float32, norm_act.LayerNormActFp32):
+class LayerNormActFp32(WithActivation, Float32, modules.LayerNorm, norm_act.LayerNormActFp32):
     """`timm.layers.LayerNormActFp32` that normalises to a target variance."""
 
 
 class LayerNormAct2dFp32(
-    _WithActivation, _Float32, ChannelsFirstLayerNorm, norm_act.LayerNormAct2dFp32
+    WithActivation, Float32, ChannelsFirstLayerNorm, norm_act.LayerNormAct2dFp32
 ):
     """`timm.layers.LayerNormAct2dFp32` that normalises to a target variance."""
 
 
-adapt = {
+_ADAPTED: dict[type[nn.Module], type[modules.TargetVarianceNorm]] = {
     norm_act.BatchNormAct2d: BatchNormAct2d,
     norm.GroupNorm: GroupNorm,
     norm.GroupNorm1: GroupNorm1,
@@ -150,4 +143,13 @@ adapt = {
     norm_act.LayerNormAct2d: LayerNormAct2d,
     norm_act.LayerNormActFp32: LayerNormActFp32,
     norm_act.LayerNormAct2dFp32: LayerNormAct2dFp32,
-}.get
+}
+
+
+def adapt(cls: type[nn.Module]) -> type[modules.TargetVarianceNorm] | str | None:
+    """The normplug class of a norm of `timm.layers`; None or the reason if it stays."""
+    if cls.__name__.startswith(("RmsNorm", "SimpleNorm")):
+        from normplug.adapters import timm_rms_norms  # older versions of timm lack some of these
+
+        return timm_rms_norms.adapt(cls)
+    return _ADAPTED.get(cls)

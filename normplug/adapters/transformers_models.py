@@ -1,5 +1,6 @@
-"""The LayerNorms of `transformers` that take channels first or last, one class a model.
+"""The norms of `transformers`: RMSNorms, and LayerNorms that take channels first or last.
 
+`rms_norms` knows the RMSNorms by what they compute. Of the LayerNorms there is one class a model.
 Their `forward` permutes, and leaves the norm to `super()`. So an adapted class derives from theirs
 and has normplug's LayerNorm as the next class. It is made when a layer of its model is met: that
 model's module is imported by then, and those of the others need not be.
@@ -12,7 +13,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from normplug.modules import LayerNorm
+from normplug.adapters import rms_norms
+from normplug.modules import LayerNorm, TargetVarianceNorm
 
 _MODELS = {
     "ConvNextLayerNorm": "convnext",
@@ -48,8 +50,14 @@ _KNOWN = {
 }
 
 
-def adapt(cls: type[nn.Module]) -> type[LayerNorm] | None:
-    """The normplug class of a LayerNorm of `transformers`; None if its forward is not known."""
+def adapt(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
+    """The normplug class of a norm of `transformers`; None or the reason if it stays."""
+    if issubclass(cls, (nn.LayerNorm, nn.GroupNorm)):
+        return _adapt_layer_norm(cls)
+    return rms_norms.adapt(cls)
+
+
+def _adapt_layer_norm(cls: type[nn.Module]) -> type[LayerNorm] | None:
     name = cls.__name__
     if cls.__module__ != _module_of(name) or not issubclass(cls, nn.LayerNorm):
         return None
@@ -65,7 +73,9 @@ def adapt(cls: type[nn.Module]) -> type[LayerNorm] | None:
 
 def __getattr__(name: str) -> Any:
     """Make a class that was not met yet. Pickle asks for it by its name in this module."""
-    if name in _MODELS and adapt(getattr(importlib.import_module(_module_of(name)), name)):
+    if name in _MODELS and _adapt_layer_norm(
+        getattr(importlib.import_module(_module_of(name)), name)
+    ):
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from normplug import _checks, native
-from normplug._ops import cache
+from normplug._ops import cache, sharded
 from normplug._ops.batch_norm import checks as batch_norm_checks
 from normplug._ops.batch_norm import route as batch_norm_route
 from normplug._ops.spec import BatchNormSpec, Tensors, others
@@ -109,6 +111,12 @@ def _batch_norm(
             native.keep(spec, backend, t, call)
             return call(t)
     batch_norm_checks.check(caller, t, spec)
+    if sharded.is_sharded(t.x):
+
+        def call_own(own: Tensors) -> Any:
+            return _batch_norm(own, spec, backend, single=single, caller=caller)
+
+        return sharded.run(caller, t, spec.free_dims(t), call_own)
     name = _checks.backend(caller, backend)
     route = batch_norm_route.choose(caller, name, t, spec, single=single)
     _checks.devices(caller, t.x, **others(t))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from normplug import _checks, native
-from normplug._ops import cache
+from normplug._ops import cache, sharded
 from normplug._ops.group_norm import checks as group_norm_checks
 from normplug._ops.group_norm import route as group_norm_route
 from normplug._ops.spec import BatchNormSpec, GroupNormSpec, Tensors, others
@@ -151,6 +153,12 @@ def _group_norm(caller: str, t: Tensors, spec: GroupNormSpec, backend: str) -> T
             native.keep(spec, backend, t, call)
             return call(t)
     group_norm_checks.check(caller, t, spec)
+    if sharded.is_sharded(t.x):
+
+        def call_own(own: Tensors) -> Any:
+            return _group_norm(caller, own, spec, backend)
+
+        return sharded.run(caller, t, spec.free_dims(t), call_own)
     name = _checks.backend(caller, backend)
     route = group_norm_route.choose(caller, name, t, spec)
     _checks.devices(caller, t.x, **others(t))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from normplug import _checks, native
-from normplug._ops import cache, nested
+from normplug._ops import cache, nested, sharded
 from normplug._ops.layer_norm import checks as layer_norm_checks
 from normplug._ops.layer_norm import route as layer_norm_route
 from normplug._ops.spec import LayerNormSpec, Tensors, others
@@ -113,6 +113,12 @@ def _layer_norm(
         return _strided_layer_norm(caller, t, spec, backend)
     vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
     _checks.trailing(caller, t.x, spec.normalized_shape, **vectors)
+    if sharded.is_sharded(t.x):
+
+        def call_own(own: Tensors) -> Any:
+            return _layer_norm(caller, own, spec, backend, channels_first=channels_first)
+
+        return sharded.run(caller, t, spec.free_dims(t), call_own)
     name = _checks.backend(caller, backend)
     route = layer_norm_route.choose(caller, name, t, spec, channels_first=channels_first)
     _checks.devices(caller, t.x, **others(t))

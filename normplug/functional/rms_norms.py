@@ -72,7 +72,7 @@ def rms_norm(
     Precision: sums are float32 (float64 for float64 input), and the result is rounded once. With tv
     other than 1, the torch backend rounds weight * sqrt(tv) to the dtype of `weight`; the kernels
     do not. By the kernels, equal calls give equal bits, and the bits of a row of y depend neither
-    on the other rows nor on how many there are.
+    on the other rows nor, where these are laid out alike, on how many there are.
     Differentiable twice, by `input` and `weight`. The kernels keep `input` and one number a row for
     the backward.
 

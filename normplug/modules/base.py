@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks
+from normplug._ops import sharded
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.modules import eps_reader
 from normplug.modules.fusion_sites import FusionSites
@@ -97,6 +98,11 @@ class TargetVarianceNorm(nn.Module):
     def _affine_shape(self) -> tuple[int, ...]:
         """The shape of weight and bias; it must work on the stock layer, too."""
         raise NotImplementedError
+
+    @classmethod
+    def _refusal(cls, module: nn.Module) -> str | None:
+        """Why a layer of the stock class has to stay as it is; None where a swap may take it."""
+        return None
 
     def _adopt(self, options: Options) -> None:
         """Give the layer what its stock class lacks, once a swap has changed its class."""
@@ -199,13 +205,13 @@ class TargetVarianceNorm(nn.Module):
         """
         assert self._probe is not None
         with torch.no_grad():
-            x, y = x.detach(), y.detach()
+            x, y = sharded.own_part(x.detach()), sharded.own_part(y.detach())
             plain = self._without_affine(x, *statistics)
             values = [self._variance(z).float() for z in (x, plain, y)]
             weight: Tensor | None = self.weight  # type: ignore[assignment]
             ones = torch.ones_like(values[0])
             if weight is not None:
-                weight = weight.float() + self._weight_offset
+                weight = sharded.own_part(weight).float() + self._weight_offset
             values.append(ones if weight is None else weight.square().mean().sqrt())
             self._probe.copy_(torch.stack(values))
 

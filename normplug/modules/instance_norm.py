@@ -52,12 +52,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
             native.learn(self, spec, self.backend, t, input, None, None, activation)
         return y if x is input else y.squeeze(0)
 
-    _call_reads = (
-        *TargetVarianceNorm._call_reads,
-        "momentum",
-        "track_running_stats",
-        "num_features",
-    )
+    _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
 
     def _spec(self, channels: int, activation: str | None) -> GroupNormSpec | BatchNormSpec:

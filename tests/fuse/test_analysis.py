@@ -127,7 +127,15 @@ class Sum(Around):
         return self.norm(total) + total
 
 
-@pytest.mark.parametrize(("around", "call"), [(Around, "silu"), (Sum, "add")])
+class SumByName(Around):
+    """Not traced, since it takes arguments by name."""
+
+    def forward(self, x, **options):
+        total = x + x
+        return self.norm(total) + total
+
+
+@pytest.mark.parametrize(("around", "call"), [(Around, "silu"), (Sum, "add"), (SumByName, "add")])
 def test_a_norm_is_fused_with_what_its_class_declares(around, call):
     model = around(Declared()).double()
     plain = copy.deepcopy(model)

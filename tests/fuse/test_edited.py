@@ -29,9 +29,9 @@ class Mix(nn.Module):
 class PreNorm(nn.Module):
     """A block as a language model's, with an optional second input between sum and norm."""
 
-    def __init__(self):
+    def __init__(self, norm=nn.LayerNorm):
         super().__init__()
-        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(8) for _ in range(3))
+        self.norm1, self.norm2, self.norm3 = (norm(8) for _ in range(3))
         self.mix, self.mlp = Mix(), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
 
     def forward(self, hidden, mask=None, context=None, **options):
@@ -67,7 +67,7 @@ OPTIONS = {"none": {}, "mask": {"mask": torch.tensor(0.5)}, "context": {"context
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_block_with_keyword_arguments_and_a_tuple_is_fused(options, calls, traces):
-    model, plain = twins(Caller(PreNorm(), PreNorm(), **options))
+    model, plain = twins(Caller(PreNorm(), PreNorm(nn.RMSNorm), **options))
     found = {row.path: (row.label, row.note) for row in fusions(model)}
     left = "PreNorm: its forward takes *args or **kwargs; no addition comes right before the norm"
     assert found["blocks.1.norm1"] == (None, left)
@@ -358,12 +358,10 @@ def test_checkpointing_recomputes_an_edited_block(reentrant, calls):
 
 
 def test_an_edited_block_is_compiled_and_exported_in_one_graph(calls):
-    model, plain = twins(Caller(PreNorm(), PreNorm()))
+    model, plain = twins(Caller(PreNorm()))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for training in (True, False):
-        calls.clear()
-        assert_same_step(compiled, plain, ROWS, training=training)
-        assert calls == ["add before"] * 2
+    assert_same_step(compiled, plain, ROWS)
+    assert calls == ["add before"]
     exported = torch.export.export(model.eval(), (ROWS,)).module()
     torch.testing.assert_close(exported(ROWS), plain.eval()(ROWS))
     torch.compiler.reset()

@@ -107,6 +107,18 @@ def test_a_worker_compiles_what_is_found_then(mine):
     assert again.counts == {"here": 0, "workers": 0, "cache": 1}
 
 
+def test_a_worker_knows_a_kernel_by_the_key_that_this_process_has_for_it(mine):
+    jobs = {}  # a forward and a backward, which share functions
+    for made in every_kernel(torch.float32):
+        jobs.setdefault(made._kernel.__name__, made._job(dtypes_of(made)))
+    for name in ("batch_norm_columns_forward", "batch_norm_columns_backward"):
+        job = jobs[name]
+        mine.expect(job)
+        assert done(mine, job)
+        mine.settle(job)
+    assert mine.counts == {"here": 0, "workers": 2, "cache": 0}
+
+
 def test_a_worker_that_has_begun_is_waited_for(mine):
     job = a_job()
     mine.expect(job)

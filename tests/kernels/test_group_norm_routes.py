@@ -97,11 +97,14 @@ def test_group_norm_watches_what_the_kernels_find():
     torch.testing.assert_close(*second, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("stock", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)])
-def test_a_fused_activation_runs_in_the_same_call(stock):
+@pytest.mark.parametrize(
+    ("stock", "activation"),
+    [(nn.GroupNorm(2, 4), nn.ReLU6()), (nn.InstanceNorm2d(4), nn.Hardswish())],
+)
+def test_a_fused_activation_runs_in_the_same_call(stock, activation):
     x = make("channels_last")[0]
     ours, theirs = (
-        swap(nn.Sequential(copy.deepcopy(stock), nn.SiLU()), backend=backend)
+        swap(nn.Sequential(copy.deepcopy(stock), activation), backend=backend)
         for backend in ("triton", "torch")
     )
     torch.testing.assert_close(fuse(ours)(x), theirs(x))

@@ -5,20 +5,10 @@ import torch
 
 import joined_cases
 from accuracy import assert_no_worse
+from interpreted import INTERPRETS
 from joined_cases import CASES, CHANNELS, MEASURED, TWICE
 from normplug import SyncBatchNorm, functional, target_variance
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
-
-triton = pytest.importorskip("triton")
-np = pytest.importorskip("numpy")
-
-
-def version(module):
-    return tuple(int(part) for part in module.__version__.split(".")[:2])
-
-
-# Triton's interpreter takes numpy 2.4 from its version 3.7 on.
-INTERPRETS = version(triton) >= (3, 7) or version(np) < (2, 4)
 
 
 def ran(directory, on_gpu=False):

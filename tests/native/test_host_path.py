@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import group_kernel_cases
 import interpreted
 import kernel_cases
 import normplug
@@ -39,7 +40,7 @@ pytestmark = [
         os.environ.get("NORMPLUG_NATIVE") != "1", reason="needs NORMPLUG_NATIVE=1, too"
     ),
 ]
-Batch, Row = kernel_cases.Case, row_cases.Case
+Batch, Row, Group = kernel_cases.Case, row_cases.Case, group_kernel_cases.Case
 HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 IMAGES = (3, 4, 2, 5)
 
@@ -86,6 +87,9 @@ CASES = [
     (row_cases, Row((5, 12), HALF, params=FLOAT, running=FLOAT, centred=False, weight_offset=1.0)),
     (row_cases, Row((2, 3, 2, 6), layout="heads", centred=False, eps=None)),
     (row_cases, Row((5, 12), residual="contiguous", centred=False)),
+    (group_kernel_cases, Group(IMAGES, 2, activation="silu")),
+    (group_kernel_cases, Group(IMAGES, 4, HALF, "channels_last", FLOAT, dy="contiguous")),
+    (group_kernel_cases, Group((3, 6, 5), 3, affine="weight", output=HALF, needs=("x",))),
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import group_kernel_cases
 import kernel_cases
 import normplug
 import pool_cases
@@ -20,7 +21,7 @@ from routes import both_ways, is_cpp
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
 HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
-Batch, Row = kernel_cases.Case, row_cases.Case
+Batch, Row, Group = kernel_cases.Case, row_cases.Case, group_kernel_cases.Case
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,7 @@ def said(value):
 
 
 IMAGES = [(32, 33, 7, 7), (16, 64, 28, 28), (8, 32, 56, 56)]
+SAMPLES = (4, 64, 28, 28)
 KINDS = [(torch.float16, FLOAT), (HALF, FLOAT), (FLOAT, None), (DOUBLE, None)]
 FULL = "weight+bias+input_bias"
 CASES = [
@@ -70,6 +72,13 @@ CASES = [
     *((row_cases, Row((3, 4, 6, 8), HALF, layout=layout)) for layout in row_cases.LAYOUTS),
     (row_cases, Row((16, 50, 768), HALF, layout="permuted", dy="permuted", momentum=None)),
     (row_cases, Row((64, 768), residual="contiguous", used=("y",), needs=("weight",))),
+    *(
+        (group_kernel_cases, Group(SAMPLES, groups, dtype, layout, params, activation="silu"))
+        for groups, (dtype, params), layout in itertools.product(
+            (32, 64), KINDS, ("contiguous", "channels_last")
+        )
+    ),
+    (group_kernel_cases, Group(SAMPLES, 8, layout="strided", dy="expanded")),
     (row_cases, Row((64, 768), HALF, params=FLOAT, running=FLOAT, centred=False, eps=None)),
     (row_cases, Row((700, 70_000), HALF, residual="contiguous", centred=False, weight_offset=1.0)),
 ]  # fmt: skip
@@ -174,6 +183,29 @@ def test_a_graph_replays_the_step(cls):
         return (y, *torch.autograd.grad(y, (x, *layer.parameters()), dy))
 
     check_replays(one_step, graphed, eager, x)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        normplug.GroupNorm(4, 96),
+        normplug.InstanceNorm1d(96),
+        normplug.InstanceNorm1d(96, affine=True, track_running_stats=True),
+    ],
+    ids=str,
+)
+def test_layers_of_samples_run_without_python(layer, training, activation, count):
+    layer = layer.to(GPU).train(training)
+    x = torch.randn(8, 96, 32, device=GPU, requires_grad=True)
+    for _ in range(3):
+        y = layer.fused(x, activation=activation)
+    moves = training and layer.running_mean is not None  # which is Python's work
+    count.clear()
+    assert torch.equal(layer.fused(x, activation=activation), y)
+    assert is_cpp(y) != moves
+    assert bool(count) == moves
 
 
 def test_a_stream_of_ones_own():

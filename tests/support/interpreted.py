@@ -65,8 +65,9 @@ def version(module):
 
 
 # Triton's interpreter takes numpy 2.4 from its version 3.7 on.
+INTERPRETS = version(triton) >= (3, 7) or version(np) < (2, 4)
 NEEDS_INTERPRETER = pytest.mark.skipif(
-    "TRITON_INTERPRET" in os.environ or (version(triton) < (3, 7) and version(np) >= (2, 4)),
+    "TRITON_INTERPRET" in os.environ or not INTERPRETS,
     reason="interpreted already, or numpy is too new for this Triton",
 )
 

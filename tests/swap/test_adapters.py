@@ -7,6 +7,7 @@ import sys
 import warnings
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ def transformers_layer(name, folder):
     return layer_of(module, name, 8, data_format="channels_first")
 
 
+BIT = SimpleNamespace(num_groups=4, hidden_act="relu")  # what a layer reads of its model's config
 ACTIVATIONS = ("relu", "silu", "gelu", "relu6", "hard_swish", "gelu_tanh", "leaky_relu")
 IMAGES = [
     *(timm_layer("BatchNormAct2d", 8, act_layer=act) for act in ACTIVATIONS),
@@ -57,6 +59,8 @@ IMAGES = [
     layer_of("timm.layers.norm", "LayerNormExp2d", 8),
     timm_layer("LayerNorm2dFp32", 8),
     timm_layer("LayerNormAct2d", 8, act_layer="silu"),
+    timm_layer("RmsNorm2d", 8),
+    timm_layer("RmsNormAct2d", 8, act_layer="silu"),
     timm_layer("LayerNormAct2dFp32", 8, act_layer="gelu", drop_layer=nn.Dropout),
     layer_of("timm.models.metaformer", "GroupNorm1NoBias", 8),
     layer_of("timm.models.metaformer", "LayerNorm2dNoBias", 8),
@@ -64,6 +68,8 @@ IMAGES = [
     transformers_layer("ConvNextLayerNorm", "convnext"),
     transformers_layer("ConvNextV2LayerNorm", "convnextv2"),
     transformers_layer("SamLayerNorm", "sam"),
+    layer_of("transformers.models.bit.modeling_bit", "BitGroupNormActivation", BIT, 8),
+    layer_of("transformers.models.poolformer.modeling_poolformer", "PoolFormerGroupNorm", 8),
 ]
 ROWS = [
     timm_layer("LayerNorm", 6),
@@ -71,6 +77,9 @@ ROWS = [
     timm_layer("LayerNormFp32", 6),
     timm_layer("LayerNormAct", 6, act_layer="relu"),
     timm_layer("LayerNormActFp32", 6),
+    timm_layer("RmsNorm", 6),
+    timm_layer("RmsNorm", 6, affine=False),
+    timm_layer("RmsNormFp32", 6),
 ]
 
 
@@ -262,14 +271,14 @@ def test_unknown_subclasses_and_frozen_norms_are_left_and_plan_says_why(layers):
         pass
 
     model = nn.Sequential(
-        Mine(8), misc.FrozenBatchNorm2d(8), layers.FrozenBatchNormAct2d(8), layers.RmsNormAct2d(8)
+        Mine(8), misc.FrozenBatchNorm2d(8), layers.FrozenBatchNormAct2d(8), layers.SimpleNorm2d(8)
     )
     frozen = "frozen: it scales by constants, and measures no variance to set"
     assert [(row.becomes, row.note) for row in plan(model)] == [
         (None, "a subclass of timm.BatchNormAct2d, which may have a forward of its own"),
         (None, frozen),
         (None, frozen),
-        (None, "no normplug counterpart"),
+        (None, "it divides by the standard deviation about a mean that it does not subtract"),
     ]
 
 

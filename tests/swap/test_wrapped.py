@@ -11,6 +11,9 @@ import normplug
 from matrix import X, folded, in_fsdp1, in_fsdp2, make, process_group
 from normplug import check, plan, set_mode, swap, unswap
 
+BECOME = [
+    "BatchNorm2d", "GroupNorm", "InstanceNorm2d", "BatchNorm1d", "LayerNorm", "RMSNorm",
+]  # fmt: skip
 WRAPPERS = {
     "DDP": nn.parallel.DistributedDataParallel,
     "DataParallel": nn.DataParallel,
@@ -20,7 +23,7 @@ WRAPPERS = {
     "FSDP1 flat": in_fsdp1,
     "FSDP1 use_orig_params": lambda net: in_fsdp1(net, use_orig_params=True),
     "FSDP2": in_fsdp2,
-    "FSDP2 on each norm": lambda net: in_fsdp2(net, net.bn, net.bn1, net.norm),
+    "FSDP2 on each norm": lambda net: in_fsdp2(net, net.bn, net.group, net.bn1, net.rms),
 }
 
 
@@ -36,12 +39,12 @@ def test_a_wrapped_model_is_swapped_set_checked_and_unswapped(name, first):
             net = WRAPPERS[name](swap(make(), 0.3))
         else:
             net = WRAPPERS[name](make())
-            assert [row.becomes for row in plan(net)] == ["BatchNorm2d", "BatchNorm1d", "LayerNorm"]
+            assert [row.becomes for row in plan(net)] == BECOME
             net.eval()(X)  # what compiles has compiled the stock layers by now
             swap(net, 0.3)
         expected = folded(make(), 0.5)
         set_mode(net, 0.5)
-        assert check(net).summary() == "3 norm layers in order: 3 in mode 0.5"
+        assert check(net).summary() == "6 norm layers in order: 6 in mode 0.5"
         for training in (True, False):
             torch.testing.assert_close(net.train(training)(X), expected.train(training)(X))
         flat = name == "FSDP1 flat"

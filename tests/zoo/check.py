@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from normplug import plan, swap, target_variance, unswap
+from normplug import _convert, plan, swap, target_variance, unswap
 
 SEED = 0
 GOLDEN = math.sqrt(target_variance("golden"))
@@ -141,7 +141,7 @@ def randomise(model: nn.Module) -> None:
 
 
 def fold(model: nn.Module, paths: list[str]) -> nn.Module:
-    """Multiply the weights of the norms at `paths` by sqrt(tv); golden must equal the result."""
+    """Multiply what the norms at `paths` scale by by sqrt(tv); golden must equal the result."""
     done: set[int] = set()
     for path in paths:
         module = model.get_submodule(path)
@@ -150,13 +150,14 @@ def fold(model: nn.Module, paths: list[str]) -> nn.Module:
         elif id(module.weight) not in done:
             done.add(id(module.weight))
             with torch.no_grad():
-                module.weight.mul_(GOLDEN)  # type: ignore[operator]
+                offset = _convert.weight_offset(module)
+                module.weight.copy_((module.weight + offset) * GOLDEN - offset)  # type: ignore[operator]
     return model
 
 
 def _constant_weight(module: nn.Module) -> nn.Parameter:
     like = getattr(module, "running_mean", None)
-    names = ("normalized_shape", "num_features", "num_channels")
+    names = ("normalized_shape", "num_features", "num_channels", "dim")
     shape = next(getattr(module, name) for name in names if hasattr(module, name))
     shape = shape if isinstance(shape, tuple) else (shape,)
     weight = torch.full(shape, GOLDEN) if like is None else torch.full_like(like, GOLDEN)  # type: ignore[arg-type]
@@ -258,11 +259,12 @@ def differences(ours: nn.Module, stock: nn.Module, *, affine: bool) -> list[str]
     """
     found = []
     was = dict(stock.named_modules())
+    weights = {"weight"} if affine else set()  # None may have been a plain attribute
     for path, module in ours.named_modules():
         if type(module) is not type(was[path]):
             names = f"{type(module).__name__} after unswap, was {type(was[path]).__name__}"
             found.append(f"{path} is {names}")
-        elif vars(module).keys() != vars(was[path]).keys():
+        elif (vars(module).keys() ^ vars(was[path]).keys()) - weights:
             found.append(f"{path} has other attributes after unswap")
     a, b = ours.state_dict(), stock.state_dict()
     extra = a.keys() ^ b.keys()

@@ -23,7 +23,7 @@ from normplug._report.files import write_file
 from normplug._report.provenance import hardware, versions
 from zoo.check import SEED, Architecture, Inputs, check
 
-LIBRARIES = ("torchvision", "timm", "transformers")
+LIBRARIES = ("torchvision", "timm", "transformers", "diffusers")
 # Parameters. In 16 GiB lie five copies of a model and two of its gradients.
 LARGE = 150_000_000
 

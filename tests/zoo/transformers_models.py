@@ -60,9 +60,12 @@ dinov2 distilbert dpt electra ernie esm falcon flaubert fnet gpt2 gpt_neox ijepa
 longformer mamba mobilebert mpnet mpt nystromformer olmo opt persimmon phi rembert roberta
 roformer starcoder2 vit vit_mae vit_msn xlm xlm-roberta
 """
+# Their norms are RMSNorms of each kind.
+_DECODERS = "gemma gemma2 gemma3_text gemma4_text glm4 gpt_oss mistral olmo2 phi3 qwen3"
 # Name -> what its configuration has beyond `_TINY`.
 _BEYOND: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_PLAIN.split(), {}),
+    **dict.fromkeys(_DECODERS.split(), {"head_dim": 8, "num_key_value_heads": 2}),
     **dict.fromkeys(("bart", "blenderbot", "led", "m2m_100", "marian", "mbart", "pegasus"), _PAIR),
     **dict.fromkeys(("hubert", "sew", "unispeech", "wav2vec2", "wavlm"), _SPEECH),
     **dict.fromkeys(("timesformer", "videomae", "vivit"), {"num_frames": 4}),

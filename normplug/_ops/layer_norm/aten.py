@@ -62,7 +62,7 @@ def _rms_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
         step = statistics.count_batch(t.running_var, t.tracked, spec.momentum)
         statistics.move_one(t.running_var, moment, step)
     if spec.weight_offset or spec.rounding is not None:
-        return _composed_rms_norm(h, weight, spec)
+        return composed_rms_norm(h, weight, spec)
     autocast, eps = None if total.dtype == torch.float64 else spec.autocast, spec.eps
     if autocast is None or spec.autocast_output == "low":
         h, weight, _ = promoted(h, weight, None)
@@ -75,7 +75,7 @@ def _rms_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
     return y.to(autocast) if spec.autocast_output == "low" else y
 
 
-def _composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> Tensor:
+def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> Tensor:
     """An RMSNorm that torch has no operator for, in the order that its libraries compute it."""
     dtype = None if weight is None else weight.dtype
     acc, dims = accumulator_dtype(h.dtype, dtype), tuple(range(-len(spec.normalized_shape), 0))
@@ -83,13 +83,19 @@ def _composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) ->
     eps, root = spec.eps_of(h.dtype), math.sqrt(spec.target_variance)
     h = h.to(acc)
     y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
+    if weight is not None:
+        weight = weight.to(acc)
+        weight = weight + spec.weight_offset if spec.weight_offset else weight
     if root != 1.0:
-        y = y * root
+        # Where nothing is rounded between, the bits are those of a stock layer with this weight.
+        if weight is None or rounded not in (None, acc):
+            y = y * root
+        else:
+            weight = weight * root
     if rounded is not None:
         y = y.to(rounded).to(acc)
     if weight is not None:
-        weight = weight.to(acc)
-        y = y * (weight + spec.weight_offset if spec.weight_offset else weight)
+        y = y * weight
     return y.to(output)
 
 

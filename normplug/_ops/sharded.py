@@ -1,0 +1,130 @@
+"""DTensor input: each process runs the norm of its own shard, by the same routes as of any tensor.
+
+That is exact where x is sharded over dimensions that no statistic is taken over, such as the rows
+of a LayerNorm. Over all others, x is gathered first, as PyTorch's own layer_norm does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from normplug import _checks
+from normplug._ops.spec import Tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+    Placements: TypeAlias = list[Placement]
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether x is a DTensor. A process that has none does not import them."""
+    return type(x).__name__ == "DTensor"
+
+
+def run(caller: str, t: Tensors, free: tuple[int, ...], call: Callable[[Tensors], Any]) -> Any:
+    """Carry out a call whose x is a DTensor; the result is sharded as x is, where it may be.
+
+    Weights that are no DTensors count as replicated. Their gradients are sums over all shards.
+    Running statistics are moved by the process's own shard.
+
+    Args:
+        caller: for errors.
+        t: the call's tensors.
+        free: the dimensions of x over which the call can be split.
+        call: carries out the call of plain tensors.
+
+    Raises:
+        ValueError: running statistics that are sharded.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    x: Any = t.x
+    mesh = x.device_mesh
+    placements: Placements = [
+        p if isinstance(p, Shard) and p.dim in free else Replicate() for p in x.placements
+    ]
+    whole: Placements = [Replicate() for _ in placements]
+    summed: Placements = [Partial() if isinstance(p, Shard) else p for p in placements]
+
+    def local(value: Any, at: Placements, gradient: Placements) -> Any:
+        if value is None:
+            return None
+        if not is_sharded(value):
+            value = DTensor.from_local(value, mesh, whole, run_check=False)
+        # A redistribution would reduce the gradient of a weight at once, and not when it is read.
+        if value.device_mesh != mesh or list(value.placements) != at:
+            value = value.redistribute(mesh, at)
+        return _waited(value.to_local(grad_placements=gradient))
+
+    own, residual = (local(value, placements, placements) for value in (x, t.residual))
+    vectors = [local(value, whole, summed) for value in (t.weight, t.bias, t.input_bias)]
+    statistics = [
+        _statistic(caller, "running_mean", t.running_mean),
+        _statistic(caller, "running_var", t.running_var),
+        _statistic(caller, "num_batches_tracked", t.tracked),
+    ]
+    result = call(Tensors(own, residual, *vectors, *statistics))
+    if isinstance(result, tuple):
+        return tuple(_joined(y, x, placements) for y in result)
+    return _joined(result, x, placements)
+
+
+def own_part(x: Any) -> Tensor:
+    """The process's own part of a DTensor, without gradients; any other tensor as it is."""
+    if not is_sharded(x):
+        return x
+    with torch.no_grad():
+        return _arrived(x.to_local())
+
+
+def _statistic(caller: str, name: str, value: Any) -> Tensor | None:
+    """A running statistic to read and to write; of a DTensor, the process's own copy."""
+    if is_sharded(value) and not all(p.is_replicate() for p in value.placements):
+        raise _checks.not_replicated(caller, name, value.placements)
+    return own_part(value)
+
+
+def _joined(y: Tensor, x: Any, placements: Placements) -> Tensor:
+    """The DTensor of all processes' y. It is told its sizes, since shards may be uneven."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    sharded = {p.dim for p in placements if isinstance(p, Shard)}
+    shape = [x.shape[d] if d in sharded else size for d, size in enumerate(y.shape)]
+    stride, step = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (y.stride(d), -d)):  # laid out as y is
+        stride[d], step = step, step * max(shape[d], 1)
+    return DTensor.from_local(
+        _waited(y),
+        x.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+
+
+class _Waited(torch.autograd.Function):
+    """The identity, of values and gradients that have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _arrived(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return _arrived(dy)
+
+
+def _waited(x: Tensor) -> Tensor:
+    # Compiled code waits by itself.
+    return x if torch.compiler.is_compiling() else _Waited.apply(x)
+
+
+def _arrived(x: Any) -> Tensor:
+    """A plain tensor of what a message in the background brings, which no kernel can read."""
+    return x.wait() if type(x).__name__ == "AsyncCollectiveTensor" else x

@@ -1,0 +1,206 @@
+"""RMSNorms of other libraries, known by what their forward computes.
+
+`transformers` and `diffusers` have hundreds of classes for one formula, which differ in the places
+where they round. `adapt` runs the forward of a class on small inputs of every dtype, and takes the
+class if exactly one of normplug's RMSNorms gives the same bits and dtypes. So a class that a new
+version of a library adds is taken too, and one whose forward has changed is left.
+
+A class that is taken gets a normplug class when it is met. Its name here is that of the library's
+class with its module, where colons stand for dots: pickle splits names at dots.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from normplug._ops.layer_norm.aten import composed_rms_norm
+from normplug._ops.spec import LayerNormSpec
+from normplug.modules.base import Options, eps_property
+from normplug.modules.rms_norm import _RMSNorm
+
+# Where a library keeps its eps, and the value there in a probe: the result shows which it reads.
+_EPS = {"variance_epsilon": 0.25, "eps": 0.5, "epsilon": 0.75}
+# Options of an instance that a forward may ask for, each with the value in a probe.
+_OPTIONS: dict[str, Any] = {
+    "bias": None,
+    "with_scale": True,
+    "elementwise_affine": True,
+    "group_size": None,
+}
+# Dtypes of input and weight, where the kinds of rounding differ in bits or in the result's dtype.
+_DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+]
+_WIDTH = 24
+
+
+class AdaptedRMSNorm(_RMSNorm):
+    """An RMSNorm of another library, whose weight gives the shape of a row."""
+
+    _autocasts = False  # autocast leaves the operations of these classes alone
+    # Whether the library's forward takes a weight of None.
+    _may_lack_weight: ClassVar[bool] = False
+
+    @classmethod
+    def _refusal(cls, module: nn.Module) -> str | None:
+        own = {**vars(module), **module._parameters}
+        weight: Tensor | None = getattr(module, "weight", None)
+        if weight is None and not ("weight" in own and cls._may_lack_weight and "dim" in own):
+            return "it has no weight, into which unswap could fold the target variance"
+        if weight is not None and len(weight.shape) != 1:
+            return f"its weight has {len(weight.shape)} dimensions, and its rows have one"
+        odd = [
+            k
+            for k in ("bias", "with_scale", "group_size")
+            if own.get(k, _OPTIONS[k]) is not _OPTIONS[k]
+        ]
+        return f"its {odd[0]} is none of an RMSNorm" if odd else None
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        weight: Tensor | None = self.weight  # type: ignore[assignment]
+        return tuple(self.dim if weight is None else weight.shape)  # type: ignore[arg-type]
+
+    def _adopt(self, options: Options) -> None:
+        # A library may keep None as a plain attribute, where normplug has a parameter.
+        self._plain_nones = tuple(name for name in ("weight", "bias") if name in vars(self))
+        for name in self._plain_nones:
+            delattr(self, name)
+            self.register_parameter(name, None)
+        super()._adopt(options)
+
+    def _leave(self) -> None:
+        super()._leave()
+        for name in vars(self).pop("_plain_nones"):
+            if self._parameters.get(name) is None:  # else `unswap` has given it a weight
+                self._parameters.pop(name, None)
+                vars(self)[name] = None
+
+
+def adapt(cls: type[nn.Module]) -> type[AdaptedRMSNorm] | str:
+    """The normplug class of a library's RMSNorm, or why it stays as it is.
+
+    A probe calls no constructor, so that may take anything.
+    """
+    parameters = inspect.signature(cls.forward).parameters.values()
+    if len(parameters) != 2 or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return "its forward takes more than one argument"
+    try:
+        ours = _adapted(cls)  # type: ignore[arg-type]
+    except Exception:  # of any kind, and not kept: it may come from a mode that is active now
+        ours = None
+    return ours or "its forward computes no norm that normplug knows"
+
+
+def __getattr__(name: str) -> Any:
+    """Make a class that was not met yet. Pickle asks for it by its name in this module."""
+    module, _, kind = name.replace(":", ".").rpartition(".")
+    if module:
+        ours = adapt(getattr(importlib.import_module(module), kind))
+        if isinstance(ours, type):
+            return ours
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Kind(NamedTuple):
+    """How a forward computes an RMSNorm."""
+
+    eps_name: str
+    weight_offset: float
+    rounding: str | None
+    may_lack_weight: bool
+
+
+@functools.cache
+def _adapted(cls: type[nn.Module]) -> type[AdaptedRMSNorm] | None:
+    kind = _probe(cls)
+    if kind is None:
+        return None
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    namespace = {
+        "__module__": __name__,
+        "__qualname__": path.replace(".", ":"),
+        "__doc__": f"`{path}` that normalises to a target second moment.",
+        "_eps_name": kind.eps_name,
+        kind.eps_name: eps_property(kind.eps_name),
+        "_weight_offset": kind.weight_offset,
+        "_rounding": kind.rounding,
+        "_may_lack_weight": kind.may_lack_weight,
+    }
+    return type(cls.__name__, (AdaptedRMSNorm, cls), namespace)
+
+
+@torch.no_grad()
+def _probe(cls: type[nn.Module]) -> _Kind | None:
+    """The one kind of RMSNorm that the class's forward computes; None if there is none."""
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        inputs = list(_inputs())
+        outputs = [_forward(cls, x, weight) for x, weight in inputs]
+        kinds = [
+            kind
+            for kind in _kinds()
+            if all(map(_agree, outputs, (_computed(kind, *given) for given in inputs)))
+        ]
+        if len(kinds) != 1:
+            return None
+        bare = [(x, None) for x, _ in inputs]
+        try:
+            outputs = [_forward(cls, x, None) for x, _ in bare]
+        except (TypeError, AttributeError):
+            return kinds[0]
+        found = all(map(_agree, outputs, (_computed(kinds[0], *given) for given in bare)))
+        return kinds[0]._replace(may_lack_weight=found)
+
+
+def _kinds() -> Iterator[_Kind]:
+    for name, offset, rounding in product(_EPS, (0.0, 1.0), (None, "input", "weight")):
+        yield _Kind(name, offset, rounding, False)
+
+
+def _inputs() -> Iterator[tuple[Tensor, Tensor]]:
+    """Input and weight in each pair of dtypes; the input's mean is far from 0."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    for of_x, of_weight in _DTYPES:
+        x = 3 + torch.randn(2, 16, _WIDTH, generator=generator, dtype=torch.float32)
+        weight = torch.randn(_WIDTH, generator=generator, dtype=torch.float32)
+        yield x.to(of_x), weight.to(of_weight)
+
+
+def _forward(cls: type[nn.Module], x: Tensor, weight: Tensor | None) -> Tensor:
+    """What the class's forward makes of x, with a weight and no attributes of its own."""
+    layer = object.__new__(cls)
+    nn.Module.__init__(layer)
+    vars(layer).update(_EPS | _OPTIONS)
+    if weight is None:
+        vars(layer)["weight"] = None
+    else:
+        layer.weight = nn.Parameter(weight.clone())
+    y: Tensor = cls.forward(layer, x.clone())
+    return y
+
+
+def _computed(kind: _Kind, x: Tensor, weight: Tensor | None) -> Tensor:
+    eps = _EPS[kind.eps_name]
+    numbers = (kind.weight_offset, kind.rounding)
+    spec = LayerNormSpec((_WIDTH,), None, eps, 1.0, None, "float32", False, *numbers)
+    return composed_rms_norm(x, weight, spec)
+
+
+def _agree(theirs: Tensor, ours: Tensor) -> bool:
+    if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
+        return False
+    if ours.dtype == torch.float64:  # these libraries compute the root in float32
+        return torch.allclose(theirs, ours, rtol=1e-6, atol=1e-6)
+    return torch.equal(theirs, ours)

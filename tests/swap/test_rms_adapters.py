@@ -1,0 +1,278 @@
+"""RMSNorms of transformers and diffusers: what a probe takes, what it leaves, and what it keeps."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+
+from normplug import check, fuse, fusions, plan, swap, target_variance, unswap
+from normplug.lightning import norm_layers
+from swap_cases import one_graph
+
+ROOT = target_variance("golden") ** 0.5
+X = 3 + 2 * torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
+UNKNOWN = "its forward computes no norm that normplug knows"
+
+
+def of_library(cls):
+    """The class as if it were one of transformers, which need not be installed."""
+    cls.__module__ = "transformers.models.some.modeling_some"
+    return cls
+
+
+@of_library
+class LlamaNorm(nn.Module):
+    """Rounds to the dtype of the input, then multiplies by the weight."""
+
+    def __init__(self, width=8, eps=1e-3):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, x):
+        h = x.to(torch.float32)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * h.to(x.dtype)
+
+
+@of_library
+class T5Norm(LlamaNorm):
+    """Rounds to the dtype of the weight, if that is half."""
+
+    def forward(self, x):
+        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        h = x * torch.rsqrt(variance + self.variance_epsilon)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            h = h.to(self.weight.dtype)
+        return self.weight * h
+
+
+@of_library
+class OlmoNorm(LlamaNorm):
+    """Rounds once, at the end."""
+
+    def forward(self, x):
+        h = x.to(torch.float32)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * h).to(x.dtype)
+
+
+@of_library
+class GemmaNorm(nn.Module):
+    """Adds one to its weight."""
+
+    def __init__(self, width=8, eps=1e-3):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (h * (1.0 + self.weight.float())).type_as(x)
+
+
+@of_library
+class OptionalNorm(nn.Module):
+    """May have no weight: in one library None, in another no attribute at all."""
+
+    def __init__(self, width=8, eps=1e-3, with_scale=True):
+        super().__init__()
+        self.eps, self.dim, self.weight, self.bias = eps, (width,), None, None
+        if with_scale:
+            self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        h = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.weight is None:
+            return h.to(x.dtype)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            h = h.to(self.weight.dtype)
+        h = h * self.weight
+        return h if self.bias is None else h + self.bias
+
+
+@of_library
+class ScaledNorm(GemmaNorm):
+    def __init__(self, width=8, eps=1e-3, with_scale=True):
+        super().__init__(width, eps)
+        self.with_scale = with_scale
+        if not with_scale:
+            del self.weight
+
+    def forward(self, x):
+        h = x.float() * torch.pow(x.float().pow(2).mean(-1, keepdim=True) + self.eps, -0.5)
+        return (h * self.weight.float() if self.with_scale else h).type_as(x)
+
+
+@of_library
+class GatedNorm(LlamaNorm):
+    def forward(self, x, gate=None):
+        return super().forward(x) * (1 if gate is None else gate.sigmoid())
+
+
+@of_library
+class CentredNorm(LlamaNorm):
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+@of_library
+class HalfStatisticsNorm(LlamaNorm):
+    """Right in float32; in half it sums in half."""
+
+    def forward(self, x):
+        h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * h
+
+
+@of_library
+class LateEpsNorm(LlamaNorm):
+    def forward(self, x):
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+def norm_of(cls, *args, **kwargs):
+    layer = cls(*args, **kwargs)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0.5, 0.3, generator=torch.Generator().manual_seed(1))
+    return layer
+
+
+@pytest.fixture(
+    params=[LlamaNorm, T5Norm, OlmoNorm, GemmaNorm, OptionalNorm, ScaledNorm],
+    ids=lambda cls: cls.__name__,
+)
+def layer(request):
+    return norm_of(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
+def test_standard_is_the_librarys_layer_bit_for_bit(layer, dtype, weight):
+    layer, x = layer.to(weight), X.to(dtype)
+    expected = layer(x)
+    got = swap(layer, "standard")(x)
+    assert got.dtype == expected.dtype
+    assert torch.equal(got, expected)
+
+
+def test_golden_has_every_tool_and_unswaps_to_what_it_was(layer):
+    model, stock = nn.Sequential(layer), copy.deepcopy(layer)
+    swap(model, track_running_stats=True)
+    check(model, X)
+    assert [row.becomes for row in plan(model)] == [type(stock).__name__]
+    assert [name for name, _ in norm_layers(model)] == ["0"]
+    torch.testing.assert_close(model(X), stock(X) * ROOT)
+    expected = model(X)
+    torch.testing.assert_close(one_graph(model)(X), expected)
+    torch.testing.assert_close(copy.deepcopy(model)(X), expected)
+    torch.testing.assert_close(unswap(copy.deepcopy(model))(X), expected)
+    unswap(model, fold=False)
+    assert type(model[0]) is type(stock)
+    assert vars(model[0]).keys() == vars(stock).keys()
+    assert torch.equal(model(X), stock(X))
+    swap(model, preserve_output=True)
+    torch.testing.assert_close(model(X), stock(X))
+
+
+def test_a_weight_of_none_becomes_one_where_the_forward_reads_it():
+    layer = norm_of(OptionalNorm, with_scale=False)
+    before = dict(vars(layer))
+    expected = layer(X) * ROOT
+    torch.testing.assert_close(swap(layer)(X), expected)
+    assert vars(unswap(copy.deepcopy(layer), fold=False)).keys() == before.keys()
+    torch.testing.assert_close(unswap(layer)(X), expected)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "why"),
+    [
+        (GatedNorm, {}, "its forward takes more than one argument"),
+        (CentredNorm, {}, UNKNOWN),
+        (HalfStatisticsNorm, {}, UNKNOWN),
+        (LateEpsNorm, {}, UNKNOWN),
+        (ScaledNorm, {"with_scale": False}, "it has no weight, into which unswap could fold"),
+        (LlamaNorm, {"width": (2, 8)}, "its weight has 2 dimensions, and its rows have one"),
+    ],
+    ids=str,
+)
+def test_another_forward_or_weight_is_left_and_plan_says_why(cls, options, why):
+    (row,) = plan(norm_of(cls, **options))
+    assert row.becomes is None
+    assert row.note.startswith(why)
+
+
+def test_a_bias_is_left_and_so_is_a_subclass_of_ones_own():
+    layer = norm_of(OptionalNorm)
+    mine = type("MyNorm", (type(layer),), {})()
+    layer.bias = nn.Parameter(torch.ones(8))
+    notes = [row.note for row in plan(nn.Sequential(layer, mine))]
+    assert notes == [
+        "its bias is none of an RMSNorm",
+        "a subclass of transformers.OptionalNorm, which may have a forward of its own",
+    ]
+
+
+def test_a_probe_is_the_same_under_another_default_device_and_dtype(layer):
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"), torch.inference_mode():
+            assert plan(layer).rows[0].becomes
+    finally:
+        torch.set_default_dtype(default)
+
+
+LIBRARY = [
+    ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"),
+    ("transformers.models.t5.modeling_t5", "T5LayerNorm"),
+    ("transformers.models.gemma.modeling_gemma", "GemmaRMSNorm"),
+    ("diffusers.models.normalization", "RMSNorm"),
+    ("diffusers.models.normalization", "FP32LayerNorm"),
+]
+
+
+def library_norm(module, name):
+    pytest.importorskip(module.partition(".")[0])
+    return norm_of(getattr(import_module(module), name), 8, eps=1e-5)
+
+
+@pytest.mark.parametrize(("module", "name"), LIBRARY)
+def test_a_librarys_own_norm_is_taken_and_pickled(module, name):
+    layer = library_norm(module, name)
+    expected = layer(X)
+    assert torch.equal(swap(layer, "standard")(X), expected)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert type(pickle.loads(pickle.dumps(layer, protocol))) is type(layer)
+
+
+def test_a_pickle_loads_where_nothing_was_swapped(tmp_path):
+    (tmp_path / "layer").write_bytes(pickle.dumps(swap(library_norm(*LIBRARY[0]))))
+    code = (
+        "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[1], 'rb')); "
+        "print(layer.mode, type(normplug.unswap(layer)).__name__)"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "layer"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["golden", "LlamaRMSNorm"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_the_additions_before_the_norms_of_a_decoder_are_fused(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99}
+    config = transformers.AutoConfig.for_model(name, **sizes, **heads, use_cache=False)
+    model = swap(transformers.AutoModel.from_config(config)).eval()
+    ids = torch.arange(12).view(2, 6)
+    expected = model(ids).last_hidden_state
+    fuse(model)
+    assert sum(row.label is not None for row in fusions(model)) == 2
+    assert torch.equal(model(ids).last_hidden_state, expected)
