@@ -61,7 +61,9 @@ def seconds(model: str, batch: str, arm: str, device: str) -> float:
     """Seconds of a first step in this process; the device is in use before."""
     torch.manual_seed(SEED)
     made = MODELS[model]
-    step = make_step(build(made.build(), arm, made, device), *made.random_batch(int(batch), device))
+    step = make_step(
+        build(made.build(), arm, made, device), made, made.random_batch(int(batch), device)
+    )
     start = at_rest()
     step()
     return at_rest() - start

@@ -16,14 +16,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import normplug
-from normplug.bench import native
+from normplug.bench import native, rivals
 from normplug.bench.groups import profiled
-from normplug.bench.nets import EXTRAS, MODELS, Case, Model
+from normplug.bench.nets import EXTRAS, MODELS, Batch, Case, Model
 from normplug.bench.results import STEP, Results, Row, spread
 from normplug.bench.timing import StepStopwatch
 
@@ -81,6 +80,7 @@ ARMS: dict[str, tuple[Change, ...]] = {
     "eager+graph": (),
     "swap+fuse+graph": (_swap, _fuse),
     "no-norm": (without_norms,),
+    "liger": (rivals.liger_llama,),
 }
 # The whole step, optimizer included, is one CUDA graph: the GPU does not wait for the host.
 GRAPHED = ("eager+graph", "swap+fuse+graph")
@@ -153,7 +153,7 @@ def warmed(
     batch_bytes = stopwatch.held_bytes() - nothing
     # The libraries allocate workspaces in the first step and keep them: no arm is charged for them.
     eager = partial(build, stock, "eager", model, device)
-    attempt(f"{case}: the first step", lambda: make_step(eager(), *batch)())
+    attempt(f"{case}: the first step", lambda: make_step(eager(), model, batch)())
 
     steps: dict[str, Step] = {}
     facts: dict[str, Row] = {}
@@ -167,14 +167,14 @@ def warmed(
 
 
 def warm(
-    stock: nn.Module, arm: str, model: Model, batch: tuple[Tensor, Tensor], stopwatch: StepStopwatch
+    stock: nn.Module, arm: str, model: Model, batch: Batch, stopwatch: StepStopwatch
 ) -> tuple[Step, int, float]:
     """An arm's step after the warm-up, the bytes held at its peak (by all arms), and its loss.
 
     Raises:
         ArithmeticError: the loss is not finite.
     """
-    step = make_step(build(stock, arm, model, batch[0].device.type), *batch)
+    step = make_step(build(stock, arm, model, batch.target.device.type), model, batch)
     for _ in range(WARM_UPS):
         loss = step()
     if not math.isfinite(loss):
@@ -191,13 +191,13 @@ def build(stock: nn.Module, arm: str, model: Model, device: str) -> nn.Module:
     return net
 
 
-def make_step(net: nn.Module, samples: Tensor, labels: Tensor) -> Step:
-    """A whole training step; it returns the loss and does not wait for the GPU."""
+def make_step(net: nn.Module, model: Model, batch: Batch) -> Step:
+    """A whole training step; it returns the model's loss and does not wait for the GPU."""
     optimizer = SGD(net.parameters(), LEARNING_RATE, momentum=MOMENTUM, foreach=True)
 
     def step(between: Callable[[], None] = _nothing) -> Tensor:
-        with torch.autocast(samples.device.type, DTYPE):
-            loss = F.cross_entropy(net(samples).flatten(0, -2), labels.flatten())
+        with torch.autocast(batch.target.device.type, DTYPE):
+            loss = model.loss(net(*batch.inputs), batch.target)
         between()
         loss.backward()
         between()

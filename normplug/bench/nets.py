@@ -2,67 +2,176 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Batch(NamedTuple):
+    """What a step is trained on: the network's arguments, and what its output is compared with."""
+
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+
+
 @dataclass(frozen=True)
-class Model:
-    """What is trained; here, to classify images.
+class Model(ABC):
+    """A network, and what it is trained on.
 
     Attributes:
-        build: a new network with random weights, on the CPU; its output is (*samples, classes).
+        build: a new network with random weights, on the CPU.
         batches: samples a step, in the order of measuring.
         library: the package that the network is of, if it is not torch.
-        image_size: height and width, in pixels.
-        classes: outputs.
-        memory_format: of images and weights.
+        memory_format: of weights and images.
     """
 
     build: Callable[[], nn.Module]
     batches: tuple[int, ...]
     library: str | None = None
+    _: KW_ONLY
+    memory_format: torch.memory_format = torch.contiguous_format
+
+    @abstractmethod
+    def random_batch(self, count: int, device: str) -> Batch:
+        """Random samples."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The cross entropy of the output (*target.shape, classes)."""
+        return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+    def random_image(self, count: int, channels: int, *size: int, device: str) -> Tensor:
+        """Random float32 values (count, channels, *size), in the model's memory format."""
+        image = torch.randn(count, channels, *size, device=device)
+        return image.contiguous(memory_format=self.memory_format)
+
+
+@dataclass(frozen=True)
+class Images(Model):
+    """A class for each image.
+
+    Attributes:
+        image_size: height and width, in pixels.
+        classes: outputs.
+    """
+
+    _: KW_ONLY
     image_size: int = 224
     classes: int = 1000
     memory_format: torch.memory_format = torch.channels_last
 
-    def random_batch(self, count: int, device: str) -> tuple[Tensor, Tensor]:
-        """Random images (count, 3, H, W) in float32, and their labels (count,)."""
-        images = torch.randn(count, 3, self.image_size, self.image_size, device=device)
-        labels = torch.randint(self.classes, (count,), device=device)
-        return images.contiguous(memory_format=self.memory_format), labels
+    def random_batch(self, count: int, device: str) -> Batch:
+        """Images (count, 3, H, W), and labels (count,)."""
+        size = self.image_size
+        images = self.random_image(count, 3, size, size, device=device)
+        return Batch((images,), torch.randint(self.classes, (count,), device=device))
+
+
+@dataclass(frozen=True)
+class Noise(Model):
+    """The noise in each image, as in a diffusion model.
+
+    Attributes:
+        image_size: height and width, in pixels.
+        times: steps of the diffusion.
+    """
+
+    _: KW_ONLY
+    image_size: int
+    times: int = 1000
+    memory_format: torch.memory_format = torch.channels_last
+
+    def random_batch(self, count: int, device: str) -> Batch:
+        """Images (count, 3, H, W) and times (count,), and noise shaped as the images."""
+        images, noise = (
+            self.random_image(count, 3, self.image_size, self.image_size, device=device)
+            for _ in range(2)
+        )
+        times = torch.randint(self.times, (count,), device=device)
+        return Batch((images, times), noise)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean squared error."""
+        return F.mse_loss(output, target)
+
+
+@dataclass(frozen=True)
+class Volumes(Model):
+    """A class for each voxel.
+
+    Attributes:
+        size: depth, height and width, in voxels.
+        classes: the output's channels.
+    """
+
+    _: KW_ONLY
+    size: int
+    classes: int
+    memory_format: torch.memory_format = torch.channels_last_3d
+
+    def random_batch(self, count: int, device: str) -> Batch:
+        """Volumes (count, 1, D, H, W), and labels (count, D, H, W)."""
+        shape = (self.size,) * 3
+        volumes = self.random_image(count, 1, *shape, device=device)
+        return Batch((volumes,), torch.randint(self.classes, (count, *shape), device=device))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The cross entropy of the output (count, classes, D, H, W)."""
+        return F.cross_entropy(output, target)
 
 
 @dataclass(frozen=True)
 class Text(Model):
-    """A model of text: a class for each token.
+    """A class for each token.
 
     Attributes:
         length: tokens a sample.
+        classes: tokens of the vocabulary.
     """
 
-    length: int = 512
-    memory_format: torch.memory_format = torch.contiguous_format
+    _: KW_ONLY
+    length: int
+    classes: int
 
-    def random_batch(self, count: int, device: str) -> tuple[Tensor, Tensor]:
-        """Random tokens (count, length), and as many labels."""
+    def random_batch(self, count: int, device: str) -> Batch:
+        """Tokens (count, length), and as many labels."""
         tokens, labels = torch.randint(self.classes, (2, count, self.length), device=device)
-        return tokens, labels
+        return Batch((tokens,), labels)
+
+
+@dataclass(frozen=True)
+class Translation(Text):
+    """A class for each token of a second text, whose earlier tokens are known.
+
+    Attributes:
+        target_length: tokens of the second text; `length` is of the first.
+    """
+
+    _: KW_ONLY
+    target_length: int
+
+    def random_batch(self, count: int, device: str) -> Batch:
+        """Tokens of the first text and of the second, and labels for the second."""
+        tokens = torch.randint(self.classes, (count, self.length), device=device)
+        shape = (2, count, self.target_length)
+        known, labels = torch.randint(self.classes, shape, device=device)
+        return Batch((tokens, known), labels)
 
 
 @dataclass(frozen=True)
 class Vectors(Text):
     """A model of vectors as wide as its output; the output's elements count as classes."""
 
-    def random_batch(self, count: int, device: str) -> tuple[Tensor, Tensor]:
-        """Random vectors (count, length, classes) in float32, and labels (count, length)."""
+    def random_batch(self, count: int, device: str) -> Batch:
+        """Vectors (count, length, classes) in float32, and labels (count, length)."""
         vectors = torch.randn(count, self.length, self.classes, device=device)
-        return vectors, torch.randint(self.classes, (count, self.length), device=device)
+        return Batch((vectors,), torch.randint(self.classes, (count, self.length), device=device))
 
 
 class Case(NamedTuple):
@@ -76,7 +185,12 @@ class Case(NamedTuple):
 
 
 # A library is imported where it is used: the command line names the models without it.
-EXTRAS = {"torchvision": "bench", "transformers": "zoo"}  # library -> the extra that brings it
+EXTRAS = {  # library -> the extra that brings it
+    "torchvision": "bench",
+    "transformers": "zoo",
+    "diffusers": "zoo",
+    "liger_kernel": "bench",
+}
 
 
 def _torchvision(name: str, **options: Any) -> Any:
@@ -106,41 +220,120 @@ def _encoder() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(256, 8, batch_first=True), 6)
 
 
-class _Logits(nn.Module):
-    """A model of transformers, called with tokens alone."""
+class _Part(nn.Module):
+    """A network of keyword arguments and several results: called by position, it returns one.
 
-    def __init__(self, net: nn.Module) -> None:
+    Args:
+        net: the network.
+        result: the result's name.
+        *names: of the arguments.
+    """
+
+    def __init__(self, net: nn.Module, result: str, *names: str) -> None:
         super().__init__()
         self.net = net
+        self.result = result
+        self.names = names
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.net(tokens).logits
+    def forward(self, *inputs: Tensor) -> Tensor:
+        arguments = dict(zip(self.names, inputs, strict=True))
+        return getattr(self.net(**arguments), self.result)
 
 
 def _bert_base() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return _Logits(BertForMaskedLM(BertConfig()))
+    return _Part(BertForMaskedLM(BertConfig()), "logits", "input_ids")
 
 
 def _gpt2() -> nn.Module:
     # In transformers 5 its forward waits for the GPU once, to look for packed sequences.
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return _Logits(GPT2LMHeadModel(GPT2Config(use_cache=False)))
+    return _Part(GPT2LMHeadModel(GPT2Config(use_cache=False)), "logits", "input_ids")
+
+
+def _llama(**sizes: Any) -> nn.Module:
+    # It waits for the GPU once, as GPT-2 does.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes |= {"use_cache": False, "attn_implementation": "sdpa"}
+    return _Part(LlamaForCausalLM(LlamaConfig(**sizes)), "logits", "input_ids")
+
+
+def _t5_small(**sizes: Any) -> nn.Module:
+    """The sizes that are not given are T5Config's own, which are t5-small's."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    net = T5ForConditionalGeneration(T5Config(**sizes, use_cache=False))
+    return _Part(net, "logits", "input_ids", "decoder_input_ids")
+
+
+def _unet2d(**sizes: Any) -> nn.Module:
+    """The sizes that are not given are the class's own."""
+    from diffusers import UNet2DModel
+
+    net: Any = UNet2DModel(**sizes)  # diffusers imports its classes late: a type checker sees none
+    return _Part(net, "sample", "sample", "timestep")
+
+
+class UNet3d(nn.Module):
+    """A plain U-Net of volumes, built as nnU-Net's (Isensee et al. 2021, arXiv:1904.08128).
+
+    Two convolutions a stage, each with an InstanceNorm and a LeakyReLU; stride 2 on the way down,
+    and a transposed convolution on the way up.
+
+    Args:
+        inputs: channels of the input.
+        classes: channels of the output.
+        widths: channels of each stage, from the finest.
+    """
+
+    def __init__(self, inputs: int, classes: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        steps = list(pairwise(widths))
+        self.first = _stage(inputs, widths[0])
+        self.down = nn.ModuleList(_stage(fine, coarse, stride=2) for fine, coarse in steps)
+        self.up = nn.ModuleList(
+            nn.ConvTranspose3d(coarse, fine, 2, stride=2) for fine, coarse in reversed(steps)
+        )
+        self.merge = nn.ModuleList(_stage(2 * fine, fine) for fine, _ in reversed(steps))
+        self.head = nn.Conv3d(widths[0], classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, inputs, D, H, W) to (N, classes, D, H, W); all stages but the first halve D, H, W."""
+        x = self.first(x)
+        finer = []
+        for down in self.down:
+            finer.append(x)
+            x = down(x)
+        for up, merge in zip(self.up, self.merge, strict=True):
+            x = merge(torch.cat((up(x), finer.pop()), 1))
+        return self.head(x)
+
+
+def _stage(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
+    blocks = []
+    for channels, step in ((inputs, stride), (outputs, 1)):
+        blocks += [
+            nn.Conv3d(channels, outputs, 3, step, padding=1),
+            nn.InstanceNorm3d(outputs, affine=True),
+            nn.LeakyReLU(inplace=True),
+        ]
+    return nn.Sequential(*blocks)
 
 
 def _cnn(name: str, *batches: int) -> Model:
-    return Model(partial(_torchvision, name), batches, "torchvision")
+    return Images(partial(_torchvision, name), batches, "torchvision")
 
 
 def _transformer(build: Callable[[], nn.Module], batch: int) -> Model:
-    return Model(build, (batch,), "torchvision", memory_format=torch.contiguous_format)
+    return Images(build, (batch,), "torchvision", memory_format=torch.contiguous_format)
 
 
 MODELS = {
     "resnet50": _cnn("resnet50", 256, 32),
-    "resnet18-cifar": Model(_resnet18_cifar, (512, 128), "torchvision", image_size=32, classes=10),
+    "resnet18-cifar": Images(_resnet18_cifar, (512, 128), "torchvision", image_size=32, classes=10),
     "vit_b_16": _transformer(_vit_b_16, 128),
     "convnext_tiny": _cnn("convnext_tiny", 128),
     "efficientnet_b0": _cnn("efficientnet_b0", 128),
@@ -151,6 +344,27 @@ MODELS = {
     "encoder_6x256": Vectors(_encoder, (64,), length=128, classes=256),
     "bert_base": Text(_bert_base, (32,), "transformers", length=512, classes=30522),
     "gpt2": Text(_gpt2, (16,), "transformers", length=1024, classes=50257),
+    "llama_16x1024": Text(
+        partial(
+            _llama,
+            num_hidden_layers=16,
+            hidden_size=1024,
+            num_attention_heads=16,
+            intermediate_size=2816,
+            vocab_size=32000,
+        ),
+        (8,),
+        "transformers",
+        length=2048,
+        classes=32000,
+    ),
+    "t5_small": Translation(
+        _t5_small, (32,), "transformers", length=512, target_length=128, classes=32128
+    ),
+    "unet2d": Noise(_unet2d, (16,), "diffusers", image_size=64),
+    "nnunet3d": Volumes(
+        partial(UNet3d, 1, 3, (32, 64, 128, 256, 320, 320)), (2,), size=128, classes=3
+    ),
 }
 
 

@@ -25,13 +25,14 @@ STYLES = {
     "normplug-triton": Style("#56B4E9", "P", 1.6),
     "normplug": FIXED["golden"],
 }
-# The arms whose steps are drawn, from left to right.
+# The arms whose steps are drawn, from top to bottom.
 ARM_COLOURS = {
     "eager": FIXED["baseline"].colour,
     "compile": FIXED["standard"].colour,
     "swap": "#F5D080",
     "swap+fuse": FIXED["golden"].colour,
     "swap+fuse+compile": "#009E73",
+    "liger": "#CC79A7",
 }
 
 
@@ -76,6 +77,8 @@ def speed_figure(content: Mapping[str, Any]) -> Figure:
 def step_figure(content: Mapping[str, Any]) -> Figure:
     """The speed of training steps over eager: a group of bars a case, a bar an arm.
 
+    A second panel compares the times in which the GPU is busy, if the rows have them.
+
     Raises:
         ValueError: no case has a row of eager.
     """
@@ -88,48 +91,66 @@ def step_figure(content: Mapping[str, Any]) -> Figure:
     if not cases:
         raise ValueError("no row of eager")
     arms = [arm for arm in ARM_COLOURS if any(arm in rows for rows in cases.values())]
+    busy = any(rows["eager"].get("gpu_ms") for rows in cases.values())
+    panels = {"ms": "whole step", **({"gpu_ms": "GPU busy"} if busy else {})}
     how = content["settings"]
+    bars = sum(len(rows.keys() & set(arms)) for rows in cases.values())
     figure = new_figure(
         f"Speed of a whole training step over eager PyTorch's, {content['device']}",
         f"{how['autocast']} autocast, {how['mode']}, torch {content['versions']['torch']}, "
         f"{content['date'][:10]}; bar: median, line: 20th to 80th percentile",
-        1 + 2 * len(cases),
-        4.4,
+        4 + 4 * len(panels),
+        1.6 + 0.17 * bars + 0.12 * len(cases),
     )
-    axes = figure.subplots()
-    width = 0.82 / len(arms)
-    for place, arm in enumerate(arms, start=1):
-        offset = (place - (len(arms) + 1) / 2) * width
-        shown = {i: rows for i, rows in enumerate(cases.values()) if arm in rows}
-        _draw_bars(axes, [i + offset for i in shown], 0.92 * width, arm, shown.values())
-    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xticks(range(len(cases)), list(cases))
-    axes.set_ylabel("speed over eager")
-    axes.margins(y=0.1)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
+    for axes, (key, title) in zip(
+        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
+    ):
+        _draw_cases(axes, cases, arms, key)
+        axes.set_title(title, loc="left", fontsize="medium")
     legend_below(figure, columns=len(arms))
     return figure
 
 
-def _draw_bars(
-    axes: Axes, x: Sequence[float], width: float, arm: str, cases: Collection[Mapping[str, Row]]
+def _draw_cases(
+    axes: Axes, cases: Mapping[str, Mapping[str, Row]], arms: Sequence[str], key: str
 ) -> None:
-    """The bars of an arm, each with its height, and a line over the middle 60% of its steps."""
-    speed, slow, fast = (
-        np.array([rows["eager"]["ms"] / rows[arm][key] for rows in cases])
-        for key in ("ms", "ms_p80", "ms_p20")
-    )
-    bars = axes.bar(
-        x,
-        speed,
-        width,
-        yerr=(speed - slow, fast - speed),
-        color=ARM_COLOURS[arm],
-        label=arm,
-        error_kw={"ecolor": "0.25", "elinewidth": 1, "capsize": 2},
-    )
-    axes.bar_label(bars, fmt="%.2f", padding=2, fontsize="x-small")
+    """The cases from top to bottom, each as high as its bars; `key` is the time compared."""
+    places: dict[str, list[tuple[float, Mapping[str, Row]]]] = {arm: [] for arm in arms}
+    ticks, y = [], 0.0
+    for rows in cases.values():
+        there = [arm for arm in arms if arm in rows]
+        ticks.append(y + (len(there) - 1) / 2)
+        for arm in there:
+            if rows[arm].get(key) and rows["eager"].get(key):
+                places[arm].append((y, rows))
+            y += 1
+        y += 0.7  # between two cases
+    for arm, found in places.items():
+        _draw_bars(axes, [at for at, _ in found], arm, [rows for _, rows in found], key)
+    axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set_yticks(ticks, list(cases))
+    axes.set_ylim(y - 0.7, -0.8)
+    axes.set_xlabel("speed over eager")
+    axes.margins(x=0.1)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _draw_bars(
+    axes: Axes, y: Sequence[float], arm: str, cases: Collection[Mapping[str, Row]], key: str
+) -> None:
+    """The bars of an arm, each with its length; steps get a line over their middle 60%."""
+    speed = np.array([rows["eager"][key] / rows[arm][key] for rows in cases])
+    spread: dict[str, Any] = {}
+    if key == "ms":
+        slow, fast = (
+            np.array([rows["eager"][key] / rows[arm][bound] for rows in cases])
+            for bound in ("ms_p80", "ms_p20")
+        )
+        spread["xerr"] = (speed - slow, fast - speed)
+        spread["error_kw"] = {"ecolor": "0.25", "elinewidth": 1, "capsize": 2}
+    bars = axes.barh(y, speed, 0.9, color=ARM_COLOURS[arm], label=arm, **spread)
+    axes.bar_label(bars, fmt="%.2f", padding=3, fontsize="x-small")
 
 
 def _draw_lines(

@@ -1,14 +1,17 @@
-"""The stock norm of other packages, measured if they are installed."""
+"""The stock norms of other packages, measured if they are installed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from normplug._extras import needs
+from normplug.bench.nets import EXTRAS
 from normplug.bench.op import Function
 
 PACKAGES = {"liger": "liger_kernel", "flaggems": "flag_gems"}  # provider -> what it imports
@@ -59,6 +62,30 @@ def liger_add_rms_norm(eps: float) -> Function:
         return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, 0.0, "gemma", False)
 
     return add_rms_norm
+
+
+def liger_llama(net: nn.Module) -> nn.Module:
+    """Let the Llamas in `net` normalise by Liger-Kernel, in place; the rest of them stays.
+
+    Raises:
+        MissingPackage: Liger-Kernel or transformers is not installed.
+        ValueError: there is no Llama.
+    """
+    with needs("normplug.bench models, arm liger,", EXTRAS["transformers"]):
+        modeling: Any = import_module("transformers.models.llama.modeling_llama")
+    with needs("normplug.bench models, arm liger,", EXTRAS["liger_kernel"]):
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+    llamas = [each for each in net.modules() if isinstance(each, modeling.LlamaForCausalLM)]
+    if not llamas:
+        raise ValueError("normplug.bench models: the arm liger is for a LlamaForCausalLM only.")
+    stock = modeling.LlamaRMSNorm
+    others = ("rope", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
+    try:
+        for llama in llamas:
+            apply_liger_kernel_to_llama(rms_norm=True, model=llama, **dict.fromkeys(others, False))
+    finally:  # Liger also replaces the class for Llamas that are built later
+        modeling.LlamaRMSNorm = stock
+    return net
 
 
 def flaggems_layer_norm(eps: float) -> Function:

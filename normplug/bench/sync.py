@@ -23,7 +23,7 @@ from torch import nn
 import normplug
 from normplug._extras import needs
 from normplug.bench.models import MODE, PACKAGES, SEED, SETTINGS, make_step
-from normplug.bench.nets import MODELS
+from normplug.bench.nets import MODELS, Images
 from normplug.bench.results import Results
 
 MODEL = "resnet50"
@@ -133,7 +133,9 @@ def measure(
     batch: int, size: int, warm_ups: int, rounds: int, turn: int, device: torch.device
 ) -> dict[str, list[float]]:
     """Arm -> milliseconds a step, of each turn."""
-    model = replace(MODELS[MODEL], image_size=size)
+    stated = MODELS[MODEL]
+    assert isinstance(stated, Images)
+    model = replace(stated, image_size=size)
     torch.manual_seed(SEED)
     stock = model.build()
     torch.manual_seed(SEED + dist.get_rank())
@@ -143,7 +145,7 @@ def measure(
         if arm == "torch" and device.type == "cpu":  # it needs CUDA
             continue
         net = copy.deepcopy(stock).to(device).to(memory_format=model.memory_format).train()
-        steps[arm] = make_step(_parallel(net, change, device), *data)
+        steps[arm] = make_step(_parallel(net, change, device), model, data)
         for _ in range(warm_ups):
             steps[arm]()
     times: dict[str, list[float]] = {arm: [] for arm in steps}

@@ -176,15 +176,24 @@ def test_the_picture_of_kernels_has_a_line_for_each_provider_in_each_panel():
 def test_the_picture_of_models_has_a_bar_for_each_arm_of_each_case_with_eager():
     rows = [*MODELS["rows"], a_row("other", 2, "eager", 4.0), a_row("other", 2, "no-norm", 1.0)]
     (axes,) = step_figure({**MODELS, "rows": rows}).axes
-    labels = [text.get_text() for text in axes.get_xticklabels()]
+    labels = [text.get_text() for text in axes.get_yticklabels()]
     assert labels == ["net\nbatch 8", "other\nbatch 2"]
     bars = {bars.get_label(): bars for bars in axes.containers if bars.get_label() in ARM_COLOURS}
-    heights = {arm: [bar.get_height() for bar in found] for arm, found in bars.items()}
-    assert heights == {"eager": [1.0, 1.0], "swap": [1.25]}
+    lengths = {arm: [bar.get_width() for bar in found] for arm, found in bars.items()}
+    assert lengths == {"eager": [1.0, 1.0], "swap": [1.25]}
     (segment,) = bars["swap"].errorbar.lines[2][0].get_segments()
-    np.testing.assert_allclose(segment[:, 1], [20 / (1.25 * 16), 20 / (0.8 * 16)])
+    np.testing.assert_allclose(segment[:, 0], [20 / (1.25 * 16), 20 / (0.8 * 16)])
     with pytest.raises(ValueError, match="no row of eager"):
         step_figure({**MODELS, "rows": MODELS["rows"][2:]})
+
+
+def test_the_gpus_time_has_a_panel_and_a_table_of_its_own():
+    rows = [{**a_row("net", 8, arm, 20), "gpu_ms": ms} for arm, ms in (("eager", 18), ("swap", 12))]
+    content = {**MODELS, "rows": [*rows, a_row("net", 8, "liger", 10)]}
+    _, axes = step_figure(content).axes
+    assert axes.get_title("left") == "GPU busy"
+    assert [bar.get_width() for bars in axes.containers for bar in bars] == [1.0, 1.5]
+    assert "| net | 8 | 18.00 (1.00x) | 12.00 (1.50x) |" in render(content).splitlines()
 
 
 def test_every_provider_has_a_look_of_its_own():

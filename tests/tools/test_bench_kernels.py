@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from normplug.bench import results, rivals
+from normplug.bench import kernels, results, rivals
 from normplug.bench.__main__ import main
 from normplug.bench.kernels import OPS, PROVIDERS, figures, measure, memory_for
 from normplug.bench.suites import (
@@ -39,6 +39,9 @@ class Still:
 
     def host_time(self, calls):
         return dict.fromkeys(calls, HostTime(7.0, 25.0))
+
+    def copy_gbps(self):
+        return 100.0
 
 
 def rows_of(case, providers=("normplug", "eager")):
@@ -190,6 +193,10 @@ def install(tmp_path, monkeypatch):
         for name, text in modules.items():
             path = tmp_path.joinpath(*name.split("__")).with_suffix(".py")
             path.parent.mkdir(parents=True, exist_ok=True)
+            for parent in path.relative_to(tmp_path).parents[
+                :-1
+            ]:  # one that is installed stays out
+                tmp_path.joinpath(parent, "__init__.py").touch()
             path.write_text(text)
             info = tmp_path / f"{name.split('__')[0]}-9.8.dist-info"
             info.mkdir()
@@ -230,6 +237,36 @@ def test_a_rival_that_is_not_there_is_asked_for_in_vain(monkeypatch):
     assert rivals.installed() == ()
     with pytest.raises(SystemExit, match="liger needs the package liger_kernel"):
         main(["kernels", "--provider", "liger"])
+
+
+TINY = {"rows": (3, 8), "NCHW": (2, 64, 2, 2), "NHWC": (2, 64, 2, 2)}
+
+
+def test_the_families_are_measured_from_end_to_end(tmp_path, monkeypatch, capsys):
+    cases = [
+        case._replace(shape=(2, 4, 2, 2, 2) if case.op == "in3d" else TINY[case.layout])
+        for case in SUITES["families"]
+    ]
+    monkeypatch.setitem(SUITES, "families", tuple(dict.fromkeys(cases)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(kernels, "Stopwatch", Still)
+    monkeypatch.setattr(kernels, "measure", lambda *others: measure(*others[:-1], "cpu"))
+    json_file, page = tmp_path / "families.json", tmp_path / "families.md"
+    providers = ["--provider", "normplug", "--provider", "eager"]
+    command = ["kernels", "--suite", "families", *providers]
+    main([*command, "--json", str(json_file), "--markdown", str(page)])
+    assert "skipped" not in capsys.readouterr().err
+    rows = json.loads(json_file.read_text())["rows"]
+    measured = [(r["op"], r["layout"], r["direction"], r["provider"]) for r in rows]
+    ops = {(case.op, case.layout) for case in cases}
+    assert {op for op, _ in ops} == {"rms", "add_rms", "gn", "gn_silu", "in3d"}
+    assert set(measured) == {
+        (*op, direction, name)
+        for op, direction, name in product(ops, ("F", "F+B"), ("normplug", "eager"))
+    }
+    assert len(page.read_text().splitlines()) == 6 + len(rows) / 2
 
 
 def test_the_trace_names_every_call(tmp_path):

@@ -3,9 +3,11 @@
 import copy
 import gc
 import json
+import sys
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +18,7 @@ import normplug
 from normplug.bench import models
 from normplug.bench.__main__ import main
 from normplug.bench.models import ARMS, GRAPHED, ROUNDS, TURN, USUAL, WARM_UPS, Captured
-from normplug.bench.nets import MODELS, Case, Model, select
+from normplug.bench.nets import MODELS, Case, Images, select
 from normplug.bench.results import Results
 from training import python
 
@@ -62,7 +64,7 @@ class Still:
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    model = Model(TinyNet, (4, 2), image_size=6, classes=5)
+    model = Images(TinyNet, (4, 2), image_size=6, classes=5)
     monkeypatch.setitem(MODELS, "tiny", model)
     monkeypatch.setattr(models, "profiled", lambda step: {"gpu_ms": 6.0})
     return model
@@ -101,7 +103,7 @@ def test_select_takes_each_models_own_batches_unless_told():
     assert list(dict.fromkeys(named)) == list(MODELS)
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", [arm for arm in ARMS if arm != "liger"])
 def test_an_arm_is_what_it_is_named_for(arm, tiny, monkeypatch):
     def fuse(net, recompute=False):
         assert type(net[1]) is normplug.BatchNorm2d
@@ -135,6 +137,40 @@ def test_an_arm_is_what_it_is_named_for(arm, tiny, monkeypatch):
     assert all(torch.equal(before[key], t) for key, t in stock.state_dict().items())
 
 
+class Llama(nn.Module):
+    """A Llama of transformers, as far as Liger-Kernel's arm asks."""
+
+
+@pytest.fixture
+def modeling(monkeypatch):
+    module = SimpleNamespace(LlamaRMSNorm="stock", LlamaForCausalLM=Llama)
+    monkeypatch.setitem(sys.modules, "transformers.models.llama.modeling_llama", module)
+    return module
+
+
+def test_ligers_arm_replaces_the_norms_of_one_llama_only(modeling, tiny, monkeypatch):
+    asked = []
+
+    def apply(model, **parts):
+        asked.append((model, [part for part, replaced in parts.items() if replaced]))
+        modeling.LlamaRMSNorm = "Liger's"
+
+    package = SimpleNamespace(apply_liger_kernel_to_llama=apply)
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
+    net = models.build(nn.Sequential(Llama()), "liger", tiny, "cpu")
+    assert asked == [(net[0], ["rms_norm"])]
+    assert modeling.LlamaRMSNorm == "stock"
+    with pytest.raises(ValueError, match="arm liger is for a LlamaForCausalLM only"):
+        models.build(TinyNet(), "liger", tiny, "cpu")
+
+
+def test_ligers_arm_names_the_package_that_it_needs(modeling, tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(ImportError, match=r'liger, needs liger_kernel.*"normplug\[bench\]"'):
+        models.build(nn.Sequential(Llama()), "liger", tiny, "cpu")
+
+
 @pytest.mark.parametrize("arms", [["swap", "swap+fuse"], ["eager", "compile"]])
 def test_a_faster_arm_trains_as_the_plain_one(arms, tmp_path, monkeypatch):
     monkeypatch.setitem(ARMS, "compile", (partial(torch.compile, backend="aot_eager"),))
@@ -146,7 +182,8 @@ def test_a_faster_arm_trains_as_the_plain_one(arms, tmp_path, monkeypatch):
 def test_a_step_trains_under_autocast_and_leaves_the_weights(tiny):
     torch.manual_seed(0)
     net = models.build(TinyNet(), "swap", tiny, "cpu")
-    images, labels = tiny.random_batch(4, "cpu")
+    batch = tiny.random_batch(4, "cpu")
+    (images,), labels = batch
     assert images.shape == (4, 3, 6, 6)
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert set(labels.tolist()) <= set(range(5))
@@ -156,7 +193,7 @@ def test_a_step_trains_under_autocast_and_leaves_the_weights(tiny):
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.any()))
     before = [parameter.clone() for parameter in net.parameters()]
-    step = models.make_step(net, images, labels)
+    step = models.make_step(net, tiny, batch)
     losses = [step(), step()]
     assert dtypes == [torch.bfloat16] * 2
     assert len(gradients) == 2 * len(before)
@@ -320,7 +357,7 @@ def test_the_command_line_fails_where_nothing_could_be_measured(runs):
 def test_a_captured_step_holds_on_to_the_weights_that_it_reads(tiny):
     batch = tiny.random_batch(4, "cuda")
     net = TinyNet().cuda()
-    step = models.make_step(net, *batch)
+    step = models.make_step(net, tiny, batch)
     expected = step().item()
     captured = Captured(step)
     del net, step

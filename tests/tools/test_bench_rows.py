@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+import warnings
+from dataclasses import fields, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 
 from normplug.bench import first_step, groups, models
 from normplug.bench.__main__ import main
-from normplug.bench.nets import MODELS, Case, Text
+from normplug.bench.models import USUAL
+from normplug.bench.nets import MODELS, Case, Text, UNet3d
 from normplug.bench.results import MODELS as KIND
 from normplug.bench.results import STEP, Results
 from normplug.bench.table import render
@@ -20,21 +23,83 @@ ROW = {"model": "encoder_6x256", "batch": 2, "arm": "swap"}
 TIMES = {"ms": 10.0, "median_ms": 20.0, "images_per_s": 1.0, "peak_gib": 2.0, "host_ms": 3.0}
 
 
+WIDTHS = {"num_layers": 1, "d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 32}
+TINY = {  # name -> its network made small, and its samples
+    "llama_16x1024": {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 50,
+        "length": 5,
+        "classes": 50,
+    },
+    "t5_small": {**WIDTHS, "vocab_size": 50, "length": 5, "target_length": 3, "classes": 50},
+    "unet2d": {
+        "block_out_channels": (8, 16),
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        "norm_num_groups": 4,
+        "image_size": 8,
+    },
+    "nnunet3d": {"widths": (4, 8), "size": 8},
+}
+
+
+def tiny(name):
+    """The model with a small network; it skips where its library is missing."""
+    model = MODELS[name]
+    if model.library:
+        pytest.importorskip(model.library)
+    own = {field.name for field in fields(model)}
+    sizes = {key: value for key, value in TINY[name].items() if key not in own}
+    if name == "nnunet3d":
+        build = partial(UNet3d, 1, model.classes, **sizes)
+    else:
+        build = partial(getattr(model.build, "func", model.build), **sizes)
+    return replace(
+        model, build=build, **{key: value for key, value in TINY[name].items() if key in own}
+    )
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_a_network_takes_its_batch_and_gives_each_label_its_classes(name):
+def test_a_network_takes_its_batch_and_its_output_has_a_loss(name):
     model = MODELS[name]
     if model.library:
         pytest.importorskip(model.library)
     if isinstance(model, Text):
         model = replace(model, length=4)
-    # These read values: RegNet of its widths, GPT-2 of its positions.
-    device = "cpu" if name in ("regnet_y_1_6gf", "gpt2") else "meta"
+    # These read values: RegNet of its widths, GPT-2 and Llama of their positions.
+    reads = name in ("regnet_y_1_6gf", "gpt2", "llama_16x1024")
+    device = "cpu" if reads else "meta"
+    if name == "llama_16x1024":
+        model = tiny(name)
     with torch.device(device):
         net = model.build().eval()
-    samples, labels = model.random_batch(1, "cpu")
+    batch = model.random_batch(1, "cpu")
     with torch.no_grad():
-        assert net(samples.to(device)).shape == (*labels.shape, model.classes)
-    assert 0 <= labels.min() <= labels.max() < model.classes
+        output = net(*(tensor.to(device) for tensor in batch.inputs))
+        assert model.loss(output, batch.target.to(device)).shape == ()
+    if not batch.target.is_floating_point():
+        assert 0 <= batch.target.min() <= batch.target.max() < model.classes
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_network_of_today_trains_swapped_as_it_is(name, monkeypatch):
+    model = tiny(name)
+    monkeypatch.setattr(models, "MODE", "standard")
+    monkeypatch.setattr(models, "DTYPE", torch.float32)
+    torch.manual_seed(0)
+    stock, batch = model.build(), model.random_batch(2, "cpu")
+    losses = []
+    for arm in USUAL:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "normplug")  # there may be nothing to fuse
+            warnings.filterwarnings("ignore", ".*autocast")
+            net = models.build(stock, arm, model, "cpu")
+            torch.manual_seed(1)  # of dropout
+            losses.append(models.make_step(net, model, batch)().item())
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import nn
 
 from normplug.bench import sync
 from normplug.bench.__main__ import main
-from normplug.bench.nets import MODELS, Model
+from normplug.bench.nets import MODELS, Images
 
 
 class TinyNet(nn.Sequential):
@@ -28,7 +28,7 @@ def process(rank, directory):
         "MASTER_PORT": os.environ["TEST_PORT"], "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     sys.modules.setdefault("torchvision", sys)  # it is only asked whether it is there
-    MODELS[sync.MODEL] = Model(TinyNet, (4,), image_size=6, classes=5)
+    MODELS[sync.MODEL] = Images(TinyNet, (4,), image_size=6, classes=5)
     small = ["--batch", "3", "--batch", "2", "--size", "6"]
     short = ["--warm-ups", "1", "--rounds", "2", "--turn", "1"]
     main(["sync", *small, *short, "--out", f"{directory}/rows.json"])
