@@ -53,6 +53,8 @@ class AdaptedRMSNorm(_RMSNorm):
     _autocasts = False  # autocast leaves the operations of these classes alone
     # Whether the library's forward takes a weight of None.
     _may_lack_weight: ClassVar[bool] = False
+    # The library kernels, which transformers may call, asks this before it replaces a forward.
+    kernel_condition = staticmethod(lambda module: False)
 
     @classmethod
     def _refusal(cls, module: nn.Module) -> str | None:
@@ -119,7 +121,7 @@ class _Kind(NamedTuple):
 
     eps_name: str
     weight_offset: float
-    rounding: str | None
+    rounding: str
     may_lack_weight: bool
 
 
@@ -165,7 +167,7 @@ def _probe(cls: type[nn.Module]) -> _Kind | None:
 
 
 def _kinds() -> Iterator[_Kind]:
-    for name, offset, rounding in product(_EPS, (0.0, 1.0), (None, "input", "weight")):
+    for name, offset, rounding in product(_EPS, (0.0, 1.0), ("output", "input", "weight")):
         yield _Kind(name, offset, rounding, False)
 
 
