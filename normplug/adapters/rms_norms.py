@@ -64,12 +64,10 @@ class AdaptedRMSNorm(_RMSNorm):
             return "it has no weight, into which unswap could fold the target variance"
         if weight is not None and len(weight.shape) != 1:
             return f"its weight has {len(weight.shape)} dimensions, and its rows have one"
-        odd = [
-            k
-            for k in ("bias", "with_scale", "group_size")
-            if own.get(k, _OPTIONS[k]) is not _OPTIONS[k]
-        ]
-        return f"its {odd[0]} is none of an RMSNorm" if odd else None
+        for name in ("bias", "with_scale", "group_size"):
+            if own.get(name, _OPTIONS[name]) is not _OPTIONS[name]:
+                return f"it has a {name}, and normplug's RMSNorm has none"
+        return None
 
     def _affine_shape(self) -> tuple[int, ...]:
         weight: Tensor | None = self.weight  # type: ignore[assignment]

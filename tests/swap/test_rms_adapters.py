@@ -216,7 +216,7 @@ def test_a_bias_is_left_and_so_is_a_subclass_of_ones_own():
     layer.bias = nn.Parameter(torch.ones(8))
     notes = [row.note for row in plan(nn.Sequential(layer, mine))]
     assert notes == [
-        "its bias is none of an RMSNorm",
+        "it has a bias, and normplug's RMSNorm has none",
         "a subclass of transformers.OptionalNorm, which may have a forward of its own",
     ]
 
