@@ -110,9 +110,11 @@ class LayerNormSpec(NamedTuple):
     autocast_output: "float32", or "low" to return that dtype.
     centred: whether the rows' mean is subtracted: True for LayerNorm, False for RMSNorm.
     weight_offset: added to the weight, in the dtype of sums. Without a weight it has no effect.
-    rounding: where an RMSNorm rounds. None: once, at the end, to the dtype of the input. "input"
-        and "weight": first x / rms * sqrt(tv), to the dtype of the input, or to that of the weight
-        if it is half; then the product with the weight, to the dtype that the two promote to.
+    rounding: where an RMSNorm rounds. None: where `torch.rms_norm` does. "output": once, at the
+        end, to the dtype of the input; in torch 2.6 `torch.rms_norm` rounds half values between
+        its steps too. "input" and "weight": first x / rms * sqrt(tv), to the dtype of the input,
+        or to that of the weight if it is half; then the product with the weight, to the dtype
+        that the two promote to.
     """
 
     normalized_shape: tuple[int, ...]
@@ -148,7 +150,7 @@ class LayerNormSpec(NamedTuple):
         under_autocast = _autocast_result(total, self.autocast, self.autocast_output)
         if under_autocast is not None:
             return under_autocast
-        if self.rounding is None or weight is None:
+        if self.rounding in (None, "output") or weight is None:
             return total
         return torch.promote_types(self.rounds_to(total, weight) or total, weight)
 

@@ -53,6 +53,8 @@ class AdaptedRMSNorm(_RMSNorm):
     _autocasts = False  # autocast leaves the operations of these classes alone
     # Whether the library's forward takes a weight of None.
     _may_lack_weight: ClassVar[bool] = False
+    # The library kernels, which transformers may call, asks this before it replaces a forward.
+    kernel_condition = staticmethod(lambda module: False)
 
     @classmethod
     def _refusal(cls, module: nn.Module) -> str | None:
@@ -62,12 +64,10 @@ class AdaptedRMSNorm(_RMSNorm):
             return "it has no weight, into which unswap could fold the target variance"
         if weight is not None and len(weight.shape) != 1:
             return f"its weight has {len(weight.shape)} dimensions, and its rows have one"
-        odd = [
-            k
-            for k in ("bias", "with_scale", "group_size")
-            if own.get(k, _OPTIONS[k]) is not _OPTIONS[k]
-        ]
-        return f"its {odd[0]} is none of an RMSNorm" if odd else None
+        for name in ("bias", "with_scale", "group_size"):
+            if own.get(name, _OPTIONS[name]) is not _OPTIONS[name]:
+                return f"it has a {name}, and normplug's RMSNorm has none"
+        return None
 
     def _affine_shape(self) -> tuple[int, ...]:
         weight: Tensor | None = self.weight  # type: ignore[assignment]
@@ -119,7 +119,7 @@ class _Kind(NamedTuple):
 
     eps_name: str
     weight_offset: float
-    rounding: str | None
+    rounding: str
     may_lack_weight: bool
 
 
@@ -165,7 +165,7 @@ def _probe(cls: type[nn.Module]) -> _Kind | None:
 
 
 def _kinds() -> Iterator[_Kind]:
-    for name, offset, rounding in product(_EPS, (0.0, 1.0), (None, "input", "weight")):
+    for name, offset, rounding in product(_EPS, (0.0, 1.0), ("output", "input", "weight")):
         yield _Kind(name, offset, rounding, False)
 
 

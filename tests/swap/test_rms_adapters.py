@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from normplug import check, fuse, fusions, plan, swap, target_variance, unswap
-from normplug.lightning import norm_layers
+from normplug._convert import norm_layers
 from swap_cases import one_graph
 
 ROOT = target_variance("golden") ** 0.5
@@ -170,6 +170,7 @@ def test_golden_has_every_tool_and_unswaps_to_what_it_was(layer):
     assert [row.becomes for row in plan(model)] == [type(stock).__name__]
     assert [name for name, _ in norm_layers(model)] == ["0"]
     torch.testing.assert_close(model(X), stock(X) * ROOT)
+    assert not model[0].kernel_condition(model[0])  # the library kernels leaves it alone
     expected = model(X)
     torch.testing.assert_close(one_graph(model)(X), expected)
     torch.testing.assert_close(copy.deepcopy(model)(X), expected)
@@ -215,7 +216,7 @@ def test_a_bias_is_left_and_so_is_a_subclass_of_ones_own():
     layer.bias = nn.Parameter(torch.ones(8))
     notes = [row.note for row in plan(nn.Sequential(layer, mine))]
     assert notes == [
-        "its bias is none of an RMSNorm",
+        "it has a bias, and normplug's RMSNorm has none",
         "a subclass of transformers.OptionalNorm, which may have a forward of its own",
     ]
 

@@ -154,7 +154,7 @@ _MODELS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
             "up_block_types": ("AttnUpBlock1D", "UpBlock1DNoSkip"),
             "in_channels": 2,
             "out_channels": 2,
-            "extra_in_channels": 16,
+            "extra_in_channels": 64,
         },
         {"sample": torch.rand(2, 2, 32), "timestep": 5},
     ),

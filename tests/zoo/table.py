@@ -22,9 +22,11 @@ def render(content: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     rows = content["rows"]
     libraries = list(dict.fromkeys(row["library"] for row in rows))
+    # A row that was not run again has the date of its own run.
+    dates = " to ".join(sorted({row.get("date", content["date"])[:10] for row in rows}))
     parts = [
         "# Swapped architectures of other libraries\n",
-        f"`python tests/zoo`, {content['device']}, {versions}, {content['date'][:10]}.\n",
+        f"`python tests/zoo`, {content['device']}, {versions}, {dates}.\n",
         "Each architecture is built with random weights and a small input. The weights, biases and "
         "running statistics of its norms are random too. `standard` is compared with the stock "
         "model, and `golden` with the stock model whose norms have weight * sqrt(tv). Compared are "

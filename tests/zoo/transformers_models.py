@@ -61,7 +61,7 @@ longformer mamba mobilebert mpnet mpt nystromformer olmo opt persimmon phi rembe
 roformer starcoder2 vit vit_mae vit_msn xlm xlm-roberta
 """
 # Their norms are RMSNorms of each kind.
-_DECODERS = "gemma gemma2 gemma3_text gemma4_text glm4 gpt_oss mistral olmo2 phi3 qwen3"
+_DECODERS = "gemma gemma2 gemma3_text glm4 gpt_oss mistral olmo2 phi3 qwen3"
 # Name -> what its configuration has beyond `_TINY`.
 _BEYOND: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_PLAIN.split(), {}),
@@ -73,6 +73,12 @@ _BEYOND: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {**_PAIR, "attention_type": "original_full"},
     "detr": {**_PAIR, "num_queries": 5},
+    "gemma4_text": {
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "vocab_size_per_layer_input": 99,
+        "hidden_size_per_layer_input": 8,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "nemotron": {"num_key_value_heads": 4, "head_dim": 8},
     "speech_to_text": {**_PAIR, "input_feat_per_channel": 8, "conv_channels": 16},
