@@ -1,0 +1,48 @@
+"""The activations after a norm, and their derivatives."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def activation(pre: Tensor, name: str | None) -> Tensor:
+    """relu: max(z, 0).  relu6: min(max(z, 0), 6).  hardswish: z * relu6(z + 3) / 6.
+
+    silu: z * sigmoid(z).  gelu: z * Phi(z), exact.  None: z.
+    """
+    if name is None:
+        return pre
+    if name == "relu":
+        return pre.clamp_min(0)
+    if name == "silu":
+        return pre * torch.sigmoid(pre)
+    if name == "relu6":
+        return pre.clamp(0, 6)
+    if name == "hardswish":
+        return pre * (pre + 3).clamp(0, 6) / 6
+    return pre * _normal_cdf(pre)
+
+
+def activation_backward(dy: Tensor, pre: Tensor, name: str | None) -> Tensor:
+    """The gradient of `activation` at `pre`; where relu and relu6 bend it is 0, as in torch."""
+    if name is None:
+        return dy
+    if name == "relu":
+        return dy * (pre > 0)
+    if name == "silu":
+        gate = torch.sigmoid(pre)
+        return dy * gate * (1 + pre * (1 - gate))
+    if name == "relu6":
+        return dy * ((pre > 0) & (pre < 6))
+    if name == "hardswish":
+        slope = torch.where(pre < 3, pre / 3 + 0.5, 1.0)
+        return dy * torch.where(pre > -3, slope, 0.0)
+    density = torch.exp(-0.5 * pre * pre) / math.sqrt(2 * math.pi)
+    return dy * (_normal_cdf(pre) + pre * density)
+
+
+def _normal_cdf(z: Tensor) -> Tensor:
+    return 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0)))
