@@ -20,8 +20,8 @@ SCHEDULES: dict[str, Schedule] = {
     "reversed": lambda block, blocks: 1.0 / (blocks - block + 1),
 }
 WAY_OUT = (
-    "Give a mapping of filters to modes, or a callable (path, module) -> mode; or swap one part of "
-    "the model at a time."
+    "Give a mapping of filters to modes, or a callable (path, module) -> mode; or take one part of "
+    "the model at a time, by include."
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -97,7 +96,7 @@ class _ByFilter(LayerModes):
         self._modes = [
             (_checks.filters(_KEY, key), mode_of(repr(key), mode)) for key, mode in modes.items()
         ]
-        self._shown = reprlib.repr(dict(modes))
+        self._shown = repr(dict(modes))
         for filters, _ in self._modes:
             matching(_KEY, filters, {})  # refuses what is no regular expression
 
