@@ -136,7 +136,7 @@ def _check_mode(mode: Any) -> None:
         mode_of(mode)
     except (TypeError, ValueError) as error:
         by_depth = f"By depth: mode={' or mode='.join(SCHEDULES)}."
-        raise UserError(f"{error} {by_depth} Or mode=baseline, which swaps nothing.") from None
+        raise UserError(f"{error} Or mode=baseline, which swaps nothing. {by_depth}") from None
 
 
 def _check_recompute(cfg: DictConfig) -> None:
