@@ -24,6 +24,7 @@ with needs("train.py", "train", SystemExit):
     from normplug.experiment.classifier import Classifier
     from normplug.experiment.command import accept_null_groups
     from normplug.experiment.models import scale_norm_weights
+    from normplug.experiment.names import mode_of
     from normplug.experiment.run import Run
 
 CONFIGS = str(Path(__file__).resolve().with_name("configs"))
@@ -43,7 +44,7 @@ def main(cfg: DictConfig) -> float | None:
         if cfg.gamma0 is not None:
             scale_norm_weights(net, cfg.gamma0)
         if cfg.mode != BASELINE:  # only now, so that every arm starts with the same weights
-            normplug.swap(net, cfg.mode, **cfg.swap)
+            normplug.swap(net, mode_of(cfg.mode), **cfg.swap)
             if fuses(cfg):
                 normplug.fuse(net, recompute=cfg.recompute)
         if cfg.channels_last:

@@ -3,6 +3,7 @@
 from normplug import functional
 from normplug._fuse.fuse import fuse, fusions, unfuse
 from normplug._swap.check import check
+from normplug._swap.depth import by_depth
 from normplug._swap.plan import plan
 from normplug._swap.swap import set_mode, swap, swapped, unswap
 from normplug.modes import NormMode, target_variance
@@ -33,6 +34,7 @@ __all__ = [
     "NormMode",
     "RMSNorm",
     "SyncBatchNorm",
+    "by_depth",
     "check",
     "functional",
     "fuse",

@@ -64,9 +64,12 @@ class Report:
 
     def summary(self) -> str:
         """One line: how many layers in which mode."""
-        return f"{len(self.layers)} norm layers in order: " + counts(
-            Counter(f"in mode {layer.mode}" for layer in self.layers)
-        )
+        modes = Counter(f"in mode {layer.mode}" for layer in self.layers)
+        targets = sorted({layer.mode.target_variance for layer in self.layers})
+        found = counts(modes)
+        if len(modes) > 4:
+            found = f"in {len(modes)} modes from {NormMode(targets[0])} to {NormMode(targets[-1])}"
+        return f"{len(self.layers)} norm layers in order: {found}"
 
 
 def check(model: nn.Module, *inputs: Any) -> Report:

@@ -21,13 +21,14 @@ def matching(role: str, filters: Filters, norms: dict[nn.Module, list[str]]) -> 
     """The norm layers that any of the filters takes, by any of their paths.
 
     Args:
-        role: "include" or "exclude", for messages.
+        role: "include", "exclude" or "mode key", for messages.
         filters: what the user gave.
         norms: every norm layer with all its paths.
 
     Raises:
         TypeError: a filter of another type.
-        ValueError: no regular expression, or an `include` pattern that matches nothing.
+        ValueError: no regular expression, or a pattern that matches nothing, of any other role than
+            "exclude".
 
     Warns:
         UserWarning: an `exclude` pattern that matches nothing.
@@ -60,6 +61,6 @@ def _complain(role: str, pattern: str, norms: dict[nn.Module, list[str]]) -> Non
     paths = [shown(path) for names in norms.values() for path in names]
     listed = ", ".join(paths[:8]) + (f", ... ({len(paths)} in all)" if len(paths) > 8 else "")
     text = f"normplug: {role}={pattern!r} matches no norm layer; the model has: {listed}."
-    if role == "include":
+    if role != "exclude":
         raise ValueError(text)
     warnings.warn(text, stacklevel=5)  # the caller of `plan` or `swap`

@@ -13,7 +13,9 @@ from torch import nn
 from normplug import _checks, _convert
 from normplug._swap.filters import Filters, matching
 from normplug._swap.inventory import Inventory
+from normplug._swap.layer_modes import Assigned, LayerModes, ModesLike, Norms, read
 from normplug._table import counts, shown, table
+from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 
 # Every class that torch defines here is a norm, and so is every subclass.
@@ -30,6 +32,9 @@ class PlanRow:
         becomes: the normplug class it becomes, or already is; None where it stays as it is.
         note: why it stays, or that it is swapped already; "" otherwise.
         aliases: its other names, where the layer is shared.
+        mode: the mode it gets; None where it stays as it is, or the plan was made without a mode.
+        block: the number of its block, from 1, where `normplug.by_depth` gives the mode; None
+            outside of blocks.
     """
 
     path: str
@@ -37,6 +42,8 @@ class PlanRow:
     becomes: str | None
     note: str
     aliases: tuple[str, ...]
+    mode: NormMode | None = None
+    block: int | None = None
 
     @property
     def kind(self) -> str:
@@ -59,11 +66,20 @@ class Plan:
     def __str__(self) -> str:
         if not self.rows:
             return "no norm layers"
-        rows = [("path", "class", "becomes", "notes")]
-        for row in self.rows:
-            notes = [row.note, *(f"also {name}" for name in row.aliases)]
-            becomes = f"normplug.{row.becomes}" if row.becomes else "-"
-            rows.append((shown(row.path), row.kind, becomes, "; ".join(filter(None, notes))))
+        columns = {
+            "path": [shown(row.path) for row in self.rows],
+            "class": [row.kind for row in self.rows],
+            "becomes": [f"normplug.{row.becomes}" if row.becomes else "-" for row in self.rows],
+        }
+        for name in ("block", "mode"):  # where they are known
+            values = [getattr(row, name) for row in self.rows]
+            if any(value is not None for value in values):
+                columns[name] = ["-" if value is None else str(value) for value in values]
+        columns["notes"] = [
+            "; ".join(filter(None, (row.note, *(f"also {name}" for name in row.aliases))))
+            for row in self.rows
+        ]
+        rows = [tuple(columns), *zip(*columns.values(), strict=True)]
         return f"{table(rows)}\n{self.summary()}"
 
     def summary(self) -> str:
@@ -77,12 +93,19 @@ class Plan:
 
 
 def plan(
-    model: nn.Module, *, include: Filters = None, exclude: Filters = None, sync: bool = False
+    model: nn.Module,
+    mode: ModesLike | None = None,
+    *,
+    include: Filters = None,
+    exclude: Filters = None,
+    sync: bool = False,
 ) -> Plan:
-    """List what `normplug.swap` with the same filters would do, and change nothing.
+    """List what `normplug.swap` with the same arguments would do, and change nothing.
 
     Args:
         model: any module.
+        mode: as in `normplug.swap`, to list the mode of each layer too, and its block if the mode
+            is a `normplug.by_depth`; None leaves them out.
         include: take only layers that match: a glob on the layer's path ("layer1.*"), a pattern
             "re:..." that the whole path must match, a class, a callable (path, module) -> bool,
             or a list of these; None takes all.
@@ -94,30 +117,52 @@ def plan(
 
     Raises:
         TypeError: `model` is no module, or TorchScript; a filter is none of the above.
-        ValueError: an `include` pattern matches no norm layer, most likely because of a typo.
+        ValueError: an `include` pattern matches no norm layer, most likely because of a typo; a
+            `mode` that `normplug.swap` refuses.
 
     Warns:
         UserWarning: an `exclude` pattern matches no norm layer.
     """
     _checks.module("plan", model)
     _checks.flags("plan", sync=sync)
-    return make(Inventory(model), include, exclude, sync)
+    modes = None if mode is None else read(mode)
+    return make("plan", Inventory(model), modes, include, exclude, sync)
 
 
-def make(inventory: Inventory, include: Filters, exclude: Filters, sync: bool) -> Plan:
+def make(
+    caller: str,
+    inventory: Inventory,
+    modes: LayerModes | None,
+    include: Filters,
+    exclude: Filters,
+    sync: bool,
+) -> Plan:
     """`plan`, of an inventory; the caller's caller is the user."""
-    norms = {module: names for module, names in inventory.names.items() if _is_norm(module)}
+    norms = norms_of(inventory)
     included = set(norms) if include is None else matching("include", include, norms)
     excluded = matching("exclude", exclude, norms)
-    rows = []
-    for module, (path, *aliases) in norms.items():
+    found = {}
+    for module in norms:
         becomes, note = _destination(module, sync)
         if module in excluded:
             becomes, note = None, "excluded"
         elif module not in included:
             becomes, note = None, "not included"
-        rows.append(PlanRow(path, module, becomes, note, tuple(aliases)))
+        found[module] = becomes, note
+    taken = [module for module, (becomes, _) in found.items() if becomes]
+    assigned: dict[nn.Module, Assigned] = {}
+    if modes is not None and taken:
+        assigned = modes.assign(caller, inventory, norms, taken)
+    rows = []
+    for module, (path, *aliases) in norms.items():
+        mode, block = assigned.get(module, (None, None))
+        rows.append(PlanRow(path, module, *found[module], tuple(aliases), mode, block))
     return Plan(tuple(rows))
+
+
+def norms_of(inventory: Inventory) -> Norms:
+    """Every norm layer of a model, with all its paths."""
+    return {module: names for module, names in inventory.names.items() if _is_norm(module)}
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -19,16 +19,16 @@ from normplug._swap import record as _record
 from normplug._swap.filters import Filters
 from normplug._swap.fold import Scaling
 from normplug._swap.inventory import Inventory
+from normplug._swap.layer_modes import ModesLike, read
 from normplug._swap.opacus import tell_opacus
 from normplug._swap.rollback import all_or_nothing
 from normplug._table import counts, shown
-from normplug.modes import ModeLike, target_variance
 from normplug.modules import TargetVarianceNorm
 
 
 def swap(
     model: nn.Module,
-    mode: ModeLike = "golden",
+    mode: ModesLike = "golden",
     *,
     include: Filters = None,
     exclude: Filters = None,
@@ -53,7 +53,10 @@ def swap(
 
     Args:
         model: any module; it may itself be a norm layer.
-        mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
+        mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`. For a
+            mode per layer: `normplug.by_depth(schedule)`; a callable (path, module) -> mode; or a
+            mapping of filters, as `include` takes them, to modes, where the first that matches a
+            layer counts.
         include: take only what matches, as in `normplug.plan`.
         exclude: leave what matches, as in `normplug.plan`; wins over `include`.
         track_running_stats: give LayerNorm, RMSNorm and GroupNorm running statistics to watch; None
@@ -72,8 +75,9 @@ def swap(
         `model` itself.
 
     Raises:
-        ValueError: an unknown mode, autocast_output or backend; an `include` pattern that matches
-            nothing; `preserve_output` where a weight cannot be divided. The model stays as it was.
+        ValueError: an unknown mode, autocast_output or backend; a layer that gets no mode; an
+            `include` pattern or one of `mode` that matches nothing; `preserve_output` where a
+            weight cannot be divided. The model stays as it was.
         TypeError: `model` is no module, or TorchScript; an option of another type.
 
     Warns:
@@ -84,7 +88,7 @@ def swap(
         >>> swap(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].mode.name
         'golden'
     """
-    tv = target_variance(mode)
+    modes = read(mode)
     _checks.module("swap", model)
     _checks.swap_options(
         "swap",
@@ -95,7 +99,8 @@ def swap(
         track_running_stats=track_running_stats,
     )
     inventory = Inventory(model)
-    planned = _plan.make(inventory, include, exclude, sync)
+    planned = _plan.make("swap", inventory, modes, include, exclude, sync)
+    targets = {row.path: row.mode.target_variance for row in planned if row.mode is not None}
     taken = [row for row in planned if row.becomes]
     if not taken:
         warnings.warn(_nothing_swapped(model, planned), stacklevel=2)
@@ -104,7 +109,8 @@ def swap(
     if preserve_output:
         for row in taken:
             now = _convert.settings(row.module).get("target_variance", 1.0)
-            scalings.append(Scaling(row.path, row.module, math.sqrt(now / tv)))
+            factor = math.sqrt(now / targets[row.path])
+            scalings.append(Scaling(row.path, row.module, factor))
     _fold.refuse_unscalable("swap(preserve_output=True)", inventory, scalings)
 
     with all_or_nothing([row.module for row in taken]):
@@ -113,7 +119,7 @@ def swap(
             weighted = getattr(row.module, "weight", None) is not None
             _convert.convert(
                 row.module,
-                tv,
+                targets[row.path],
                 backend=backend,
                 autocast_output=autocast_output,
                 track_running_stats=track_running_stats,
@@ -183,7 +189,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
 
 @contextmanager
-def swapped(model: nn.Module, mode: ModeLike = "golden", **options: Any) -> Iterator[nn.Module]:
+def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Iterator[nn.Module]:
     """Swap for the length of a `with` block, and put every layer back after it.
 
     After the block, even on an exception, each layer has its former class, attributes and buffers,
@@ -242,31 +248,33 @@ def swapped(model: nn.Module, mode: ModeLike = "golden", **options: Any) -> Iter
         release(releasable("swapped", inside))
 
 
-def set_mode(model: nn.Module, mode: ModeLike) -> nn.Module:
+def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
     """Set the mode of every normplug layer of a model; weights stay as they are.
 
     Args:
         model: any module.
-        mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
+        mode: as in `normplug.swap`: one mode, or one for each normplug layer.
 
     Returns:
         `model` itself.
 
     Raises:
         TypeError: `model` is no module, or TorchScript.
-        ValueError: an unknown mode, or a model without normplug layers.
+        ValueError: an unknown mode, a layer that gets none, or a model without normplug layers. All
+            layers keep their modes.
     """
-    tv = target_variance(mode)
+    modes = read(mode)
     _checks.module("set_mode", model)
     inventory = Inventory(model)
-    layers = inventory.layers()
+    layers = [layer for _, layer in inventory.layers()]
     if not layers:
         raise ValueError(
             f"normplug.set_mode: {type(model).__name__} has no normplug layers. "
             "Use normplug.swap(model, mode) first."
         )
-    for _, layer in layers:
-        layer.target_variance = tv
+    assigned = modes.assign("set_mode", inventory, _plan.norms_of(inventory), layers)
+    for layer in layers:
+        layer.mode = assigned[layer].mode
     _record.renew("set_mode", inventory)
     return model
 

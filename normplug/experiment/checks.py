@@ -22,6 +22,7 @@ import normplug
 from normplug._report.arms import BASELINE
 from normplug.experiment.building import fuses
 from normplug.experiment.errors import WHO, UserError, one_line
+from normplug.experiment.names import SCHEDULES, mode_of
 from normplug.experiment.optimizing import decay_groups
 from normplug.experiment.rules import RULES, is_whole
 from normplug.experiment.signatures import accepts, described, shown, signature_of
@@ -132,9 +133,10 @@ def _check_mode(mode: Any) -> None:
     if mode == BASELINE:
         return
     try:
-        normplug.NormMode(mode)
+        mode_of(mode)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{error} Or mode=baseline, which swaps nothing.") from None
+        by_depth = f"By depth: mode={' or mode='.join(SCHEDULES)}."
+        raise UserError(f"{error} Or mode=baseline, which swaps nothing. {by_depth}") from None
 
 
 def _check_recompute(cfg: DictConfig) -> None:

@@ -10,8 +10,22 @@ from omegaconf import OmegaConf
 
 import normplug
 from normplug._report.arms import BASELINE
+from normplug._swap.depth import ByDepth
 
+# Modes that set a target variance per layer: the words of `mode`, and the schedules they stand for.
+SCHEDULES = {"inverse_depth": "1/l", "reversed_depth": "reversed"}
 LONGEST_NAME = 180  # bytes; file systems take 255
+
+
+def mode_of(mode: str | float) -> normplug.NormMode | ByDepth:
+    """The mode of `normplug.swap` that a value of the key `mode` stands for.
+
+    Raises:
+        ValueError: neither a mode nor one of `SCHEDULES`.
+    """
+    if isinstance(mode, str) and mode in SCHEDULES:
+        return normplug.by_depth(SCHEDULES[mode])
+    return normplug.NormMode(mode)
 
 
 def arm_name(
@@ -23,7 +37,7 @@ def arm_name(
     """The arm's name in directories, results and tables.
 
     Args:
-        mode: "baseline", or a mode of `normplug.swap`.
+        mode: "baseline", one of `SCHEDULES`, or "golden", "standard" or a number.
         gamma0: in the name if it is not None, e.g. `standard-gamma0_0.786`.
         tag: the last part of the name, if it is neither None nor "".
         autocast_output: of `normplug.swap`, in the name unless it is that function's default "low"
@@ -33,7 +47,7 @@ def arm_name(
         ValueError: unknown mode.
         TypeError: a mode that is neither text nor a number.
     """
-    parts = [mode if mode == BASELINE else str(normplug.NormMode(mode))]
+    parts = [mode if mode in (BASELINE, *SCHEDULES) else str(normplug.NormMode(mode))]
     if gamma0 is not None:
         parts.append(f"gamma0_{gamma0:g}")
     if autocast_output not in (None, "low") and mode != BASELINE:

@@ -149,13 +149,15 @@ class Run:
         """Write the result, print it, and return the test accuracy."""
         gpu = trainer.strategy.root_device.type == "cuda"  # the model itself is back on the CPU
         fused = _norms_fused(model)
+        layers = dict(_convert.normplug_layers(model))
         accuracy = float(trainer.callback_metrics["test/accuracy"])
         self._write(
             test_accuracy=accuracy,
             accuracy_by_epoch=model.accuracy_by_epoch,
             **self._timer.summary(data.batch_size * trainer.world_size),
             peak_memory_bytes=peak_memory_bytes(gpu),
-            norms_swapped=sum(1 for _ in _convert.normplug_layers(model)),
+            norms_swapped=len(layers),
+            target_variances={path: layer.target_variance for path, layer in layers.items()},
             norms_fused=fused,
             recompute=self.cfg.recompute and fused > 0,
             channels_last=self.cfg.channels_last,

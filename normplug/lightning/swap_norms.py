@@ -12,9 +12,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from normplug import _checks, _convert
 from normplug._swap import record
 from normplug._swap.check import refuse
+from normplug._swap.layer_modes import ModesLike, read
 from normplug._swap.swap import swap
+from normplug._table import shown
 from normplug._torch import BatchNormBase
-from normplug.modes import ModeLike, NormMode
+from normplug.modes import NormMode
 
 _OPTIONS = [p.name for p in inspect.signature(swap).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
@@ -22,13 +24,14 @@ _OPTIONS = [p.name for p in inspect.signature(swap).parameters.values() if p.kin
 class SwapNorms(Callback):
     """Swap the norms of a LightningModule before its optimizer is built.
 
-    The mode goes into checkpoints; resuming under another mode is refused. A tool that rebuilds
-    norms silently drops the target variance. So at the start of fit, validate and test, the layers
-    are compared with the record of the swap, as in `normplug.check`. `Trainer(sync_batchnorm=True)`
-    is such a tool and is refused at once; use `SyncNorms` in its place.
+    The mode of each layer goes into checkpoints; resuming under other modes is refused. A tool that
+    rebuilds norms silently drops the target variance. So at the start of fit, validate and test,
+    the layers are compared with the record of the swap, as in `normplug.check`.
+    `Trainer(sync_batchnorm=True)` is such a tool and is refused at once; use `SyncNorms` in its
+    place.
 
     Args:
-        mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`.
+        mode: as in `normplug.swap`: one mode, or one for each layer.
         **options: those of `normplug.swap`.
 
     Raises:
@@ -40,12 +43,14 @@ class SwapNorms(Callback):
         >>> trainer = Trainer(callbacks=[SwapNorms("golden", exclude="head.*")], logger=False)
     """
 
-    def __init__(self, mode: ModeLike = "golden", **options: Any) -> None:
-        self.mode = NormMode(mode)
+    def __init__(self, mode: ModesLike = "golden", **options: Any) -> None:
+        self.mode = read(mode)
         _checks.known("lightning.SwapNorms", options, _OPTIONS)
         _checks.swap_options("lightning.SwapNorms", **options)
         self.options = options
         self._model: LightningModule | None = None
+        self._targets: dict[str, float] = {}  # the target variance of each layer at the swap
+        self._saved: dict[str, Any] | None = None  # a checkpoint's state, until it is compared
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Swap, unless `configure_model` has yet to make the layers."""
@@ -66,23 +71,49 @@ class SwapNorms(Callback):
     on_test_start = on_validation_start
 
     def state_dict(self) -> dict[str, Any]:
-        """The mode, for the checkpoint."""
-        return {"target_variance": self.mode.target_variance}
+        """The target variance of each layer, for the checkpoint."""
+        return {"target_variances": dict(self._targets)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another mode."""
-        saved = NormMode(state_dict["target_variance"])
-        if saved != self.mode:
-            raise ValueError(
-                f"normplug.lightning.SwapNorms: the checkpoint was trained in mode {saved}; this "
-                f"run's mode is {self.mode}. Resume with SwapNorms({saved.argument})."
-            )
+        """Refuse a checkpoint of other modes."""
+        self._saved = state_dict
+        if self._model is not None:
+            self._refuse_other_modes()
+
+    def _refuse_other_modes(self) -> None:
+        if self._saved is None:
+            return
+        now, one = self._targets, self._saved.get("target_variance")  # of earlier versions
+        saved = dict.fromkeys(now, one) if one is not None else self._saved["target_variances"]
+        self._saved = None
+        differ = [p for p in {**now, **saved} if now.get(p, 1.0) != saved.get(p, 1.0)]
+        if not differ:
+            return
+        text = "normplug.lightning.SwapNorms: the checkpoint was trained in"
+        if len({*saved.values()}) == len({*now.values()}) == 1:
+            mode, other = (NormMode(next(iter(d.values()))) for d in (saved, now))
+            if mode != other:
+                raise ValueError(
+                    f"{text} mode {mode}; this run's mode is {other}. Resume with "
+                    f"SwapNorms({mode.argument})."
+                )
+        modes = [
+            f"{shown(p)} in mode {NormMode(saved.get(p, 1.0))}, now {NormMode(now.get(p, 1.0))}"
+            for p in differ[:4]
+        ]
+        more = f"; ... ({len(differ)} in all)" if differ[4:] else ""
+        raise ValueError(
+            f"{text} other modes: {'; '.join(modes)}{more}. Resume with the arguments of SwapNorms "
+            "that it was trained with."
+        )
 
     def _swap(self, pl_module: LightningModule) -> None:
         swap(pl_module, self.mode, **self.options)
         self._model = pl_module
-        swapped = sum(1 for _ in _convert.normplug_layers(pl_module))
-        rank_zero_info(f"normplug: {swapped} norm layers in mode {self.mode}")
+        layers = dict(_convert.normplug_layers(pl_module))
+        self._targets = {path: layer.target_variance for path, layer in layers.items()}
+        rank_zero_info(f"normplug: {len(layers)} norm layers in mode {self.mode}")
+        self._refuse_other_modes()
 
     def _refuse_torchs_sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Only strategies over several processes have a `_layer_sync`.

@@ -232,8 +232,9 @@ class TargetVarianceNorm(nn.Module):
                 warnings.warn(
                     f"normplug: a checkpoint of mode {NormMode(saved)} is loaded into layers of "
                     f"mode {self.mode}: the same weights now give other outputs. Use "
-                    f"normplug.set_mode(model, {NormMode(saved).argument}) to get the saved mode, "
-                    "or load first and then swap with preserve_output=True.",
+                    f"normplug.set_mode(model, {NormMode(saved).argument}) to get the saved mode "
+                    "(or a mapping from paths to modes, if the saved layers differ), or load first "
+                    "and then swap with preserve_output=True.",
                     stacklevel=2,
                 )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

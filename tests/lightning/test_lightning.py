@@ -68,6 +68,25 @@ def test_swap_norms_keeps_its_mode_in_the_checkpoint_and_refuses_another(tmp_pat
         resumed.fit(Module(), loader(), ckpt_path=path)
 
 
+@pytest.mark.filterwarnings("ignore:normplug. a checkpoint of mode:UserWarning")
+def test_swap_norms_keeps_the_mode_of_each_layer_in_the_checkpoint(tmp_path):
+    path, modes = tmp_path / "last.ckpt", {"net.0": 0.5, "*": "golden"}
+    run, logger = trainer(tmp_path, SwapNorms(modes)), VarianceLogger(1, tmp_path)
+    run.fit(Module(), loader())
+    run.save_checkpoint(path)
+    same = trainer(tmp_path, SwapNorms(lambda p, m: modes.get(p, "golden")), logger, max_epochs=2)
+    same.fit(Module(), loader(), ckpt_path=path)
+    assert [row.target_variance for row in logger.last] == [0.5, target_variance("golden")]
+    for other, text in (("golden", "net.0 in mode 0.5, now golden"), ({"*": 2}, "net.3 in mode g")):
+        resumed = trainer(tmp_path, SwapNorms(other), max_epochs=2)
+        with pytest.raises(ValueError, match=f"trained in other modes: .*{text}"):
+            resumed.fit(Module(), loader(), ckpt_path=path)
+    earlier = SwapNorms(0.5)
+    earlier.load_state_dict({"target_variance": 0.25})  # as versions before wrote it
+    with pytest.raises(ValueError, match=r"in mode 0\.25; this run's mode is 0\.5"):
+        trainer(tmp_path, earlier).fit(Module(), loader())
+
+
 def test_swap_norms_notices_that_another_tool_rebuilt_a_layer(tmp_path):
     module = Module()
     run = trainer(tmp_path, SwapNorms("golden"))

@@ -117,6 +117,19 @@ def test_a_sweep_over_the_output_of_autocast_has_an_arm_for_each(trains, tmp_pat
     assert losses != others
 
 
+def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(trains, tmp_path):
+    output = trains(*SMALL, PLAIN, "mode=inverse_depth,reversed_depth", "-m")
+    falling = [1, 1 / 2, 1 / 3, 1 / 4]
+    arms = {"inverse_depth": falling, "reversed_depth": falling[::-1]}
+    for result, (arm, blocks) in zip(results(tmp_path), arms.items(), strict=True):
+        assert result["arm"] == arm
+        assert f"| {arm} " in output
+        targets = result["target_variances"]
+        assert list(targets.values()) == [*(tv for tv in blocks for _ in range(2)), 1.0]
+        assert list(targets)[-1] == "net.encoder.ln"
+        assert len(list(tmp_path.rglob(f"{arm}/seed_0/result.json"))) == 1
+
+
 def test_fast_dev_run(trains):
     assert "not timed: too few steps" in trains(*TINY, "trainer.fast_dev_run=true")
 

@@ -1,0 +1,267 @@
+"""A target variance by depth: where the blocks of a model are, and the schedules over them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+from torch import nn
+
+from normplug._swap.inventory import Inventory
+from normplug._swap.layer_modes import Assigned, LayerModes, Norms, mode_of
+from normplug._table import shown
+from normplug.modes import NormMode
+
+Schedule: TypeAlias = Callable[[int, int], float]
+
+SCHEDULES: dict[str, Schedule] = {
+    "1/l": lambda block, blocks: 1.0 / block,
+    "reversed": lambda block, blocks: 1.0 / (blocks - block + 1),
+}
+WAY_OUT = (
+    "Give a mapping of filters to modes, or a callable (path, module) -> mode; or take one part of "
+    "the model at a time, by include."
+)
+
+
+def by_depth(schedule: str | Schedule) -> ByDepth:
+    """Let the depth of a layer's block set its mode, for `swap`, `plan`, `set_mode` and `swapped`.
+
+    Depth counts blocks, not norms: all norms of block l of L have the same target variance.
+
+        "1/l": 1 / l        "reversed": 1 / (L - l + 1)        a callable: schedule(l, L)
+
+    "1/l" is LayerNorm Scaling (Sun et al. 2025, "The Curse of Depth in Large Language Models",
+    arXiv:2502.05795), which multiplies the output of the norms of block l by 1 / sqrt(l).
+
+    Blocks are the numbered children that hold norms, in the order of their numbers: of a
+    `ModuleList` or `Sequential`, such as `layers.0`, or of any module by their names, such as
+    `encoder_layer_3`. Where each of them holds a sequence of its own, as the stages of a ResNet
+    do, the inner sequences are counted through. A child with one norm and otherwise only plain
+    layers, such as a convolution with its BatchNorm, is no block unless the model has no others.
+    `print(normplug.plan(model, by_depth(schedule)))` shows the block of each layer.
+
+    Norms outside the blocks have mode standard. That includes the final norm: it normalises the sum
+    of all blocks for the head, and a smaller variance there would only scale the head's input.
+
+    Args:
+        schedule: "1/l", "reversed", or a callable (block, blocks) -> target variance, with block
+            from 1 to blocks.
+
+    Returns:
+        A value for the argument `mode`.
+
+    Raises:
+        ValueError: another text. When used: the model has no sequence of blocks, or several side
+            by side, such as those of an encoder and a decoder; a norm is shared by two blocks; the
+            schedule gives no mode.
+        TypeError: neither text nor a callable.
+
+    Example:
+        >>> import normplug
+        >>> blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2) for _ in range(4))
+        >>> normplug.swap(blocks, by_depth("1/l"))[3].norm2.target_variance
+        0.25
+    """
+    return ByDepth(schedule)
+
+
+class ByDepth(LayerModes):
+    """The mode that a schedule gives to a layer's block; mode standard outside of blocks."""
+
+    def __init__(self, schedule: str | Schedule) -> None:
+        rule = f"{', '.join(map(repr, SCHEDULES))}, or a callable (block, blocks) -> number"
+        text = f"normplug.by_depth: schedule must be {rule}; got {schedule!r}."
+        if isinstance(schedule, str):
+            if schedule not in SCHEDULES:
+                raise ValueError(text)
+        elif not callable(schedule) or isinstance(schedule, (type, nn.Module)):
+            raise TypeError(text)
+        self.schedule = schedule
+
+    def __str__(self) -> str:
+        schedule = self.schedule
+        if not isinstance(schedule, str):
+            return f"by_depth({getattr(schedule, '__qualname__', repr(schedule))})"
+        return f"by_depth({schedule!r})"
+
+    __repr__ = __str__
+
+    def assign(
+        self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
+    ) -> dict[nn.Module, Assigned]:
+        """Number the blocks, and ask the schedule once for each that holds a layer."""
+        blocks = Blocks(inventory, norms).holding(taken)
+        schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
+        numbers: dict[nn.Module, int] = {}
+        for number, block in enumerate(blocks, 1):
+            for module in block.module.modules():
+                if module in norms and numbers.setdefault(module, number) != number:
+                    raise ValueError(
+                        f"normplug.by_depth: {shown(norms[module][0])} is in block "
+                        f"{numbers[module]} and in block {number}. {WAY_OUT}"
+                    )
+        modes = {
+            number: mode_of(
+                f"block {number} of {len(blocks)}, {blocks[number - 1].path}",
+                schedule(number, len(blocks)),
+            )
+            for number in sorted({numbers[module] for module in taken if module in numbers})
+        }
+        outside = Assigned(NormMode.STANDARD)
+        return {
+            module: Assigned(modes[numbers[module]], numbers[module])
+            if module in numbers
+            else outside
+            for module in taken
+        }
+
+
+class Block(NamedTuple):
+    """One block of a model, under its path."""
+
+    path: str
+    module: nn.Module
+
+
+class Blocks:
+    """Finds the sequences of blocks in the tree of a model's modules."""
+
+    def __init__(self, inventory: Inventory, norms: Norms) -> None:
+        self._model = inventory.model
+        self._norms = norms
+        self._holders = {
+            holder
+            for paths in norms.values()
+            for path in paths
+            for holder in inventory.parents(path)
+        }
+
+    def holding(self, taken: Iterable[nn.Module]) -> list[Block]:
+        """The one sequence whose blocks hold layers of `taken`.
+
+        Raises:
+            ValueError: there is none, or there are several.
+        """
+        wanted = set(taken)
+        model = type(self._model).__name__
+        # Where nothing else is a block, units such as (convolution, norm, activation) are.
+        for with_units in (False, True):
+            found = {
+                tuple(map(id, (block.module for block in sequence))): sequence
+                for sequence in self._sequences(Block("", self._model), with_units)
+                if any(not wanted.isdisjoint(block.module.modules()) for block in sequence)
+            }
+            if len(found) == 1:
+                return next(iter(found.values()))
+            if found:
+                listed = " and ".join(f"{s[0].path} to {s[-1].path}" for s in found.values())
+                raise ValueError(
+                    f"normplug.by_depth: {model} has several sequences of blocks side by side: "
+                    f"{listed}. {WAY_OUT}"
+                )
+        raise ValueError(
+            f"normplug.by_depth: {model} has no sequence of blocks, which are numbered modules "
+            f"that hold norm layers. {WAY_OUT}"
+        )
+
+    def _sequences(
+        self, parent: Block, with_units: bool, within: bool = False
+    ) -> Iterator[list[Block]]:
+        """The outermost sequences of blocks in a module; within: in a numbered module."""
+        families: dict[str, list[tuple[int, Block]]] = {}
+        for name, child in parent.module._modules.items():
+            if child is None or child not in self._holders or child in self._norms:
+                continue
+            block = Block(".".join(filter(None, (parent.path, name))), child)
+            text, digits = _split(name)
+            if digits:
+                families.setdefault(text, []).append((int(digits), block))
+            else:
+                yield from self._sequences(block, with_units, within)
+        for text, numbered in families.items():
+            children = [block for _, block in sorted(numbered, key=lambda pair: pair[0])]
+            if text and len(children) == 1 and not _is_list(parent.module):
+                yield from self._sequences(children[0], with_units, within)
+            elif sequence := self._counted(parent, children, with_units, within):
+                yield sequence
+
+    def _counted(
+        self, parent: Block, children: list[Block], with_units: bool, within: bool
+    ) -> list[Block]:
+        """The blocks that numbered children are or hold; [] if these are parts of a block."""
+        blocks = [child for child in children if not self._is_unit(child.module)]
+        if not blocks:
+            return children if with_units and not within else []
+        inner = [list(self._sequences(block, with_units, within=True)) for block in blocks]
+        stages = [block for block, sequences in zip(blocks, inner, strict=True) if sequences]
+        if not stages:
+            return self._parts_or_blocks(parent, children, blocks) if within else blocks
+        if len(stages) < len(blocks):
+            other = next(block for block in blocks if block not in stages)
+            raise ValueError(
+                f"normplug.by_depth: {stages[0].path} holds a sequence of blocks, and {other.path} "
+                f"beside it does not. {WAY_OUT}"
+            )
+        for stage, sequences in zip(stages, inner, strict=True):
+            self._refuse_unclear(stage, sequences)
+        return [block for sequences in inner for block in sequences[0]]
+
+    def _parts_or_blocks(
+        self, parent: Block, children: list[Block], blocks: list[Block]
+    ) -> list[Block]:
+        """The blocks in a numbered module, or [] if they are its parts, as attention and MLP."""
+        repeats = sum(any(_alike(a, b) for b in blocks if b is not a) for a in blocks)
+        if _is_list(parent.module):
+            if len(children) == 1 or repeats == len(blocks):
+                return blocks
+            unclear = repeats > 0
+        else:
+            unclear = repeats > 2  # two may be branches
+        if unclear:
+            raise self._unclear(parent, blocks)
+        return []
+
+    def _refuse_unclear(self, stage: Block, sequences: list[list[Block]]) -> None:
+        """Refuse a stage that may itself be a block, with a sequence as one of its parts."""
+        inside = {m for block in sequences[0] for m in block.module.modules() if m in self._norms}
+        beside = [m for m in stage.module.modules() if m in self._norms and m not in inside]
+        own = any(child in self._norms for child in stage.module.children())
+        if len(sequences) > 1 or own or len(beside) >= len(inside):
+            raise self._unclear(stage, sequences[0])
+
+    def _unclear(self, parent: Block, blocks: list[Block]) -> ValueError:
+        return ValueError(
+            f"normplug.by_depth: {shown(parent.path)} may be one block, or a stage of several: "
+            f"{blocks[0].path} to {blocks[-1].path}. {WAY_OUT}"
+        )
+
+    def _is_unit(self, module: nn.Module) -> bool:
+        """Whether a module is one norm and one plain layer: (convolution, norm, activation)."""
+        others = [child for child in module.children() if child not in self._norms]
+        layers = [child for child in others if any(True for _ in child.parameters())]
+        plain = not any(True for child in others for _ in child.children())
+        return plain and len(layers) <= 1 and len(list(module.children())) == len(others) + 1
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A name without the digits at its end, and these: ("layer", "3"); "" without any."""
+    match = re.fullmatch(r"(.*?)(\d*)", name, re.DOTALL)
+    assert match is not None
+    return match[1], match[2]
+
+
+def _alike(one: Block, other: Block) -> bool:
+    """Whether two modules are of one design, as residual blocks are; attention and MLP are not."""
+    a, b = _classes(one), _classes(other)
+    return type(one.module) is type(other.module) and (a <= b or b <= a)
+
+
+def _classes(block: Block) -> set[type]:
+    passive = (nn.Identity, nn.Sequential, nn.ModuleList, nn.Dropout)
+    return {type(m) for m in block.module.modules() if not isinstance(m, passive)}

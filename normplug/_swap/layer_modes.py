@@ -1,0 +1,139 @@
+"""The mode of each layer: how the argument `mode` of `swap`, `plan` and `set_mode` is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
+
+from normplug import _checks
+from normplug._swap.filters import matching
+from normplug._swap.inventory import Inventory
+from normplug._table import shown
+from normplug.modes import ModeLike, NormMode
+
+Norms: TypeAlias = "dict[nn.Module, list[str]]"  # every norm layer of a model, with all its paths
+
+_KEY = "mode key"
+
+
+class Assigned(NamedTuple):
+    """What a layer gets: its mode, and the number of its block where that decides the mode."""
+
+    mode: NormMode
+    block: int | None = None
+
+
+class LayerModes:
+    """A rule that gives each layer its mode; `str` names it in messages."""
+
+    def assign(
+        self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
+    ) -> dict[nn.Module, Assigned]:
+        """The mode of each of the layers `taken`, which are among the model's `norms`.
+
+        Raises:
+            ValueError: a layer gets no mode, or what is no mode.
+        """
+        raise NotImplementedError
+
+
+ModesLike: TypeAlias = (
+    "ModeLike | Mapping[Any, ModeLike] | Callable[[str, nn.Module], ModeLike] | LayerModes"
+)
+
+
+def read(mode: ModesLike) -> LayerModes:
+    """Refuse what gives no layer a mode; return the rule.
+
+    Raises:
+        ValueError: no mode, and no rule that gives modes.
+        TypeError: a key of a mapping is no filter.
+    """
+    if isinstance(mode, LayerModes):
+        return mode
+    if isinstance(mode, Mapping):
+        return _ByFilter(mode)
+    if callable(mode) and not isinstance(mode, (type, nn.Module)):
+        return _ByFunction(mode)
+    try:
+        return _One(NormMode(mode))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(
+            f"{error} For a mode per layer, give a mapping of filters to modes, a callable "
+            "(path, module) -> mode, or normplug.by_depth(schedule)."
+        ) from None
+
+
+def mode_of(who: str, mode: Any) -> NormMode:
+    """Read the mode that a rule gives to `who`."""
+    try:
+        return NormMode(mode)
+    except ValueError as error:
+        raise ValueError(f"{error} That is the mode of {who}.") from None
+
+
+class _One(LayerModes):
+    """The same mode for each layer."""
+
+    def __init__(self, mode: NormMode) -> None:
+        self._mode = mode
+
+    def __str__(self) -> str:
+        return str(self._mode)
+
+    def assign(
+        self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
+    ) -> dict[nn.Module, Assigned]:
+        return dict.fromkeys(taken, Assigned(self._mode))
+
+
+class _ByFilter(LayerModes):
+    """The mode of the first filter that matches a layer."""
+
+    def __init__(self, modes: Mapping[Any, ModeLike]) -> None:
+        self._modes = [
+            (_checks.filters(_KEY, key), mode_of(repr(key), mode)) for key, mode in modes.items()
+        ]
+        self._shown = repr(dict(modes))
+        for filters, _ in self._modes:
+            matching(_KEY, filters, {})  # refuses what is no regular expression
+
+    def __str__(self) -> str:
+        return self._shown
+
+    def assign(
+        self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
+    ) -> dict[nn.Module, Assigned]:
+        modes: dict[nn.Module, Assigned] = {}
+        for filters, mode in self._modes:
+            for module in matching(_KEY, filters, norms):
+                modes.setdefault(module, Assigned(mode))
+        left = [shown(inventory.names[module][0]) for module in taken if module not in modes]
+        if left:
+            listed = ", ".join(left[:8]) + (f", ... ({len(left)} in all)" if left[8:] else "")
+            raise ValueError(
+                f"normplug.{caller}: no key of mode matches {listed}. Add a key such as '*' for "
+                "the rest, or exclude these layers."
+            )
+        return {module: modes[module] for module in taken}
+
+
+class _ByFunction(LayerModes):
+    """The mode that a user's function returns for a layer."""
+
+    def __init__(self, function: Callable[[str, nn.Module], ModeLike]) -> None:
+        self._function = function
+
+    def __str__(self) -> str:
+        return getattr(self._function, "__qualname__", repr(self._function))
+
+    def assign(
+        self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
+    ) -> dict[nn.Module, Assigned]:
+        modes = {}
+        for module in taken:
+            path = inventory.names[module][0]
+            modes[module] = Assigned(mode_of(shown(path), self._function(path, module)))
+        return modes
