@@ -12,7 +12,8 @@ from hydra.utils import instantiate
 import normplug
 import train
 from normplug._ops import recompute
-from normplug.compare.gather import KEYS
+from normplug._report.measure import ACCURACY
+from normplug.compare.gather import keys
 from normplug.experiment.models import resnet, scale_norm_weights, vit
 from normplug.experiment.names import arm_name
 from normplug.experiment.optimizing import SCHEDULES, decay_groups, make_scheduler, move_to_step
@@ -35,10 +36,15 @@ def composed(*overrides):
 @pytest.mark.parametrize("optimizer", choices("optimizer"))
 def test_every_model_trains_a_step_with_every_optimizer(model, optimizer):
     cfg = composed(f"model={model}", f"optimizer={optimizer}")
-    net = instantiate(cfg.model, num_classes=7, image_size=16)
+    if model.startswith("gpt"):
+        net = instantiate(cfg.model, vocabulary=7, block_size=9, depth=2, width=32)
+        x, shape = torch.randint(7, (2, 5)), (2, 5, 7)
+    else:
+        net = instantiate(cfg.model, num_classes=7, image_size=16)
+        x, shape = torch.randn(2, 3, 16, 16), (2, 7)
     before = [p.clone() for p in net.parameters()]
-    y = net(torch.randn(2, 3, 16, 16))
-    assert y.shape == (2, 7)
+    y = net(x)
+    assert y.shape == shape
     y.square().sum().backward()
     instantiate(cfg.optimizer)(net.parameters()).step()
     assert all(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
@@ -55,7 +61,13 @@ def test_the_command_line_wins_over_what_a_model_or_an_experiment_chooses():
 def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     output = trains(*TINY, "mode=golden", "seed=0", "logger=tensorboard")
     (result,) = results(tmp_path)
-    assert result.keys() >= {*KEYS, "norms_fused", "recompute", "channels_last"}
+    assert result.keys() >= {
+        *keys(ACCURACY),
+        "measure",
+        "norms_fused",
+        "recompute",
+        "channels_last",
+    }
     named = {"arm": "golden", "seed": 0, "model": "vit_tiny", "data": "fake", "status": "finished"}
     assert result.items() >= named.items()
     assert result["norms_swapped"] == 9
