@@ -1,6 +1,7 @@
 """train.py as its user meets it: commands in, files and sentences out."""
 
 import copy
+import math
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from hydra.utils import instantiate
 import normplug
 import train
 from normplug._ops import recompute
-from normplug._report.measure import ACCURACY
+from normplug._report.measure import ACCURACY, Measure
 from normplug.compare.gather import keys
-from normplug.experiment.models import resnet, scale_norm_weights, vit
+from normplug.experiment.models import GPT, resnet, scale_norm_weights, vit
 from normplug.experiment.names import arm_name
 from normplug.experiment.optimizing import SCHEDULES, decay_groups, make_scheduler, move_to_step
 from training import PLAIN, SMALL, SWEEP, TWO_PROCESSES, output_in, python, results, variance_rows
@@ -127,6 +128,58 @@ def test_a_sweep_over_the_output_of_autocast_has_an_arm_for_each(trains, tmp_pat
     assert "Reference: standard" in output
     losses, others = (path.read_text() for path in tmp_path.rglob("metrics.csv"))
     assert losses != others
+
+
+def test_a_sweep_of_language_models_is_compared_by_its_losses(trains, tmp_path):
+    tiny = ["model=gpt_tiny", "model.width=16", "model.depth=1", "data.block_size=16"]
+    short = ["data.megabytes=0.01", "trainer.max_epochs=2", "fuse=true", PLAIN]
+    output = trains(*tiny, *short, "mode=baseline,standard,golden", "-m")
+    baseline, golden, standard = results(tmp_path)
+    assert standard["loss_by_epoch"] == baseline["loss_by_epoch"]
+    assert standard["test_loss"] == baseline["test_loss"] != golden["test_loss"]
+    assert golden.keys() >= {*keys(Measure.of(golden)), "text_sha256"}
+    assert golden["measure"] == {
+        "name": "loss",
+        "unit": "nats/byte",
+        "better": "lower",
+        "items": "tokens",
+    }
+    bits = golden["test_bits_per_character"]
+    assert bits == pytest.approx(golden["test_loss"] / math.log(2), rel=0.01)  # nearly all ASCII
+    assert 4 < golden["unigram_bits_per_character"] < 6
+    assert golden["tokens_per_s"] == pytest.approx(16 * 16e3 / golden["step_ms"], rel=0.5)
+    assert (golden["norms_swapped"], golden["norms_fused"]) == (3, 2)
+    shown = f"{golden['test_loss']:.4f} nats/byte, {bits:.3f} bits per character"
+    for words in (shown, "unigram entropy", "tokens/s", " test loss, nats/byte |"):
+        assert words in output
+    root = tmp_path / "logs/sweeps/default"
+    assert {"loss_gpt_tiny_text.png", "seeds_gpt_tiny_text.png"} < {p.name for p in root.iterdir()}
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_gpt_sees_no_later_token_and_fuses_its_additions(norm):
+    torch.manual_seed(0)
+    net = GPT(vocabulary=5, block_size=8, depth=2, width=16, norm=norm).eval()
+    tokens = torch.randint(5, (2, 8))
+    before = net(tokens)
+    other = tokens.clone()
+    other[:, 5] = (other[:, 5] + 1) % 5
+    assert torch.equal(net(other)[:, :5], before[:, :5])
+    assert not torch.equal(net(other)[:, 5:], before[:, 5:])
+    normplug.fuse(normplug.swap(net, "standard"))
+    assert sum(row.label is not None for row in normplug.fusions(net)) == 4  # all but the first
+    torch.testing.assert_close(net(tokens), before)
+
+
+def test_a_scaled_start_is_of_the_layers_that_write_to_the_residual_stream():
+    torch.manual_seed(0)
+    plain, scaled = (
+        GPT(vocabulary=50, block_size=8, depth=8, width=64, scaled_init=scaled).blocks[0]
+        for scaled in (False, True)
+    )
+    for path, ratio in {"attention.out": 4, "mlp.2": 4, "mlp.0": 1}.items():
+        stds = [block.get_submodule(path).weight.std() for block in (plain, scaled)]
+        assert stds[0] / stds[1] == pytest.approx(ratio, rel=0.05)
 
 
 def test_fast_dev_run(trains):
