@@ -223,8 +223,8 @@ class GPT(nn.Module):
         self._start()
         if scaled_init:
             for block in blocks:
-                for weight in (block.attention.out.weight, block.mlp[2].weight):
-                    nn.init.normal_(weight, std=0.02 / math.sqrt(2 * depth))
+                for name in ("attention.out.weight", "mlp.2.weight"):
+                    nn.init.normal_(block.get_parameter(name), std=0.02 / math.sqrt(2 * depth))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(N, L), int64, L <= block_size -> logits (N, L, vocabulary)."""
