@@ -276,6 +276,8 @@ def test_stems_and_patches_suit_the_image():
     assert sizes == {8: 2, 28: 4, 32: 4, 224: 28}
     with pytest.raises(ValueError, match="must divide the image size 8; got 3"):
         vit(num_classes=2, image_size=8, patch_size=3)
+    with pytest.raises(ValueError, match="model.heads must divide model.width=16; got 3"):
+        GPT(vocabulary=5, block_size=8, width=16, heads=3)
 
 
 @pytest.mark.parametrize(("model", "fused"), [("resnet18", 17), ("vit_tiny", 8)])

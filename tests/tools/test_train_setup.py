@@ -213,7 +213,6 @@ def test_what_can_run_passes(checked, line):
         ("trainer.devices=0", "the command gives trainer.max_epochs=1, trainer.devices=0. "),
         ("trainer.accelerator=foo", "trainer cannot be built: You selected an invalid accelerator"),
         ("trainer.fast_dev_run=-1", "fast_dev_run=-1 is not a valid configuration"),
-        ("model=gpt_tiny data=text model.heads=3", "must divide model.width=128; got 3."),
         ("model.heads=3", "model.heads must divide model.hidden_dim=64; got 3."),
         ("model=resnet18 model.arch=vit_b_16", "model.arch must be one of resnet101"),
         ("+data.augment.foo=1", "data cannot be built: Augment.__init__() got an unexpected"),
