@@ -1,4 +1,4 @@
-"""Train an image classifier with one kind of norm; report its accuracy and what it cost.
+"""Train a network with one kind of norm; report how good it is and what it cost.
 
     python train.py mode=golden
     python train.py -m mode=baseline,standard,golden seed=0,1,2
@@ -21,7 +21,6 @@ with needs("train.py", "train", SystemExit):
 
     from normplug._report.arms import BASELINE
     from normplug.experiment.building import build_group, fuses
-    from normplug.experiment.classifier import Classifier
     from normplug.experiment.command import accept_null_groups
     from normplug.experiment.models import scale_norm_weights
     from normplug.experiment.names import mode_of
@@ -33,14 +32,14 @@ CONFIGS = str(Path(__file__).resolve().with_name("configs"))
 @accept_null_groups(CONFIGS)
 @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
 def main(cfg: DictConfig) -> float | None:
-    """Train and test one arm; return its test accuracy."""
+    """Train and test one arm; return its accuracy or loss on the test set."""
     with Run(cfg) as run:
         run.start()
         if run.finished:
-            return run.result["test_accuracy"]
+            return run.score
         seed_everything(cfg.seed, workers=True)
         data = instantiate(cfg.data)
-        net = instantiate(cfg.model, num_classes=data.num_classes, image_size=data.image_size)
+        net = instantiate(cfg.model, **data.sizes)
         if cfg.gamma0 is not None:
             scale_norm_weights(net, cfg.gamma0)
         if cfg.mode != BASELINE:  # only now, so that every arm starts with the same weights
@@ -52,9 +51,8 @@ def main(cfg: DictConfig) -> float | None:
         if cfg.compile:
             net.compile()
 
-        model = Classifier(
+        model = data.learner(
             net,
-            data.num_classes,
             instantiate(cfg.optimizer, _convert_="all"),  # checkpoints take plain lists only
             schedule=cfg.schedule,
             warmup=cfg.warmup,

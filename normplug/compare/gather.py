@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from normplug._report.arms import ARM_ORDER, REFERENCES, REFUSAL
+from normplug._report.measure import ACCURACY, Measure
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one `result.json` says. A number that is null or not finite is None."""
+    """What one `result.json` says. A number that is null or not finite is None.
+
+    `test_score` and `scores_by_epoch` are values of its measure, `items_per_s` is its speed.
+    """
 
     path: Path
     error: str
@@ -22,10 +26,11 @@ class Run:
     arm: str
     seed: int
     status: str
-    test_accuracy: float | None
-    accuracy_by_epoch: tuple[float, ...]
+    measure: Measure
+    test_score: float | None
+    scores_by_epoch: tuple[float, ...]
     step_ms: float | None
-    images_per_s: float | None
+    items_per_s: float | None
     loader_wait_ms: float | None
     peak_memory_bytes: int | None
     norms_swapped: int | None
@@ -39,7 +44,8 @@ class Run:
         return self.status == "finished"
 
 
-KEYS = tuple(field.name for field in fields(Run) if field.name not in ("path", "error"))
+BY_MEASURE = ("measure", "test_score", "scores_by_epoch", "items_per_s")
+KEYS = tuple(f.name for f in fields(Run) if f.name not in ("path", "error", *BY_MEASURE))
 IDENTITY = ("model", "data", "arm", "seed", "status")
 
 
@@ -63,6 +69,12 @@ class Group:
     def title(self) -> str:
         """The group's name in headings."""
         return f"{self.model} on {self.data}"
+
+    @property
+    def measure(self) -> Measure:
+        """What the runs are judged by; a run that failed early does not say it."""
+        runs = (run for arm in self.arms for run in self.finished(arm).values())
+        return next((run.measure for run in runs), ACCURACY)
 
     @property
     def seeds(self) -> list[int]:
@@ -117,12 +129,18 @@ def find_runs(directory: Path) -> tuple[list[Run], dict[Path, str]]:
     return runs, unreadable
 
 
+def keys(measure: Measure) -> tuple[str, ...]:
+    """What the `result.json` of a finished run with this measure holds."""
+    return (*KEYS, measure.test_key, measure.curve_key, measure.speed_key)
+
+
 def read_run(path: Path) -> Run:
     """Read one `result.json`; one that says "finished" but lacks keys is a failed run."""
     record = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(record, dict):
         raise ValueError("holds no JSON object")
-    lacking = [key for key in KEYS if key not in record]
+    measure = Measure.of(record)
+    lacking = [key for key in keys(measure) if key not in record]
     if set(lacking) & set(IDENTITY):
         raise ValueError(f"lacks {', '.join(lacking)}")
     status, error = record["status"], str(record.get("error") or "")
@@ -134,7 +152,7 @@ def read_run(path: Path) -> Run:
         seed = int(record["seed"])
     except (OverflowError, TypeError, ValueError):
         raise ValueError(error or f"its seed is {record['seed']!r}, not an integer") from None
-    curve = (_number(value) for value in record.get("accuracy_by_epoch") or ())
+    curve = (_number(value) for value in record.get(measure.curve_key) or ())
     return Run(
         path=path,
         error=error,
@@ -143,10 +161,11 @@ def read_run(path: Path) -> Run:
         arm=str(record["arm"]),
         seed=seed,
         status=str(status),
-        test_accuracy=_number(record.get("test_accuracy")),
-        accuracy_by_epoch=tuple(math.nan if value is None else value for value in curve),
+        measure=measure,
+        test_score=_number(record.get(measure.test_key)),
+        scores_by_epoch=tuple(math.nan if value is None else value for value in curve),
         step_ms=_number(record.get("step_ms")),
-        images_per_s=_number(record.get("images_per_s")),
+        items_per_s=_number(record.get(measure.speed_key)),
         loader_wait_ms=_number(record.get("loader_wait_ms")),
         peak_memory_bytes=_whole(record.get("peak_memory_bytes")),
         norms_swapped=_whole(record.get("norms_swapped")),

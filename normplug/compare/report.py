@@ -7,6 +7,7 @@ from pathlib import Path
 from normplug._report.arms import REFERENCES
 from normplug._report.intervals import Interval
 from normplug._report.markdown import table
+from normplug._report.measure import Measure
 from normplug.compare.gather import Group, Run
 from normplug.compare.stats import Row, summarise
 
@@ -14,15 +15,15 @@ NOTHING = "-"
 HOW_TO_READ = f"""## How to read the tables
 
 - n: finished runs, of the seeds that any arm of the table has. Only finished runs are averaged.
-- test accuracy: on the test set, after the last epoch; mean over seeds ± half the width of the
-  95% t-interval. One seed has no interval.
+- test accuracy, or test loss: on the test set, after the last epoch; mean over seeds ± half the
+  width of the 95% t-interval. One seed has no interval. A lower loss is better.
 - reference: the arm that the others are compared with. It is {REFERENCES[0]} where that arm has
   finished runs, else {REFERENCES[1]}; each table names its own.
 - minus the reference: mean and 95% t-interval of the differences, paired by seed. Each interval
   stands alone: with many arms, some will miss zero by chance.
-- speed ratio: images/s over that of the reference; geometric mean over seeds, by pairs that ran
-  on the same hardware. Above 1 is faster.
-- images/s, step and peak memory: medians over runs.
+- speed ratio: images/s or tokens/s over that of the reference; geometric mean over seeds, by
+  pairs that ran on the same hardware. Above 1 is faster.
+- images/s or tokens/s, step and peak memory: medians over runs.
 """
 
 
@@ -52,19 +53,24 @@ def _section(group: Group, notes: Sequence[str], root: Path) -> str:
     parts.append(f"{group.about_reference}{so}.\n")
     if left := [*_not_averaged(group, root), *notes]:
         parts.append(f"Not in these numbers, or not in the plots:\n\n{_bullets(left)}")
-    parts.append("Test accuracy is on the test set, after the last epoch.\n")
+    measure = group.measure
+    parts.append(
+        f"Test {measure.name} is on the test set, after the last epoch; {measure.better} is "
+        "better.\n"
+    )
     parts.append(_bullets(_provenance(group)))
     return "\n".join(parts)
 
 
 def _table(group: Group) -> str:
+    measure = group.measure
     header = (
         "arm",
         "n",
-        "test accuracy, %",
-        f"minus {group.reference or 'reference'}, points",
+        f"test {measure.name}, {measure.unit}",
+        f"minus {group.reference or 'reference'}, {measure.difference_unit}",
         "speed ratio",
-        "images/s",
+        measure.speed_unit,
         "step, ms",
         "peak, MiB",
         "norms swapped",
@@ -73,10 +79,10 @@ def _table(group: Group) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    accuracy = _percent(row.test_accuracy, "")
-    if row.test_accuracy and row.test_accuracy.n < row.n_finished:
-        accuracy += f" (n = {row.test_accuracy.n})"
-    difference, ratio = _percent(row.difference, "+"), NOTHING
+    score = _shown(row.measure, row.test_score, "")
+    if row.test_score and row.test_score.n < row.n_finished:
+        score += f" (n = {row.test_score.n})"
+    difference, ratio = _shown(row.measure, row.difference, "+"), NOTHING
     if row.difference:
         difference += f" ({_pairs(row.difference.n)})"
     if row.speed_ratio is not None:
@@ -86,23 +92,23 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.arm,
         f"{row.n_finished} of {row.n_expected}",
-        accuracy,
+        score,
         difference,
         ratio,
-        _rounded(row.images_per_s),
+        _rounded(row.items_per_s),
         NOTHING if row.step_ms is None else f"{row.step_ms:.2f}",
         _rounded(row.peak_memory_mib),
         ", ".join(map(str, row.norms_swapped)) or NOTHING,
     )
 
 
-def _percent(interval: Interval | None, sign: str) -> str:
+def _shown(measure: Measure, interval: Interval | None, sign: str) -> str:
     if interval is None:
         return NOTHING
-    mean = f"{100 * interval.mean:{sign}.2f}"
+    mean = measure.number(interval.mean, sign)
     if interval.half_width is None:
         return mean
-    return f"{mean} ± {100 * interval.half_width:.2f}"
+    return f"{mean} ± {measure.number(interval.half_width)}"
 
 
 def _pairs(count: int) -> str:
@@ -139,7 +145,8 @@ def _reason(run: Run | None, root: Path) -> str:
         return f"{run.status}: {' '.join(run.error.split())[:300] or 'no error given'} ({where})"
     if not run.finished:
         return f'unfinished: its status is "{run.status}" ({where})'
-    return "" if run.test_accuracy is not None else f"finished, but no test accuracy ({where})"
+    found = run.test_score is not None
+    return "" if found else f"finished, but no test {run.measure.name} ({where})"
 
 
 def _folder(run: Run, root: Path) -> str:
@@ -165,7 +172,7 @@ def _provenance(group: Group) -> list[str]:
         for name, found in versions.items()
         if len(found) > 1
     ]
-    epochs = Counter(str(len(run.accuracy_by_epoch)) for run in runs)
+    epochs = Counter(str(len(run.scores_by_epoch)) for run in runs)
     lines.append(f"epochs{' differ' * (len(epochs) > 1)}: {_counted(epochs)}")
     days = sorted({run.date[:10] or "unknown" for run in runs})
     lines.append(f"dates: {days[0] if len(days) == 1 else f'{days[0]} to {days[-1]}'}")

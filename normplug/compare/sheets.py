@@ -1,4 +1,4 @@
-"""Write the comparison as CSV. Accuracies are fractions, as in `result.json`."""
+"""Write the comparison as CSV. Values are as in `result.json`: accuracies are fractions."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,10 +6,12 @@ from pathlib import Path
 
 from normplug._report.files import replace_file
 from normplug._report.intervals import Interval
+from normplug._report.measure import Measure
 from normplug.compare.gather import Group, Run
 from normplug.compare.stats import Row
 
 REFERENCE_COLUMNS = ("reference", "why_reference")
+MEASURE_COLUMNS = ("measure", "unit", "better", "items")
 SUMMARY_COLUMNS = (
     "model",
     "data",
@@ -17,15 +19,16 @@ SUMMARY_COLUMNS = (
     "n_finished",
     "n_expected",
     *REFERENCE_COLUMNS,
-    "test_accuracy_n",
-    "test_accuracy_mean",
-    "test_accuracy_t95_half_width",
+    *MEASURE_COLUMNS,
+    "test_n",
+    "test_mean",
+    "test_t95_half_width",
     "difference_to_reference_n",
     "difference_to_reference_mean",
     "difference_to_reference_t95_half_width",
     "speed_ratio_n",
     "speed_ratio_geometric_mean",
-    "images_per_s_median",
+    "items_per_s_median",
     "step_ms_median",
     "peak_memory_mib_median",
     "norms_swapped",
@@ -37,8 +40,8 @@ RUN_FIELDS = (
     "seed",
     "status",
     "error",
-    "test_accuracy",
-    "images_per_s",
+    "test_score",
+    "items_per_s",
     "step_ms",
     "loader_wait_ms",
     "peak_memory_bytes",
@@ -66,7 +69,7 @@ def write_runs(
     for file, why in unreadable.items():
         name = file.relative_to(root)
         lines.append({"status": "failed", "error": why, "averaged": False, "file": name})
-    _write(path, (*RUN_FIELDS, "averaged", *REFERENCE_COLUMNS, "file"), lines)
+    _write(path, (*RUN_FIELDS, *MEASURE_COLUMNS, "averaged", *REFERENCE_COLUMNS, "file"), lines)
 
 
 def _summary_line(row: Row) -> dict[str, object]:
@@ -78,11 +81,12 @@ def _summary_line(row: Row) -> dict[str, object]:
         "n_expected": row.n_expected,
         "reference": row.reference,
         "why_reference": row.why_reference,
-        **_interval("test_accuracy", row.test_accuracy),
+        **_measure(row.measure),
+        **_interval("test", row.test_score),
         **_interval("difference_to_reference", row.difference),
         "speed_ratio_n": row.speed_pairs,
         "speed_ratio_geometric_mean": row.speed_ratio,
-        "images_per_s_median": row.images_per_s,
+        "items_per_s_median": row.items_per_s,
         "step_ms_median": row.step_ms,
         "peak_memory_mib_median": row.peak_memory_mib,
         "norms_swapped": " ".join(map(str, row.norms_swapped)),
@@ -99,9 +103,16 @@ def _interval(name: str, interval: Interval | None) -> dict[str, object]:
     }
 
 
+def _measure(measure: Measure) -> dict[str, object]:
+    values = (measure.name, measure.unit, measure.better, measure.items)
+    return dict(zip(MEASURE_COLUMNS, values, strict=True))
+
+
 def _run_line(run: Run, root: Path, averaged: bool) -> dict[str, object]:
     fields = {name: getattr(run, name) for name in RUN_FIELDS}
-    return fields | {"averaged": averaged, "file": run.path.relative_to(root)}
+    return (
+        fields | _measure(run.measure) | {"averaged": averaged, "file": run.path.relative_to(root)}
+    )
 
 
 def _write(path: Path, columns: Sequence[str], lines: Iterable[Mapping[str, object]]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from normplug._report.intervals import Interval, geometric_mean, t_interval
+from normplug._report.measure import Measure
 from normplug.compare.gather import Group, Run
 
 MIB = 2**20
@@ -13,21 +14,22 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the summary. Accuracies are fractions; None stands for nothing to average.
+    """One line of the summary. None stands for nothing to average.
 
     Attributes:
         model: name of the network.
         data: name of the data set.
         arm: baseline, standard, golden, ...
+        measure: what the runs are judged by; an accuracy is a fraction.
         n_finished: finished runs, the only ones averaged.
         n_expected: seeds that any arm of the group has.
         reference: the arm that this one is compared with; None if there is none.
         why_reference: why it is that arm.
-        test_accuracy: over the finished runs that have one.
-        difference: test accuracy minus the reference's, over the seeds that both finished.
-        speed_ratio: geometric mean of images/s over the reference's, by pairs of one hardware.
+        test_score: the measure on the test set, over the finished runs that have it.
+        difference: test score minus the reference's, over the seeds that both finished.
+        speed_ratio: geometric mean of the speed over the reference's, by pairs of one hardware.
         speed_pairs: number of those pairs.
-        images_per_s: median over runs.
+        items_per_s: median over runs.
         step_ms: median over runs of each run's median step.
         peak_memory_mib: median over runs.
         norms_swapped: every count that occurs.
@@ -36,40 +38,41 @@ class Row:
     model: str
     data: str
     arm: str
+    measure: Measure
     n_finished: int
     n_expected: int
     reference: str | None
     why_reference: str
-    test_accuracy: Interval | None
+    test_score: Interval | None
     difference: Interval | None
     speed_ratio: float | None
     speed_pairs: int
-    images_per_s: float | None
+    items_per_s: float | None
     step_ms: float | None
     peak_memory_mib: float | None
     norms_swapped: list[int]
 
 
-def accuracies(group: Group, arm: str) -> dict[int, float]:
-    """Test accuracy by seed, of the finished runs that have one."""
-    return _values(group.finished(arm), "test_accuracy")
+def scores(group: Group, arm: str) -> dict[int, float]:
+    """The measure on the test set by seed, of the finished runs that have one."""
+    return _values(group.finished(arm), "test_score")
 
 
 def paired_differences(group: Group, arm: str) -> dict[int, float]:
-    """Test accuracy of `arm` minus that of the reference, by seed that both finished."""
+    """Test score of `arm` minus that of the reference, by seed that both finished."""
     if group.reference in (None, arm):
         return {}
-    reference = accuracies(group, group.reference)
-    found = accuracies(group, arm)
+    reference = scores(group, group.reference)
+    found = scores(group, arm)
     return {seed: found[seed] - reference[seed] for seed in found.keys() & reference.keys()}
 
 
 def speed_ratios(group: Group, arm: str) -> dict[int, float]:
-    """Images/s of `arm` over that of the reference, by seed that both ran on one hardware."""
+    """Speed of `arm` over that of the reference, by seed that both ran on one hardware."""
     if group.reference in (None, arm):
         return {}
     runs, references = group.finished(arm), group.finished(group.reference)
-    found, reference = _values(runs, "images_per_s"), _values(references, "images_per_s")
+    found, reference = _values(runs, "items_per_s"), _values(references, "items_per_s")
     return {
         seed: found[seed] / reference[seed]
         for seed in found.keys() & reference.keys()
@@ -92,15 +95,16 @@ def _row(group: Group, arm: str) -> Row:
         model=group.model,
         data=group.data,
         arm=arm,
+        measure=group.measure,
         n_finished=len(runs),
         n_expected=len(group.seeds),
         reference=group.reference,
         why_reference=group.why_reference,
-        test_accuracy=t_interval(accuracies(group, arm).values()),
+        test_score=t_interval(scores(group, arm).values()),
         difference=t_interval(paired_differences(group, arm).values()),
         speed_ratio=geometric_mean(ratios) if ratios else None,
         speed_pairs=len(ratios),
-        images_per_s=_median(runs, "images_per_s"),
+        items_per_s=_median(runs, "items_per_s"),
         step_ms=_median(runs, "step_ms"),
         peak_memory_mib=None if peak is None else peak / MIB,
         norms_swapped=sorted(norms),

@@ -12,11 +12,11 @@ from normplug.compare.dots import draw_bar, draw_dots, row_height, row_name, say
 from normplug.compare.gather import Group
 from normplug.compare.stats import speed_ratios
 
-Speeds = Mapping[str, Mapping[int, float]]  # arm -> seed -> images/s, on one hardware
+Speeds = Mapping[str, Mapping[int, float]]  # arm -> seed -> speed, on one hardware
 
 
 def throughput_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
-    """Images/s of each run, and its ratio to the reference's; a row of panels a hardware."""
+    """The speed of each run, and its ratio to the reference's; a row of panels a hardware."""
     by_hardware = speeds_by_hardware(group)
     names = {
         hardware: [row_name(arm, len(by_seed), group) for arm, by_seed in arms.items()]
@@ -46,7 +46,7 @@ def _draw_speeds(axes: Axes, arms: Speeds, group: Group, styles: Mapping[str, St
         middle = float(np.median(values))
         draw_bar(axes, row, middle, min(values), max(values))
     axes.set_xlim(_at_least_a_tenth(*axes.get_xlim()))
-    axes.set_xlabel("images/s")
+    axes.set_xlabel(group.measure.speed_unit)
     axes.grid(axis="x", alpha=0.3)
 
 
@@ -69,18 +69,18 @@ def _draw_speed_ratios(axes: Axes, arms: Speeds, group: Group, styles: Mapping[s
         axes.text(1.02, row, beside, va="center", transform=axes.get_yaxis_transform())
     axes.axvline(1, color="black", linewidth=0.8, linestyle="--", zorder=0)
     axes.set_xlim(_at_least_a_tenth(*axes.get_xlim()))
-    axes.set_xlabel(f"images/s over {group.reference}'s, same seed")
+    axes.set_xlabel(f"{group.measure.speed_unit} over {group.reference}'s, same seed")
     axes.grid(axis="x", alpha=0.3)
 
 
 def speeds_by_hardware(group: Group) -> dict[str, dict[str, dict[int, float]]]:
-    """Hardware -> arm -> seed -> images/s, of the finished runs that were timed."""
+    """Hardware -> arm -> seed -> speed, of the finished runs that were timed."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     for arm in group.arms:
         for seed, run in sorted(group.finished(arm).items()):
-            if run.images_per_s is not None:
+            if run.items_per_s is not None:
                 of_arm = found.setdefault(run.hardware, {}).setdefault(arm, {})
-                of_arm[seed] = run.images_per_s
+                of_arm[seed] = run.items_per_s
     return found
 
 

@@ -81,7 +81,7 @@ def check_identity(
     if saved.get("split") != identity["split"]:
         raise ValueError(
             f"normplug.experiment: ckpt_path={path} was written by another version of normplug, "
-            "which held out other images for validation. Train again from the start."
+            "which held out other data for validation. Train again from the start."
         )
     for key, own in identity.items():
         if saved.get(key) != own:

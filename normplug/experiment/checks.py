@@ -26,12 +26,13 @@ from normplug.experiment.names import SCHEDULES, mode_of
 from normplug.experiment.optimizing import decay_groups
 from normplug.experiment.rules import RULES, is_whole
 from normplug.experiment.signatures import accepts, described, shown, signature_of
+from normplug.experiment.source import Source
 
 SEE_HELP = "`python train.py --help` lists the keys."
 
-# The arguments that train.py itself passes to the object of a group, and where they come from.
+# The arguments that train.py itself passes to the object of a group, and where they come from. What
+# a model takes from the data, the class of the data says.
 HANDED = {
-    "model": {"num_classes": "the data", "image_size": "the data"},
     "optimizer": {"params": "the model"},
     "trainer": {"callbacks": "the group callbacks", "logger": "the group logger"},
     "swap": {"model": "the group model", "mode": "the key mode"},
@@ -62,7 +63,9 @@ def check(cfg: DictConfig) -> None:
     _check_epochs(values["trainer"])
     _check_sync(values)
     _check_target("swap", values["swap"], normplug.swap)
-    for group in BUILT:
+    _check_node("data", values["data"])
+    _check_model(values)
+    for group in ("optimizer", "trainer"):
         _check_node(group, values[group])
     for group in COLLECTIONS:
         for name, node in (values.get(group) or {}).items():
@@ -147,30 +150,69 @@ def _check_recompute(cfg: DictConfig) -> None:
         )
 
 
-def _check_node(key: str, node: Any) -> None:
-    """Check a mapping with a `_target_`, and the mappings inside it."""
+def source_class(target: str) -> type[Source]:
+    """The class of `data._target_`.
+
+    Raises:
+        UserError: it is no source of data.
+    """
+    found = get_object(target)
+    if isinstance(found, type) and issubclass(found, Source):
+        return found
+    raise UserError(
+        f"{WHO}: data._target_ must be a subclass of {Source.__module__}.Source; got {target!r}. "
+        "Choose a file of configs/data."
+    )
+
+
+def _check_model(values: Mapping[str, Any]) -> None:
+    """Check the model, which must take what the data gives."""
+    data = values["data"]["_target_"]
+    given = source_class(data).gives
+    signature = signature_of(_target_of("model", values["model"]))
+    if signature and not signature.is_open and (other := set(given) - signature.hints.keys()):
+        raise UserError(
+            f"{WHO}: {values['model']['_target_']} does not take {', '.join(sorted(other))}, which "
+            f"{data} gives to its model. Choose a model and data of one kind, as "
+            "model=gpt_tiny data=text or model=resnet18 data=digits."
+        )
+    _check_node("model", values["model"], dict.fromkeys(given, "the data"))
+
+
+def _target_of(key: str, node: Any) -> Any:
+    """The class or function that a mapping with a `_target_` names."""
     if not isinstance(node, dict) or "_target_" not in node:
         raise UserError(
             f"{WHO}: {key} must be a mapping with a _target_; got {shown(node)}. Choose a file of "
             f"configs/{key.split('.')[0]}, or name the class in {key}._target_."
         )
     try:
-        target = get_object(str(node["_target_"]))
+        return get_object(str(node["_target_"]))
     except Exception as error:  # the import of a module may raise anything
         raise UserError(
             f"{WHO}: {key}._target_ must be the import path of a class or function; "
             f"got {node['_target_']!r} ({one_line(error)})."
         ) from None
-    _check_target(key, node, target)
+
+
+def _check_node(key: str, node: Any, handed: Mapping[str, str] | None = None) -> None:
+    """Check a mapping with a `_target_`, and the mappings inside it.
+
+    `handed` are arguments that train.py itself passes, and where they come from; by default, those
+    of `HANDED`.
+    """
+    _check_target(key, node, _target_of(key, node), handed)
     for name, value in node.items():
         for inner in value if isinstance(value, list) else [value]:
             if isinstance(inner, dict) and "_target_" in inner:
                 _check_node(f"{key}.{name}", inner)
 
 
-def _check_target(key: str, node: Mapping[str, Any], target: Any) -> None:
+def _check_target(
+    key: str, node: Mapping[str, Any], target: Any, handed: Mapping[str, str] | None = None
+) -> None:
     """Check the names and the types of the arguments that `node` gives to `target`."""
-    handed = HANDED.get(key, {})
+    handed = HANDED.get(key, {}) if handed is None else handed
     given = {name: value for name, value in node.items() if name[:1] != "_"}
     for name, home in handed.items():
         if name in given:

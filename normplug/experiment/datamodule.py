@@ -1,26 +1,26 @@
-"""What all sources of images share: the split, the loaders, the work on the device."""
+"""What all sources of images share: the split, and the work on the device."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import torch
-from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, DistributedSampler
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from normplug.experiment.augment import Augment, crop_and_flip, normalise
+from normplug.experiment.classifier import Classifier
 from normplug.experiment.images import (
-    Batch,
+    SPLIT,
     FileImages,
     ImageSet,
     channel_statistics,
     stratified_split,
 )
-from normplug.experiment.streams import AUGMENTATION, epoch_sampler, stream
-
-T = TypeVar("T")
+from normplug.experiment.source import Batch, Source
+from normplug.experiment.streams import AUGMENTATION, stream
 
 
 class Options(TypedDict, total=False):
@@ -32,7 +32,7 @@ class Options(TypedDict, total=False):
     val_fraction: float
 
 
-class ImageData(LightningDataModule, ABC):
+class ImageData(Source):
     """Labelled images in three fixed parts, normalised and augmented on the device.
 
     A subclass implements `load`. The three parts are the same in every run; `seed` decides only
@@ -45,14 +45,14 @@ class ImageData(LightningDataModule, ABC):
         val_fraction: share of each class's training images that is held out for validation.
 
     Attributes:
-        name: in reports.
         num_classes: number of labels; known before `setup`.
         image_size: height and width in pixels; known before `setup`.
         mean: (3,), float32, of the training images' pixels, scaled to [0, 1].
         std: (3,), float32, of the same pixels.
     """
 
-    name: str
+    gives = ("num_classes", "image_size")
+    held_out = SPLIT
     num_classes: int
     image_size: int
     num_workers = 0  # used only where images are decoded on demand
@@ -65,9 +65,7 @@ class ImageData(LightningDataModule, ABC):
         augment: Mapping[str, Any] | None = None,
         val_fraction: float = 0.1,
     ) -> None:
-        super().__init__()
-        self.seed = seed
-        self.batch_size = batch_size
+        super().__init__(seed=seed, batch_size=batch_size)
         self.augment = Augment(**(augment or {}))
         self.val_fraction = val_fraction
         self._is_set_up = False
@@ -77,12 +75,16 @@ class ImageData(LightningDataModule, ABC):
     def load(self) -> tuple[ImageSet, ImageSet]:
         """Return the training images, validation included, and the test images."""
 
+    def learner(self, net: nn.Module, optimizer: Any, **options: Any) -> Classifier:
+        """Return the LightningModule that trains `net` on these images."""
+        return Classifier(net, self.num_classes, optimizer, **options)
+
     def setup(self, stage: str) -> None:
         """Load, split and measure the images once, whatever the stage."""
         if self._is_set_up:
             return
-        self.train_images, self.val_images, self.test_images = self.split()
-        mean, std = channel_statistics(self.train_images)
+        self.train_part, self.val_part, self.test_part = self.split()
+        mean, std = channel_statistics(self.train_part)
         self.mean, self.std = mean.float(), std.float()
         self._is_set_up = True
 
@@ -112,20 +114,11 @@ class ImageData(LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader[Batch]:
         """Return the loader of the training images, in a new order every epoch."""
         self._stream = None  # a second fit must not go on where the first one stopped
-        shards, shard = self._shards()
-        epoch = 0 if self.trainer is None else self.trainer.current_epoch
-        return self._loader(
-            self.train_images,
-            epoch_sampler(self.train_images, self.seed, epoch=epoch, shards=shards, shard=shard),
-        )
+        return super().train_dataloader()
 
-    def val_dataloader(self) -> DataLoader[Batch]:
-        """Return the loader of the validation images, in a fixed order."""
-        return self._loader(self.val_images)
-
-    def test_dataloader(self) -> DataLoader[Batch]:
-        """Return the loader of the test images, in a fixed order."""
-        return self._loader(self.test_images)
+    def workers(self, part: Dataset[Batch]) -> int:
+        """Return the number of processes that decode a part; 0 for decoded images."""
+        return self.num_workers if isinstance(part, FileImages) else 0
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalise a batch on its device; while training, augment it too."""
@@ -140,41 +133,10 @@ class ImageData(LightningDataModule, ABC):
         # Lightning's own call came too early for precision=bf16-true: the images were uint8 then.
         return self.trainer.precision_plugin.convert_input(images), labels
 
-    @property
-    def caller(self) -> str:
-        """How error messages name this source."""
-        return f"normplug.experiment.{type(self).__name__}"
-
-    def _loader(
-        self, images: ImageSet, sampler: DistributedSampler[Batch] | None = None
-    ) -> DataLoader[Batch]:
-        workers = self.num_workers if isinstance(images, FileImages) else 0
-        return DataLoader(
-            images,
-            self.batch_size,
-            sampler=sampler,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            collate_fn=_as_is,
-            pin_memory=torch.cuda.is_available(),
-            drop_last=sampler is not None and len(sampler) > self.batch_size,
-            # Otherwise each pass would draw from the global generator, as dropout does.
-            generator=torch.Generator().manual_seed(self.seed),
-        )
-
-    def _shards(self) -> tuple[int, int]:
-        """Return the number of data-parallel processes, and which of them this is."""
-        shards = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        return (1, 0) if shards is None else (shards["num_replicas"], shards["rank"])
-
     def _augmentation_stream(self, epoch: int, device: torch.device) -> torch.Generator:
         """Return the generator of this epoch, a new one at the epoch's first batch."""
         if self._stream is None or self._stream[0] != epoch:
-            _, shard = self._shards()
+            _, shard = self.shards()
             new = stream(AUGMENTATION, self.seed, epoch, shard=shard, device=device)
             self._stream = (epoch, new)
         return self._stream[1]
-
-
-def _as_is(batch: T) -> T:
-    return batch

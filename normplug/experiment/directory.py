@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from normplug._report.arms import BASELINE
 from normplug._report.files import write_file
+from normplug._report.measure import Measure
 from normplug.experiment.errors import PLACE, WHO, UserError, unwritable
 
 RESULT = "result.json"
@@ -97,10 +98,11 @@ class RunDirectory:
         result = self.result()
         if result.get("status") != "finished":
             return None
-        if "test_accuracy" not in result:
+        measure = Measure.of(result)
+        if measure.test_key not in result:
             raise UserError(
-                f"{WHO}: {self.path} holds a finished run without a test accuracy. Delete its "
-                f"result.json to train it again. {WAY_OUT}"
+                f"{WHO}: {self.path} holds a finished run without a test {measure.name}. Delete "
+                f"its result.json to train it again. {WAY_OUT}"
             )
         try:
             changed = self._changed(cfg)

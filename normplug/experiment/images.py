@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as v2
 
-Batch: TypeAlias = tuple[Tensor, Tensor]
+from normplug.experiment.source import Batch
 
 SPLIT_SEED = 1618  # any constant: every run of a comparison must hold out the same images
 SPLIT = f"train_test_split(random_state={SPLIT_SEED})"  # in checkpoints: how images are held out

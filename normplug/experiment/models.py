@@ -1,10 +1,16 @@
-"""The experiment's two kinds of network: torchvision's, with sizes for small images."""
+"""The experiment's networks: torchvision's, with sizes for small images, and a GPT."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torchvision.models import VisionTransformer, get_model, list_models
 
 from normplug.lightning import norm_layers
@@ -103,6 +109,135 @@ def vit(
     # torchvision starts the head at zero: then the first step has no gradient behind the head.
     nn.init.trunc_normal_(net.heads.head.weight, std=0.02)
     return net
+
+
+class Attention(nn.Module):
+    """Causal self-attention: a token attends to itself and to those before it.
+
+    Args:
+        width: of the residual stream.
+        heads: attention heads.
+        dropout: probability, of attention weights and outputs.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, L, width) -> (N, L, width)."""
+        split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
+        query, key, value = split.permute(2, 0, 3, 1, 4)  # each (N, heads, L, width / heads)
+        dropout = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
+        out = self.out(mixed.transpose(1, 2).flatten(2))
+        return functional.dropout(out, self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """A pre-norm block: attention, then an MLP, each added to the residual stream.
+
+    Args:
+        width: of the residual stream.
+        heads: attention heads.
+        mlp_ratio: hidden width of the MLP, as a multiple of `width`.
+        dropout: probability, in attention and MLP.
+        norm: width -> norm layer.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        mlp_ratio: int,
+        dropout: float,
+        norm: Callable[[int], nn.Module],
+    ) -> None:
+        super().__init__()
+        self.norm_1 = norm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.norm_2 = norm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, mlp_ratio * width),
+            nn.GELU(),
+            nn.Linear(mlp_ratio * width, width),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, L, width) -> (N, L, width)."""
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    """A plain pre-norm GPT (Radford et al. 2019, GPT-2), with random weights.
+
+    Args:
+        vocabulary: tokens.
+        block_size: the most tokens that it sees at once.
+        depth: blocks.
+        width: of the residual stream.
+        heads: attention heads.
+        mlp_ratio: hidden width of the MLP, as a multiple of `width`.
+        dropout: probability, after the embedding, in attention and in the MLP.
+        norm: "layer" for `nn.LayerNorm`, "rms" for `nn.RMSNorm`, both with eps 1e-5.
+        scaled_init: start the layers that write to the residual stream with a standard deviation of
+            0.02 / sqrt(2 * depth) instead of 0.02, as GPT-2 does.
+
+    Raises:
+        ValueError: `heads` does not divide `width`.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        block_size: int,
+        depth: int = 4,
+        width: int = 128,
+        heads: int = 4,
+        mlp_ratio: int = 4,
+        dropout: float = 0.0,
+        norm: Literal["layer", "rms"] = "layer",
+        scaled_init: bool = False,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(
+                f"normplug.experiment: model.heads must divide model.width={width}; got {heads}."
+            )
+        make_norm = partial({"layer": nn.LayerNorm, "rms": nn.RMSNorm}[norm], eps=1e-5)
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.empty(block_size, width))
+        self.dropout = nn.Dropout(dropout)
+        blocks = [Block(width, heads, mlp_ratio, dropout, make_norm) for _ in range(depth)]
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = make_norm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self._start()
+        if scaled_init:
+            for block in blocks:
+                for name in ("attention.out.weight", "mlp.2.weight"):
+                    nn.init.normal_(block.get_parameter(name), std=0.02 / math.sqrt(2 * depth))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(N, L), int64, L <= block_size -> logits (N, L, vocabulary)."""
+        x = self.token(tokens) + self.position[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(self.dropout(x))))
+
+    def _start(self) -> None:
+        nn.init.normal_(self.position, std=0.02)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 @torch.no_grad()

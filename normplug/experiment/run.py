@@ -24,25 +24,25 @@ import normplug
 from normplug import _convert
 from normplug._fuse.fuse import fused_modules
 from normplug._report.arms import REFUSAL
+from normplug._report.measure import Measure
 from normplug._report.provenance import hardware, versions
 from normplug.experiment import checkpoint
 from normplug.experiment.building import build_trainer
-from normplug.experiment.checks import check
-from normplug.experiment.classifier import Classifier
+from normplug.experiment.checks import check, source_class
 from normplug.experiment.command import as_typed, is_sweep
-from normplug.experiment.datamodule import ImageData
 from normplug.experiment.directory import CONFIG, RESULT, RunDirectory, this_process
 from normplug.experiment.divergence import Diverged
 from normplug.experiment.errors import UserError, unwritable, user_sentence
-from normplug.experiment.images import SPLIT
+from normplug.experiment.learner import Learner
 from normplug.experiment.names import arm_or_mode
 from normplug.experiment.signals import Interrupted, Signals
+from normplug.experiment.source import Source
 from normplug.experiment.summary import summary
 from normplug.experiment.timing import StepTimer, peak_memory_bytes, variance_loggers
 
 # Warnings that a user of train.py cannot act on.
 QUIET = (
-    ".*does not have many workers",  # the images are in memory: workers would only copy them
+    ".*does not have many workers",  # the data is in memory: workers would only copy them
     "Experiment logs directory .* exists and is not empty",  # Hydra's own files are in it
     "Checkpoint directory .* exists and is not empty",  # a run that resumes in its own
     "The dirpath has changed",  # a run that resumes in another one
@@ -132,7 +132,7 @@ class Run:
         self._trainer = build_trainer(self.cfg, callbacks, loggers, self._timer, self.directory)
         return self._trainer
 
-    def resume(self, model: Classifier, loggers: list[Logger]) -> None:
+    def resume(self, model: Learner, loggers: list[Logger]) -> None:
         """Load the checkpoint's weights and continue its logs, if there is a checkpoint."""
         if self.checkpoint is not None:
             checkpoint.load_weights(self._saved, self.checkpoint, model)
@@ -145,16 +145,16 @@ class Run:
             )
         self._saved = {}
 
-    def finish(self, trainer: Trainer, model: Classifier, data: ImageData) -> float:
-        """Write the result, print it, and return the test accuracy."""
+    def finish(self, trainer: Trainer, model: Learner, data: Source) -> float:
+        """Write the result, print it, and return the `score`."""
         gpu = trainer.strategy.root_device.type == "cuda"  # the model itself is back on the CPU
         fused = _norms_fused(model)
         layers = dict(_convert.normplug_layers(model))
-        accuracy = float(trainer.callback_metrics["test/accuracy"])
+        items = data.items_per_batch * trainer.world_size
         self._write(
-            test_accuracy=accuracy,
-            accuracy_by_epoch=model.accuracy_by_epoch,
-            **self._timer.summary(data.batch_size * trainer.world_size),
+            **model.result(),
+            **data.facts(),
+            **self._timer.summary(items, model.measure.speed_key),
             peak_memory_bytes=peak_memory_bytes(gpu),
             norms_swapped=len(layers),
             target_variances={path: layer.target_variance for path, layer in layers.items()},
@@ -168,13 +168,19 @@ class Run:
             status="finished",
             date=_now(),
         )
-        self._print_summary(trainer)
-        return accuracy
+        self._print_summary(trainer, model)
+        return self.score
+
+    @property
+    def score(self) -> float:
+        """The measure on the test set, of a finished run."""
+        return self.result[Measure.of(self.result).test_key]
 
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that resumes from it."""
-        return self._labels | {"optimizer": self.cfg.optimizer._target_, "split": SPLIT}
+        split = source_class(self.cfg.data._target_).held_out
+        return self._labels | {"optimizer": self.cfg.optimizer._target_, "split": split}
 
     @property
     def _labels(self) -> dict[str, Any]:
@@ -193,9 +199,9 @@ class Run:
         self._place.write(RESULT, json.dumps(self.result, indent=2) + "\n")
 
     @rank_zero_only
-    def _print_summary(self, trainer: Trainer) -> None:
+    def _print_summary(self, trainer: Trainer, model: Learner) -> None:
         tables = [logger.table() for logger in variance_loggers(trainer)]
-        print(summary(self.result, self.directory, tables))
+        print(summary(self.result, model.headlines(), self.directory, tables))
 
     def _read_checkpoint(self) -> Path | None:
         path = self.directory / checkpoint.LAST
@@ -268,7 +274,7 @@ class Run:
         rank_zero_only(print)(text, file=sys.stderr)
 
 
-def _norms_fused(model: Classifier) -> int:
+def _norms_fused(model: Learner) -> int:
     if not fused_modules(model):
         return 0
     return sum(row.label is not None for row in normplug.fusions(model))
@@ -276,8 +282,9 @@ def _norms_fused(model: Classifier) -> int:
 
 def _data_name(cfg: DictConfig) -> str:
     choice = HydraConfig.get().runtime.choices.get("data", "none")
-    root = OmegaConf.select(cfg, "data.root") if choice == "image_folder" else None
-    return Path(str(root)).name if root else choice
+    place = {"image_folder": "data.root", "text": "data.path"}.get(choice)
+    path = OmegaConf.select(cfg, place) if place else None
+    return Path(str(path)).name if path else choice
 
 
 def _now() -> str:

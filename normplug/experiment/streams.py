@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.utils.data import DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 
-from normplug.experiment.images import Batch, ImageSet
-
+T = TypeVar("T")
 ORDER, AUGMENTATION, MODEL = 0, 1, 2
 
 
@@ -43,16 +44,16 @@ class SeedEpochs(Callback):
 
 
 def epoch_sampler(
-    images: ImageSet, seed: int, *, epoch: int = 0, shards: int = 1, shard: int = 0
-) -> DistributedSampler[Batch]:
-    """A new order of all images every epoch, divided among the shards.
+    part: Dataset[T], seed: int, *, epoch: int = 0, shards: int = 1, shard: int = 0
+) -> DistributedSampler[T]:
+    """A new order of all samples every epoch, divided among the shards.
 
     It is a `DistributedSampler` even for one shard, so that Lightning does not replace it. When a
     run resumes, Lightning starts the loader's workers before it calls `set_epoch`, and they read
     ahead. So the first epoch is set here.
     """
-    sampler: DistributedSampler[Batch] = DistributedSampler(
-        images, num_replicas=shards, rank=shard, seed=_seed(ORDER, seed), drop_last=True
+    sampler: DistributedSampler[T] = DistributedSampler(
+        part, num_replicas=shards, rank=shard, seed=_seed(ORDER, seed), drop_last=True
     )
     sampler.set_epoch(epoch)
     return sampler

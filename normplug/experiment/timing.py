@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities import rank_zero_only
 
+from normplug.experiment.learner import Learner
 from normplug.lightning import VarianceLogger
 
 WARM_UP_STEPS = 5
@@ -88,17 +89,17 @@ class StepTimer(Callback):
             self._steps.append((self._start, self._now()))
         self._previous = self._start if counts else None
 
-    def summary(self, images_per_step: int) -> dict[str, float | None]:
-        """Medians over the steps: duration in ms, images per second, wait for the loader in ms.
+    def summary(self, items_per_step: int, speed_key: str) -> dict[str, float | None]:
+        """Medians over the steps: duration in ms, items per second, wait for the loader in ms.
 
-        A value is None if no step was timed.
+        The items per second stand under `speed_key`. A value is None if no step was timed.
         """
         step_ms = self._median_ms(self._steps)
         period_ms = self._median_ms(self._periods)
         waits = self.clock.waits_ms[WARM_UP_STEPS:]
         return {
             "step_ms": step_ms,
-            "images_per_s": None if period_ms is None else images_per_step * 1e3 / period_ms,
+            speed_key: None if period_ms is None else items_per_step * 1e3 / period_ms,
             "loader_wait_ms": statistics.median(waits) if waits else None,
         }
 
@@ -133,14 +134,16 @@ class EpochLines(Callback):
         rank_zero_only(print)(self.title, flush=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the epoch, the latest training loss and the validation accuracy."""
+        """Print the epoch, the latest training loss and the validation's measure."""
         if trainer.sanity_checking:
             return
         values = trainer.callback_metrics
         epoch = f"epoch {trainer.current_epoch + 1:3d} of {trainer.max_epochs}"
         loss = f"training loss {float(values['train/loss']):.4f}"
-        accuracy = f"validation accuracy {100 * float(values['val/accuracy']):.2f} %"
-        rank_zero_only(print)(f"{epoch}  {loss}  {accuracy}", flush=True)
+        assert isinstance(pl_module, Learner)
+        found = pl_module.describe(pl_module.score("val"), "val")
+        line = f"{epoch}  {loss}  validation {pl_module.measure.name} {found}"
+        rank_zero_only(print)(line, flush=True)
 
 
 def variance_loggers(trainer: Trainer) -> list[VarianceLogger]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from normplug._report.intervals import t_interval
+from normplug._report.measure import ACCURACY
 from normplug.compare import compare
 from normplug.compare.__main__ import main
 from normplug.compare.variance import mean_variance, read_variance
@@ -83,6 +84,27 @@ def test_differences_are_paired_by_seed(compared, tmp_path):
     assert difference.half_width == pytest.approx(0.127062, rel=1e-5)
 
 
+def test_runs_with_a_loss_are_compared_in_its_unit_beside_runs_with_an_accuracy(compared, tmp_path):
+    measure = {"name": "loss", "unit": "nats/byte", "better": "lower", "items": "tokens"}
+    for arm, loss in {"baseline": 1.5, "golden": 1.25}.items():
+        values = {"test_loss": loss, "loss_by_epoch": [2.0, loss], "tokens_per_s": 10.0}
+        for seed in range(2):
+            write_run(tmp_path, arm, seed, model="gpt", data="text", measure=measure, **values)
+            write_run(tmp_path, arm, seed)
+    comparison = compared()
+    rows = {(row.model, row.arm): row for row in comparison.rows}
+    assert rows["gpt", "golden"].difference == t_interval([-0.25, -0.25])
+    assert rows["resnet18", "golden"].measure == ACCURACY
+    text, digits = comparison.markdown.split("## resnet18 on digits")
+    for words in (" test loss, nats/byte |", " minus baseline, nats/byte |", " tokens/s |"):
+        assert words in text
+    assert " -0.2500 ± 0.0000 (2 pairs) |" in text
+    assert "Test loss is on the test set, after the last epoch; lower is better." in text
+    assert " test accuracy, % |" in digits
+    found = {(line["model"], line["unit"]) for line in read_csv(tmp_path / "summary.csv")}
+    assert found == {("gpt", "nats/byte"), ("resnet18", "%")}
+
+
 def test_only_finished_runs_are_averaged_and_all_others_are_listed(compared, tmp_path):
     for seed in range(4):
         write_run(tmp_path, "baseline", seed)
@@ -101,8 +123,8 @@ def test_only_finished_runs_are_averaged_and_all_others_are_listed(compared, tmp
     comparison = compared()
     rows = by_arm(comparison)
     assert (rows["golden"].n_finished, rows["golden"].n_expected) == (1, 4)
-    assert rows["golden"].test_accuracy == t_interval([0.8])
-    assert rows["standard"].test_accuracy == t_interval([0.7, 0.7])
+    assert rows["golden"].test_score == t_interval([0.8])
+    assert rows["standard"].test_score == t_interval([0.7, 0.7])
     for line in (
         "golden, seed 1: failed: out of memory (",
         'golden, seed 2: unfinished: its status is "running" (',
@@ -125,7 +147,7 @@ def test_of_two_runs_of_a_seed_the_finished_then_the_newer_counts(compared, tmp_
     write_run(tmp_path, "golden", 0, test_accuracy=0.8, date="2026-06-02")
     write_run(tmp_path, "golden", 0, status="failed", date="2026-06-03")
     comparison = compared()
-    assert by_arm(comparison)["golden"].test_accuracy == t_interval([0.8])
+    assert by_arm(comparison)["golden"].test_score == t_interval([0.8])
     assert comparison.markdown.count("golden, seed 0: a second run, ") == 2
 
 
@@ -196,7 +218,7 @@ def test_one_seed_has_a_mean_and_no_interval(compared, tmp_path):
     assert "91.00 " in line
     assert "+1.00 (1 pair)" in line
     assert "±" not in line
-    assert read_csv(tmp_path / "summary.csv")[1]["test_accuracy_t95_half_width"] == ""
+    assert read_csv(tmp_path / "summary.csv")[1]["test_t95_half_width"] == ""
 
 
 def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(compared, tmp_path):
@@ -216,7 +238,7 @@ def test_an_unmeasured_speed_is_a_dash(compared, tmp_path):
     write_run(tmp_path, "baseline", 0)
     write_run(tmp_path, "golden", 0, images_per_s=None, step_ms=float("nan"))
     golden = by_arm(compared())["golden"]
-    assert (golden.speed_ratio, golden.images_per_s, golden.step_ms) == (None, None, None)
+    assert (golden.speed_ratio, golden.items_per_s, golden.step_ms) == (None, None, None)
     assert golden.peak_memory_mib == 512
 
 
@@ -296,7 +318,7 @@ def test_accuracies_that_are_not_finite_are_named_and_not_drawn(tmp_path):
         write_run(tmp_path, "golden", seed, test_accuracy=nan, accuracy_by_epoch=[nan, nan])
     comparison = compare(tmp_path)
     assert "golden, seed 1: finished, but no test accuracy (" in comparison.markdown
-    assert comparison.rows[1].test_accuracy is None
+    assert comparison.rows[1].test_score is None
     assert comparison.rows[1].difference is None
     write_run(tmp_path / "alone", "golden", 0, test_accuracy=nan, accuracy_by_epoch=[nan, nan])
     plots = [path.name for path in compare(tmp_path / "alone").paths if path.suffix == ".png"]
@@ -319,7 +341,7 @@ def test_every_file_is_written_and_none_is_blank(tmp_path):
     summary = read_csv(tmp_path / "new/out/summary.csv")
     assert [line["arm"] for line in summary] == ["baseline", "golden"]
     assert float(summary[1]["difference_to_reference_mean"]) == pytest.approx(0.0)
-    assert float(summary[1]["test_accuracy_mean"]) == pytest.approx(0.905)
+    assert float(summary[1]["test_mean"]) == pytest.approx(0.905)
 
 
 def test_command_prints_the_table_and_the_paths(tmp_path, capsys):

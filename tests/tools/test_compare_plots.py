@@ -8,18 +8,25 @@ import pytest
 from matplotlib.figure import Figure
 
 from normplug._report.figures import draw_line
+from normplug._report.measure import ACCURACY, Measure
 from normplug.compare.canvas import arm_styles
 from normplug.compare.gather import KEYS, Run, group_runs
-from normplug.compare.plots import accuracy_figure, seeds_figure
+from normplug.compare.plots import curves_figure, seeds_figure
 from normplug.compare.throughput import throughput_figure
 from normplug.compare.variance import COLUMNS, Variance
 from normplug.compare.variance_plots import variance_by_depth_figure, variance_by_step_figure
 
 
-def a_run(arm, seed, accuracy=0.9, curve=(0.5,), speed=None, hardware=""):
-    found = {"test_accuracy": accuracy, "accuracy_by_epoch": curve, "images_per_s": speed}
+def a_run(arm, seed, accuracy=0.9, curve=(0.5,), speed=None, hardware="", measure=ACCURACY):
+    found = {"test_score": accuracy, "scores_by_epoch": curve, "items_per_s": speed}
     where = {"model": "resnet18", "data": "digits", "arm": arm, "seed": seed, "hardware": hardware}
-    others = {"path": Path("result.json"), "error": "", "versions": {}, "date": ""}
+    others = {
+        "path": Path("result.json"),
+        "error": "",
+        "versions": {},
+        "date": "",
+        "measure": measure,
+    }
     return Run(**dict.fromkeys(KEYS) | found | where | others | {"status": "finished"})
 
 
@@ -43,7 +50,7 @@ def a_variance(steps, cells, target=1.0):
 
 def test_accuracy_stops_where_a_seed_stops():
     whole, late = drawn(
-        accuracy_figure,
+        curves_figure,
         a_run("baseline", 0, curve=(0.5, 0.7, 0.8, 0.9)),
         a_run("golden", 0, curve=(0.4, 0.6, 0.8)),
         a_run("golden", 1, curve=(0.6, 0.8)),
@@ -94,11 +101,24 @@ def test_the_reference_is_named_where_it_is_used():
 def test_an_axis_of_accuracies_stays_within_0_and_100(accuracies):
     runs = [a_run("golden", seed, value, (0.5, value)) for seed, value in enumerate(accuracies)]
     left, _ = drawn(seeds_figure, *runs)
-    heights = [axes.get_ylim() for axes in drawn(accuracy_figure, *runs)]
+    heights = [axes.get_ylim() for axes in drawn(curves_figure, *runs)]
     for low, high in (left.get_xlim(), *heights):
         assert 0 <= low < high <= 100
     said = "(%; intervals are cut at 0 and 100)" in left.get_xlabel()
     assert said == (accuracies[0] != accuracies[1])  # t(0.975, 1) = 12.7 makes them wide
+
+
+def test_a_loss_is_drawn_as_it_is_with_its_unit():
+    loss = Measure("loss", "nats/byte", "lower", "tokens")
+    losses = {"baseline": 1.5, "golden": 1.25}
+    runs = [a_run(arm, 0, loss_, (2.0, loss_), 9.0, "CPU", loss) for arm, loss_ in losses.items()]
+    left, right = drawn(seeds_figure, *runs)
+    assert left.get_xlabel() == "test loss (nats/byte)"
+    assert right.get_xlabel() == "test loss minus baseline, same seed (nats/byte)"
+    (dots,) = [line for line in right.lines if line.get_marker() == "D"]
+    assert list(dots.get_xdata()) == [-0.25]
+    assert drawn(curves_figure, *runs)[0].get_ylabel() == "validation loss (nats/byte)"
+    assert drawn(throughput_figure, *runs)[0].get_xlabel() == "tokens/s"
 
 
 def test_throughput_shows_each_run_and_each_pair_by_hardware():
@@ -168,7 +188,7 @@ def test_no_text_of_a_plot_lies_on_another_or_outside():
     variances = {arm: a_variance([*range(0, 60, 10)], cells) for arm in arms}
     styles = arm_styles([group])
     for figure in (
-        accuracy_figure(group, styles),
+        curves_figure(group, styles),
         seeds_figure(group, styles),
         throughput_figure(group, styles),
         variance_by_depth_figure(group.title, variances, styles),

@@ -1,5 +1,6 @@
 """The data of an experiment: fixed parts, repeatable streams, right pixels, clear refusals."""
 
+import hashlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,6 @@ from torch.utils.data import DistributedSampler
 
 from normplug.experiment.augment import Augment, crop_and_flip, normalise
 from normplug.experiment.data import Cifar10, Digits, Fake, FashionMnist, ImageFolder
-from normplug.experiment.datamodule import ImageData
 from normplug.experiment.images import (
     FileImages,
     MemoryImages,
@@ -26,7 +26,9 @@ from normplug.experiment.images import (
     decode,
     stratified_split,
 )
+from normplug.experiment.source import Source
 from normplug.experiment.streams import epoch_sampler, stream
+from normplug.experiment.text import Text, _sources
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZE = 6  # of the images in `tree`
@@ -64,7 +66,7 @@ def fit(data, *, epochs=2, ckpt_path=None, **kwargs):
 
 def parts(data):
     data.setup("fit")
-    return [part.decoded() for part in (data.train_images, data.val_images, data.test_images)]
+    return [part.decoded() for part in (data.train_part, data.val_part, data.test_part)]
 
 
 def paths(images):
@@ -289,8 +291,8 @@ class TestImageFolder:
         demand = ImageFolder(str(tree), SIZE, batch_size=4, memory_gib=0, num_workers=0)
         for data in (memory, demand):
             data.setup("fit")
-        assert isinstance(memory.train_images, MemoryImages)
-        assert isinstance(demand.train_images, FileImages)
+        assert isinstance(memory.train_part, MemoryImages)
+        assert isinstance(demand.train_part, FileImages)
         assert torch.equal(memory.mean, demand.mean)
         assert torch.equal(memory.std, demand.std)
         for part in ("train", "val", "test"):
@@ -395,6 +397,65 @@ def test_configs_build_their_source(path, tmp_path):
     if path.stem == "image_folder":
         cfg.data.update(root=str(tmp_path), image_size=SIZE)
     data = instantiate(cfg.data)
-    assert isinstance(data, ImageData)
+    assert isinstance(data, Source)
     assert data.seed == 3
     assert data.name in (path.stem, tmp_path.name)
+
+
+class TestText:
+    def text(self, tmp_path, content, **options):
+        (tmp_path / "a.txt").write_bytes(content)
+        return Text(str(tmp_path / "a.txt"), **{"block_size": 4, "batch_size": 2} | options)
+
+    def test_parts_follow_one_another_and_a_target_is_the_next_token(self, tmp_path):
+        data = self.text(tmp_path, bytes(range(100)))
+        data.setup("fit")
+        rows = {}
+        for name in ("train", "val", "test"):
+            batches = list(getattr(data, f"{name}_dataloader")())
+            assert all(torch.equal(y, x + 1) for x, y in batches)
+            rows[name] = sorted(torch.cat([x for x, _ in batches]).flatten().tolist())
+        # 80, 10 and 10 bytes; the last token of a part is a target only.
+        assert rows["val"] == list(range(80, 88))
+        assert rows["test"] == list(range(90, 98))
+        assert set(rows["train"]) < set(range(80))
+        assert len(rows["train"]) == 72  # of 19 blocks, the odd one is left for the next epoch
+        assert data.sizes == {"vocabulary": 256, "block_size": 4}
+        assert data.items_per_batch == 8
+
+    def test_bytes_and_characters_have_one_entropy_a_character_where_they_are_the_same(
+        self, tmp_path
+    ):
+        text = ("ab" * 50).encode()
+        for unit, vocabulary in (("byte", 256), ("char", 2)):
+            data = self.text(tmp_path, text, unit=unit)
+            assert (data.vocabulary, data.unigram_bits) == (vocabulary, 1.0)
+            assert data.facts() == {
+                "text_sha256": hashlib.sha256(text).hexdigest(),
+                "text_tokens": 100,
+            }
+
+    def test_bits_are_by_character_of_which_some_have_more_bytes(self, tmp_path):
+        data = self.text(tmp_path, ("\u00e9" * 60).encode())  # two bytes, equally often
+        assert data.unigram_bits == 2.0
+        assert data.learner(nn.Identity(), None).tokens_per_character == {"val": 2.0, "test": 2.0}
+
+    @pytest.mark.parametrize(("size", "count"), [(178, 59), (179, 59), (180, 60), (181, 61)])
+    def test_a_limit_cuts_no_character(self, tmp_path, size, count):
+        text = ("\u20ac" * 60).encode() + b"0123456789"  # three bytes each
+        data = self.text(tmp_path, text, unit="char", megabytes=size / 1e6)
+        assert len(data.tokens) == count
+
+    def test_the_library_is_the_same_text_each_time_and_holds_no_tests(self):
+        first, again = (Text(megabytes=0.02) for _ in range(2))
+        assert first.sha256 == again.sha256
+        assert len(first.tokens) == 20_000
+        assert not [path for path in _sources(Path(os.__file__).parent) if "test" in path.parts]
+
+    def test_what_cannot_be_a_text_is_refused(self, tmp_path):
+        with pytest.raises(ValueError, match="path must be a file that can be read, got no.txt"):
+            Text("no.txt")
+        with pytest.raises(ValueError, match="unit=char needs a text in UTF-8; byte 1 of 100 is"):
+            self.text(tmp_path, b"a\xff" * 50, unit="char")
+        with pytest.raises(ValueError, match="longer than block_size=4; the smallest has 4 of 40"):
+            self.text(tmp_path, b"a" * 40)

@@ -43,5 +43,5 @@ def test_peak_memory_on_windows_is_psutils_or_unknown(monkeypatch):
 def test_the_report_of_a_run_states_its_peak(tmp_path, peak, shown):
     names = ("model", "data", "arm", "seed", "hardware", "epochs", "norms_swapped", "norms_fused")
     result = dict.fromkeys(names, 1) | {"test_accuracy": 0.5, "images_per_s": None}
-    text = summary({**result, "peak_memory_bytes": peak}, tmp_path)
-    assert f"peak memory    {shown}\n" in text
+    text = summary({**result, "peak_memory_bytes": peak}, {}, tmp_path)
+    assert f"peak memory          {shown}\n" in text

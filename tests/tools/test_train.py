@@ -1,6 +1,7 @@
 """train.py as its user meets it: commands in, files and sentences out."""
 
 import copy
+import math
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from hydra.utils import instantiate
 import normplug
 import train
 from normplug._ops import recompute
-from normplug.compare.gather import KEYS
-from normplug.experiment.models import resnet, scale_norm_weights, vit
+from normplug._report.measure import ACCURACY, Measure
+from normplug.compare.gather import keys
+from normplug.experiment.models import GPT, resnet, scale_norm_weights, vit
 from normplug.experiment.names import arm_name
 from normplug.experiment.optimizing import SCHEDULES, decay_groups, make_scheduler, move_to_step
 from training import PLAIN, SMALL, SWEEP, TWO_PROCESSES, output_in, python, results, variance_rows
@@ -35,10 +37,15 @@ def composed(*overrides):
 @pytest.mark.parametrize("optimizer", choices("optimizer"))
 def test_every_model_trains_a_step_with_every_optimizer(model, optimizer):
     cfg = composed(f"model={model}", f"optimizer={optimizer}")
-    net = instantiate(cfg.model, num_classes=7, image_size=16)
+    if model.startswith("gpt"):
+        net = instantiate(cfg.model, vocabulary=7, block_size=9, depth=2, width=32)
+        x, shape = torch.randint(7, (2, 5)), (2, 5, 7)
+    else:
+        net = instantiate(cfg.model, num_classes=7, image_size=16)
+        x, shape = torch.randn(2, 3, 16, 16), (2, 7)
     before = [p.clone() for p in net.parameters()]
-    y = net(torch.randn(2, 3, 16, 16))
-    assert y.shape == (2, 7)
+    y = net(x)
+    assert y.shape == shape
     y.square().sum().backward()
     instantiate(cfg.optimizer)(net.parameters()).step()
     assert all(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
@@ -55,7 +62,13 @@ def test_the_command_line_wins_over_what_a_model_or_an_experiment_chooses():
 def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     output = trains(*TINY, "mode=golden", "seed=0", "logger=tensorboard")
     (result,) = results(tmp_path)
-    assert result.keys() >= {*KEYS, "norms_fused", "recompute", "channels_last"}
+    assert result.keys() >= {
+        *keys(ACCURACY),
+        "measure",
+        "norms_fused",
+        "recompute",
+        "channels_last",
+    }
     named = {"arm": "golden", "seed": 0, "model": "vit_tiny", "data": "fake", "status": "finished"}
     assert result.items() >= named.items()
     assert result["norms_swapped"] == 9
@@ -128,6 +141,58 @@ def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(trains
         assert list(targets.values()) == [*(tv for tv in blocks for _ in range(2)), 1.0]
         assert list(targets)[-1] == "net.encoder.ln"
         assert len(list(tmp_path.rglob(f"{arm}/seed_0/result.json"))) == 1
+
+
+def test_a_sweep_of_language_models_is_compared_by_its_losses(trains, tmp_path):
+    tiny = ["model=gpt_tiny", "model.width=16", "model.depth=1", "data.block_size=16"]
+    short = ["data.megabytes=0.01", "trainer.max_epochs=2", "fuse=true", PLAIN]
+    output = trains(*tiny, *short, "mode=baseline,standard,golden", "-m")
+    baseline, golden, standard = results(tmp_path)
+    assert standard["loss_by_epoch"] == baseline["loss_by_epoch"]
+    assert standard["test_loss"] == baseline["test_loss"] != golden["test_loss"]
+    assert golden.keys() >= {*keys(Measure.of(golden)), "text_sha256"}
+    assert golden["measure"] == {
+        "name": "loss",
+        "unit": "nats/byte",
+        "better": "lower",
+        "items": "tokens",
+    }
+    bits = golden["test_bits_per_character"]
+    assert bits == pytest.approx(golden["test_loss"] / math.log(2), rel=0.01)  # nearly all ASCII
+    assert 4 < golden["unigram_bits_per_character"] < 6
+    assert golden["tokens_per_s"] == pytest.approx(16 * 16e3 / golden["step_ms"], rel=0.5)
+    assert (golden["norms_swapped"], golden["norms_fused"]) == (3, 2)
+    shown = f"{golden['test_loss']:.4f} nats/byte, {bits:.3f} bits per character"
+    for words in (shown, "unigram entropy", "tokens/s", " test loss, nats/byte |"):
+        assert words in output
+    root = tmp_path / "logs/sweeps/default"
+    assert {"loss_gpt_tiny_text.png", "seeds_gpt_tiny_text.png"} < {p.name for p in root.iterdir()}
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_gpt_sees_no_later_token_and_fuses_its_additions(norm):
+    torch.manual_seed(0)
+    net = GPT(vocabulary=5, block_size=8, depth=2, width=16, norm=norm).eval()
+    tokens = torch.randint(5, (2, 8))
+    before = net(tokens)
+    other = tokens.clone()
+    other[:, 5] = (other[:, 5] + 1) % 5
+    assert torch.equal(net(other)[:, :5], before[:, :5])
+    assert not torch.equal(net(other)[:, 5:], before[:, 5:])
+    normplug.fuse(normplug.swap(net, "standard"))
+    assert sum(row.label is not None for row in normplug.fusions(net)) == 4  # all but the first
+    torch.testing.assert_close(net(tokens), before)
+
+
+def test_a_scaled_start_is_of_the_layers_that_write_to_the_residual_stream():
+    torch.manual_seed(0)
+    plain, scaled = (
+        GPT(vocabulary=50, block_size=8, depth=8, width=64, scaled_init=scaled).blocks[0]
+        for scaled in (False, True)
+    )
+    for path, ratio in {"attention.out": 4, "mlp.2": 4, "mlp.0": 1}.items():
+        stds = [block.get_submodule(path).weight.std().item() for block in (plain, scaled)]
+        assert stds[0] / stds[1] == pytest.approx(ratio, rel=0.05)
 
 
 def test_fast_dev_run(trains):
@@ -224,6 +289,8 @@ def test_stems_and_patches_suit_the_image():
     assert sizes == {8: 2, 28: 4, 32: 4, 224: 28}
     with pytest.raises(ValueError, match="must divide the image size 8; got 3"):
         vit(num_classes=2, image_size=8, patch_size=3)
+    with pytest.raises(ValueError, match="model.heads must divide model.width=16; got 3"):
+        GPT(vocabulary=5, block_size=8, width=16, heads=3)
 
 
 @pytest.mark.parametrize(("model", "fused"), [("resnet18", 17), ("vit_tiny", 8)])

@@ -36,7 +36,7 @@ def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(refuses,
         (sweep.golden, f"A run's own is {good}"),
         *((path, unreadable) for path in (text, cut, module)),
         (weights, "not from weights alone"),
-        (split, "held out other images for validation. Train again from the start."),
+        (split, "held out other data for validation. Train again from the start."),
     ]:
         output = refuses(*SWEEP, f"ckpt_path='{path}'", f"hydra.run.dir={run}")
         assert sentence in output

@@ -65,6 +65,8 @@ BREAK_A_RULE = {
     "data.image_size": "0 2.5 'x'",
     "data.num_classes, model.dropout": "1",
     "data.num_images, model.hidden_dim, model.depth, model.heads, model.mlp_ratio": "0 1.5",
+    "model=gpt_tiny data=text data.block_size, model=gpt_tiny model.width": "0 1.5",
+    "model=gpt_tiny data=text data.megabytes": "0 -1",
     "data.augment.pad, trainer.log_every_n_steps": "-1 1.5",
     "data=image_folder data.memory_gib, data=image_folder data.num_workers": "-1",
     "optimizer.lr": "'abc' 0 nan true",
@@ -124,6 +126,12 @@ MISTAKES |= {
     "warmup=${nowhere}": "warmup: Interpolation key 'nowhere' not found",
     "+swap.foo=1": "swap.foo is not an argument of normplug.swap.",
     "+swap.mode=golden": "swap.mode comes from the key mode. Leave swap.mode out.",
+    "data=text": "models.resnet does not take block_size, vocabulary, which normplug.experiment",
+    "model=gpt_tiny data=digits": "models.GPT does not take image_size, num_classes, which normplu",
+    "model=gpt_tiny +model.vocabulary=5": "model.vocabulary comes from the data. Leave model.voca",
+    "model=gpt_tiny model.norm=batch": "model.norm must be 'layer' or 'rms'; got 'batch'.",
+    "model=gpt_tiny data.unit=word": "data.unit must be 'byte' or 'char'; got 'word'.",
+    "data._target_=builtins.dict": "data._target_ must be a subclass of normplug.experiment.source",
     "+data.foo=1": "data.foo is not an argument of normplug.experiment.data.Digits.",
     "data._target_=nowhere.Data": "data._target_ must be the import path of a class or function",
     "experiment=smoke data=digits": "Leave it out (~data.image_size), or use one of augment",
@@ -164,7 +172,11 @@ def test_a_mistake_is_one_sentence_that_names_the_key_and_the_rule(checked, line
 @pytest.mark.parametrize(
     "line",
     [
-        *(f"{path.parent.name}={path.stem}" for path in Path(train.CONFIGS).glob("*/*.yaml")),
+        *(
+            f"{path.parent.name}={path.stem}"
+            for path in Path(train.CONFIGS).glob("*/*.yaml")
+            if path.stem != "text"  # which model=gpt_tiny takes
+        ),
         "experiment=null",
         "experiment=smoke callbacks=default",
         "logger=tensorboard +logger.tensorboard.flush_secs=1",

@@ -1,0 +1,84 @@
+"""The task of predicting the next token of a text, judged by the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from normplug._report.measure import Measure
+from normplug.experiment.learner import Learner
+
+
+class LanguageModel(Learner):
+    """Train `net` to predict the next token of a text.
+
+    Bits per character are the loss times tokens per character, over ln 2. So a model of bytes can
+    be compared with one of characters.
+
+    Args:
+        net: tokens (N, L), int64 -> logits (N, L, vocabulary).
+        optimizer: see `Learner`.
+        unit: what a token is, e.g. "byte".
+        tokens_per_character: of the parts "val" and "test".
+        unigram_bits: entropy of the text in bits per character, if every token is drawn alone: what
+            a model reaches that knows how often each token occurs, and nothing else.
+        channels_last: must be False, since a text has no such memory format.
+        **options: see `Learner`.
+
+    Raises:
+        ValueError: `channels_last`; see also `Learner`.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: Callable[[Iterable[Any]], Optimizer],
+        *,
+        unit: str,
+        tokens_per_character: Mapping[str, float],
+        unigram_bits: float,
+        channels_last: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            net, Measure("loss", f"nats/{unit}", "lower", "tokens"), optimizer, **options
+        )
+        if channels_last:
+            raise ValueError(
+                "normplug.experiment: channels_last is a memory format of images; a text has none. "
+                "Leave channels_last=true out."
+            )
+        self.tokens_per_character = dict(tokens_per_character)
+        self.unigram_bits = unigram_bits
+
+    def log_measure(self, stage: str, logits: Tensor, targets: Tensor, loss: Tensor) -> None:
+        """Log the bits per character; the loss, which is the measure, is logged already."""
+        bits = loss * self._bits_per_nat(stage)
+        name = f"{stage}/bits_per_character"
+        self.log(name, bits, prog_bar=True, sync_dist=True, batch_size=len(targets))
+
+    def describe(self, value: float, stage: str) -> str:
+        """A loss in words, with its bits per character."""
+        bits = value * self._bits_per_nat(stage)
+        return f"{super().describe(value, stage)}, {bits:.3f} bits per character"
+
+    def headlines(self) -> dict[str, str]:
+        """The losses, and the unigram entropy beside them."""
+        unigram = f"{self.unigram_bits:.3f} bits per character: each token alone, no context"
+        return super().headlines() | {"unigram entropy": unigram}
+
+    def result(self) -> dict[str, Any]:
+        """Add the bits per character."""
+        bits = self.score("test") * self._bits_per_nat("test")
+        return super().result() | {
+            "test_bits_per_character": bits,
+            "unigram_bits_per_character": self.unigram_bits,
+        }
+
+    def _bits_per_nat(self, stage: str) -> float:
+        """Bits per character for each nat per token."""
+        return self.tokens_per_character[stage] / math.log(2)

@@ -1,0 +1,177 @@
+"""The LightningModule that every task shares: steps, optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from normplug._report.measure import Measure
+from normplug.experiment.checkpoint import steps_per_epoch
+from normplug.experiment.optimizing import decay_groups, make_scheduler, move_to_step
+from normplug.experiment.source import Batch
+
+
+class Learner(LightningModule):
+    """Train `net` to predict classes; a subclass says how it is judged.
+
+    A subclass logs `val/<name>` and `test/<name>` of its measure in `log_measure`.
+
+    A run that resumes takes from its checkpoint the weights, the optimizer's moments and the step.
+    Its hyperparameters come from its own command. If it has more epochs than the run before, its
+    learning rate continues on the curve of the new total.
+
+    Args:
+        net: (N, ...) -> (N, ..., classes), the logits.
+        measure: what the run is judged by.
+        optimizer: parameter groups -> optimizer, e.g. a partial `torch.optim.SGD`.
+        schedule: see `make_scheduler`.
+        warmup: see `make_scheduler`.
+        label_smoothing: 0 to 1.
+        identity: what tells the run from others, e.g. its arm; kept in checkpoints as "run".
+
+    Raises:
+        ValueError: a checkpoint whose epochs have another number of steps.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        measure: Measure,
+        optimizer: Callable[[Iterable[Any]], Optimizer],
+        *,
+        schedule: str = "one_cycle",
+        warmup: float = 0.2,
+        label_smoothing: float = 0.1,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.measure = measure
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.warmup = warmup
+        self.label_smoothing = label_smoothing
+        self.identity = dict(identity or {})
+        self.scores_by_epoch: list[float] = []  # of the validation
+        self._resumed_steps: int | None = None  # steps of an epoch of the checkpoint
+        self._hyperparameters: list[dict[str, Any]] = []  # of each group at step 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The logits."""
+        return self.net(inputs)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss of one batch."""
+        inputs, targets = batch
+        loss = _cross_entropy(self(inputs), targets, self.label_smoothing)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Loss and measure on the validation part."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Loss and measure on the test part."""
+        self._evaluate("test", batch)
+
+    def log_measure(self, stage: str, logits: Tensor, targets: Tensor, loss: Tensor) -> None:
+        """Log what the task measures of a batch besides its loss; `stage` is "val" or "test"."""
+        raise NotImplementedError
+
+    def on_validation_epoch_end(self) -> None:
+        """Keep the epoch's value for the report."""
+        if not self.trainer.sanity_checking:
+            self.scores_by_epoch.append(self.score("val"))
+
+    def score(self, stage: str) -> float:
+        """The latest value of the measure; `stage` is "val" or "test"."""
+        return float(self.trainer.callback_metrics[f"{stage}/{self.measure.name}"])
+
+    def describe(self, value: float, stage: str) -> str:
+        """A value of the measure in words."""
+        return f"{self.measure.number(value)} {self.measure.unit}"
+
+    def headlines(self) -> dict[str, str]:
+        """What a finished run prints first: a title and a text for each line."""
+        name, curve = self.measure.name, self.scores_by_epoch
+        lines = {f"validation {name}": self.describe(curve[-1], "val")} if curve else {}
+        return lines | {f"test {name}": self.describe(self.score("test"), "test")}
+
+    def result(self) -> dict[str, Any]:
+        """The task's part of `result.json`."""
+        return {
+            "measure": asdict(self.measure),
+            self.measure.test_key: self.score("test"),
+            self.measure.curve_key: self.scores_by_epoch,
+        }
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer, with weight decay on matrices only, and the schedule, step by step."""
+        optimizer = self.optimizer(decay_groups(self.net.parameters()))
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = make_scheduler(optimizer, self.schedule, self.warmup, steps)
+        self._refuse_other_epochs()
+        self._hyperparameters = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the run's identity and the values so far."""
+        checkpoint["run"] = self.identity
+        checkpoint[self.measure.curve_key] = list(self.scores_by_epoch)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue the values; `on_train_start` moves the schedule."""
+        self.scores_by_epoch = list(checkpoint.get(self.measure.curve_key, []))
+        self._resumed_steps = steps_per_epoch(checkpoint)
+        checkpoint["lr_schedulers"] = []
+
+    def on_train_start(self) -> None:
+        """In a run that resumes, set the hyperparameters of this command at this step."""
+        step = self.trainer.global_step
+        if step == 0:
+            return
+        scheduler = self.lr_schedulers()
+        assert isinstance(scheduler, LRScheduler)
+        for group, own in zip(scheduler.optimizer.param_groups, self._hyperparameters, strict=True):
+            group.update(own)
+        move_to_step(scheduler, step)
+
+    def _evaluate(self, stage: str, batch: Batch) -> None:
+        inputs, targets = batch
+        logits = self(inputs)
+        loss = _cross_entropy(logits, targets)
+        self.log(f"{stage}/loss", loss, sync_dist=True, batch_size=len(targets))
+        self.log_measure(stage, logits, targets, loss)
+
+    def _refuse_other_epochs(self) -> None:
+        if self._resumed_steps is None:
+            return
+        trainer = self.trainer
+        steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        if steps != self._resumed_steps:
+            raise ValueError(
+                f"normplug.experiment: an epoch of the checkpoint has {self._resumed_steps} steps, "
+                f"one of this run {steps}. Resume with the data, batch size and number of devices "
+                "of the checkpoint."
+            )
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """The mean over all targets, of a batch of images as of a batch of sequences."""
+    flat = logits.flatten(0, -2)
+    return F.cross_entropy(flat, targets.flatten(), label_smoothing=label_smoothing)

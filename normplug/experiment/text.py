@@ -1,0 +1,191 @@
+"""A text, cut into blocks of bytes or characters; by default, Python's own library."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from normplug.experiment.language import LanguageModel
+from normplug.experiment.source import Batch, Source
+
+PARTS = {"train": 0.8, "val": 0.1, "test": 0.1}  # shares of the text, in the order of the text
+# Directories of the standard library whose sources are left out.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class Blocks(Dataset[Batch]):
+    """A part of a text in blocks; the target of each token is the token after it.
+
+    Args:
+        tokens: (T,), any integers.
+        size: tokens a block. A last, shorter block is left out.
+    """
+
+    def __init__(self, tokens: Tensor, size: int) -> None:
+        self.tokens = tokens
+        self.size = size
+
+    def __len__(self) -> int:
+        return max(len(self.tokens) - 1, 0) // self.size
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        starts = torch.as_tensor(indices)[:, None] * self.size
+        rows = starts + torch.arange(self.size)
+        return self.tokens[rows].long(), self.tokens[rows + 1].long()
+
+
+class Text(Source):
+    """A text whose first 80% trains, whose next 10% validates and whose last 10% tests.
+
+    Args:
+        path: a file; None for the sources of Python's standard library, without its tests, one
+            after another in the order of their paths.
+        unit: what a token is: a "byte", or a "char" of UTF-8. The vocabulary is the 256 bytes, or
+            the characters that occur in the text.
+        block_size: tokens that a model sees at once.
+        megabytes: take no more of the text than this, from its start; None for all of it.
+        seed: see `Source`.
+        batch_size: blocks a step on each device.
+
+    Attributes:
+        vocabulary: number of tokens.
+
+    Raises:
+        ValueError: the text cannot be read, is no UTF-8 for "char", or is too short.
+    """
+
+    gives = ("vocabulary", "block_size")
+    held_out = "the last tenth of the text for the test, the tenth before it for validation"
+
+    def __init__(
+        self,
+        path: str | None = None,
+        unit: Literal["byte", "char"] = "byte",
+        block_size: int = 128,
+        megabytes: float | None = 4.0,
+        *,
+        seed: int = 0,
+        batch_size: int = 32,
+    ) -> None:
+        super().__init__(seed=seed, batch_size=batch_size)
+        self.unit = unit
+        self.block_size = block_size
+        limit = None if megabytes is None else round(megabytes * 1e6)
+        text = _library(limit) if path is None else self._read(Path(path).expanduser(), limit)
+        self.name = "text" if path is None else Path(path).name
+        self.sha256 = hashlib.sha256(text).hexdigest()
+        self.tokens, self.vocabulary = self._tokenised(text)
+        sizes = [round(share * len(self.tokens)) for share in PARTS.values()]
+        sizes[0] += len(self.tokens) - sum(sizes)
+        self._parts = dict(zip(PARTS, self.tokens.split(sizes), strict=True))
+        if min(sizes) <= block_size:
+            raise ValueError(
+                f"{self.caller}: each part of the text must be longer than block_size="
+                f"{block_size}; the smallest has {min(sizes)} of {len(self.tokens)} tokens. Use a "
+                "longer text or a smaller data.block_size."
+            )
+
+    def setup(self, stage: str) -> None:
+        """Cut the parts into blocks."""
+        parts = (Blocks(part, self.block_size) for part in self._parts.values())
+        self.train_part, self.val_part, self.test_part = parts
+
+    def learner(self, net: nn.Module, optimizer: Any, **options: Any) -> LanguageModel:
+        """Return the LightningModule that trains `net` on this text."""
+        ratios = {stage: _per_character(self._parts[stage], self.unit) for stage in ("val", "test")}
+        return LanguageModel(
+            net,
+            optimizer,
+            unit=self.unit,
+            tokens_per_character=ratios,
+            unigram_bits=self.unigram_bits,
+            **options,
+        )
+
+    @property
+    def items_per_batch(self) -> int:
+        """Tokens in a batch of one device."""
+        return self.batch_size * self.block_size
+
+    @property
+    def unigram_bits(self) -> float:
+        """Entropy of the text in bits per character, if every token is drawn alone."""
+        counts = self.tokens.long().bincount().double()
+        share = counts[counts > 0] / len(self.tokens)
+        return float(-(share * share.log2()).sum()) * _per_character(self.tokens, self.unit)
+
+    def facts(self) -> dict[str, Any]:
+        """Which text it is, and how long."""
+        return {"text_sha256": self.sha256, "text_tokens": len(self.tokens)}
+
+    def _read(self, path: Path, limit: int | None) -> bytes:
+        try:
+            with path.open("rb") as file:
+                return _cut(file.read(-1 if limit is None else limit + 1), limit)
+        except OSError as error:
+            raise ValueError(
+                f"{self.caller}: path must be a file that can be read, got {path} "
+                f"({error.strerror or error}). Check data.path; a relative path starts at the "
+                "directory that the program runs in."
+            ) from None
+
+    def _tokenised(self, text: bytes) -> tuple[Tensor, int]:
+        """The tokens, and the size of their vocabulary."""
+        if self.unit == "byte":
+            return torch.frombuffer(bytearray(text), dtype=torch.uint8), 256
+        try:
+            characters = text.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self.caller}: unit=char needs a text in UTF-8; byte {error.start} of "
+                f"{len(text)} is not. Use data.unit=byte, or convert the text."
+            ) from None
+        index = {character: i for i, character in enumerate(sorted(set(characters)))}
+        return torch.tensor([index[c] for c in characters], dtype=torch.int32), len(index)
+
+
+def _library(limit: int | None) -> bytes:
+    """The sources of Python's standard library, up to `limit` bytes."""
+    text = bytearray()
+    for path in _sources(Path(sysconfig.get_path("stdlib"))):
+        text += path.read_bytes()
+        if limit is not None and len(text) > limit:
+            break
+    return _cut(bytes(text), limit)
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    """The Python files below `root`, in an order that no file system changes."""
+    found = []
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in LEFT_OUT]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    yield from sorted(found, key=lambda path: path.relative_to(root).parts)
+
+
+def _cut(text: bytes, limit: int | None) -> bytes:
+    """The first `limit` bytes, without a last character of UTF-8 that the limit would cut."""
+    if limit is None or len(text) <= limit:
+        return text
+    text = text[:limit]
+    for lost in range(1, min(4, len(text)) + 1):
+        first = text[-lost]
+        if first & 0xC0 != 0x80:  # the first byte of the last character
+            length = 1 + (first >= 0xC0) + (first >= 0xE0) + (first >= 0xF0)
+            return text if length <= lost else text[:-lost]
+    return text
+
+
+def _per_character(tokens: Tensor, unit: str) -> float:
+    """Tokens for each character; in UTF-8, the bytes 0b10xxxxxx continue a character."""
+    if unit == "char":
+        return 1.0
+    return len(tokens) / max(int(((tokens & 0xC0) != 0x80).sum()), 1)
