@@ -58,7 +58,7 @@ def read(mode: ModesLike) -> LayerModes:
     if callable(mode) and not isinstance(mode, (type, nn.Module)):
         return _ByFunction(mode)
     try:
-        return _One(NormMode(mode))  # type: ignore[arg-type]
+        return One(NormMode(mode))  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(
             f"{error} For a mode per layer, give a mapping of filters to modes, a callable "
@@ -74,19 +74,19 @@ def mode_of(who: str, mode: Any) -> NormMode:
         raise ValueError(f"{error} That is the mode of {who}.") from None
 
 
-class _One(LayerModes):
+class One(LayerModes):
     """The same mode for each layer."""
 
     def __init__(self, mode: NormMode) -> None:
-        self._mode = mode
+        self.mode = mode
 
     def __str__(self) -> str:
-        return str(self._mode)
+        return str(self.mode)
 
     def assign(
         self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
     ) -> dict[nn.Module, Assigned]:
-        return dict.fromkeys(taken, Assigned(self._mode))
+        return dict.fromkeys(taken, Assigned(self.mode))
 
 
 class _ByFilter(LayerModes):

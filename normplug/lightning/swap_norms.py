@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from normplug import _checks, _convert
 from normplug._swap import record
 from normplug._swap.check import refuse
-from normplug._swap.layer_modes import ModesLike, read
+from normplug._swap.layer_modes import ModesLike, One, read
 from normplug._swap.swap import swap
 from normplug._table import shown
 from normplug._torch import BatchNormBase
@@ -44,7 +44,8 @@ class SwapNorms(Callback):
     """
 
     def __init__(self, mode: ModesLike = "golden", **options: Any) -> None:
-        self.mode = read(mode)
+        rule = read(mode)
+        self.mode = rule.mode if isinstance(rule, One) else rule
         _checks.known("lightning.SwapNorms", options, _OPTIONS)
         _checks.swap_options("lightning.SwapNorms", **options)
         self.options = options
