@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops.spec import Tensors
+from normplug._ops.spec import Route, Tensors
 from normplug._torch import (
     dispatch_modes,
     in_forward_ad,
@@ -41,6 +43,27 @@ def has_kernels(caller: str, backend: str, x: Tensor) -> bool:
     if not is_asked_for(_checks.backend(caller, backend), x):
         return False
     return refusal_now() is None and refusal_of_device(x) is None
+
+
+def takes(caller: str, backend: str, t: Tensors, spec: Any, kernels: Callable[[], Route]) -> bool:
+    """Whether a call goes to the kernels.
+
+    Args:
+        caller: for the error.
+        backend: "auto", "triton" or "torch".
+        t: the call's tensors.
+        spec: the call's numbers.
+        kernels: imports the route of the kernels, and with it Triton.
+
+    Raises:
+        NotImplementedError: backend "triton" where the kernels cannot run.
+    """
+    if not is_asked_for(backend, t.x):
+        return False
+    why = refusal_now() or kernels().refusal(t, spec)
+    if why is not None and backend == "triton":
+        raise _checks.no_kernel(caller, why)
+    return why is None
 
 
 def refusal_now() -> str | None:

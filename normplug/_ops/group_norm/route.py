@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from normplug import _checks
 from normplug._ops import eligible
 from normplug._ops.group_norm.aten import ATEN
 from normplug._ops.group_norm.compiled import COMPILED
@@ -24,31 +25,26 @@ def choose(caller: str, backend: str, t: Tensors, spec: GroupNormSpec) -> Route:
     Raises:
         NotImplementedError: backend "triton" where the kernels cannot run.
     """
-    if not eligible.is_asked_for(backend, t.x):
-        return ATEN
-    why = eligible.refusal_now()
-    if why is None:
-        from normplug._ops.group_norm.eager import KERNELS
-
-        why = KERNELS.refusal(t, spec)
-    if why is not None:
-        if backend == "triton":
-            raise _checks.no_kernel(caller, why)
+    if not eligible.takes(caller, backend, t, spec, _kernels):
         return ATEN
     if eligible.is_compiling():
         # Inductor fuses a norm with what stands around it, and an operator prevents that.
         return COMPILED if backend == "triton" else ATEN
-    return KERNELS if t.running_mean is None else _MOVING
+    return _kernels() if t.running_mean is None else _MOVING
+
+
+def _kernels() -> Any:
+    from normplug._ops.group_norm.eager import KERNELS
+
+    return KERNELS
 
 
 class _Moving(Route):
     """The kernels, and torch operations that move the running statistics by what they find."""
 
     def __call__(self, t: Tensors, spec: GroupNormSpec) -> Tensor:
-        from normplug._ops.group_norm.eager import KERNELS
-
         bare = t._replace(running_mean=None, running_var=None, tracked=None)
-        plan, ready = KERNELS.plan_of(bare, spec)
+        plan, ready = _kernels().plan_of(bare, spec)
         y, (stats,) = plan.run_with_state(ready)
         move(t, spec, *moments(t, spec, stats))
         return y

@@ -82,6 +82,8 @@ class LayerNormPlan(Plan):
     @classmethod
     def refusal(cls, t: Tensors, spec: LayerNormSpec) -> str | None:
         """Why the kernels cannot carry out a call; None where they can."""
+        if t.x.is_nested:
+            return "the input is a nested tensor"
         why = super().refusal(t, spec)
         if why is None:
             width = math.prod(spec.normalized_shape)

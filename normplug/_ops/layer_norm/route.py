@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from normplug import _checks
 from normplug._ops import eligible
 from normplug._ops.layer_norm.aten import ATEN
 from normplug._ops.layer_norm.compiled import COMPILED
@@ -28,20 +27,17 @@ def choose(
     Raises:
         NotImplementedError: backend "triton" where the kernels cannot run.
     """
-    if not eligible.is_asked_for(backend, t.x):
-        return ATEN
-    why = "the input is a nested tensor" if t.x.is_nested else eligible.refusal_now()
-    if why is None:
-        from normplug._ops.layer_norm.eager import KERNELS
-
-        why = KERNELS.refusal(t, spec)
-    if why is not None:
-        if backend == "triton":
-            raise _checks.no_kernel(caller, why)
+    if not eligible.takes(caller, backend, t, spec, _kernels):
         return ATEN
     if eligible.is_compiling():
         pays = spec.centred and _operator_pays(t, channels_first)
         return COMPILED if backend == "triton" or pays else ATEN
+    return _kernels()
+
+
+def _kernels() -> Route:
+    from normplug._ops.layer_norm.eager import KERNELS
+
     return KERNELS
 
 
