@@ -2,7 +2,8 @@
 
     python tests/matrix.py -o docs/compatibility.md
 
-writes the table. `test_matrix.py` runs the same cells. A cell applies one tool to a small model;
+writes the table; with `--device cuda`, of the tools that work on a GPU. `test_matrix.py` runs the
+same cells. A cell applies one tool to a small model;
 what comes out must be what comes out of the stock model of the same function, which has sqrt(tv) in
 its norms' weights.
 """
@@ -10,9 +11,12 @@ its norms' weights.
 import argparse
 import copy
 import datetime
+import hashlib
 import importlib.metadata
 import importlib.util
 import io
+import json
+import os
 import pickle
 import platform
 import shutil
@@ -44,6 +48,7 @@ class Row:
 
     refused: what the error says on a golden model; "" where the tool works on it.
     without: the names of layers that the tool does not know, stock or swapped, or takes long for.
+    cpu: whether the tool works on the CPU only.
     """
 
     tool: str
@@ -52,11 +57,14 @@ class Row:
     refused: str
     tolerance: float
     without: tuple[str, ...] = ()
+    cpu: bool = False
 
     @property
     def lacks(self) -> str:
-        """What of `needs` is not installed."""
+        """What of `needs` is not installed, and what it cannot run on."""
         missing = [name for name in self.needs if not is_there(name)]
+        if self.cpu and DEVICE.type != "cpu":
+            missing.append(f"support for {DEVICE.type}")
         return ", ".join(missing)
 
 
@@ -74,9 +82,9 @@ def is_there(name):
         return False
 
 
-def row(tool, *needs, refused="", tolerance=1e-4, without=()):
+def row(tool, *needs, refused="", tolerance=1e-4, without=(), cpu=False):
     def add(run):
-        ROWS.append(Row(tool, run, needs, refused, tolerance, without))
+        ROWS.append(Row(tool, run, needs, refused, tolerance, without, cpu))
         return run
 
     return add
@@ -122,7 +130,7 @@ def make(without=()):
     net = randomised(Net())
     for name in without:
         setattr(net, name, nn.Identity())
-    return net
+    return net.to(DEVICE)
 
 
 def folded(model, tv):
@@ -140,9 +148,21 @@ def column(name, without=()):
     return normplug.unswap(net) if name == "unswapped" else net
 
 
-torch.manual_seed(1)
-X, Y = torch.randn(24, 3, 6, 6), torch.randint(4, (24,))
-BATCHES = list(zip(X.split(8), Y.split(8), strict=True))
+def use(device):
+    """Run the cells on a device, with the same bits in every run."""
+    global DEVICE, X, Y, BATCHES
+    DEVICE = torch.device(device)
+    torch.manual_seed(1)
+    X, Y = torch.randn(24, 3, 6, 6).to(DEVICE), torch.randint(4, (24,)).to(DEVICE)
+    BATCHES = list(zip(X.split(8), Y.split(8), strict=True))
+    if DEVICE.type != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.deterministic = True
+
+
+use("cpu")
+DIGESTS = {}  # tool and column -> a hash of every bit of what came out
 
 
 def outcome(one, name):
@@ -157,6 +177,7 @@ def outcome(one, name):
             got = one.run(model)
         except Exception as error:
             return f"refused: {str(error).strip().splitlines()[0]}"
+        DIGESTS[f"{one.tool}, {name}"] = digest(got)
         try:
             assert_same(got, expected, one.tolerance)
         except AssertionError as difference:
@@ -179,9 +200,19 @@ def assert_same(got, expected, tolerance):
             assert a == b, f"{a} is not {b}"
 
 
-def evaluate(model, x=X):
+def digest(values):
+    hashed = hashlib.sha256()
+    for value in tree_flatten(values)[0]:
+        if isinstance(value, torch.Tensor):
+            hashed.update(value.detach().cpu().flatten().view(torch.uint8).numpy())
+        else:
+            hashed.update(repr(value).encode())
+    return hashed.hexdigest()
+
+
+def evaluate(model, x=None):
     with torch.no_grad():
-        return model.eval()(x)
+        return model.eval()(X if x is None else x)
 
 
 def parameters(model):
@@ -307,7 +338,7 @@ def timm_reparameterize_model(model):
     return evaluate(reparameterize_model(model.eval()))
 
 
-@row("`torch.utils.mkldnn.to_mkldnn`", refused="mkldnn.*__init__ would")
+@row("`torch.utils.mkldnn.to_mkldnn`", refused="mkldnn.*__init__ would", cpu=True)
 def to_mkldnn(model):
     from torch.utils import mkldnn
 
@@ -318,10 +349,11 @@ def to_mkldnn(model):
 @row("`nn.TransformerEncoder`, its fused inference")
 def transformer_encoder(model):
     torch.manual_seed(3)
-    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, device=DEVICE)
     layer.norm1, layer.norm2 = model.norm, copy.deepcopy(model.norm)
     encoder = nn.TransformerEncoder(layer, 2)
-    x, padding = torch.randn(2, 5, 32), torch.arange(5) >= torch.tensor([[5], [3]])
+    x, padding = torch.randn(2, 5, 32).to(DEVICE), torch.arange(5) >= torch.tensor([[5], [3]])
+    padding = padding.to(DEVICE)
     trained, validated = encoder.train()(x), evaluate(encoder, x)
     with torch.no_grad():
         return trained, validated, encoder(x, src_key_padding_mask=padding)
@@ -374,7 +406,9 @@ def run_onnx(model, **options):
         return torch.from_numpy(session.run(None, {"x": X.numpy()})[0])
 
 
-@row("`torch.onnx.export(dynamo=True)`, ONNX Runtime", "onnx", "onnxscript", "onnxruntime")
+@row(
+    "`torch.onnx.export(dynamo=True)`, ONNX Runtime", "onnx", "onnxscript", "onnxruntime", cpu=True
+)
 def onnx_dynamo(model):
     return run_onnx(model, dynamo=True, verbose=False)
 
@@ -384,6 +418,7 @@ def onnx_dynamo(model):
     "onnx",
     "onnxruntime",
     without=("rms",),
+    cpu=True,
 )
 def onnx_torchscript(model):
     return run_onnx(model, dynamo=False)
@@ -468,7 +503,8 @@ def fit(model, *callbacks, epochs=2, **options):
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     with tempfile.TemporaryDirectory() as directory:
         Trainer(
-            accelerator="cpu",
+            accelerator=DEVICE.type,
+            devices=1,
             callbacks=list(callbacks),
             max_epochs=epochs,
             default_root_dir=directory,
@@ -600,7 +636,8 @@ def opacus_fix(model):
 @contextmanager
 def process_group():
     dist = torch.distributed
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "gloo" if DEVICE.type == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -621,7 +658,7 @@ def data_parallel(model):
 def in_fsdp1(model, **options):
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-    return FSDP(model, device_id=torch.device("cpu"), **options)
+    return FSDP(model, device_id=DEVICE, **options)
 
 
 @row("FSDP1, `use_orig_params=True`")
@@ -654,12 +691,12 @@ def sequence_parallel(model):
 
     torch.manual_seed(3)
     with process_group():
-        mesh = init_device_mesh("cpu", (1,))
-        block = nn.Sequential(model.norm, nn.Linear(32, 32), model.rms)
+        mesh = init_device_mesh(DEVICE.type, (1,))
+        block = nn.Sequential(model.norm, nn.Linear(32, 32, device=DEVICE), model.rms)
         distribute_module(block[1], mesh)
         plan = {str(i): SequenceParallel(sequence_dim=0) for i in (0, 2)}
         parallelize_module(block, mesh, plan)
-        x = torch.arange(96.0).reshape(3, 32).sin().requires_grad_()
+        x = torch.arange(96.0, device=DEVICE).reshape(3, 32).sin().requires_grad_()
         y = block(x).to_local()
         y.square().sum().backward()
         return y, x.grad, block[0].bias.grad.full_tensor()
@@ -670,10 +707,10 @@ def accelerate_prepare(model):
     from accelerate import Accelerator
 
     optimizer = torch.optim.SGD(parameters(model), 0.05, momentum=0.9)
-    return train(*Accelerator(cpu=True).prepare(model, optimizer))
+    return train(*Accelerator(cpu=DEVICE.type == "cpu").prepare(model, optimizer))
 
 
-@row("accelerate `cpu_offload`", "accelerate")
+@row("accelerate `cpu_offload`", "accelerate", cpu=True)
 def accelerate_offload(model):
     from accelerate import cpu_offload
 
@@ -712,14 +749,14 @@ def accumulation(model):
 
 @row("`torch.autocast`, bfloat16", tolerance=0.1)
 def autocast(model):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         losses, _, statistics, y = train(model)
     return losses, statistics, y
 
 
 @row("`torch.amp.GradScaler`")
 def grad_scaler(model):
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
     optimizer = torch.optim.SGD(parameters(model), 0.05)
     model.train()
     for x, y in BATCHES:
@@ -738,7 +775,7 @@ def torchao_int8(model):
     return evaluate(model)
 
 
-@row("`torch.ao.quantization.quantize_dynamic`")
+@row("`torch.ao.quantization.quantize_dynamic`", cpu=True)
 def quantize_dynamic(model):
     return evaluate(torch.ao.quantization.quantize_dynamic(model.eval(), {nn.Linear}))
 
@@ -840,7 +877,8 @@ def write(path):
         except importlib.metadata.PackageNotFoundError:
             continue
     made = f"{datetime.date.today()}, Python {platform.python_version()}, {', '.join(versions)}"
-    lines += ["", f"`python tests/matrix.py`, on the CPU, {made}.", ""]
+    where = "the CPU" if DEVICE.type == "cpu" else torch.cuda.get_device_name()
+    lines += ["", f"`python tests/matrix.py`, on {where}, {made}.", ""]
     Path(path).write_text("\n".join(lines))
     if wrong:
         raise SystemExit(f"silently wrong: {', '.join(wrong)}")
@@ -849,4 +887,12 @@ def write(path):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the table of compatibility.")
     parser.add_argument("-o", "--output", default="docs/compatibility.md")
-    write(parser.parse_args().output)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--digests", metavar="FILE", help="a hash of each cell's values, as JSON")
+    arguments = parser.parse_args()
+    use(arguments.device)
+    try:
+        write(arguments.output)
+    finally:
+        if arguments.digests:
+            Path(arguments.digests).write_text(json.dumps(DIGESTS, indent=1) + "\n")

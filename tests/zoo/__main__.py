@@ -6,6 +6,7 @@ The exit status is 1 where a comparison fails, or a library that was asked for i
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,9 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--only", metavar="GLOB", default="*", help="only those whose name fits")
     top.add_argument("--all", action="store_true", help="take large architectures, too")
-    top.add_argument("--device", default="cpu", help="others than cpu compute in float64")
+    top.add_argument(
+        "--device", default="cpu", help="others than cpu compute in float64, deterministically"
+    )
     top.add_argument("--json", metavar="FILE", type=Path, help="all rows, written after each")
     top.add_argument("--markdown", metavar="FILE", type=Path, help="the table")
     return top
@@ -37,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     arguments = parser().parse_args(argv)
     libraries = arguments.library or list(LIBRARIES)
+    if arguments.device != "cpu":
+        _make_deterministic()
     content = run(
         libraries,
         only=arguments.only,
@@ -53,6 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(summary(content))
     lacking = bool(arguments.library and content["passed_over"])
     return int(lacking or any(row["result"] == "failed" for row in content["rows"]))
+
+
+def _make_deterministic() -> None:
+    """Let two runs on a GPU give the same bits, so that their digests can be compared."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # some models read it
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def _architectures(libraries: Sequence[str], passed_over: dict[str, str]) -> Ite
 
 
 def check_one(architecture: Architecture, *, large: bool, device: torch.device) -> dict[str, Any]:
-    """A row: the architecture, its norms, and "ok", "failed", "none taken" or "skipped"."""
+    """A row: the architecture, its norms, and its result, one of `table.RESULTS`."""
     start = time.monotonic()
     row: dict[str, Any] = {"library": architecture.library, "name": architecture.name}
     with warnings.catch_warnings():
@@ -110,9 +110,13 @@ def _check(architecture: Architecture, *, large: bool, device: torch.device) -> 
     }
     if report.failures:
         return row | {"result": "failed", "reason": "; ".join(report.failures)}
+    if report.unsteady:
+        return row | {"result": "unsteady", "reason": report.unsteady}
     if not report.taken:
         return row | {"result": "none taken", "reason": ""}
-    return row | {"result": "ok", "reason": "", "error": report.error}
+    # Other kinds of CPU give other bits, and their file is kept.
+    bits = {} if device.type == "cpu" else {"digest": report.digest}
+    return row | {"result": "ok", "reason": "", "error": report.error} | bits
 
 
 def _size(architecture: Architecture) -> int:

@@ -10,10 +10,9 @@ from normplug._report.markdown import table
 
 Row = Mapping[str, Any]
 
-SUMMARY = (
-    *("library", "architectures", "ok", "no norms taken", "failed", "skipped"),
-    *("norms taken", "left"),
-)
+# "unsteady": the stock model differs from itself from run to run.
+RESULTS = ("ok", "none taken", "failed", "unsteady", "skipped")
+SUMMARY = ("library", "architectures", *RESULTS, "norms taken", "left")
 ARCHITECTURES = ("architecture", "norms taken", "norms left", "result", "error")
 
 
@@ -60,7 +59,7 @@ def _summary_table(rows: Iterable[Row], libraries: Iterable[str]) -> str:
     for library in libraries:
         own = [row for row in rows if row["library"] == library]
         results = Counter(row["result"] for row in own)
-        counts = [results[result] for result in ("ok", "none taken", "failed", "skipped")]
+        counts = [results[result] for result in RESULTS]
         norms = [sum(sum(row.get(key, {}).values()) for row in own) for key in ("taken", "left")]
         lines.append([library, *map(str, (len(own), *counts, *norms))])
     return table(SUMMARY, lines)

@@ -1,5 +1,6 @@
 """Architectures of other libraries, swapped; and that the check would see a wrong swap."""
 
+import itertools
 import json
 import re
 import sys
@@ -141,6 +142,19 @@ def test_a_wrong_setting_is_seen(broken, said, monkeypatch):
 
     monkeypatch.setattr(_convert, "convert", wrong)
     assert says(said, check(Net(), inputs()))
+
+
+def test_a_stock_model_that_differs_from_itself_is_not_judged():
+    calls = itertools.count()
+
+    class Unsteady(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + next(calls)
+
+    model = Unsteady(nn.Linear(4, 4), nn.LayerNorm(4))
+    report = check(model, {"x": torch.randn(2, 4)})
+    assert "differs from itself in output" in report.unsteady
+    assert not report.failures
 
 
 def test_what_unswap_leaves_behind_is_seen(monkeypatch):
