@@ -17,10 +17,18 @@ os.environ.setdefault(
     "NORMPLUG_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "native")
 )
 
+# Files of tests that take longer than a minute.
+LONGEST = (
+    "test_interpreter.py", "test_interpreter_cpp.py", "test_train.py", "test_zoo.py",
+    "test_train_setup.py", "test_train_resume.py", "test_matrix.py", "test_train_failures.py",
+    "test_package.py",
+)  # fmt: skip
+
 
 def pytest_collection_modifyitems(items):
     # The longest first, so that no process waits for them at the end.
-    items.sort(key=lambda item: not item.path.name.startswith("test_interpreter"))
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -111,7 +111,7 @@ def test_a_worker_knows_a_kernel_by_the_key_that_this_process_has_for_it(mine):
     jobs = {}  # a forward and a backward, which share functions
     for made in every_kernel(torch.float32):
         jobs.setdefault(made._kernel.__name__, made._job(dtypes_of(made)))
-    for name in ("batch_norm_columns_forward", "batch_norm_columns_backward"):
+    for name in ("batch_norm_planes_forward", "batch_norm_planes_backward"):
         job = jobs[name]
         mine.expect(job)
         assert done(mine, job)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import sharded_cases
+import sync_cases
 from accuracy import assert_no_worse
 from normplug import swap
 from sharded_cases import CASES, LAYER_NORM, MODE, ROWS, Block, Case, trained
@@ -15,12 +16,9 @@ from sharded_cases import CASES, LAYER_NORM, MODE, ROWS, Block, Case, trained
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """What each of two processes got."""
-    directory = tmp_path_factory.mktemp("sharded")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TRITON_INTERPRET", "1")
-        torch.multiprocessing.spawn(sharded_cases.process, (2, str(directory)), nprocs=2)
-    files = [directory / f"{rank}.pt" for rank in range(2)]
-    return [torch.load(file, weights_only=False) for file in files]
+        return sync_cases.ran(sharded_cases.process, 2, tmp_path_factory.mktemp("sharded"))
 
 
 def in_one_process(case, dtype):

@@ -16,34 +16,26 @@ from accuracy import assert_no_worse, assert_same_bits
 from normplug import SyncBatchNorm, plan, set_mode, swap, target_variance, unswap
 from normplug.lightning import SwapNorms, SyncNorms
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
-from sync_cases import CHANNELS, Case
+from sync_cases import CHANNELS, Case, ran
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def ran(world, directory, on_gpu=False):
-    """What each process of `world` got."""
-    torch.multiprocessing.spawn(sync_cases.process, (world, on_gpu, str(directory)), nprocs=world)
-    # Weights only would refuse nothing but the tests' own containers.
-    files = [directory / f"{rank}.pt" for rank in range(world)]
-    return [torch.load(file, weights_only=False, map_location="cpu") for file in files]
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return ran(2, tmp_path_factory.mktemp("two"))
+    return ran(sync_cases.process, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    return ran(3, tmp_path_factory.mktemp("three"))
+    return ran(sync_cases.process, 3, tmp_path_factory.mktemp("three"))
 
 
 @pytest.fixture(scope="module")
 def two_gpus(tmp_path_factory):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices")
-    return ran(2, tmp_path_factory.mktemp("two_gpus"), on_gpu=True)
+    return ran(sync_cases.process, 2, tmp_path_factory.mktemp("two_gpus"), True)
 
 
 @pytest.fixture(params=["two", pytest.param("two_gpus", marks=pytest.mark.gpu)])

@@ -9,14 +9,7 @@ from interpreted import INTERPRETS
 from joined_cases import CASES, CHANNELS, MEASURED, TWICE
 from normplug import SyncBatchNorm, functional, target_variance
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
-
-
-def ran(directory, on_gpu=False):
-    """What each of two processes got."""
-    torch.multiprocessing.spawn(joined_cases.process, (2, on_gpu, str(directory)), nprocs=2)
-    # Weights only would refuse nothing but the tests' own containers.
-    files = [directory / f"{rank}.pt" for rank in range(2)]
-    return [torch.load(file, weights_only=False, map_location="cpu") for file in files]
+from sync_cases import ran
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +18,14 @@ def interpreted(tmp_path_factory):
         pytest.skip("numpy is too new for this Triton")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TRITON_INTERPRET", "1")
-        return ran(tmp_path_factory.mktemp("interpreted"))
+        return ran(joined_cases.process, 2, tmp_path_factory.mktemp("interpreted"))
 
 
 @pytest.fixture(scope="module")
 def two_gpus(tmp_path_factory):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices")
-    return ran(tmp_path_factory.mktemp("two_gpus"), on_gpu=True)
+    return ran(joined_cases.process, 2, tmp_path_factory.mktemp("two_gpus"), True)
 
 
 @pytest.fixture(params=["interpreted", pytest.param("two_gpus", marks=pytest.mark.gpu)])

@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 triton = pytest.importorskip("triton")
 np = pytest.importorskip("numpy")
+
+from triton.runtime import interpreter  # noqa: E402
 
 from normplug._kernels.launch import INTERPRETED  # noqa: E402
 
@@ -26,37 +29,88 @@ MARKS = [
 ]
 
 
-def _patch_each_module_once_a_launch():
-    """Triton patches `tl` at each call of a helper, which takes as long as all arithmetic does."""
-    from triton.runtime import interpreter
-
-    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    patched = set()
+def _patch_each_module_once():
+    """Triton patches `tl` at each launch and each call of a helper, and then takes it all back."""
+    patch, patched = interpreter._patch_lang, set()
 
     def patch_once(fn):
-        if id(fn.__globals__) in patched:
-            return None
-        patched.add(id(fn.__globals__))
-        return patch(fn)
+        if id(fn.__globals__) not in patched:
+            patched.add(id(fn.__globals__))
+            patch(fn)
+        return SimpleNamespace(restore=lambda: None)
 
-    def launch_anew(*args, **kwargs):
-        patched.clear()
-        return launch(*args, **kwargs)
-
-    interpreter.GridExecutor.__call__ = launch_anew
     interpreter._patch_lang = patch_once
+
+
+def _remember_types():
+    """All but the data of a value follows from its type, which is made for each value."""
+    core = triton.language.core
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    find_dtype = interpreter._get_np_dtype
+    types, tensors, dtypes = {}, {}, {}
+
+    def block_type(self, element_ty, shape):
+        key = (element_ty.name, *(getattr(n, "value", n) for n in shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = vars(self).copy()
+        vars(self).update(types[key])
+
+    def tensor(self, handle, type):
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = vars(self).copy()
+        vars(self).update(tensors[type.name], handle=handle)
+
+    def np_dtype(type):
+        if type.name not in dtypes:
+            dtypes[type.name] = find_dtype(type)
+        return dtypes[type.name]
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    interpreter._get_np_dtype = np_dtype
+
+
+def _broadcast_what_differs():
+    """Triton compares shapes, by classes of its own, before each operation."""
+    semantic = getattr(interpreter, "TritonSemantic", None)
+    if semantic is None:  # Triton before 3.4
+        return
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_if_needed(self, lhs, rhs):
+        return (lhs, rhs) if lhs.type.name == rhs.type.name else broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_if_needed
+
+
+def _reduce_whole_slices():
+    """Triton calls a function that combines values for each two of them."""
+
+    def reduce(self, input):
+        def tensors(i):
+            parts = (np.take(value.handle.data, i, self.axis) for value in input)
+            return [self.to_tensor(p, v.dtype) for p, v in zip(parts, input, strict=True)]
+
+        total = tensors(0)
+        for i in range(1, input[0].handle.data.shape[self.axis]):
+            total = self.combine_fn.fn(*total, *tensors(i))
+        return tuple(total)
+
+    interpreter.ReduceOps.generic_reduce = reduce
 
 
 def _leave_out_checks_that_say_nothing():
     """Each sum of integers is computed again for an assertion, which only debugging looks at."""
-    from triton.runtime import interpreter
-
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 if INTERPRETED:
-    _patch_each_module_once_a_launch()
+    _patch_each_module_once()
+    _remember_types()
+    _broadcast_what_differs()
+    _reduce_whole_slices()
     _leave_out_checks_that_say_nothing()
 
 

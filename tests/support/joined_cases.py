@@ -197,6 +197,6 @@ ON_GPU = [
 ]  # fmt: skip
 
 
-def process(rank, world, on_gpu, directory):
+def process(rank, world, directory, on_gpu=False):
     """Run every check; save the results as `<rank>.pt`."""
-    sync_cases.process(rank, world, on_gpu, directory, ON_GPU if on_gpu else ON_CPU)
+    sync_cases.process(rank, world, directory, on_gpu, ON_GPU if on_gpu else ON_CPU)

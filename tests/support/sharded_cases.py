@@ -287,4 +287,4 @@ def process(rank, world, directory):
     checks = [numbers, added, arriving, compiled, refused, sequence_parallel]
     if torch.__version__ >= "2.14":  # before, fully_shard does not run on the CPU
         checks.append(fully_sharded)
-    sync_cases.process(rank, world, False, directory, [quiet(check) for check in checks])
+    sync_cases.process(rank, world, directory, checks=[quiet(check) for check in checks])

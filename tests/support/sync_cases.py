@@ -177,7 +177,8 @@ def compiled(rank, world, device):
     """A compiled layer's outcome, and the layer's own."""
     layer, x, dy = Case((5, 3)).of_rank(rank, device)
     twin = copy.deepcopy(layer)
-    layer.compile(fullgraph=True)
+    # Inductor is slow on a CPU: there the first process has it, and the others' graphs run as is.
+    layer.compile(fullgraph=True, backend="aot_eager" if device == "cpu" and rank else "inductor")
     return outcome(layer, x, dy), outcome(twin, x, dy)
 
 
@@ -285,7 +286,23 @@ ON_GPU = [
 ]  # fmt: skip
 
 
-def process(rank, world, on_gpu, directory, checks=None):
+def ran(process, world, directory, *arguments):
+    """What each process of `world` saved."""
+    arguments = (world, str(directory), *arguments)
+    torch.multiprocessing.spawn(_fork, (process, arguments), nprocs=1)
+    # Weights only would refuse nothing but the tests' own containers.
+    files = [directory / f"{rank}.pt" for rank in range(world)]
+    return [torch.load(file, weights_only=False, map_location="cpu") for file in files]
+
+
+def _fork(_, process, arguments):
+    """From one process, which imports for all."""
+    torch.multiprocessing.start_processes(
+        process, arguments, nprocs=arguments[0], start_method="fork"
+    )
+
+
+def process(rank, world, directory, on_gpu=False, checks=None):
     """Run every check; save the results as `<rank>.pt`."""
     torch.set_num_threads(1)
     device = f"cuda:{rank}" if on_gpu else "cpu"

@@ -246,13 +246,14 @@ def digest(seen: Observed) -> str:
 
 def compare(ours: Observed, theirs: Observed) -> dict[str, float]:
     """The relative difference of each of `theirs`; inf if a value is missing or not finite."""
+    own = {key: _largest(value) for key, value in theirs.items()}
     largest: dict[str, float] = {}
-    for key, value in theirs.items():
+    for key, value in own.items():
         kind = key.partition("/")[0]
-        largest[kind] = max(largest.get(kind, 0.0), _largest(value))
+        largest[kind] = max(largest.get(kind, 0.0), value)
     errors = {}
     for key, value in theirs.items():
-        scale = max(_largest(value), NOISE * largest[key.partition("/")[0]])
+        scale = max(own[key], NOISE * largest[key.partition("/")[0]])
         errors[key] = _difference(ours.get(key), value, scale)
     return errors
 
@@ -267,7 +268,9 @@ def _difference(ours: Tensor | None, theirs: Tensor, scale: float) -> float:
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.detach().to(torch.float64).abs().max()) if tensor.numel() else 0.0
+    if not tensor.is_floating_point():
+        tensor = tensor.to(torch.float64)
+    return float(torch.linalg.vector_norm(tensor.detach(), math.inf)) if tensor.numel() else 0.0
 
 
 def _hold(what: str, errors: dict[str, float], tolerance: float, report: Report) -> float:

@@ -21,13 +21,11 @@ CPU = torch.device("cpu")
 NAMES = {
     "torchvision": """
         alexnet convnext_tiny deeplabv3_mobilenet_v3_large densenet121 efficientnet_b0
-        efficientnet_v2_s fasterrcnn_mobilenet_v3_large_fpn googlenet inception_v3
-        lraspp_mobilenet_v3_large maskrcnn_resnet50_fpn maxvit_t mnasnet0_5 mobilenet_v2
-        mobilenet_v3_large mobilenet_v3_small quantized_mobilenet_v2 quantized_resnet18
-        quantized_shufflenet_v2_x0_5 r3d_18 raft_small regnet_x_400mf regnet_x_800mf
-        regnet_y_400mf regnet_y_800mf resnet18 resnet50 resnext50_32x4d retinanet_resnet50_fpn
-        shufflenet_v2_x0_5 shufflenet_v2_x1_0 squeezenet1_1 ssd300_vgg16
-        ssdlite320_mobilenet_v3_large swin3d_t swin_t swin_v2_t vit_b_32
+        efficientnet_v2_s fasterrcnn_mobilenet_v3_large_fpn googlenet lraspp_mobilenet_v3_large
+        maxvit_t mnasnet0_5 mobilenet_v2 mobilenet_v3_large quantized_mobilenet_v2
+        quantized_resnet18 quantized_shufflenet_v2_x0_5 r3d_18 raft_small regnet_x_400mf
+        regnet_y_400mf resnet18 resnet50 retinanet_resnet50_fpn shufflenet_v2_x0_5 squeezenet1_1
+        ssd300_vgg16 ssdlite320_mobilenet_v3_large swin3d_t swin_t swin_v2_t vit_b_32
     """,
     "timm": """
         regnetx_002 skresnet18 test_convnext test_efficientnet test_resnet test_vit

@@ -61,9 +61,9 @@ def _inputs(name: str, model: nn.Module) -> Inputs:
         return {"image1": image1, "image2": image2, "num_flow_updates": 2}
     if any(word in name for word in _DETECTION):
         return _annotated_images(size)
-    x = torch.rand(2, 3, size, size)
+    x = torch.rand(1 if name.startswith("maxvit") else 2, 3, size, size)
     if name.startswith(_VIDEO):
-        x = torch.rand(2, 3, 8, size, size)
+        x = torch.rand(2, 3, 8, 32, 32)
     elif name.startswith(_FULL_VIDEO):
         x = torch.rand(1, 3, 16, 224, 224)
     return {next(iter(signature(model.forward).parameters)): x}
