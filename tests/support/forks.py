@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Forks itself for each program that it is sent. It has never touched a GPU, as pytest may have.
 SERVER = """
-import importlib, json, os, sys, tempfile, traceback
+import gc, importlib, json, os, sys, tempfile, traceback
 
 importlib.import_module(sys.argv[1])
 
@@ -33,19 +33,24 @@ def run(code, arguments, hidden, environment, directory):
         return 1
     return 0
 
-for line in sys.stdin:
+def answer(request):
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = os.fork()
         if child == 0:
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
-            code = run(*json.loads(line))
+            code = run(*request)
             sys.stdout.flush()
             os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         out.seek(0)
         err.seek(0)
-        print(json.dumps([code, out.read(), err.read()]), flush=True)
+        return code, out.read(), err.read()
+
+gc.collect()
+gc.freeze()  # or each fork copies the memory that it looks through
+for line in sys.stdin:
+    print(json.dumps(answer(json.loads(line))), flush=True)
 """
 
 
