@@ -12,13 +12,14 @@ from hydra.utils import instantiate
 
 import normplug
 import train
+from forks import forked
 from normplug._ops import recompute
 from normplug._report.measure import ACCURACY, Measure
 from normplug.compare.gather import keys
 from normplug.experiment.models import GPT, resnet, scale_norm_weights, vit
 from normplug.experiment.names import arm_name
 from normplug.experiment.optimizing import SCHEDULES, decay_groups, make_scheduler, move_to_step
-from training import PLAIN, SMALL, SWEEP, TWO_PROCESSES, output_in, python, results, variance_rows
+from training import PLAIN, SMALL, SWEEP, TWO_PROCESSES, output_in, results, variance_rows
 
 CONFIGS = Path(train.CONFIGS)
 TINY = [*SMALL, "data.num_images=400", "trainer.max_epochs=2"]
@@ -199,13 +200,26 @@ def test_fast_dev_run(trains):
     assert "not timed: too few steps" in trains(*TINY, "trainer.fast_dev_run=true")
 
 
+BOTH = """
+import os, train
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from normplug.experiment.directory import rank_zero_only
+
+os.environ["MASTER_PORT"] = str(find_free_network_port())
+first = os.fork()
+rank_zero_only.rank = 0 if first else 1
+os.environ["LOCAL_RANK"] = str(rank_zero_only.rank)
+train.main()
+assert not first or os.waitpid(first, 0)[1] == 0
+"""
+
+
 def test_two_processes_train_one_model(tmp_path):
-    options = [*TINY, *TWO_PROCESSES, "trainer.max_epochs=1"]
-    done = python(train.__file__, *options, directory=tmp_path)
+    options = [*TINY, *TWO_PROCESSES, "trainer.max_epochs=1", f"hydra.run.dir={tmp_path}"]
+    done = forked(BOTH, train.__file__, *options, imported="train", directory=tmp_path)
     assert done.returncode == 0, done.stderr
-    (result,) = results(tmp_path)
-    assert result["hardware"].startswith("CPU")
-    rows = variance_rows(next(tmp_path.rglob("variance.csv")).parent)
+    assert results(tmp_path)[0]["hardware"].startswith("CPU")
+    rows = variance_rows(tmp_path)
     assert {(row["rank"], row["world_size"]) for row in rows} == {("0", "2")}
     assert len(rows) == 9 * len({row["step"] for row in rows})
     assert "rank 0 of 2's part of the batch" in done.stdout
