@@ -55,7 +55,7 @@ def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(refuses,
         ([*SWEEP, "model.depth=3"], f"{ANOTHER_SHAPE} net.encoder.layers."),
         ([*SWEEP, "model.hidden_dim=32"], f"{ANOTHER_SHAPE} net.class_"),
         (
-            [*SWEEP, "data.batch_size=16"],
+            [*SWEEP, "data.batch_size=6"],
             "an epoch of the checkpoint has 5 steps, one of this run 11",
         ),
         (["model=vit_tiny", "data=digits"], f"{IS_OF} data 'fake', this run of 'digits'"),

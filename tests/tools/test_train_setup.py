@@ -286,7 +286,7 @@ def test_data_that_cannot_be_downloaded_are_one_sentence(refuses, tmp_path, monk
     ],
 )
 def test_groups_can_be_switched_off(trains, tmp_path, line, others):
-    trains(*SMALL, *line.split(), f"hydra.run.dir={tmp_path}/run")
+    trains(*SMALL, *line.split(), f"hydra.run.dir={tmp_path}/run", draws=True)
     files = {path.name for path in (tmp_path / "run").iterdir() if path.name[0] != "."}
     assert files == {"result.json", "config.yaml", "train.log"} | others
 
