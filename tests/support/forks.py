@@ -20,7 +20,7 @@ importlib.import_module(sys.argv[1])
 def run(code, arguments, hidden, environment, directory):
     os.environ.update(environment)
     os.chdir(directory)
-    sys.argv = arguments
+    sys.argv = arguments or ["-c"]
     sys.modules.update(dict.fromkeys(hidden))
     try:
         exec(code, {"__name__": "__main__"})

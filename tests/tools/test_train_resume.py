@@ -170,7 +170,7 @@ except names["Interrupted"]:
     signal.raise_signal(signal.SIGINT)
 print("still here")
 """
-    done = forked(code)
+    done = forked(code, imported="train")
     assert done.returncode == -signal.SIGINT
     assert not done.stdout
 
