@@ -60,9 +60,9 @@ def command(tmp_path, monkeypatch, capsys):
     """Call train.py in a directory of its own: (exit code, its output)."""
     monkeypatch.chdir(tmp_path)
 
-    def call(*overrides):
+    def call(*overrides, **how):
         capsys.readouterr()
-        code = run_in(tmp_path, monkeypatch, *overrides)
+        code = run_in(tmp_path, monkeypatch, *overrides, **how)
         return code, "".join(capsys.readouterr())
 
     return call

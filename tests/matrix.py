@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -165,12 +166,18 @@ use("cpu")
 DIGESTS = {}  # tool and column -> a hash of every bit of what came out
 
 
+@cache
+def expected_of(one):
+    """What a tool makes of the stock model that every column must equal."""
+    torch.manual_seed(2)
+    return one.run(folded(make(one.without), normplug.target_variance("golden")))
+
+
 def outcome(one, name):
     """What a tool makes of a column's model: "works", "refused: ..." or "silently wrong: ..."."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.manual_seed(2)
-        expected = one.run(folded(make(one.without), normplug.target_variance("golden")))
+        expected = expected_of(one)
         model = column(name, one.without)
         torch.manual_seed(2)
         try:

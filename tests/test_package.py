@@ -1,13 +1,12 @@
 """The package as a whole: what importing it costs, and which way its rooms' doors open."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import normplug
+from forks import forked
 from normplug._extras import MissingPackage, needs
 
 ROOT = Path(normplug.__file__).parent
@@ -56,22 +55,24 @@ def test_imports_point_one_way():
 
 
 def test_importing_needs_torch_only_and_swapping_touches_no_device():
-    code = (
-        "import sys, torch; before = set(sys.modules); import normplug; "
-        "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
-        "assert not new & {'triton', 'lightning', 'hydra', 'matplotlib', 'torchvision', 'timm', "
-        "'transformers'}, new; "
-        "normplug.swap(torch.nn.LayerNorm(4)); assert not torch.cuda.is_initialized()"
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    code = """
+import sys, torch, warnings
+warnings.simplefilter("error")
+before = set(sys.modules)
+import normplug
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+tools = {"triton", "lightning", "hydra", "matplotlib", "torchvision", "timm", "transformers"}
+assert not new & tools, new
+normplug.swap(torch.nn.LayerNorm(4))
+assert not torch.cuda.is_initialized()
+"""
+    done = forked(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_environment_sets_the_default_backend():
-    command = [sys.executable, "-c", "import normplug; normplug.LayerNorm(4)"]
-    good, bad = (
-        subprocess.run(command, env={"NORMPLUG_BACKEND": name}, capture_output=True, text=True)
-        for name in ("torch", "gpu")
-    )
+    code = "import normplug; normplug.LayerNorm(4)"
+    good, bad = (forked(code, environment={"NORMPLUG_BACKEND": name}) for name in ("torch", "gpu"))
     assert good.returncode == 0, good.stderr
     assert "NORMPLUG_BACKEND must be one of 'auto', 'triton', 'torch'; got 'gpu'" in bad.stderr
 
@@ -79,23 +80,11 @@ def test_the_environment_sets_the_default_backend():
 MODELS = ["-m", "normplug.bench", "models", "--rows"]
 
 
-def run_without(packages, *command):
-    """Run Python with `packages` hidden from import: `-m module ...`, `-c code` or a script."""
-    code = (
-        "import runpy, sys; "
-        f"sys.modules.update(dict.fromkeys({list(packages)!r})); "
-        f"kind, *sys.argv = {list(command)!r}; "
-        "name = sys.argv[0]; "
-        "exec(name) if kind == '-c' else runpy.run_module(name, run_name='__main__') "
-        "if kind == '-m' else runpy.run_path(name, run_name='__main__')"
-    )
-    return subprocess.run(
-        # Without NumPy, torch itself warns.
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-    )
+def run_without(packages, kind, *words):
+    """Run Python with `packages` hidden from import: `-m module ...` or `path script ...`."""
+    run = "run_module" if kind == "-m" else "run_path"
+    code = f"import runpy, sys; runpy.{run}(sys.argv[0], run_name='__main__')"
+    return forked(code, *words, hidden=packages)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +113,11 @@ def test_a_command_without_its_packages_names_the_extra(tmp_path, hidden, comman
 
 
 def test_without_the_packages_of_its_extra_a_module_says_so_when_imported():
-    done = run_without(TRAIN, "-c", "import normplug.lightning")
+    done = forked("import normplug.lightning", hidden=TRAIN)
     message = "MissingPackage: normplug.lightning needs lightning"
     assert message in done.stderr.splitlines()[-1]
     for module in ("normplug", "normplug.compare", "normplug.bench.__main__"):
-        done = run_without(TRAIN, "-c", f"import {module}")
+        done = forked(f"import {module}", hidden=TRAIN)
         assert done.returncode == 0, done.stderr
 
 

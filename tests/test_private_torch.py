@@ -1,11 +1,9 @@
 """Private names of torch: one file has them all, and each may be missing."""
 
 import ast
+import importlib.metadata
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 import normplug
+from forks import forked
 from normplug import _torch
 
 ROOT = Path(normplug.__file__).parent
@@ -87,10 +86,10 @@ def test_one_file_has_every_private_name_of_torch():
 # Hidden from `_torch` only, since torch uses most of them itself. One process a case, forked from
 # one that has torch, which takes longer to import than the rest.
 TRAIN_WITHOUT = """
-import importlib.util, json, os, sys, traceback, pytest, torch
+import gc, importlib.util, json, os, sys, tempfile, traceback, pytest, torch
 
 def train_without(names, backend):
-    spec = importlib.util.spec_from_file_location("normplug._torch", sys.argv[1])
+    spec = importlib.util.spec_from_file_location("normplug._torch", sys.argv[0])
     sys.modules["normplug._torch"] = without = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
@@ -122,46 +121,54 @@ def train(model):
     return losses
 
 train(make_model())  # what torch imports on the way is imported once
-for case in json.loads(sys.argv[2]):
-    child = os.fork()
-    if child == 0:
-        try:
-            print(json.dumps(train_without(*case)), flush=True)
-        except BaseException:
-            print(json.dumps(traceback.format_exc()), flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
+gc.freeze()
+sys.dont_write_bytecode = False
+with tempfile.TemporaryDirectory() as sys.pycache_prefix:  # and normplug is compiled once
+    for case in json.loads(sys.argv[1]):
+        child = os.fork()
+        if child == 0:
+            try:
+                print(json.dumps(train_without(*case)), flush=True)
+            except BaseException:
+                print(json.dumps(traceback.format_exc()), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
 """
 
 
-def losses_without(*cases):
+def kernels_run():
+    try:
+        found = [importlib.metadata.version(name) for name in ("triton", "numpy")]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    versions = [tuple(map(int, version.split(".")[:2])) for version in found]
+    return versions[0] >= (3, 7) or versions[1] < (2, 4)  # or NumPy is too new
+
+
+@pytest.fixture(scope="module")
+def losses():
     """The losses of a model for each case: the names that are hidden, and the backend."""
-    if not hasattr(os, "fork"):
-        pytest.skip("needs fork")
-    ran = subprocess.run(
-        [sys.executable, "-c", TRAIN_WITHOUT, _torch.__file__, json.dumps(cases)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+    cases = [("", "auto"), *((name, "auto") for name in NAMES)]
+    if kernels_run():
+        cases += [("", "triton"), (" ".join(NAMES), "triton")]
+    hidden = json.dumps([(names.split(), backend) for names, backend in cases])
+    ran = forked(TRAIN_WITHOUT, _torch.__file__, hidden, environment={"TRITON_INTERPRET": "1"})
+    return dict(zip(cases, map(json.loads, ran.stdout.splitlines()), strict=True))
 
 
-def test_a_model_trains_without_each_name():
+def test_a_model_trains_without_each_name(losses):
     assert len(NAMES) > 15
-    expected, *losses = losses_without(([], "auto"), *(([name], "auto") for name in NAMES))
+    expected = losses["", "auto"]
     assert [type(loss) for loss in expected] == [float, float]
-    assert dict(zip(NAMES, losses, strict=True)) == dict.fromkeys(NAMES, expected)
+    assert {name: losses[name, "auto"] for name in NAMES} == dict.fromkeys(NAMES, expected)
 
 
-def test_the_kernels_train_a_model_without_any_of_the_names():
-    triton, np = pytest.importorskip("triton"), pytest.importorskip("numpy")
-    versions = [tuple(map(int, m.__version__.split(".")[:2])) for m in (triton, np)]
-    if versions[0] < (3, 7) and versions[1] >= (2, 4):
-        pytest.skip("numpy is too new for this Triton's interpreter")
-    expected, losses = losses_without(([], "triton"), (NAMES, "triton"))
+def test_the_kernels_train_a_model_without_any_of_the_names(losses):
+    if not kernels_run():
+        pytest.skip("needs Triton's interpreter")
+    expected = losses["", "triton"]
     assert [type(loss) for loss in expected] == [float, float]
-    assert losses == expected
+    assert losses[" ".join(NAMES), "triton"] == expected
 
 
 def under_grad(question):

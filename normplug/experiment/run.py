@@ -191,7 +191,6 @@ class Run:
             "data": _data_name(self.cfg),
         }
 
-    @rank_zero_only
     def _write(self, **values: Any) -> None:
         self.result = self._labels | self.result | values
         if self.result["status"] != "running":

@@ -13,20 +13,28 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ["experiment=smoke", "model=vit_tiny"]
-SMALL = [*SMOKE, "data.num_images=100", "data.batch_size=16", "trainer.max_epochs=1"]
-PLAIN = "callbacks.variance=null"  # drawing the variance takes longer than such a run
+TINY_IMAGES = ["data.image_size=8", "data.num_images=100"]
+SMALL = [*SMOKE, *TINY_IMAGES, "data.batch_size=16", "trainer.max_epochs=1"]
+PLAIN = "callbacks.variance=null"
 # The sweep of the fixture `sweep`: 5 steps an epoch.
-FIVE_STEPS = ["data.num_images=250", "data.batch_size=32"]
+FIVE_STEPS = [*TINY_IMAGES, "data.batch_size=13"]
 SWEEP = [*SMOKE, *FIVE_STEPS, "model.dropout=0.1", "trainer.max_epochs=3"]
 TWO_PROCESSES = ["trainer.accelerator=cpu", "trainer.strategy=ddp", "trainer.devices=2"]
 ARMS = "mode=baseline,standard,golden"
 GOLDEN = Path("logs/sweeps/smoke/vit_tiny/fake/golden/seed_0")  # a run of that sweep
 
 
-def run_in(directory, monkeypatch, *overrides):
-    """Call train.py as if started in `directory`: the exit code."""
+def run_in(directory, monkeypatch, *overrides, draws=False):
+    """Call train.py as if started in `directory`: the exit code.
+
+    Without `draws` it leaves out the plots, which take longer than such a run.
+    """
     import train
 
+    if not draws:
+        monkeypatch.setattr("normplug.compare.plots.draw", lambda *_: [])
+        heat_map = "normplug.lightning.variance_logger.draw_heat_map"
+        monkeypatch.setattr(heat_map, lambda *_, **__: None)
     monkeypatch.chdir(directory)
     monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
     try:
@@ -36,10 +44,10 @@ def run_in(directory, monkeypatch, *overrides):
     return 0
 
 
-def output_in(directory, monkeypatch, *overrides):
+def output_in(directory, monkeypatch, *overrides, **how):
     """As `run_in`, with all that is printed: (exit code, output)."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
-        code = run_in(directory, monkeypatch, *overrides)
+        code = run_in(directory, monkeypatch, *overrides, **how)
     return code, printed.getvalue()
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import subprocess
 import sys
 import warnings
 from functools import partial
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from forks import forked
 from normplug import BatchNorm2d, _convert, check, fuse, plan, swap, target_variance, unswap
 from normplug.lightning import norm_layers
 from swap_cases import one_graph
@@ -192,13 +192,11 @@ def test_a_pickle_loads_where_nothing_was_swapped(make, sync, tmp_path):
     swap(layer, sync=sync)
     (tmp_path / "layer").write_bytes(pickle.dumps(layer))
     code = (
-        "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[1], 'rb')); "
+        "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[0], 'rb')); "
         "print(layer.mode, type(normplug.unswap(layer)).__module__)"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "layer"], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.split() == ["golden", module]
+    ran = forked(code, tmp_path / "layer")
+    assert ran.stdout.split() == ["golden", module], ran.stderr
 
 
 @pytest.mark.parametrize(

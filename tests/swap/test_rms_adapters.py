@@ -2,14 +2,13 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
 
+from forks import forked
 from normplug import check, fuse, fusions, plan, swap, target_variance, unswap
 from normplug._convert import norm_layers
 from swap_cases import one_graph
@@ -257,12 +256,11 @@ def test_a_librarys_own_norm_is_taken_and_pickled(module, name):
 def test_a_pickle_loads_where_nothing_was_swapped(tmp_path):
     (tmp_path / "layer").write_bytes(pickle.dumps(swap(library_norm(*LIBRARY[0]))))
     code = (
-        "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[1], 'rb')); "
+        "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[0], 'rb')); "
         "print(layer.mode, type(normplug.unswap(layer)).__name__)"
     )
-    command = [sys.executable, "-c", code, tmp_path / "layer"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["golden", "LlamaRMSNorm"]
+    ran = forked(code, tmp_path / "layer")
+    assert ran.stdout.split() == ["golden", "LlamaRMSNorm"], ran.stderr
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])

@@ -10,7 +10,7 @@ def sweep(tmp_path_factory):
     """A finished sweep of three arms: where it ran, its golden run, what it printed."""
     directory = tmp_path_factory.mktemp("sweep")
     with one_thread(), pytest.MonkeyPatch.context() as monkeypatch:
-        code, output = output_in(directory, monkeypatch, *SWEEP, ARMS, "-m")
+        code, output = output_in(directory, monkeypatch, *SWEEP, ARMS, "-m", draws=True)
     assert code == 0, output
     return SimpleNamespace(directory=directory, golden=directory / GOLDEN, output=output)
 
@@ -19,8 +19,8 @@ def sweep(tmp_path_factory):
 def trains(command):
     """As `command`, which must succeed: its output."""
 
-    def call(*overrides):
-        code, output = command(*overrides)
+    def call(*overrides, **how):
+        code, output = command(*overrides, **how)
         assert code == 0, output
         return output
 

@@ -6,9 +6,9 @@ import socket
 import sys
 
 import pytest
-import torch
 from torch import nn
 
+from forks import forked
 from normplug.bench import sync
 from normplug.bench.__main__ import main
 from normplug.bench.nets import MODELS, Images
@@ -34,10 +34,19 @@ def process(rank, directory):
     main(["sync", *small, *short, "--out", f"{directory}/rows.json"])
 
 
-def test_each_arm_and_batch_has_a_row(tmp_path, monkeypatch):
+BOTH = """
+import sys, torch
+from test_bench_sync import process
+
+torch.multiprocessing.start_processes(process, (sys.argv[0],), nprocs=2, start_method="fork")
+"""
+
+
+def test_each_arm_and_batch_has_a_row(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("TEST_PORT", str(server.getsockname()[1]))
-    torch.multiprocessing.spawn(process, (str(tmp_path),), nprocs=2)
+        port = {"TEST_PORT": str(server.getsockname()[1])}
+    done = forked(BOTH, tmp_path, environment=port)
+    assert done.returncode == 0, done.stderr
     content = json.loads((tmp_path / "rows.json").read_text())
     assert {"device", "versions", "date", "settings"} <= content.keys()
     assert content["settings"]["processes"] == 2

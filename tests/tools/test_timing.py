@@ -7,19 +7,17 @@ from unittest.mock import Mock
 
 import pytest
 
+from forks import forked
 from normplug.experiment.summary import summary
 from normplug.experiment.timing import peak_memory_bytes, reset_peak_memory
-from training import python
 
 
 def test_training_imports_no_other_tool_and_needs_no_resource():
     code = """
-import sys
-sys.modules["resource"] = None  # as on Windows
-import train
+import sys, train
 print([name for name in sys.modules if name.startswith("normplug.")])
 """
-    done = python("-c", code)
+    done = forked(code, hidden=["resource"])  # as on Windows
     assert done.returncode == 0, done.stderr
     assert "normplug.experiment.run" in done.stdout
     # Lightning imports matplotlib and SciPy itself; of normplug, these do.

@@ -12,13 +12,15 @@ from hydra.utils import instantiate
 
 import normplug
 import train
+from forks import forked
 from normplug._ops import recompute
 from normplug._report.measure import ACCURACY, Measure
 from normplug.compare.gather import keys
+from normplug.experiment.checkpoint import whole_rows
 from normplug.experiment.models import GPT, resnet, scale_norm_weights, vit
 from normplug.experiment.names import arm_name
 from normplug.experiment.optimizing import SCHEDULES, decay_groups, make_scheduler, move_to_step
-from training import PLAIN, SMALL, SWEEP, TWO_PROCESSES, output_in, python, results, variance_rows
+from training import PLAIN, SMALL, SWEEP, TWO_PROCESSES, output_in, results, variance_rows
 
 CONFIGS = Path(train.CONFIGS)
 TINY = [*SMALL, "data.num_images=400", "trainer.max_epochs=2"]
@@ -60,7 +62,7 @@ def test_the_command_line_wins_over_what_a_model_or_an_experiment_chooses():
 
 
 def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
-    output = trains(*TINY, "mode=golden", "seed=0", "logger=tensorboard")
+    output = trains(*TINY, "mode=golden", "seed=0", "logger=tensorboard", draws=True)
     (result,) = results(tmp_path)
     assert result.keys() >= {
         *keys(ACCURACY),
@@ -92,18 +94,27 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     assert "encoder_layer_3.ln_2" in output
 
 
+def losses(run):
+    rows = whole_rows(run / "metrics.csv")
+    return [float(row["train/loss"]) for row in rows if row["train/loss"]]
+
+
 def test_a_sweep_pairs_its_arms_and_compares_them(sweep):
     root = sweep.directory / "logs/sweeps/smoke"
+    baseline_run, standard_run = (
+        root / f"vit_tiny/fake/{arm}/seed_0" for arm in ("baseline", "standard")
+    )
     baseline, golden, standard = results(root)
     assert [r["arm"] for r in (baseline, golden, standard)] == ["baseline", "golden", "standard"]
     # The same weights, the same order, the same function: the same numbers.
+    assert losses(baseline_run) == pytest.approx(losses(standard_run))
     assert baseline["accuracy_by_epoch"] == standard["accuracy_by_epoch"]
     assert baseline["test_accuracy"] == standard["test_accuracy"]
     assert (baseline["norms_swapped"], standard["norms_swapped"]) == (0, 9)
     assert "| standard |" in sweep.output
-    variances = [f"vit_tiny/fake/{arm}/seed_0/variance.csv" for arm in ("baseline", "standard")]
-    for name in ("summary.md", "summary.csv", "runs.csv", "seeds_vit_tiny_fake.png", *variances):
+    for name in ("summary.md", "summary.csv", "runs.csv", "seeds_vit_tiny_fake.png"):
         assert (root / name).exists()
+    assert all((run / "variance.csv").exists() for run in (baseline_run, standard_run))
 
 
 def test_a_sweep_skips_what_is_done_and_refuses_what_has_changed(sweep, monkeypatch):
@@ -146,7 +157,7 @@ def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(trains
 def test_a_sweep_of_language_models_is_compared_by_its_losses(trains, tmp_path):
     tiny = ["model=gpt_tiny", "model.width=16", "model.depth=1", "data.block_size=16"]
     short = ["data.megabytes=0.01", "trainer.max_epochs=2", "fuse=true", PLAIN]
-    output = trains(*tiny, *short, "mode=baseline,standard,golden", "-m")
+    output = trains(*tiny, *short, "mode=baseline,standard,golden", "-m", draws=True)
     baseline, golden, standard = results(tmp_path)
     assert standard["loss_by_epoch"] == baseline["loss_by_epoch"]
     assert standard["test_loss"] == baseline["test_loss"] != golden["test_loss"]
@@ -199,13 +210,26 @@ def test_fast_dev_run(trains):
     assert "not timed: too few steps" in trains(*TINY, "trainer.fast_dev_run=true")
 
 
+BOTH = """
+import os, train
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from normplug.experiment.directory import rank_zero_only
+
+os.environ["MASTER_PORT"] = str(find_free_network_port())
+first = os.fork()
+rank_zero_only.rank = 0 if first else 1
+os.environ["LOCAL_RANK"] = str(rank_zero_only.rank)
+train.main()
+assert not first or os.waitpid(first, 0)[1] == 0
+"""
+
+
 def test_two_processes_train_one_model(tmp_path):
-    options = [*TINY, *TWO_PROCESSES, "trainer.max_epochs=1"]
-    done = python(train.__file__, *options, directory=tmp_path)
+    options = [*TINY, *TWO_PROCESSES, "trainer.max_epochs=1", f"hydra.run.dir={tmp_path}"]
+    done = forked(BOTH, train.__file__, *options, imported="train", directory=tmp_path)
     assert done.returncode == 0, done.stderr
-    (result,) = results(tmp_path)
-    assert result["hardware"].startswith("CPU")
-    rows = variance_rows(next(tmp_path.rglob("variance.csv")).parent)
+    assert results(tmp_path)[0]["hardware"].startswith("CPU")
+    rows = variance_rows(tmp_path)
     assert {(row["rank"], row["world_size"]) for row in rows} == {("0", "2")}
     assert len(rows) == 9 * len({row["step"] for row in rows})
     assert "rank 0 of 2's part of the batch" in done.stdout
@@ -295,7 +319,7 @@ def test_stems_and_patches_suit_the_image():
 
 @pytest.mark.parametrize(("model", "fused"), [("resnet18", 17), ("vit_tiny", 8)])
 def test_a_fused_run_in_channels_last_gives_the_same_accuracy(trains, tmp_path, model, fused):
-    tiny = [*SMALL, f"model={model}", "data.num_images=200", "channels_last=true", PLAIN]
+    tiny = [*SMALL, f"model={model}", "channels_last=true", "callbacks=minimal"]
     for fuse in (True, False):
         output = trains(*tiny, f"fuse={fuse}", f"hydra.run.dir={tmp_path}/{fuse}")
         assert f"swapped, {fused if fuse else 0} fused" in output

@@ -8,11 +8,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import normplug
+from forks import forked
 from normplug.compare import compare
 from normplug.experiment.checkpoint import LAST
 from normplug.experiment.classifier import Classifier
 from normplug.experiment.divergence import Diverged, FiniteLoss
-from training import PLAIN, SWEEP, TWO_PROCESSES, python, result_of, results
+from training import PLAIN, SWEEP, TWO_PROCESSES, result_of, results
 
 TINY = [*SWEEP, "trainer.max_epochs=1", PLAIN]
 IS_OF = "the checkpoint is of"
@@ -54,7 +55,7 @@ def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(refuses,
         ([*SWEEP, "model.depth=3"], f"{ANOTHER_SHAPE} net.encoder.layers."),
         ([*SWEEP, "model.hidden_dim=32"], f"{ANOTHER_SHAPE} net.class_"),
         (
-            [*SWEEP, "data.batch_size=16"],
+            [*SWEEP, "data.batch_size=6"],
             "an epoch of the checkpoint has 5 steps, one of this run 11",
         ),
         (["model=vit_tiny", "data=digits"], f"{IS_OF} data 'fake', this run of 'digits'"),
@@ -220,10 +221,11 @@ train.main()
 def test_all_processes_stop_where_one_diverges(tmp_path):
     script = tmp_path / "spoilt.py"
     script.write_text(SPOILT)
-    options = [*TINY, *TWO_PROCESSES, f"hydra.run.dir={tmp_path / 'run'}"]
-    done = python(script, *options, directory=tmp_path)
+    code = "import runpy, sys; runpy.run_path(sys.argv[0])"
+    # The first process starts the second by running the script again.
+    done = forked(code, script, *TINY, *TWO_PROCESSES, imported="train", directory=tmp_path)
     assert done.returncode == 1, done.stderr
-    result = result_of(tmp_path / "run")
+    (result,) = results(tmp_path)
     assert result["status"] == "diverged"
     assert result["step"] == 1
     assert "(epoch 1) in process 1" in result["error"]

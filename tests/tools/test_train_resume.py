@@ -1,10 +1,6 @@
 """Runs of train.py that stop and go on: the same numbers as one that never stopped."""
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,10 +8,11 @@ import pytest
 import torch
 
 import train
+from forks import forked
 from normplug.experiment import checkpoint, signals
 from normplug.experiment.checkpoint import LAST
 from normplug.experiment.classifier import Classifier
-from training import GOLDEN, PLAIN, SMALL, SWEEP, one_thread, python, result_of, run_in
+from training import GOLDEN, PLAIN, SMALL, SWEEP, one_thread, result_of, run_in, variance_rows
 
 TINY = [*SWEEP, PLAIN]  # no variance
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
@@ -74,34 +71,37 @@ def interrupted(command, step, signum, *overrides):
     return output
 
 
+KILLED = """
+import os, signal, train
+from normplug.experiment.classifier import Classifier
+
+training_step = Classifier.training_step
+def killing(self, batch, batch_idx):
+    if self.trainer.global_step == 9:  # after rows of steps that the checkpoint does not have
+        os.kill(os.getpid(), signal.SIGKILL)
+    return training_step(self, batch, batch_idx)
+Classifier.training_step = killing
+train.main()
+"""
+
+
 def test_a_sweep_that_is_killed_goes_on_to_the_same_numbers(sweep, tmp_path, monkeypatch, capsys):
     sweep_of_one = [*SWEEP, "mode=golden", "-m"]
-    process = subprocess.Popen(
-        [sys.executable, train.__file__, *sweep_of_one],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    line = [train.__file__, *sweep_of_one]
+    killed = forked(KILLED, *line, imported="train", directory=tmp_path)
+    assert killed.returncode == -signal.SIGKILL
     run = tmp_path / GOLDEN
-    while process.poll() is None and not (run / LAST).exists():
-        time.sleep(0.005)
-    variance = (run / "variance.csv").read_text()
-    while process.poll() is None and (run / "variance.csv").read_text() == variance:
-        time.sleep(0.005)  # rows of steps after the checkpoint
-    process.kill()
-    assert process.wait(timeout=60) == -signal.SIGKILL
     assert result_of(run)["status"] == "running"
+    assert variance_rows(run)[-1]["step"] == "8"
     assert run_in(tmp_path, monkeypatch, *sweep_of_one) == 0
-    assert "resuming: after epoch " in capsys.readouterr().err
+    assert "resuming: after epoch 1" in capsys.readouterr().err
     assert_same_run(run, sweep.golden)
 
 
-@pytest.mark.parametrize("signum", SIGNALS, ids=lambda s: s.name)
-def test_a_sweep_that_is_interrupted_skips_and_resumes(signum, command, trains, tmp_path):
+def test_a_sweep_that_is_interrupted_skips_and_resumes(command, trains, tmp_path):
     arms = [*TINY, "trainer.max_epochs=2", "mode=baseline,golden", "-m"]
     first = tmp_path / GOLDEN.parents[1] / "baseline/seed_0"
-    output = interrupted(command, 9, signum, *arms)
+    output = interrupted(command, 9, signal.SIGINT, *arms)
     assert "The same sweep skips finished runs and resumes this one from" in output
     assert "Traceback" not in output
     assert result_of(tmp_path / GOLDEN)["status"] == "interrupted"
@@ -162,7 +162,7 @@ def test_without_a_checkpoint_the_advice_is_to_start_again(command, tmp_path):
 def test_a_second_signal_ends_the_process_at_once():
     code = f"""
 import runpy, signal
-names = runpy.run_path({signals.__file__!r})  # without torch, which takes seconds to import
+names = runpy.run_path({signals.__file__!r})
 names["Signals"]().install()
 try:
     signal.raise_signal(signal.SIGINT)
@@ -170,7 +170,7 @@ except names["Interrupted"]:
     signal.raise_signal(signal.SIGINT)
 print("still here")
 """
-    done = python("-c", code)
+    done = forked(code, imported="train")
     assert done.returncode == -signal.SIGINT
     assert not done.stdout
 

@@ -1,34 +1,53 @@
 """What train.py refuses before it trains, in one sentence each, and what simply works."""
 
+import copy
 import os
 import shlex
+from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf, open_dict
 
 import train
+from forks import forked
 from normplug.experiment.checks import check
 from normplug.experiment.command import groups_off
 from normplug.experiment.data import Cifar10
 from normplug.experiment.errors import UserError
 from normplug.experiment.names import LONGEST_NAME, path_name
 from normplug.experiment.rules import RULES
-from training import SMALL, SMOKE, python
+from training import SMALL, SMOKE
+
+GROUPS = {path.name for path in Path(train.CONFIGS).iterdir() if path.is_dir()}
+
+
+@cache
+def composed(*choices):
+    with initialize_config_dir(train.CONFIGS, version_base="1.3"):
+        return compose("train", [*choices], return_hydra_config=True)
 
 
 @pytest.fixture
 def checked(tmp_path):
-    """Compose the configuration of a command line and check it, which leaves it as it is."""
+    """Check the configuration of a command line, which leaves it as it is.
+
+    Hydra reads the files of lines that choose the same ones once: it takes longer than the check.
+    """
     singleton = HydraConfig.instance()
 
     def call(line):
         overrides = groups_off(shlex.split(line), train.CONFIGS)
-        with initialize_config_dir(train.CONFIGS, version_base="1.3"):
-            cfg = compose("train", overrides, return_hydra_config=True)
+        choices = [o for o in overrides if o.partition("=")[0] in GROUPS]
+        others = [o for o in overrides if o not in choices]
+        cfg = copy.deepcopy(composed(*choices))
+        parsed = OverridesParser.create().parse_overrides(others)
+        ConfigLoaderImpl._apply_overrides_to_config(parsed, cfg)
         with open_dict(cfg):
             cfg.hydra.runtime.output_dir = str(tmp_path)
             singleton.set_config(cfg)
@@ -267,7 +286,7 @@ def test_data_that_cannot_be_downloaded_are_one_sentence(refuses, tmp_path, monk
     ],
 )
 def test_groups_can_be_switched_off(trains, tmp_path, line, others):
-    trains(*SMALL, *line.split(), f"hydra.run.dir={tmp_path}/run")
+    trains(*SMALL, *line.split(), f"hydra.run.dir={tmp_path}/run", draws=True)
     files = {path.name for path in (tmp_path / "run").iterdir() if path.name[0] != "."}
     assert files == {"result.json", "config.yaml", "train.log"} | others
 
@@ -285,7 +304,9 @@ def test_a_sweep_that_would_start_itself_again_is_refused(refuses, devices):
 
 
 def test_the_command_itself_prints_one_line(tmp_path):
-    done = python(train.__file__, *SMALL, "tag=../../x", "-m", directory=tmp_path)
+    code = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
+    line = [train.__file__, *SMALL, "tag=../../x", "-m"]
+    done = forked(code, *line, imported="train", directory=tmp_path)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if "normplug" in line]
     assert "tag must be a name" in line
