@@ -74,14 +74,22 @@ def most_workers() -> int:
     return min(len(os.sched_getaffinity(0)) // each, _MOST)
 
 
+def kernel_modules() -> list[str]:
+    """Names of the modules with kernels that this process has imported: they need no torch."""
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if name.startswith("normplug._kernels.")
+        and any(isinstance(each, triton.JITFunction) for each in vars(module).values())
+    ]
+
+
 class Server:
     """The process that forks workers, and how far they are with its jobs."""
 
     def __init__(self, workers: int) -> None:
         package = Path(__file__).parent.parent
-        kernels = [name for name in sys.modules if name.startswith("normplug._kernels.")]
-        modules = [name for name in kernels if hasattr(sys.modules[name], "triton")]
-        start = (workers, str(package), sys.path, ["triton", *modules])
+        start = (workers, str(package), sys.path, kernel_modules())
         self.states: list[str] = []
         self._said = b""
         self._process = subprocess.Popen(

@@ -99,6 +99,10 @@ def _start(package: str, path: list[str], modules: list[str]) -> None:
     sys.modules["normplug"] = root
     for module in modules:
         importlib.import_module(module)
+    # It hashes all of Triton, for the names of kernels. Here it does so once for all workers.
+    from triton.runtime.cache import triton_key
+
+    triton_key()
 
 
 if __name__ == "__main__":
