@@ -73,7 +73,7 @@ def dtypes_of(made):
 
 def a_job(flags=None):
     made = a_launch(flags)
-    return made._job(dtypes_of(made))
+    return made.job(dtypes_of(made))
 
 
 def until(condition):
@@ -110,7 +110,7 @@ def test_a_worker_compiles_what_is_found_then(mine):
 def test_a_worker_knows_a_kernel_by_the_key_that_this_process_has_for_it(mine):
     jobs = {}  # a forward and a backward, which share functions
     for made in every_kernel(torch.float32):
-        jobs.setdefault(made._kernel.__name__, made._job(dtypes_of(made)))
+        jobs.setdefault(made._kernel.__name__, made.job(dtypes_of(made)))
     for name in ("batch_norm_columns_forward", "batch_norm_columns_backward"):
         job = jobs[name]
         mine.expect(job)
@@ -191,7 +191,7 @@ def test_a_launch_asks_for_the_kernel_that_triton_makes_of_a_call(dtype, monkeyp
         dtypes = [given.get(name, dtype) for name in made.pointers]
         tensors = [triton.MockTensor(TRITONS[each], [16]) for each in dtypes]
         kernel.warmup(*tensors, *made._numbers, grid=(1,), **made._constants)
-        job = made._job(dtypes)
+        job = made.job(dtypes)
         assert hashes(ASTSource(*job[:4]), job.options) == wanted[-1]
     assert len(kernels) == 11
 
