@@ -90,7 +90,9 @@ class Server:
     def __init__(self, workers: int) -> None:
         package = Path(__file__).parent.parent
         start = (workers, str(package), sys.path, kernel_modules())
-        self.states: list[str] = []
+        self.states: dict[int, str] = {}  # of kernels, by number
+        self._sent = 0  # kernels and launchers
+        self._launched: set[tuple[Any, ...]] = set()  # kernels and signatures
         self._said = b""
         self._process = subprocess.Popen(
             [sys.executable, "-I", ahead_server.__file__, pickle.dumps(start).hex()],
@@ -107,15 +109,25 @@ class Server:
         os.set_blocking(self._answers, False)
 
     def take(self, job: Job) -> int | None:
-        """Begin a job; its number, or None where that cannot be."""
-        module, name = job.kernel.__module__, job.kernel.__name__
+        """Begin a job, and before it what launches its kernel; its number, or None on failure."""
+        name = (job.kernel.__module__, job.kernel.__name__)
+        launched = (*name, *job.signature.items())
+        if launched not in self._launched:
+            self._launched.add(launched)
+            self._send("launcher", (*name, job[1:4]))
         on = triton.runtime.driver.active.get_current_target()
         target = (on.backend, on.arch, on.warp_size)
-        source = job.kernel.cache_key
-        if not self._tell(pickle.dumps((module, name, source, job[1:4], job.options, target))):
+        key = job.kernel.cache_key
+        number = self._send("kernel", (*name, key, job[1:4], job.options, target))
+        if number is not None:
+            self.states[number] = "waiting"
+        return number
+
+    def _send(self, task: str, arguments: tuple[Any, ...]) -> int | None:
+        if not self._tell(pickle.dumps((task, arguments))):
             return None
-        self.states.append("waiting")
-        return len(self.states) - 1
+        self._sent += 1
+        return self._sent - 1
 
     def drop(self, number: int) -> None:
         """Do not begin a job any more."""
@@ -139,7 +151,8 @@ class Server:
             *lines, self._said = (self._said + more).split(b"\n")
             for line in lines:
                 state, number = line.decode().split()
-                self.states[int(number)] = state
+                if int(number) in self.states:
+                    self.states[int(number)] = state
         return True
 
     def end(self) -> None:
@@ -222,7 +235,7 @@ class Ahead:
         if self._is_off():
             return None
         if self._server is not None and not self._server.listen():
-            self._off = "done" not in self._server.states  # it never worked
+            self._off = "done" not in self._server.states.values()  # it never worked
             self.end()
             return self._started()
         if self._server is None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia import driver  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 import normplug  # noqa: E402
@@ -117,6 +119,27 @@ def test_a_worker_knows_a_kernel_by_the_key_that_this_process_has_for_it(mine):
         assert done(mine, job)
         mine.settle(job)
     assert mine.counts == {"here": 0, "workers": 2, "cache": 0}
+
+
+def test_a_launcher_is_built_once_for_each_signature(mine):
+    for job in [a_job(), a_job(launches.Flags(bias=False))]:
+        mine.expect(job)
+    assert (len(mine._server.states), mine._server._sent) == (2, 3)
+
+
+@pytest.mark.skipif(not hasattr(driver, "make_launcher"), reason="this Triton has one for all")
+def test_a_worker_builds_the_launcher_of_a_kernel(monkeypatch):
+    built = []
+
+    def build(src, **options):
+        built.append(src)
+        return SimpleNamespace(launch=None)
+
+    monkeypatch.setattr(driver, "compile_module_from_src", build)
+    monkeypatch.setattr(driver, "library_dirs", list)
+    job = a_job()
+    ahead_server.build_launcher(job.kernel.__module__, job.kernel.__name__, job[1:4])
+    assert built == [driver.make_launcher({}, job.signature, None)]
 
 
 def test_a_worker_that_has_begun_is_waited_for(mine):
