@@ -7,7 +7,8 @@ process that forks them. It is started when a kernel is wanted that is not in th
 when this process does, or with nothing left to do. Whatever it fails to do, this process does.
 
 The environment's `NORMPLUG_COMPILE_WORKERS` says how many kernels it may compile at once: 0 for
-none; by default half of the cores, at most 8, shared out among the processes of a torchrun.
+none; by default one less than there are cores, at most 15. The processes of a torchrun share the
+cores.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Whether the key of a kernel in Triton's cache can be told, and workers be forked.
 KEYED = _VERSION >= (3, 5) and sys.platform == "linux"
 _PATIENCE = 60.0  # seconds to wait for a worker that has started
-_MOST = 8
+_MOST = 15
 
 
 class Job(NamedTuple):
@@ -70,8 +71,8 @@ def most_workers() -> int:
     if wanted:
         return int(wanted)
     beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    each = 2 * max(int(beside) if beside.isdecimal() else 1, 1)
-    return min(len(os.sched_getaffinity(0)) // each, _MOST)
+    cores = len(os.sched_getaffinity(0)) // max(int(beside) if beside.isdecimal() else 1, 1)
+    return min(max(cores - 1, 0), _MOST)
 
 
 def kernel_modules() -> list[str]:
@@ -175,6 +176,7 @@ class Ahead:
         self._given: dict[str, tuple[Server, int | None]] = {}  # jobs, by number
         self._kept: set[str] = set()  # in Triton's cache
         self._settled: dict[str, str | None] = {}  # the key in Triton's cache
+        self._met_nothing: bool | None = None  # the first job met an empty cache
 
     def expect(self, job: Job) -> bool:
         """Have a kernel compiled that will be launched later.
@@ -186,8 +188,11 @@ class Ahead:
             key = job.key
             if self._is_off() or key in self._settled or key in self._kept:
                 return False
+            if self._met_nothing is None:
+                self._met_nothing = _is_empty()
             if key not in self._given:
-                if _is_kept(_name(job)):
+                # A kernel's name takes time, which an empty cache makes needless.
+                if not self._met_nothing and _is_kept(_name(job)):
                     self._kept.add(key)
                     return False
                 if (server := self._started()) is None:
@@ -274,6 +279,17 @@ def _name(job: Job) -> str:
     source, options = ASTSource(*job[:4]), backend.parse_options(dict(job.options))
     key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _is_empty() -> bool:
+    """Whether Triton's cache is a directory with nothing in it, or one that is not there yet."""
+    from triton import knobs
+    from triton.runtime.cache import FileCacheManager
+
+    if knobs.cache.manager_class not in (None, FileCacheManager):
+        return False
+    directory = Path(knobs.cache.dir)
+    return not directory.exists() or not any(directory.iterdir())
 
 
 def _is_kept(name: str) -> bool:

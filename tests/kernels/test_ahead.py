@@ -121,6 +121,12 @@ def test_a_worker_knows_a_kernel_by_the_key_that_this_process_has_for_it(mine):
     assert mine.counts == {"here": 0, "workers": 2, "cache": 0}
 
 
+def test_with_an_empty_cache_no_kernel_is_looked_for(mine, monkeypatch):
+    monkeypatch.setattr(ahead, "_name", None)
+    assert mine.expect(a_job())
+    assert done(mine, a_job())
+
+
 def test_a_launcher_is_built_once_for_each_signature(mine):
     for job in [a_job(), a_job(launches.Flags(bias=False))]:
         mine.expect(job)
@@ -257,8 +263,9 @@ def test_a_process_that_cannot_be_started_changes_nothing(mine, monkeypatch):
     [
         ("NORMPLUG_COMPILE_WORKERS", "0", 0),
         ("NORMPLUG_COMPILE_WORKERS", "3", 3),
-        ("LOCAL_WORLD_SIZE", "4", 2),
-        ("LOCAL_WORLD_SIZE", "1", 8),
+        ("LOCAL_WORLD_SIZE", "4", 3),
+        ("LOCAL_WORLD_SIZE", "1", 15),
+        ("LOCAL_WORLD_SIZE", "32", 0),
     ],
 )
 def test_the_environment_says_how_many_workers_there_are(monkeypatch, name, value, most):
