@@ -1,10 +1,10 @@
 """Having kernels compiled in other processes, before they are needed.
 
-A step that finds no compiled kernel compiles them one after another, about a second each. But a
-backward's kernel is known when its forward is set up, and other processes can compile it until
-then. They put it into Triton's cache on disk, where this process finds it. `ahead_server` is the
-process that forks them. It is started when a kernel is wanted that is not in the cache, and ends
-when this process does, or with nothing left to do. Whatever it fails to do, this process does.
+A step that finds no compiled kernel compiles them one after another, each in one to four seconds.
+But a backward's kernel is known when its forward is set up, and other processes can compile it
+until then. They put it into Triton's cache on disk, where this process finds it. `ahead_server` is
+the process that forks them. It is started when a kernel is wanted that is not in the cache, and
+ends when this process does, or with nothing left to do. Whatever it fails to do, this process does.
 
 The environment's `NORMPLUG_COMPILE_WORKERS` says how many kernels it may compile at once: 0 for
 none; by default one less than there are cores, at most 15. The processes of a torchrun share the
