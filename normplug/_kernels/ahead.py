@@ -1,13 +1,14 @@
 """Having kernels compiled in other processes, before they are needed.
 
-A step that finds no compiled kernel compiles them one after another, about a second each. But a
-backward's kernel is known when its forward is set up, and other processes can compile it until
-then. They put it into Triton's cache on disk, where this process finds it. `ahead_server` is the
-process that forks them. It is started when a kernel is wanted that is not in the cache, and ends
-when this process does, or with nothing left to do. Whatever it fails to do, this process does.
+A step that finds no compiled kernel compiles them one after another, each in one to four seconds.
+But a backward's kernel is known when its forward is set up, and other processes can compile it
+until then. They put it into Triton's cache on disk, where this process finds it. `ahead_server` is
+the process that forks them. It is started when a kernel is wanted that is not in the cache, and
+ends when this process does, or with nothing left to do. Whatever it fails to do, this process does.
 
 The environment's `NORMPLUG_COMPILE_WORKERS` says how many kernels it may compile at once: 0 for
-none; by default half of the cores, at most 8, shared out among the processes of a torchrun.
+none; by default one less than there are cores, at most 15. The processes of a torchrun share the
+cores.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Whether the key of a kernel in Triton's cache can be told, and workers be forked.
 KEYED = _VERSION >= (3, 5) and sys.platform == "linux"
 _PATIENCE = 60.0  # seconds to wait for a worker that has started
-_MOST = 8
+_MOST = 15
 
 
 class Job(NamedTuple):
@@ -70,8 +71,18 @@ def most_workers() -> int:
     if wanted:
         return int(wanted)
     beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    each = 2 * max(int(beside) if beside.isdecimal() else 1, 1)
-    return min(len(os.sched_getaffinity(0)) // each, _MOST)
+    cores = len(os.sched_getaffinity(0)) // max(int(beside) if beside.isdecimal() else 1, 1)
+    return min(max(cores - 1, 0), _MOST)
+
+
+def kernel_modules() -> list[str]:
+    """Names of the modules with kernels that this process has imported: they need no torch."""
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if name.startswith("normplug._kernels.")
+        and any(isinstance(each, triton.JITFunction) for each in vars(module).values())
+    ]
 
 
 class Server:
@@ -79,10 +90,10 @@ class Server:
 
     def __init__(self, workers: int) -> None:
         package = Path(__file__).parent.parent
-        kernels = [name for name in sys.modules if name.startswith("normplug._kernels.")]
-        modules = [name for name in kernels if hasattr(sys.modules[name], "triton")]
-        start = (workers, str(package), sys.path, ["triton", *modules])
-        self.states: list[str] = []
+        start = (workers, str(package), sys.path, kernel_modules())
+        self.states: dict[int, str] = {}  # of kernels, by number
+        self._sent = 0  # kernels and launchers
+        self._launched: set[tuple[Any, ...]] = set()  # kernels and signatures
         self._said = b""
         self._process = subprocess.Popen(
             [sys.executable, "-I", ahead_server.__file__, pickle.dumps(start).hex()],
@@ -99,15 +110,25 @@ class Server:
         os.set_blocking(self._answers, False)
 
     def take(self, job: Job) -> int | None:
-        """Begin a job; its number, or None where that cannot be."""
-        module, name = job.kernel.__module__, job.kernel.__name__
+        """Begin a job, and before it what launches its kernel; its number, or None on failure."""
+        name = (job.kernel.__module__, job.kernel.__name__)
+        launched = (*name, *job.signature.items())
+        if launched not in self._launched:
+            self._launched.add(launched)
+            self._send("launcher", (*name, job[1:4]))
         on = triton.runtime.driver.active.get_current_target()
         target = (on.backend, on.arch, on.warp_size)
-        source = job.kernel.cache_key
-        if not self._tell(pickle.dumps((module, name, source, job[1:4], job.options, target))):
+        key = job.kernel.cache_key
+        number = self._send("kernel", (*name, key, job[1:4], job.options, target))
+        if number is not None:
+            self.states[number] = "waiting"
+        return number
+
+    def _send(self, task: str, arguments: tuple[Any, ...]) -> int | None:
+        if not self._tell(pickle.dumps((task, arguments))):
             return None
-        self.states.append("waiting")
-        return len(self.states) - 1
+        self._sent += 1
+        return self._sent - 1
 
     def drop(self, number: int) -> None:
         """Do not begin a job any more."""
@@ -131,7 +152,8 @@ class Server:
             *lines, self._said = (self._said + more).split(b"\n")
             for line in lines:
                 state, number = line.decode().split()
-                self.states[int(number)] = state
+                if int(number) in self.states:
+                    self.states[int(number)] = state
         return True
 
     def end(self) -> None:
@@ -154,6 +176,7 @@ class Ahead:
         self._given: dict[str, tuple[Server, int | None]] = {}  # jobs, by number
         self._kept: set[str] = set()  # in Triton's cache
         self._settled: dict[str, str | None] = {}  # the key in Triton's cache
+        self._met_nothing: bool | None = None  # the first job met an empty cache
 
     def expect(self, job: Job) -> bool:
         """Have a kernel compiled that will be launched later.
@@ -165,8 +188,11 @@ class Ahead:
             key = job.key
             if self._is_off() or key in self._settled or key in self._kept:
                 return False
+            if self._met_nothing is None:
+                self._met_nothing = _is_empty()
             if key not in self._given:
-                if _is_kept(_name(job)):
+                # A kernel's name takes time, which an empty cache makes needless.
+                if not self._met_nothing and _is_kept(_name(job)):
                     self._kept.add(key)
                     return False
                 if (server := self._started()) is None:
@@ -214,7 +240,7 @@ class Ahead:
         if self._is_off():
             return None
         if self._server is not None and not self._server.listen():
-            self._off = "done" not in self._server.states  # it never worked
+            self._off = "done" not in self._server.states.values()  # it never worked
             self.end()
             return self._started()
         if self._server is None:
@@ -253,6 +279,17 @@ def _name(job: Job) -> str:
     source, options = ASTSource(*job[:4]), backend.parse_options(dict(job.options))
     key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _is_empty() -> bool:
+    """Whether Triton's cache is a directory with nothing in it, or one that is not there yet."""
+    from triton import knobs
+    from triton.runtime.cache import FileCacheManager
+
+    if knobs.cache.manager_class not in (None, FileCacheManager):
+        return False
+    directory = Path(knobs.cache.dir)
+    return not directory.exists() or not any(directory.iterdir())
 
 
 def _is_kept(name: str) -> bool:

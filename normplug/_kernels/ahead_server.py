@@ -14,6 +14,7 @@ import pickle
 import select
 import signal
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -57,7 +58,8 @@ def _worker(job: bytes) -> int:
     if worker == 0:
         code = 1
         try:
-            compile_now(*pickle.loads(job))
+            task, arguments = pickle.loads(job)
+            _TASKS[task](*arguments)
             code = 0
         finally:
             os._exit(code)
@@ -87,6 +89,35 @@ def compile_now(
     return triton.compile(source, target=GPUTarget(*on), options=options).hash
 
 
+def build_launcher(module: str, name: str, arguments: tuple[Any, ...]) -> None:
+    """Build what launches kernels of one signature, where Triton makes C code of it.
+
+    Triton keeps that in its cache, too. Version 3.6 compiles it at the first launch, in half a
+    second. Version 3.9 has one launcher for all signatures.
+
+    Args:
+        module: where the kernel is defined.
+        name: of the kernel.
+        arguments: as in `compile_now`.
+    """
+    import triton
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        kernel = getattr(importlib.import_module(module), name)
+        driver.CudaLauncher(triton.compiler.ASTSource(kernel, *arguments), _Metadata())
+
+
+class _Metadata:
+    """Stands for that of a kernel which is not compiled: no code of a launcher depends on it."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+_TASKS: dict[str, Callable[..., Any]] = {"kernel": compile_now, "launcher": build_launcher}
+
+
 def _say(what: str, number: int) -> None:
     os.write(1, f"{what} {number}\n".encode())
 
@@ -99,6 +130,10 @@ def _start(package: str, path: list[str], modules: list[str]) -> None:
     sys.modules["normplug"] = root
     for module in modules:
         importlib.import_module(module)
+    # It hashes all of Triton, for the names of kernels. Here it does so once for all workers.
+    from triton.runtime.cache import triton_key
+
+    triton_key()
 
 
 if __name__ == "__main__":

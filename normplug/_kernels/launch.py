@@ -158,16 +158,6 @@ class Launch:
             tuple(parameters),
         )
 
-    def expect(self, dtypes: Sequence[torch.dtype]) -> bool:
-        """Have it compiled meanwhile, for tensors of these dtypes on the current GPU.
-
-        Returns:
-            Whether it is being compiled.
-        """
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        return ahead.expect(self._job(dtypes))
-
     def _compile(self, tensors: tuple[Tensor, ...]) -> Any:
         name = self._settle(tensors)
         compiled = self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)
@@ -181,10 +171,10 @@ class Launch:
         if self._settled or not tensors[0].is_cuda or not aligned:
             return None
         self._settled = True
-        return ahead.settle(self._job([tensor.dtype for tensor in tensors]))
+        return ahead.settle(self.job([tensor.dtype for tensor in tensors]))
 
-    def _job(self, dtypes: Sequence[torch.dtype]) -> ahead.Job:
-        """What Triton makes of a call with tensors that lie at multiples of 16 bytes."""
+    def job(self, dtypes: Sequence[torch.dtype]) -> ahead.Job:
+        """What Triton compiles for tensors of these dtypes that lie at multiples of 16 bytes."""
         names, count = self._kernel.arg_names, len(dtypes)
         signature = dict.fromkeys(names, "constexpr")
         signature |= {n: "*" + _TYPES[dtype] for n, dtype in zip(names, dtypes, strict=False)}

@@ -94,9 +94,10 @@ class Plan(ABC):
         found = self._programs.get(keep)
         if found is None:
             found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
-            if keep and self.gpu is not None:
+            if keep and self.gpu is not None and not torch.cuda.is_current_stream_capturing():
                 found.expect(self.acc, after=1)
-                if self._expect_backward(t, found):
+                backward = self.usual_backward(t, found)
+                if backward is not None and backward.expect(self.acc):
                     self._expect_others(Tensors(*t))  # type: ignore[arg-type]
         return found
 
@@ -112,24 +113,21 @@ class Plan(ABC):
             self._programs[key] = found
         return found
 
-    def _expect_backward(self, t: Sequence[Tensor | None], forward: Program) -> bool:
-        """Have the kernels compiled of the backward that is usual after this forward.
+    def usual_backward(self, t: Sequence[Tensor | None], forward: Program) -> Program | None:
+        """The program of the backward that is usual after this forward; None if there is none.
 
         It asks for all gradients that there are, and its dy lies as y does.
-
-        Returns:
-            Whether one of them is being compiled.
         """
         needs = tuple(a is not None and a.requires_grad for a in t[:_INPUTS])
         if not any(needs):
-            return False
+            return None
         slots = [*t, *_BLANKS]
         for place, shape, stride, dtype, _ in forward.empties:
             slots[place] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         saved = [slots[place] for place in forward.saved]
         results = [slots[place] for place, _ in forward.results]
         dy, dtotal = results if self.has_total else (*results, None)
-        return self.backward_of(saved, dy, dtotal, needs).expect(self.acc)
+        return self.backward_of(saved, dy, dtotal, needs)
 
     def _expect_others(self, t: Tensors) -> None:
         """Have the kernels compiled of calls that are likely after this one, if any are."""

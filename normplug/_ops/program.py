@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from normplug._kernels import ahead
 from normplug._kernels.launch import Launch
 from normplug._ops.spec import Tensors
 
@@ -138,21 +139,26 @@ class Program:
         if self.moves:
             note_changes([slots[place] for place in self.moves])
 
-    def expect(self, accumulator: torch.dtype, after: int = 0) -> bool:
-        """Have the kernels compiled meanwhile.
+    def jobs(self, accumulator: torch.dtype, after: int = 0) -> list[ahead.Job]:
+        """What there is to compile.
 
         Args:
             accumulator: the dtype of partial results.
             after: how many of the kernels are left out, from the first on.
+        """
+        dtypes = {PARTIAL: accumulator, COUNTERS: torch.int64, **self._dtypes}
+        return [
+            launch.job([dtypes[place] for place in places])
+            for launch, places, _ in self.steps[after:]
+        ]
+
+    def expect(self, accumulator: torch.dtype, after: int = 0) -> bool:
+        """Have the kernels compiled meanwhile; the arguments are those of `jobs`.
 
         Returns:
             Whether one of them is being compiled.
         """
-        dtypes = {PARTIAL: accumulator, COUNTERS: torch.int64, **self._dtypes}
-        begun = [
-            launch.expect([dtypes[place] for place in places])
-            for launch, places, _ in self.steps[after:]
-        ]
+        begun = [ahead.expect(job) for job in self.jobs(accumulator, after)]
         return any(begun)
 
     def results_of(self, slots: Sequence[Any]) -> list[Any]:

@@ -1,11 +1,12 @@
 """How long the first training step takes, in a process of its own that finds no compiled kernel.
 
-Run as a module, it is that process, and prints the seconds:
+Run as a module, it is that process, and prints the seconds and where the kernels came from:
 `python -m normplug.bench.first_step MODEL BATCH ARM DEVICE`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,8 +19,9 @@ import torch
 from normplug.bench import native
 from normplug.bench.models import GRAPHED, SEED, attempt, build, make_step
 from normplug.bench.nets import MODELS, Case
-from normplug.bench.results import STEP, Results
+from normplug.bench.results import STEP, Results, Row
 from normplug.bench.timing import at_rest
+from normplug.native import status
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -34,16 +36,17 @@ def run(cases: Sequence[Case], arms: Sequence[str], results: Results) -> bool:
     for case in cases:
         for arm in [arm for arm in arms if arm not in GRAPHED]:
             what = f"{case}: the first step of {arm}"
-            seconds = attempt(what, partial(in_a_process, case, arm, "cuda"))
-            if seconds is not None:
+            found = attempt(what, partial(in_a_process, case, arm, "cuda"))
+            if found is not None:
                 done = True
-                print(f"{what} {seconds:.2f} s", flush=True)
-                results.update({**case._asdict(), "arm": arm, "first_step_s": seconds}, STEP)
+                kernels = ", ".join(f"{v} {k}" for k, v in found["first_step_kernels"].items())
+                print(f"{what} {found['first_step_s']:.2f} s; kernels: {kernels}", flush=True)
+                results.update({**case._asdict(), "arm": arm, **found}, STEP)
     return done
 
 
-def in_a_process(case: Case, arm: str, device: str) -> float:
-    """Seconds of the first step, with empty caches of kernels.
+def in_a_process(case: Case, arm: str, device: str) -> Row:
+    """What `measured` finds with empty caches of kernels.
 
     Raises:
         RuntimeError: the process failed; the message is the last line that it wrote.
@@ -54,11 +57,15 @@ def in_a_process(case: Case, arm: str, device: str) -> float:
         done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["it wrote nothing"])[-1])
-    return float(done.stdout.split()[-1])
+    row: Row = json.loads(done.stdout.splitlines()[-1])
+    return row
 
 
-def seconds(model: str, batch: str, arm: str, device: str) -> float:
-    """Seconds of a first step in this process; the device is in use before."""
+def measured(model: str, batch: str, arm: str, device: str) -> Row:
+    """Seconds of a first step in this process, and how many kernels came from where.
+
+    The device is in use before. The kernels are those of `normplug.native.status()`.
+    """
     torch.manual_seed(SEED)
     made = MODELS[model]
     step = make_step(
@@ -66,8 +73,11 @@ def seconds(model: str, batch: str, arm: str, device: str) -> float:
     )
     start = at_rest()
     step()
-    return at_rest() - start
+    seconds = at_rest() - start
+    came = status().kernels
+    kernels = {"distinct": sum(came.values()), **came}
+    return {"first_step_s": seconds, "first_step_kernels": kernels}
 
 
 if __name__ == "__main__":
-    print(seconds(*sys.argv[1:]))
+    print(json.dumps(measured(*sys.argv[1:])))

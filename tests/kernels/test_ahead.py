@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia import driver  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 import normplug  # noqa: E402
@@ -73,7 +75,7 @@ def dtypes_of(made):
 
 def a_job(flags=None):
     made = a_launch(flags)
-    return made._job(dtypes_of(made))
+    return made.job(dtypes_of(made))
 
 
 def until(condition):
@@ -110,13 +112,40 @@ def test_a_worker_compiles_what_is_found_then(mine):
 def test_a_worker_knows_a_kernel_by_the_key_that_this_process_has_for_it(mine):
     jobs = {}  # a forward and a backward, which share functions
     for made in every_kernel(torch.float32):
-        jobs.setdefault(made._kernel.__name__, made._job(dtypes_of(made)))
+        jobs.setdefault(made._kernel.__name__, made.job(dtypes_of(made)))
     for name in ("batch_norm_planes_forward", "batch_norm_planes_backward"):
         job = jobs[name]
         mine.expect(job)
         assert done(mine, job)
         mine.settle(job)
     assert mine.counts == {"here": 0, "workers": 2, "cache": 0}
+
+
+def test_with_an_empty_cache_no_kernel_is_looked_for(mine, monkeypatch):
+    monkeypatch.setattr(ahead, "_name", None)
+    assert mine.expect(a_job())
+    assert done(mine, a_job())
+
+
+def test_a_launcher_is_built_once_for_each_signature(mine):
+    for job in [a_job(), a_job(launches.Flags(bias=False))]:
+        mine.expect(job)
+    assert (len(mine._server.states), mine._server._sent) == (2, 3)
+
+
+@pytest.mark.skipif(not hasattr(driver, "make_launcher"), reason="this Triton has one for all")
+def test_a_worker_builds_the_launcher_of_a_kernel(monkeypatch):
+    built = []
+
+    def build(src, **options):
+        built.append(src)
+        return SimpleNamespace(launch=None)
+
+    monkeypatch.setattr(driver, "compile_module_from_src", build)
+    monkeypatch.setattr(driver, "library_dirs", list)
+    job = a_job()
+    ahead_server.build_launcher(job.kernel.__module__, job.kernel.__name__, job[1:4])
+    assert built == [driver.make_launcher({}, job.signature, None)]
 
 
 def test_a_worker_that_has_begun_is_waited_for(mine):
@@ -175,7 +204,8 @@ def test_a_launch_asks_for_the_kernel_that_triton_makes_of_a_call(dtype, monkeyp
 
     def hashes(source, options, target=H100):
         options = make_backend(target).parse_options(dict(options))
-        return source.hash(), options.hash()
+        # The launcher's code follows the order of the signature.
+        return source.hash(), options.hash(), [*source.signature.items()]
 
     def compile_nothing(source, target, options):
         wanted.append(hashes(source, options, target))
@@ -191,7 +221,7 @@ def test_a_launch_asks_for_the_kernel_that_triton_makes_of_a_call(dtype, monkeyp
         dtypes = [given.get(name, dtype) for name in made.pointers]
         tensors = [triton.MockTensor(TRITONS[each], [16]) for each in dtypes]
         kernel.warmup(*tensors, *made._numbers, grid=(1,), **made._constants)
-        job = made._job(dtypes)
+        job = made.job(dtypes)
         assert hashes(ASTSource(*job[:4]), job.options) == wanted[-1]
     assert len(kernels) == 11
 
@@ -234,8 +264,9 @@ def test_a_process_that_cannot_be_started_changes_nothing(mine, monkeypatch):
     [
         ("NORMPLUG_COMPILE_WORKERS", "0", 0),
         ("NORMPLUG_COMPILE_WORKERS", "3", 3),
-        ("LOCAL_WORLD_SIZE", "4", 2),
-        ("LOCAL_WORLD_SIZE", "1", 8),
+        ("LOCAL_WORLD_SIZE", "4", 3),
+        ("LOCAL_WORLD_SIZE", "1", 15),
+        ("LOCAL_WORLD_SIZE", "32", 0),
     ],
 )
 def test_the_environment_says_how_many_workers_there_are(monkeypatch, name, value, most):
@@ -267,7 +298,8 @@ def test_a_process_without_jobs_ends_with_the_one_that_started_it(mine):
 
 
 def test_workers_need_no_torch():
-    package, modules = os.path.dirname(normplug.__file__), ["normplug._kernels.batch_norm.columns"]
+    package, modules = os.path.dirname(normplug.__file__), ahead.kernel_modules()
+    assert "normplug._kernels.batch_norm.columns" in modules
     code = (
         "import sys, runpy; server = runpy.run_path(sys.argv[1]); "
         f"server['_start']({package!r}, {sys.path!r}, {modules!r}); print('torch' in sys.modules)"

@@ -52,7 +52,7 @@ def step(monkeypatch):
     asked, launched = {}, {}
 
     def run(self, stream, *tensors):
-        launched.setdefault(self._job([t.dtype for t in tensors]).key)
+        launched.setdefault(self.job([t.dtype for t in tensors]).key)
 
     def expect(job):
         asked.setdefault(job.key)
@@ -121,6 +121,9 @@ def test_all_kernels_of_a_step_but_the_first_are_asked_for_at_the_first(step, na
     assert len(launched) <= most[fuse]
     assert set(launched[1:]) <= set(asked)
     assert len(set(asked) - set(launched)) <= 6
+    # After the first layer's kernels, all forwards come before the backwards.
+    forwards = ["_forward{" in key for key in asked[3:] if key in launched]
+    assert forwards == sorted(forwards, reverse=True)
 
 
 @pytest.fixture

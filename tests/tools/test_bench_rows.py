@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from normplug import native
 from normplug.bench import first_step, groups, models
 from normplug.bench.__main__ import main
 from normplug.bench.models import USUAL
@@ -113,7 +114,15 @@ def test_a_model_of_vectors_trains(monkeypatch):
     short = replace(MODELS["encoder_6x256"], length=3)
     monkeypatch.setitem(MODELS, "encoder_6x256", short)
     for arm in ("eager", "swap"):
-        assert 0 < first_step.seconds("encoder_6x256", "2", arm, "cpu") < 60
+        assert 0 < first_step.measured("encoder_6x256", "2", arm, "cpu")["first_step_s"] < 60
+
+
+def test_a_first_step_says_where_its_kernels_came_from(monkeypatch):
+    monkeypatch.setitem(MODELS, "encoder_6x256", replace(MODELS["encoder_6x256"], length=3))
+    came = native.status()._replace(kernels={"here": 1, "workers": 5, "cache": 2})
+    monkeypatch.setattr(first_step, "status", lambda: came)
+    found = first_step.measured("encoder_6x256", "2", "eager", "cpu")["first_step_kernels"]
+    assert found == {"distinct": 8, "here": 1, "workers": 5, "cache": 2}
 
 
 def test_a_first_step_has_a_process_and_empty_caches_of_its_own(monkeypatch):
@@ -121,11 +130,12 @@ def test_a_first_step_has_a_process_and_empty_caches_of_its_own(monkeypatch):
 
     def run(command, env, **options):
         asked.append((command, {name: env[name] for name in first_step.CACHES}))
-        return SimpleNamespace(returncode=0, stdout="a line\n1.5\n")
+        return SimpleNamespace(returncode=0, stdout='a line\n{"first_step_s": 1.5}\n')
 
     monkeypatch.setattr(subprocess, "run", run)
     case = Case("resnet50", 256)
-    assert [first_step.in_a_process(case, "swap", "cuda") for _ in range(2)] == [1.5, 1.5]
+    found = [first_step.in_a_process(case, "swap", "cuda") for _ in range(2)]
+    assert found == [{"first_step_s": 1.5}] * 2
     (command, one), (_, two) = asked
     assert command == [
         sys.executable, "-m", "normplug.bench.first_step", "resnet50", "256", "swap", "cuda"
@@ -138,11 +148,14 @@ def test_the_process_of_a_first_step_says_why_it_failed():
         first_step.in_a_process(Case("nothing", 1), "eager", "cpu")
 
 
+FIRST = {"first_step_s": 2.5, "first_step_kernels": {"distinct": 3, "here": 1, "workers": 2}}
+
+
 def test_first_steps_are_added_to_the_rows_of_their_file(tmp_path, monkeypatch, capsys, on_a_gpu):
     def in_a_process(case, arm, device):
         if arm == "compile":
             raise RuntimeError("no compiler")
-        return 2.5
+        return FIRST
 
     monkeypatch.setattr(first_step, "in_a_process", in_a_process)
     monkeypatch.setattr(first_step.native, "build", lambda: None)
@@ -152,8 +165,8 @@ def test_first_steps_are_added_to_the_rows_of_their_file(tmp_path, monkeypatch, 
     command = ["models", "--first-step", "--rows", "encoder_6x256", "--batch", "2"]
     main([*command, "--arms", "eager", "compile", "swap", "eager+graph", "--json", str(path)])
     swap, eager = json.loads(path.read_text())["rows"]
-    assert swap.items() >= {**ROW, **TIMES, "first_step_s": 2.5}.items()
-    assert eager == {**ROW, "arm": "eager", "first_step_s": 2.5, "date": eager["date"]}
+    assert swap.items() >= {**ROW, **TIMES, **FIRST}.items()
+    assert eager == {**ROW, "arm": "eager", **FIRST, "date": eager["date"]}
     assert "compile is left out: RuntimeError('no compiler')" in capsys.readouterr().err
 
     lines = render(json.loads(path.read_text())).splitlines()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from normplug._kernels import ahead
 from normplug._kernels.batch_norm import launches, schedule
 from normplug._kernels.device import processors
 from normplug._kernels.launch import COOPERATIVE, Workspace
@@ -215,17 +217,25 @@ def constants_of(
 
 
 def expect_likely(t: Tensors, spec: BatchNormSpec, machine: tuple[int, bool]) -> None:
-    """Have the kernels compiled of the calls that are likely after one: first all forwards."""
-    forwards = []
+    """Have the kernels compiled of the calls that are likely after one.
+
+    What is needed first comes first: the layers' forwards, then their backwards from the last layer
+    on. But kernels of a single guess come after all others: most of these guesses are wrong.
+    """
+    forwards: list[ahead.Job] = []
+    backwards: list[ahead.Job] = []
     for other, activation in likely.after(t):
         its = spec._replace(activation=activation, pool=None, keeps_residual=False)
         plan = BatchNormPlan(other, its)
         plan._machine = machine
-        program = plan.forward_program(other, True)
-        program.expect(plan.acc)
-        forwards.append((plan, other, program))
-    for plan, other, program in forwards:
-        plan._expect_backward(other, program)
+        forward = plan.forward_program(other, True)
+        forwards += forward.jobs(plan.acc)
+        backward = plan.usual_backward(other, forward)
+        backwards += [] if backward is None else backward.jobs(plan.acc)
+    jobs = {job.key: job for job in (*forwards, *reversed(backwards))}
+    guesses = Counter(job.key for job in (*forwards, *backwards))
+    for key in sorted(jobs, key=lambda key: guesses[key] == 1):
+        ahead.expect(jobs[key])
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
