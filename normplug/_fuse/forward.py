@@ -94,8 +94,6 @@ class Forward:
             return type(module).__name__
         if node.op == "output":
             return "the end of the module"
-        if node.op == "placeholder":
-            return "the start of the module"
         if node.target is add_in_place:
             return "an addition in place to another tensor"
         return str(getattr(node.target, "__name__", node.target))

@@ -21,6 +21,7 @@ from fuse_cases import (
     twins,
 )
 from normplug import fuse, fusions
+from normplug._fuse.reasons import FROM_OUTSIDE
 
 
 class Pooled(Parts):
@@ -80,7 +81,7 @@ def test_functions_and_methods_are_fused_as_modules_are(mode, calls):
 def test_the_addition_at_a_blocks_end_is_fused_with_the_next_blocks_norm(calls):
     model, plain = twins(Encoder())
     rows = {row.path: row for row in fusions(model)}
-    assert rows["blocks.0.norm1"].note == "preceded by the start of the module"
+    assert rows["blocks.0.norm1"].note == FROM_OUTSIDE
     assert rows["blocks.1.norm1"].owner == "blocks"
     assert rows["norm"].owner == ""
     assert_same_step(model, plain, ROWS)
@@ -229,7 +230,7 @@ def test_a_value_that_changes_between_norm_and_addition_is_not_read_late():
 def test_a_norm_that_is_called_twice_or_read_twice_is_left():
     class Twice(Parts):
         def forward(self, x):
-            return self.act(self.norm(self.act(self.norm(x))))
+            return self.act(self.norm(self.act(self.norm(x) + x)) + x)
 
     class Read(Parts):
         def forward(self, x):
