@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from normplug import _activations, _convert
+from normplug._activations import ActivationLike
 from normplug._fuse import source, trace
 from normplug._fuse.edited import Edited, edit
 from normplug._fuse.flow import Parts
@@ -65,7 +66,7 @@ class Analysis:
         self._traces: dict[nn.Module, Traced] = {}
         self._edits: dict[nn.Module, Edited] = {}
         self.fusions: dict[nn.Module, Fusion] = {}
-        self.calls: dict[TargetVarianceNorm, tuple[str | None, bool]] = {}
+        self.calls: dict[TargetVarianceNorm, tuple[ActivationLike, bool]] = {}
         callers = self._callers()
         for module in reversed(self._paths):
             if module in callers:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normplug import _activations
+from normplug._activations import ActivationLike
 from normplug._ops import eligible, recompute
 from normplug._ops.spec import Pool
 from normplug._torch import has_hooks
@@ -31,7 +32,7 @@ def add_in_place(a: Any, b: Any) -> Any:
 def norm_add_activation(
     norm: Any,
     x: Tensor,
-    activation: nn.Module | str | None,
+    activation: nn.Module | ActivationLike,
     between: tuple[nn.Module, ...],
     residual: Tensor | None = None,
     in_place: bool = False,
@@ -44,7 +45,7 @@ def norm_add_activation(
     Args:
         norm: a layer whose class declares what may follow it.
         x: its input.
-        activation: a module, the name of an activation, or None.
+        activation: a module, or what `functional.batch_norm` takes.
         between: the `nn.Identity` modules after the norm.
         residual: what is added, or None.
         in_place: whether the addition is in place.
@@ -76,7 +77,7 @@ def norm_add_activation(
         return y
     if isinstance(activation, nn.Module):
         return activation(y)
-    return _activations.ACTIVATIONS[activation].function(y)
+    return _activations.apply(activation, y)
 
 
 def norm_then(norm: Any, x: Any, activation: Any) -> tuple[Any, bool]:
@@ -109,7 +110,7 @@ def single_norm(norm: Any, x: Tensor) -> Tensor:
 def norm_max_pool(
     norm: Any,
     x: Tensor,
-    activation: nn.Module | str,
+    activation: nn.Module | ActivationLike,
     between: tuple[nn.Module, ...],
     pool: nn.Module | tuple[Any, ...],
 ) -> Tensor:
@@ -168,11 +169,14 @@ def convolution_norm(
     return norm(y.permute(dims) if permute is None else permute(y))
 
 
-def _name(activation: Any) -> str | None:
+def _name(activation: Any) -> ActivationLike:
     """The name of an activation; None where a module computes another function now."""
     if isinstance(activation, nn.Module):
         return _activations.of_module(activation)
-    return _activations.of_function(activation) if callable(activation) else activation
+    if callable(activation):
+        return _activations.of_function(activation)
+    chosen: ActivationLike = activation
+    return chosen
 
 
 def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from normplug import _activations
+from normplug._activations import ActivationLike
 from normplug._fuse import readers, statements
 from normplug._fuse.activated import Activated
 from normplug._fuse.fingerprint import described
@@ -76,9 +77,11 @@ class Edited:
             if isinstance(place, Summed):
                 return "add before it", ""
             child = module._modules.get(place.child)
-            name = place.function if child is None else _activations.of_module(child)
+            name: ActivationLike = place.function
+            if child is not None:
+                name = _activations.of_module(child)
             if name is not None:
-                return _activations.ACTIVATIONS[name].label, ""
+                return _activations.label(name), ""
         whys = (text for branch, text in self.left[norm] if may_hold(branch, state))
         return "", next(whys, "its module's attributes rule its call out")
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx, nn
 
 from normplug import _activations
+from normplug._activations import ActivationLike
 from normplug._fuse import forward
 from normplug._fuse.calls import CONVOLUTIONS, add_in_place
 from normplug._fuse.forward import Forward
@@ -51,7 +52,7 @@ class After(Site):
     between: tuple[fx.Node, ...]
     add: fx.Node | None
     activation: fx.Node | None
-    name: str | None  # of the activation
+    name: ActivationLike  # of the activation
     pool: fx.Node | None
 
 
@@ -175,11 +176,11 @@ def _activated(
     between: tuple[fx.Node, ...],
     add: fx.Node | None,
     activation: fx.Node,
-    name: str,
+    name: ActivationLike,
     declared: FusionSites,
 ) -> After:
     """The site of a norm that an activation follows, with the max pooling after relu."""
-    parts, pool = [_activations.ACTIVATIONS[name].label], None
+    parts, pool = [_activations.label(name)], None
     if add is not None:
         parts.insert(0, "add")
     elif name == "relu" and "max_pool" in declared.after:

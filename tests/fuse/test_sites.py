@@ -78,6 +78,22 @@ def test_functions_and_methods_are_fused_as_modules_are(mode, calls):
     assert_same_step(model, plain, X)
 
 
+class Leaky(Parts):
+    def forward(self, x):
+        x = F.leaky_relu(self.first(x), 0.3)
+        x = F.leaky_relu(self.second(x), negative_slope=0.1, inplace=True)
+        return self.act(self.third(F.leaky_relu(x)))
+
+
+def test_leaky_relu_is_fused_with_its_slope(calls):
+    norms = nn.GroupNorm(2, 8), nn.InstanceNorm2d(8), nn.BatchNorm2d(8)
+    parts = dict(zip(("first", "second", "third"), norms, strict=True))
+    model, plain = twins(Leaky(**parts, act=nn.LeakyReLU(0.2)))
+    assert [row.label for row in fusions(model)] == ["LeakyReLU"] * 3
+    assert_same_step(model, plain, X)
+    assert calls == [("leaky_relu", slope) for slope in (0.3, 0.1, 0.2)]
+
+
 def test_the_addition_at_a_blocks_end_is_fused_with_the_next_blocks_norm(calls):
     model, plain = twins(Encoder())
     rows = {row.path: row for row in fusions(model)}

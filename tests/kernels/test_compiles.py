@@ -142,7 +142,7 @@ GROUP_NORMS = {
 
 def group_norm_launches(shape, dtype):
     acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
-    flags = group_norm.Flags(activation="silu")
+    flags = group_norm.Flags(activation=("leaky_relu", 0.2) if dtype == FLOAT64 else "silu")
     forward = gn.group_norm_forward(*shape, dtype.itemsize, SMS)
     yield group_norm.forward_launch(forward, acc, flags, 1e-5, 0.6)
     backward = gn.group_norm_backward(*shape, dtype.itemsize, SMS)
