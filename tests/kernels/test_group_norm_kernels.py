@@ -72,7 +72,7 @@ VARIANTS = [
 ]
 # Each setup in two of the variants, and those of many programs in one.
 PAIRS = [
-    (setup, VARIANTS[(place + turn) % 4])
+    (setup, VARIANTS[(place + turn) % len(VARIANTS)])
     for place, setup in enumerate(SETUPS)
     for turn in ((0, 2) if "many" not in setup else (0,))
 ]
