@@ -27,6 +27,8 @@ CALLED = {
     "_normplug_norm_then": calls.norm_then,
 }
 _ACTIVATED_NORM, _NORM_THEN = CALLED
+# `except*` came with Python 3.11.
+_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 # The variable that tells whether a norm's result is activated, from its statement to the
 # activation's.
 _DONE = "_normplug_done"
@@ -132,7 +134,7 @@ class Activations:
             return True
         # A return is followed by what `finally` says, and by functions that have the variable.
         return isinstance(statement, ast.Return) and not any(
-            isinstance(node, (ast.Try, *syntax.SCOPES)) and node is not self.definition
+            isinstance(node, (*_TRIES, *syntax.SCOPES)) and node is not self.definition
             for node in ast.walk(self.definition)
         )
 

@@ -137,7 +137,7 @@ class Reasons:
 
     def _after(self, statement: ast.stmt, call: ast.Call) -> str:
         """What stands after a norm that takes an activation."""
-        reader = _reader(statement, call)
+        later, reader = statement, _reader(statement, call)
         target, value = syntax.assigned(statement)
         if reader is None and value is call and target is not None:
             for later in self._later(statement):
@@ -147,6 +147,8 @@ class Reasons:
                     break
         elif reader is None:
             reader = statement
+        while isinstance(reader, ast.Attribute):  # of the result, as a method
+            reader = _reader(later, reader)
         if isinstance(reader, ast.Call):
             return f"followed by {_shown(reader)}"
         if isinstance(reader, ast.Return):

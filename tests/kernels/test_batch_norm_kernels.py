@@ -162,7 +162,9 @@ def test_offsets_of_64_bits(setup, prepared, monkeypatch):
 
 
 # Every setup with three variants, and every variant with two setups or more.
-RECOMPUTED = [(s, VARIANTS[(i + k) % len(VARIANTS)]) for i, s in enumerate(SETUPS) for k in (0, 3, 6)]
+RECOMPUTED = [
+    (s, VARIANTS[(i + k) % len(VARIANTS)]) for i, s in enumerate(SETUPS) for k in (0, 3, 6)
+]
 
 
 @pytest.mark.parametrize(("setup", "options"), RECOMPUTED, ids=str)
