@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,30 +10,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# What `activation=` takes: a name; a pair of a name and a slope; None for no activation.
+ActivationLike = str | tuple[str, float] | None
+
 
 class Activation(NamedTuple):
     """One activation.
 
     Attributes:
         name: what `activation=` takes.
-        kernel_code: what kernels are compiled with; 0 stands for no activation.
-        function: computes it.
+        kernel_code: what kernels are compiled with; 0 stands for no activation. One with a slope
+            has none of its own: kernels are compiled with minus the slope.
+        function: computes it; if it has a slope, that is the second argument.
         module: its torch class.
         settings: attributes of such a module, and the values without which it computes otherwise.
         aliases: other functions that compute it, and the names of such methods of a tensor.
+        slope: the name of the slope, as an attribute of the module and an argument of the function,
+            if it has one.
     """
 
     name: str
     kernel_code: int
-    function: Callable[[Tensor], Tensor]
+    function: Callable[..., Tensor]
     module: type[nn.Module]
     settings: tuple[tuple[str, Any], ...] = ()
     aliases: tuple[Any, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """What reports show."""
-        return self.module.__name__
+    slope: str = ""
 
 
 ACTIVATIONS = {
@@ -43,22 +46,65 @@ ACTIVATIONS = {
         Activation("gelu", 3, F.gelu, nn.GELU, (("approximate", "none"),)),
         Activation("relu6", 4, F.relu6, nn.ReLU6, (("min_val", 0.0), ("max_val", 6.0))),
         Activation("hardswish", 5, F.hardswish, nn.Hardswish),
+        Activation("leaky_relu", 0, F.leaky_relu, nn.LeakyReLU, slope="negative_slope"),
     )
 }
-KERNEL_CODES = {None: 0} | {name: a.kernel_code for name, a in ACTIVATIONS.items()}
+SLOPE = 0.01  # where no slope is said, as in torch
 _BY_MODULE = {a.module: a for a in ACTIVATIONS.values()}
 _BY_FUNCTION = {f: name for name, a in ACTIVATIONS.items() for f in (a.function, *a.aliases)}
 
 
-def of_module(module: nn.Module) -> str | None:
-    """The name of the activation that a module computes as it is set now, or None."""
+def parts(activation: ActivationLike) -> tuple[str | None, float]:
+    """The name of an activation, and its slope if it has one: what operators take."""
+    return activation if isinstance(activation, tuple) else (activation, SLOPE)
+
+
+def joined(name: str | None, slope: float) -> ActivationLike:
+    """The inverse of `parts`."""
+    return (name, slope) if name is not None and ACTIVATIONS[name].slope else name
+
+
+def apply(activation: ActivationLike, z: Tensor) -> Tensor:
+    """The activation of z."""
+    name, slope = parts(activation)
+    if name is None:
+        return z
+    known = ACTIVATIONS[name]
+    return known.function(z, slope) if known.slope else known.function(z)
+
+
+def kernel_code(activation: ActivationLike) -> float:
+    """What kernels are compiled with."""
+    name, slope = parts(activation)
+    if name is None:
+        return 0
+    known = ACTIVATIONS[name]
+    return -slope if known.slope else known.kernel_code
+
+
+def label(activation: ActivationLike) -> str:
+    """What reports show."""
+    name, _ = parts(activation)
+    return "" if name is None else ACTIVATIONS[name].module.__name__
+
+
+def is_slope(value: Any) -> bool:
+    """Whether kernels can be compiled with a slope."""
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def of_module(module: nn.Module) -> ActivationLike:
+    """The activation that a module computes as it is set now, or None."""
     activation = _BY_MODULE.get(type(module))
     if activation is None:
         return None
     for name, value in activation.settings:
         if getattr(module, name) != value:
             return None
-    return activation.name
+    if not activation.slope:
+        return activation.name
+    slope = getattr(module, activation.slope)
+    return (activation.name, float(slope)) if is_slope(slope) else None
 
 
 def of_function(function: Any) -> str | None:

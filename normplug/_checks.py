@@ -51,10 +51,16 @@ def autocast_output(caller: str, name: str) -> None:
     _one_of(caller, "autocast_output", name, AUTOCAST_OUTPUTS)
 
 
-def activation(caller: str, name: str | None) -> None:
+def activation(caller: str, chosen: _activations.ActivationLike) -> None:
     """Refuse an activation that is not fused."""
-    if name is not None:
-        _one_of(caller, "activation", name, ACTIVATIONS[1:], "None or one of")
+    if isinstance(chosen, tuple):
+        name = chosen[0] if len(chosen) == 2 and isinstance(chosen[0], str) else ""
+        known = _activations.ACTIVATIONS.get(name)
+        if known is None or not known.slope or not _activations.is_slope(chosen[1]):
+            rule = "a pair as ('leaky_relu', slope), with a finite slope above 0"
+            raise ValueError(_must(caller, "activation", rule, repr(chosen)))
+    elif chosen is not None:
+        _one_of(caller, "activation", chosen, ACTIVATIONS[1:], "None or one of")
 
 
 def _one_of(caller: str, name: str, value: str, known: Sequence[Any], rule: str = "one of") -> str:

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from normplug import _convert
+from normplug import _activations, _convert
+from normplug._activations import ActivationLike
 from normplug._fuse import source, trace
 from normplug._fuse.edited import Edited, edit
+from normplug._fuse.flow import Parts
 from normplug._fuse.fused_class import plain_class
 from normplug._fuse.fusion import Code, Fusion, Traced
 from normplug._fuse.guard import Guard
 from normplug._fuse.report import NOT_SWAPPED, Fused, Fusions
 from normplug._fuse.rewrite import recompute_results, rewrite
-from normplug._fuse.sites import After, Site, find
+from normplug._fuse.sites import After, Site, find, refusal
 from normplug._fuse.source import Reads, Untraceable
 from normplug._torch import has_hooks
 from normplug.modules import TargetVarianceNorm
@@ -64,7 +66,7 @@ class Analysis:
         self._traces: dict[nn.Module, Traced] = {}
         self._edits: dict[nn.Module, Edited] = {}
         self.fusions: dict[nn.Module, Fusion] = {}
-        self.calls: dict[TargetVarianceNorm, tuple[str | None, bool]] = {}
+        self.calls: dict[TargetVarianceNorm, tuple[ActivationLike, bool]] = {}
         callers = self._callers()
         for module in reversed(self._paths):
             if module in callers:
@@ -120,30 +122,31 @@ class Analysis:
             self._trace(module)
         except Untraceable as why:
             untraced = f"{name}: {why}"
-            self._reasons |= dict.fromkeys(norms, untraced)
+            self._reasons |= {norm: refusal(norm) or untraced for norm in norms}
         self._edit(module, untraced)
 
     def _edit(self, module: nn.Module, untraced: str) -> None:
-        """Edit a module's forward where norms of its own come right after additions.
+        """Edit a module's forward where its norms come after additions or before activations.
 
         untraced: why the forward was not traced, for the report; "" where it was.
         """
-        children = module._modules.items()
-        norms = {n: m for n, m in children if isinstance(m, TargetVarianceNorm) and _takes_sum(m)}
+        parts = _parts(module)
+        norms = (*parts.summed, *parts.activated)
         if not norms:
             return
         try:
-            edited = edit(plain_class(module), tuple(norms), self._recompute)
+            edited = edit(plain_class(module), parts, self._recompute)
         except Untraceable:
             return
-        for name, norm in norms.items():
-            why = edited.reason(name, module)
-            if not why:
+        for name in norms:
+            norm: Any = module._modules[name]
+            label, why = edited.label(name, module)
+            if label:
                 self._edits[module] = edited
-                label = ("add before it", self._paths[module])
-                self._labels.setdefault(norm, {False: label, True: label})
-            elif untraced:
-                self._reasons[norm] = f"{untraced}; {why}"
+                found = (label, self._paths[module])
+                self._labels.setdefault(norm, {False: found, True: found})
+            elif untraced and why:
+                self._reasons[norm] = f"{plain_class(module).__name__}: {why}"
 
     def _trace(self, module: nn.Module) -> None:
         """Trace a module's forward, and fuse the sites that are its own."""
@@ -251,7 +254,16 @@ def _check(module: nn.Module) -> None:
         raise Untraceable("it is parametrized, or sharded by FSDP")
 
 
-def _takes_sum(norm: TargetVarianceNorm) -> bool:
-    """Whether a norm may add two tensors itself."""
-    sites = norm._fusion_sites
-    return sites is not None and "addition" in sites.before and sites.apply_to(type(norm))
+def _parts(module: nn.Module) -> Parts:
+    """The children that edits of a module are about."""
+    summed, activated, activations = list[str](), list[str](), list[str]()
+    for name, child in module._modules.items():
+        if isinstance(child, TargetVarianceNorm):
+            sites = None if refusal(child) else child._fusion_sites
+            if sites and "addition" in sites.before:
+                summed.append(name)
+            elif sites and "activation" in sites.after:
+                activated.append(name)
+        elif child is not None and _activations.of_module(child) is not None:
+            activations.append(name)
+    return Parts(tuple(summed), tuple(activated), tuple(activations))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normplug import _activations
+from normplug._activations import ActivationLike
 from normplug._ops import eligible, recompute
 from normplug._ops.spec import Pool
 from normplug._torch import has_hooks
@@ -31,7 +32,7 @@ def add_in_place(a: Any, b: Any) -> Any:
 def norm_add_activation(
     norm: Any,
     x: Tensor,
-    activation: nn.Module | str | None,
+    activation: nn.Module | ActivationLike,
     between: tuple[nn.Module, ...],
     residual: Tensor | None = None,
     in_place: bool = False,
@@ -44,7 +45,7 @@ def norm_add_activation(
     Args:
         norm: a layer whose class declares what may follow it.
         x: its input.
-        activation: a module, the name of an activation, or None.
+        activation: a module, or what `functional.batch_norm` takes.
         between: the `nn.Identity` modules after the norm.
         residual: what is added, or None.
         in_place: whether the addition is in place.
@@ -76,7 +77,27 @@ def norm_add_activation(
         return y
     if isinstance(activation, nn.Module):
         return activation(y)
-    return _activations.ACTIVATIONS[activation].function(y)
+    return _activations.apply(activation, y)
+
+
+def norm_then(norm: Any, x: Any, activation: Any) -> tuple[Any, bool]:
+    """A norm, and the activation after it if they are one call; and whether it was applied.
+
+    Args:
+        norm: what is called as a norm.
+        x: its input.
+        activation: the module or the function that comes next, or None.
+    """
+    name = _name(activation)
+    if name is not None and _takes(norm, "activation") and _are_plain(norm, x, activation, ()):
+        return norm.fused(x, activation=name), True
+    return norm(x), False
+
+
+def activated_norm(activation: Any, norm: Any, x: Any) -> Any:
+    """`activation(norm(x))`; the arguments are those of `norm_then`."""
+    y, done = norm_then(norm, x, activation)
+    return y if done else activation(y)
 
 
 def single_norm(norm: Any, x: Tensor) -> Tensor:
@@ -89,7 +110,7 @@ def single_norm(norm: Any, x: Tensor) -> Tensor:
 def norm_max_pool(
     norm: Any,
     x: Tensor,
-    activation: nn.Module | str,
+    activation: nn.Module | ActivationLike,
     between: tuple[nn.Module, ...],
     pool: nn.Module | tuple[Any, ...],
 ) -> Tensor:
@@ -107,7 +128,8 @@ def norm_max_pool(
 def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The norm of a + b, and a + b."""
     if (
-        _is_plain(norm)
+        _takes(norm, "addition", before=True)
+        and _is_plain(norm)
         and isinstance(a, Tensor)
         and isinstance(b, Tensor)
         and not (a.is_nested or b.is_nested)
@@ -147,9 +169,14 @@ def convolution_norm(
     return norm(y.permute(dims) if permute is None else permute(y))
 
 
-def _name(activation: nn.Module | str | None) -> str | None:
+def _name(activation: Any) -> ActivationLike:
     """The name of an activation; None where a module computes another function now."""
-    return _activations.of_module(activation) if isinstance(activation, nn.Module) else activation
+    if isinstance(activation, nn.Module):
+        return _activations.of_module(activation)
+    if callable(activation):
+        return _activations.of_function(activation)
+    chosen: ActivationLike = activation
+    return chosen
 
 
 def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:
@@ -175,7 +202,7 @@ def _is_plain_convolution(module: Any) -> bool:
 def _are_plain(
     norm: Any,
     x: Tensor,
-    activation: nn.Module | str | None,
+    activation: Any,
     between: tuple[nn.Module, ...],
 ) -> bool:
     """Whether calls of these modules do no more than the norm's `fused`."""
@@ -196,6 +223,12 @@ def _is_plain(norm: Any) -> bool:
         and not has_hooks(norm)
         and norm.computes_only()
     )
+
+
+def _takes(norm: Any, what: str, before: bool = False) -> bool:
+    """Whether a norm's class declares that this may come after it, or before it."""
+    sites: FusionSites | None = getattr(type(norm), "_fusion_sites", None)
+    return sites is not None and what in (sites.before if before else sites.after)
 
 
 def _alike(x: Tensor, residual: Any) -> bool:

@@ -18,15 +18,23 @@ from typing import Any
 
 from torch import nn
 
+from normplug import _activations
+from normplug._activations import ActivationLike
 from normplug._fuse import readers, statements
+from normplug._fuse.activated import Activated
 from normplug._fuse.fingerprint import described
+from normplug._fuse.flow import Flow, Parts, may_hold
 from normplug._fuse.readers import Readers
+from normplug._fuse.reasons import IN_PLACE, Reason, Reasons
 from normplug._fuse.source import Untraceable
 from normplug._fuse.statements import Editor
+from normplug._fuse.sums import Summed
 from normplug._fuse.syntax import SCOPES, is_name
 
 # What edited forwards call, by the names that they have for it.
 _CALLED = {**statements.CALLED, **readers.CALLED}
+# Where a norm is in an edited call.
+Place = Summed | Activated
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,81 +43,96 @@ class Edited:
 
     Attributes:
         cls: the class whose forward it is.
-        norms: the names of the norms that it was edited for.
+        parts: the children that it was edited for.
         recompute: whether the results of its calls are recomputed.
         original: the class's forward.
         forward: that function, edited.
         chain: the original, and the functions that its decorators wrap.
-        found: for each norm in edited calls, by name, the branches that these are in.
-        in_place: the norms left since the addition before them is in place.
+        found: for each norm in edited calls, by name, where these are.
+        left: for each norm, by name, why each call of it would be left.
     """
 
     cls: type[nn.Module]
-    norms: tuple[str, ...]
+    parts: Parts
     recompute: bool
     original: Any
     forward: Any
     chain: tuple[Any, ...]
-    found: dict[str, list[statements.Branch]]
-    in_place: set[str]
+    found: dict[str, list[Place]]
+    left: dict[str, list[Reason]]
 
     def holds(self) -> bool:
         """Whether the class still has the forward that was edited."""
         return self.cls.forward is self.original
 
-    def reason(self, norm: str, module: nn.Module) -> str:
-        """Why a norm of a module is in no edited call, given its name; "" where it is in one."""
+    def label(self, norm: str, module: nn.Module) -> tuple[str, str]:
+        """What a norm of a module is in one call with, given its name; and else "", and why not.
+
+        The reason is "" where only a trace could fuse it.
+        """
         state = vars(module)
-        for branch in self.found.get(norm, ()):
-            # What is no bool may be either.
-            if all(state.get(name) is not (not needed) for name, needed in branch):
-                return ""
-        if norm in self.in_place:
-            return "the addition before it is in place, and others may see that"
-        return "no addition comes right before the norm"
+        for place in self.found.get(norm, ()):
+            if not may_hold(place.branch, state):
+                continue
+            if isinstance(place, Summed):
+                return "add before it", ""
+            child = module._modules.get(place.child)
+            name: ActivationLike = place.function
+            if child is not None:
+                name = _activations.of_module(child)
+            if name is not None:
+                return _activations.label(name), ""
+        whys = (text for branch, text in self.left[norm] if may_hold(branch, state))
+        return "", next(whys, "its module's attributes rule its call out")
 
     def contents(self) -> tuple[Any, ...]:
         """What `edit` takes."""
-        return self.cls, self.norms, self.recompute
+        return self.cls, tuple(self.parts), self.recompute
 
     def functions(self) -> list[Any]:
         """All that the forward consists of and calls."""
         return [*self.chain, *_CALLED.values()]
 
 
-def edit(cls: type[nn.Module], norms: tuple[str, ...], recompute: bool) -> Edited:
+def edit(cls: type[nn.Module], parts: tuple[tuple[str, ...], ...], recompute: bool) -> Edited:
     """Edit the forward of a class.
 
     Args:
         cls: the class.
-        norms: the names of the norms that have a fused addition.
+        parts: the children that it is about, as `Parts` has them.
         recompute: let the modules that read the results of the calls recompute them.
 
     Raises:
         Untraceable: it is not certain what the forward's source is.
     """
+    if cls.__getattribute__ is not nn.Module.__getattribute__:
+        raise Untraceable("its class defines __getattribute__")
     known: Any = cls  # to mypy, a class of modules has no hash
-    return _edit(known, inspect.getattr_static(cls, "forward"), norms, recompute)
+    return _edit(known, inspect.getattr_static(cls, "forward"), Parts(*parts), recompute)
 
 
 @functools.cache
-def _edit(cls: type[nn.Module], forward: Any, norms: tuple[str, ...], recompute: bool) -> Edited:
+def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> Edited:
     chain = [forward]
     while hasattr(chain[-1], "__wrapped__"):
         chain.append(chain[-1].__wrapped__)
     if not all(isinstance(function, types.FunctionType) for function in chain):
         raise Untraceable("its forward is not a plain function")
     written = chain[-1]
-    definition = _definition(written)
-    editor = Editor(cls, _first_argument(definition), norms)
-    editor.edit(definition.body)
+    definition, code = _definition(written), written.__code__
+    local = frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
+    flow = Flow(cls, _first_argument(definition), parts, written.__globals__, local)
+    left = Reasons(flow, definition).all()
+    editor = Editor(flow, definition)
+    editor.edit()
     if recompute:
         Readers(editor).edit(definition.body)
     edited = _function(written, _compiled(written, definition), written.__closure__ or ())
     for outer, inner in zip(chain[-2::-1], chain[:0:-1], strict=True):
         edited = _rewrapped(outer, inner, edited)
-    found, in_place = editor.found, editor.in_place
-    return Edited(cls, norms, recompute, forward, edited, tuple(chain), found, in_place)
+    left |= {name: [Reason((), IN_PLACE)] for name in editor.sums.in_place}
+    found: dict[str, list[Any]] = {**editor.sums.found, **editor.activations.found}
+    return Edited(cls, parts, recompute, forward, edited, tuple(chain), found, left)
 
 
 def _definition(function: types.FunctionType) -> ast.FunctionDef:

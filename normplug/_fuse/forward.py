@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from normplug import _activations
+from normplug._activations import ActivationLike
 from normplug._fuse.calls import add_in_place
 
 _ADDITIONS: dict[Any, Callable[[Any, Any], Any]] = {
@@ -47,16 +48,24 @@ class Forward:
         called = (self.module(node) for node in nodes)
         return any(m is not None and any(part is layer for part in m.modules()) for m in called)
 
-    def activation(self, node: fx.Node) -> str | None:
-        """The name of the activation that a node computes, or None."""
+    def activation(self, node: fx.Node) -> ActivationLike:
+        """The activation that a node computes, or None."""
         module = self.module(node)
         if module is not None:
             alone = len(node.args) == 1 and not node.kwargs
             return _activations.of_module(module) if alone else None
-        if not _is_call(node) or len(node.args) != 1:
+        name = _activations.of_function(node.target) if _is_call(node) else None
+        if name is None:
             return None
+        slope = _activations.ACTIVATIONS[name].slope
         settings = {k: v for k, v in node.kwargs.items() if (k, v) != ("approximate", "none")}
-        return _activations.of_function(node.target) if settings.keys() <= {"inplace"} else None
+        settings |= zip([slope] if slope else [], node.args[1:], strict=False)
+        if len(node.args) > (2 if slope else 1) or not settings.keys() <= {"inplace", slope}:
+            return None
+        if slope not in settings:
+            return name
+        value: Any = settings[slope]
+        return (name, value) if _activations.is_slope(value) else None
 
     def max_pool(self, node: fx.Node | None, source: fx.Node) -> fx.Node | None:
         """The node itself, if it pools what another gives and nothing else."""
@@ -94,8 +103,6 @@ class Forward:
             return type(module).__name__
         if node.op == "output":
             return "the end of the module"
-        if node.op == "placeholder":
-            return "the start of the module"
         if node.target is add_in_place:
             return "an addition in place to another tensor"
         return str(getattr(node.target, "__name__", node.target))

@@ -20,24 +20,24 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     """Run normplug's layers together with what stands around them, where that is safe.
 
     Each of these becomes one call: BatchNorm and the activation after it; BatchNorm, a residual
-    addition and the activation after that (ReLU, ReLU6, SiLU, Hardswish, exact GELU); BatchNorm,
-    ReLU and max pooling; GroupNorm or InstanceNorm and the activation after it; a residual addition
-    and the LayerNorm after it; the bias of a convolution and the LayerNorm over its channels, moved
-    last. On CUDA the call is one kernel a direction, or two with max pooling, and keeps less for
-    the backward. Under torch.compile it takes what was measured faster; elsewhere it is PyTorch's
-    operations, one by one. Max pooling runs in the kernel for channels_last input, and compares
-    values before they are rounded.
+    addition and the activation after that (ReLU, LeakyReLU, ReLU6, SiLU, Hardswish, exact GELU);
+    BatchNorm, ReLU and max pooling; GroupNorm or InstanceNorm and the activation after it; a
+    residual addition and the LayerNorm after it; the bias of a convolution and the LayerNorm over
+    its channels, moved last. On CUDA the call is one kernel a direction, or two with max pooling,
+    and keeps less for the backward. Under torch.compile it takes what was measured faster;
+    elsewhere it is PyTorch's operations, one by one. Max pooling runs in the kernel for
+    channels_last input, and compares values before they are rounded.
 
     In place: the modules that call the norms get a subclass of their class, with another forward.
     Modules, parameters, buffers, hooks, names and flags stay, so that checkpoints, optimizers and
-    aliases stay valid. torch.fx traces the forward, and only if its source shows that it depends
-    on nothing but its inputs and the module's attributes, which each call compares. A module runs
-    as it is written if it has changed since, itself or in a module that its forward reaches; if it
-    gets hooks; and if it is called with arguments that the fused calls do not take. It then still
-    adds and normalises in one call where its source has the addition right before the norm: such
-    statements are edited in a copy of the forward, which takes any arguments. So are those of a
-    forward that cannot be traced. Nothing of torch is patched, so that other threads can run other
-    models meanwhile.
+    aliases stay valid. torch.fx traces the forward, and only if its source shows that it depends on
+    nothing but its inputs and the module's attributes, which each call compares. A module runs as
+    it is written if it has changed since, itself or in a module that its forward reaches; if it
+    gets hooks; and if it is called with arguments that the fused calls do not take. One call then
+    still serves a norm whose source has the addition right before it, or the activation right after
+    it: such statements are edited in a copy of the forward, which takes any arguments. So are those
+    of a forward that cannot be traced. Nothing of torch is patched, so that other threads can run
+    other models meanwhile.
 
     `recompute=True` saves memory: the next layer's backward recomputes the norm's output, bit for
     bit, instead of storing it, for one more read and write of it. It applies to BatchNorm with an

@@ -51,10 +51,12 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in FUSED_CLASSES:
         namespace = {
             "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
             "forward": _forward_before(cls),
         }
-        FUSED_CLASSES.setdefault(cls, type(f"Fused{cls.__name__}", (Fused, cls), namespace))
+        # Libraries write the class's name into configurations, and compare it with lists of names.
+        FUSED_CLASSES.setdefault(cls, type(cls.__name__, (Fused, cls), namespace))
     return FUSED_CLASSES[cls]
 
 

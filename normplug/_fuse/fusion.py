@@ -152,12 +152,20 @@ class Fusion:
     path: str = ""
     found: tuple[tuple[Any, ...], ...] = ()
 
-    def calls(self, root: nn.Module, norm: str) -> bool:
-        """Whether a forward of the module now makes the fused call of a norm, given its name."""
+    def label(self, root: nn.Module, norm: str, then: str) -> str:
+        """What a norm is fused with now; "" for nothing.
+
+        Args:
+            root: the module.
+            norm: the norm's name in it.
+            then: what `fuse` fused it with.
+        """
         if self.traced is not None and self.traced.holds(root, None):
-            return True
+            return then
         edited = self.edited
-        return edited is not None and edited.holds() and not edited.reason(norm, root)
+        if edited is None or norm not in edited.left or not edited.holds():
+            return ""
+        return edited.label(norm, root)[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
         return replace(self, traced=copy.deepcopy(self.traced, memo))

@@ -18,18 +18,19 @@ class Readers:
     """Lets the calls that alone read the results of edited calls recompute them."""
 
     def __init__(self, editor: Editor) -> None:
-        self._editor = editor
+        self._is_own = editor.flow.is_own
+        self._results = [*editor.sums.results, *editor.activations.results]
 
     def edit(self, body: list[ast.stmt]) -> None:
-        """Edit the body of a forward whose sums have been edited."""
+        """Edit the body of a forward whose norms have been edited."""
         for i, statement in enumerate(body):
             for node in syntax.expressions(statement):
                 if self._is_reader(node):
                     for y in syntax.arguments(node):
-                        if isinstance(y, ast.Name) and y in self._editor.results:
+                        if isinstance(y, ast.Name) and y in self._results:
                             self._recompute(node, y.id)
             name, value = syntax.assigned(statement)
-            if name is not None and value in self._editor.results:
+            if name is not None and value in self._results:
                 reader = self._only_reader(body[i + 1 :], name)
                 if reader is not None:
                     self._recompute(reader, name)
@@ -51,7 +52,7 @@ class Readers:
         return None
 
     def _is_reader(self, node: Any) -> bool:
-        return isinstance(node, ast.Call) and self._editor.is_own(node.func)
+        return isinstance(node, ast.Call) and self._is_own(node.func)
 
     def _recompute(self, reader: ast.Call, y: str) -> None:
         reader.args = [syntax.located(syntax.load(y), reader), reader.func, *reader.args]

@@ -93,20 +93,16 @@ def _now(
         return None, "", "normplug.fuse has not seen it"
     if row.label is None:
         return None, "", row.note
-    changed = _change(modules.get(row.owner), row)
-    return (None, "", changed) if changed else (row.label, row.owner, "")
-
-
-def _change(owner: nn.Module | None, row: Fused) -> str:
-    """Why a module no longer makes the fused call of a norm; "" if it does."""
+    owner = modules.get(row.owner)
     if owner is None:
-        return "its caller is not in the model"
+        return None, "", "its caller is not in the model"
     name, fusion = plain_class(owner).__name__, vars(owner).get(FUSION)
     if fusion is None:
-        return f"{name} is no longer fused"
-    if not fusion.calls(owner, row.path[len(row.owner) :].lstrip(".")):
-        return f"{name} has changed since normplug.fuse, and runs as it is written"
-    return ""
+        return None, "", f"{name} is no longer fused"
+    label = fusion.label(owner, row.path[len(row.owner) :].lstrip("."), row.label)
+    if not label:
+        return None, "", f"{name} has changed since normplug.fuse, and runs as it is written"
+    return label, row.owner, ""
 
 
 def _at(path: str, fusion: Fusion) -> dict[str, Fused]:

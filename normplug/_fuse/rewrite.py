@@ -63,7 +63,7 @@ def _arguments_after(graph: fx.Graph, site: After) -> Iterator[Any]:
     elif site.activation.op == "call_module":
         yield _attribute(graph, site.activation)
     else:
-        yield _activations.of_function(site.activation.target)
+        yield site.name
     yield tuple(_attribute(graph, n) for n in site.between)
     if site.pool is not None:
         if site.pool.op == "call_module":

@@ -13,9 +13,11 @@ from typing import Any
 from torch import fx, nn
 
 from normplug import _activations
+from normplug._activations import ActivationLike
 from normplug._fuse import forward
 from normplug._fuse.calls import CONVOLUTIONS, add_in_place
 from normplug._fuse.forward import Forward
+from normplug._fuse.reasons import FROM_OUTSIDE, IN_PLACE
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.fusion_sites import FusionSites
 
@@ -50,7 +52,7 @@ class After(Site):
     between: tuple[fx.Node, ...]
     add: fx.Node | None
     activation: fx.Node | None
-    name: str | None  # of the activation
+    name: ActivationLike  # of the activation
     pool: fx.Node | None
 
 
@@ -80,13 +82,13 @@ def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, 
     sites, reasons, taken, left = list[Site](), dict[nn.Module, str](), set[fx.Node](), []
     for node, norm in norms:
         times = sum(m is norm for _, m in norms)
-        refusal = _refusal(node, norm, times)
-        found = refusal or _site(traced, node, norm)
+        refused = _refusal(node, norm, times)
+        found = refused or _site(traced, node, norm)
         if isinstance(found, (After, AddBefore)) and not taken.isdisjoint(found.nodes):
             found = "its addition is another norm's"
         if isinstance(found, str):
             reasons[norm] = found
-            if not refusal:
+            if not refused:
                 left.append((node, norm._fusion_sites))
         else:
             sites.append(found)
@@ -96,16 +98,21 @@ def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, 
 
 def _refusal(node: fx.Node, norm: TargetVarianceNorm, times: int) -> str:
     """Why the call of a norm is at no site, whatever stands around it; "" where it may be."""
-    declared = norm._fusion_sites
     if times > 1:
         return "called more than once"
-    if declared is None:
-        return f"no fusion for {type(norm).__name__}"
-    if not declared.apply_to(type(norm)):
-        return "a subclass with a forward of its own"
+    if why := refusal(norm):
+        return why
     if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
         return "not called with one tensor"
     return ""
+
+
+def refusal(norm: nn.Module) -> str:
+    """Why no call of a layer is fused, wherever it is; "" where it may be."""
+    declared: FusionSites | None = getattr(norm, "_fusion_sites", None)
+    if declared is None:
+        return f"no fusion for {type(norm).__name__}"
+    return "" if declared.apply_to(type(norm)) else "a subclass with a forward of its own"
 
 
 def _site(traced: Forward, node: fx.Node, norm: TargetVarianceNorm) -> Site | str:
@@ -119,7 +126,10 @@ def _site(traced: Forward, node: fx.Node, norm: TargetVarianceNorm) -> Site | st
         reason = reason or found
     if declared.after:
         return _after(traced, node, declared)
-    return reason or f"preceded by {traced.shown(node.all_input_nodes[0])}"
+    source = node.all_input_nodes[0]
+    if source.op == "placeholder":
+        return FROM_OUTSIDE
+    return reason or f"preceded by {traced.shown(source)}"
 
 
 def _single_sites(
@@ -166,11 +176,11 @@ def _activated(
     between: tuple[fx.Node, ...],
     add: fx.Node | None,
     activation: fx.Node,
-    name: str,
+    name: ActivationLike,
     declared: FusionSites,
 ) -> After:
     """The site of a norm that an activation follows, with the max pooling after relu."""
-    parts, pool = [_activations.ACTIVATIONS[name].label], None
+    parts, pool = [_activations.label(name)], None
     if add is not None:
         parts.insert(0, "add")
     elif name == "relu" and "max_pool" in declared.after:
@@ -201,7 +211,7 @@ def _add_before(traced: Forward, node: fx.Node) -> Site | str:
     if how is None:
         return ""
     if how is add_in_place:
-        return "the addition before it is in place, and others may see that"
+        return IN_PLACE
     if traced.first(user for user in add.users if not forward.only_looks(user)) is not node:
         return "what it normalises is used before it, and may change"
     if traced.calls(traced.amid(add, node), node):

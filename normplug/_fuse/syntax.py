@@ -24,6 +24,14 @@ def blocks(statement: ast.stmt) -> Iterator[tuple[str, list[ast.stmt]]]:
         yield "case", part.body
 
 
+def statements(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """A statement and those inside it, as they are written."""
+    yield statement
+    for _, block in blocks(statement):
+        for inside in block:
+            yield from statements(inside)
+
+
 def expressions(statement: ast.stmt) -> Iterator[Any]:
     """The expressions of a statement, without those of statements and functions inside it."""
     waiting: list[ast.AST] = [statement]
@@ -42,7 +50,7 @@ def assigned(statement: ast.stmt) -> tuple[str | None, Any]:
     return (targets[0].id, value) if single else (None, value)
 
 
-def reads(statement: ast.stmt, name: str) -> list[ast.AST]:
+def reads(statement: ast.AST, name: str) -> list[ast.AST]:
     """Where a statement reads a variable."""
     nodes = list(ast.walk(statement))
     updated = [node.target for node in nodes if isinstance(node, ast.AugAssign)]

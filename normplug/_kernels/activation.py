@@ -1,4 +1,7 @@
-"""Activations that a kernel applies to the norm's result, and relu's signs as bits."""
+"""Activations that a kernel applies to the norm's result, and relu's signs as bits.
+
+ACTIVATION is what `_activations.kernel_code` gives: below 0 it is minus the slope of leaky relu.
+"""
 
 import triton
 import triton.language as tl
@@ -6,8 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """relu, silu, exact gelu, relu6 or hardswish of z; nan stays nan."""
-    if ACTIVATION == 1:
+    """relu, silu, exact gelu, relu6, hardswish or leaky relu of z; nan stays nan."""
+    if ACTIVATION < 0:
+        y = tl.where(z > 0, z, z * -ACTIVATION)
+    elif ACTIVATION == 1:
         y = tl.where(z <= 0, 0.0, z)
     elif ACTIVATION == 2:
         y = z * tl.sigmoid(z)
@@ -24,8 +29,13 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activation_gradient(dy, z, ACTIVATION: tl.constexpr):
-    """The gradient dy times the slope of the activation at z; 0 where relu and relu6 bend."""
-    if ACTIVATION == 1:
+    """The gradient dy times the slope of the activation at z.
+
+    Where relu, relu6 and leaky relu bend it is that of the values below the bend, or at 6 above it.
+    """
+    if ACTIVATION < 0:
+        dz = tl.where(z > 0, dy, dy * -ACTIVATION)
+    elif ACTIVATION == 1:
         dz = tl.where(z <= 0, 0.0, dy)
     elif ACTIVATION == 2:
         gate = tl.sigmoid(z)

@@ -75,7 +75,7 @@ def will_recompute(y: Any) -> bool:
 
 def _recomputation(y: Any) -> Callable[[], Tensor] | None:
     """What makes y again; None where nothing can."""
-    node = getattr(y, "grad_fn", None)
+    node = y.grad_fn if isinstance(y, Tensor) else None  # torch.fx passes proxies
     if node is None:
         return None
     if (known := native.recomputable_node(y)) is not None:

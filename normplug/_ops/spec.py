@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from normplug._activations import ActivationLike
 from normplug.reference import rms_eps
 
 
@@ -84,7 +85,7 @@ class BatchNormSpec(NamedTuple):
     momentum: float | None
     eps: float
     target_variance: float
-    activation: str | None = None
+    activation: ActivationLike = None
     pool: Pool | None = None
     keeps_residual: bool = False
 
@@ -158,7 +159,6 @@ class LayerNormSpec(NamedTuple):
 class GroupNormSpec(NamedTuple):
     """All of a GroupNorm that is not a tensor; an InstanceNorm is one whose groups are channels.
 
-    activation: its name in `_activations`, or None.
     autocast, autocast_output: as in `LayerNormSpec`.
     momentum: of running statistics, if the call moves any. No kernel depends on it.
     instance: whether it is an InstanceNorm, whose running statistics are those of its channels.
@@ -167,7 +167,7 @@ class GroupNormSpec(NamedTuple):
     groups: int
     eps: float
     target_variance: float
-    activation: str | None = None
+    activation: ActivationLike = None
     autocast: torch.dtype | None = None
     autocast_output: str = "float32"
     momentum: float | None = 0.1

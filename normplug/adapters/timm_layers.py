@@ -53,7 +53,7 @@ class SyncBatchNormAct2d(modules.sync_batch_norm._SyncBatchNormForward, BatchNor
 BatchNormAct2d._synchronised = SyncBatchNormAct2d
 
 
-def _fused_activation(drop: nn.Module, act: nn.Module) -> str | None:
+def _fused_activation(drop: nn.Module, act: nn.Module) -> _activations.ActivationLike:
     """The activation that `drop` and `act` amount to, by name; None if they have to be called."""
     if type(drop) is not nn.Identity or has_global_hooks() or has_hooks(drop) or has_hooks(act):
         return None

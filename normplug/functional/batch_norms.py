@@ -28,7 +28,7 @@ def batch_norm(
     *,
     mode: ModeLike = "golden",
     residual: Tensor | None = None,
-    activation: str | None = None,
+    activation: str | tuple[str, float] | None = None,
     num_batches_tracked: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -54,7 +54,8 @@ def batch_norm(
         eps: above 0, added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         residual: added before the activation; shaped like `input`, or None.
-        activation: None, "relu", "silu", "gelu" (exact), "relu6" or "hardswish".
+        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu"; a
+            pair as ("leaky_relu", 0.2) sets its slope below 0, which is 0.01 otherwise.
         num_batches_tracked: integer scalar, raised by one where running statistics move, or None.
         backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's); the environment's
             `NORMPLUG_BACKEND` sets "auto", which takes what was measured faster and can run.

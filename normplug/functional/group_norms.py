@@ -25,7 +25,7 @@ def group_norm(
     eps: float = 1e-5,
     *,
     mode: ModeLike = "golden",
-    activation: str | None = None,
+    activation: str | tuple[str, float] | None = None,
     autocast_output: str = "float32",
     backend: str = "auto",
 ) -> Tensor:
@@ -44,7 +44,8 @@ def group_norm(
         bias: (C,), or None for zeros.
         eps: 0 or above, added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        activation: None, "relu", "silu", "gelu" (exact), "relu6" or "hardswish".
+        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu"; a
+            pair as ("leaky_relu", 0.2) sets its slope below 0, which is 0.01 otherwise.
         autocast_output: under autocast, "float32" returns what `torch.nn.functional.group_norm`
             does (float32 on CUDA); "low" returns the autocast dtype. Sums are float32 in both.
         backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's); the environment's
@@ -88,7 +89,7 @@ def instance_norm(
     eps: float = 1e-5,
     *,
     mode: ModeLike = "golden",
-    activation: str | None = None,
+    activation: str | tuple[str, float] | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Normalise each channel of each sample over space to the target variance of `mode`.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks
+from normplug._activations import ActivationLike
 from normplug._ops import sharded
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.modules import eps_reader
@@ -107,7 +108,7 @@ class TargetVarianceNorm(nn.Module):
     def _adopt(self, options: Options) -> None:
         """Give the layer what its stock class lacks, once a swap has changed its class."""
 
-    def _note_fused(self, activation: str | None, residual: bool) -> None:
+    def _note_fused(self, activation: ActivationLike, residual: bool) -> None:
         """Note how `fuse` will have the layer called, so that kernels can be compiled ahead."""
 
     def _leave(self) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
+from normplug._activations import ActivationLike
 from normplug._ops.batch_norm import likely
 from normplug._ops.spec import BatchNormSpec, Pool, Tensors
 from normplug._torch import BatchNormBase
@@ -27,7 +28,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         self,
         input: Tensor,
         residual: Tensor | None = None,
-        activation: str | None = None,
+        activation: ActivationLike = None,
         pool: Pool | None = None,
         *,
         single: bool = False,
@@ -74,7 +75,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         super()._adopt(options)
         self._note_fused(None, False)
 
-    def _note_fused(self, activation: str | None, residual: bool) -> None:
+    def _note_fused(self, activation: ActivationLike, residual: bool) -> None:
         likely.note(self, likely.Call(self.num_features, activation, residual))
 
     def _affine_shape(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
+from normplug._activations import ActivationLike
 from normplug._ops.spec import GroupNormSpec, Tensors
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.watched import WatchedRows
@@ -51,7 +52,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
             self._record(input, y)
         return y
 
-    def fused(self, input: Tensor, *, activation: str | None = None) -> Tensor:
+    def fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
         """What `forward` computes, through `activation`, in one call.
 
         Args:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
+from normplug._activations import ActivationLike
 from normplug._ops.spec import BatchNormSpec, GroupNormSpec, Tensors
 from normplug._torch import InstanceNormBase
 from normplug.modules.base import TargetVarianceNorm
@@ -24,7 +25,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
             self._record(self._batched(input), self._batched(y))
         return y
 
-    def fused(self, input: Tensor, *, activation: str | None = None) -> Tensor:
+    def fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
         """What `forward` computes, through `activation`, in one call.
 
         Args:
@@ -55,7 +56,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
 
-    def _spec(self, channels: int, activation: str | None) -> GroupNormSpec | BatchNormSpec:
+    def _spec(self, channels: int, activation: ActivationLike) -> GroupNormSpec | BatchNormSpec:
         """The call's numbers: with running statistics in evaluation, those of a BatchNorm."""
         eps, tv = self._eps, self.target_variance
         if self._uses_running(self.training):

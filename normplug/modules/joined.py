@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from normplug import _checks, functional
-from normplug._activations import ACTIVATIONS
+from normplug import _activations, _checks, functional
 from normplug._layouts import dense, laid_out_like
 from normplug._ops import cache, statistics
 from normplug._ops.batch_norm import messages, route
@@ -80,8 +79,7 @@ def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tup
     y, mean, var = _by_torch(t, spec, backend, group)
     if t.residual is not None:
         y = y + t.residual
-    if spec.activation is not None:
-        y = ACTIVATIONS[spec.activation].function(y)
+    y = _activations.apply(spec.activation, y)
     return y, lambda: (mean, var)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from normplug._activations import ActivationLike
 from normplug._ops.spec import BatchNormSpec, Pool, Tensors
 from normplug._torch import BatchNormBase, LazyNormBase
 from normplug.modules import joined
@@ -43,7 +44,7 @@ class _SyncBatchNormForward(_BatchNorm):
         self,
         input: Tensor,
         residual: Tensor | None = None,
-        activation: str | None = None,
+        activation: ActivationLike = None,
         pool: Pool | None = None,
         *,
         single: bool = False,
@@ -65,7 +66,7 @@ class _SyncBatchNormForward(_BatchNorm):
         group: Any,
         input: Tensor,
         residual: Tensor | None = None,
-        activation: str | None = None,
+        activation: ActivationLike = None,
         pool: Pool | None = None,
         keeps_residual: bool = False,
     ) -> tuple[Tensor, joined.Moments]:

@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 
-def activation(pre: Tensor, name: str | None) -> Tensor:
+def activation(pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
     """relu: max(z, 0).  relu6: min(max(z, 0), 6).  hardswish: z * relu6(z + 3) / 6.
 
-    silu: z * sigmoid(z).  gelu: z * Phi(z), exact.  None: z.
+    silu: z * sigmoid(z).  gelu: z * Phi(z), exact.  (leaky_relu, slope): z, or slope * z below 0;
+    without a slope, it is 0.01.  None: z.
     """
     if name is None:
         return pre
+    name, below = _with_slope(name)
+    if name == "leaky_relu":
+        return torch.where(pre > 0, pre, below * pre)
     if name == "relu":
         return pre.clamp_min(0)
     if name == "silu":
@@ -26,10 +30,16 @@ def activation(pre: Tensor, name: str | None) -> Tensor:
     return pre * _normal_cdf(pre)
 
 
-def activation_backward(dy: Tensor, pre: Tensor, name: str | None) -> Tensor:
-    """The gradient of `activation` at `pre`; where relu and relu6 bend it is 0, as in torch."""
+def activation_backward(dy: Tensor, pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
+    """The gradient of `activation` at `pre`.
+
+    As in torch, it is 0 where relu and relu6 bend, and slope * dy where leaky_relu does.
+    """
     if name is None:
         return dy
+    name, below = _with_slope(name)
+    if name == "leaky_relu":
+        return torch.where(pre > 0, dy, below * dy)
     if name == "relu":
         return dy * (pre > 0)
     if name == "silu":
@@ -42,6 +52,10 @@ def activation_backward(dy: Tensor, pre: Tensor, name: str | None) -> Tensor:
         return dy * torch.where(pre > -3, slope, 0.0)
     density = torch.exp(-0.5 * pre * pre) / math.sqrt(2 * math.pi)
     return dy * (_normal_cdf(pre) + pre * density)
+
+
+def _with_slope(name: str | tuple[str, float]) -> tuple[str, float]:
+    return name if isinstance(name, tuple) else (name, 0.01)
 
 
 def _normal_cdf(z: Tensor) -> Tensor:

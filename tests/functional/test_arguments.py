@@ -60,6 +60,7 @@ NO_FLAGS = ["yes", 1, 0.0, None, torch.tensor(True), np.ones(2)]
 NO_CHOICES = [v for v in NO_FLAGS if v is not None]  # which leaves it to the layer's class
 NO_NAMES = [3, None, ["torch"], np.array(["torch", "auto"]), torch.ones(2), b"torch", True]
 NO_SIZES = [0, -1]
+NO_PAIRS = [("relu", 0.1), ("leaky_relu",), ("leaky_relu", -1.0), ("leaky_relu", float("inf"))]
 NO_COUNTS = [1.5, True, "a", None, [1], 1j, torch.tensor(3), float("nan")]
 NO_EPS = [-1e-5, float("nan"), float("inf")]
 TABLE = []
@@ -128,7 +129,9 @@ cases(make_instance_norm, "InstanceNorm2d", "num_features", [1.5, None], TypeErr
 cases(make_instance_norm, "InstanceNorm2d", "eps", [0.0, -1.0], ValueError)
 cases(batch_norm, "functional.batch_norm", "training", NO_FLAGS, TypeError)
 cases(batch_norm, "functional.batch_norm", "eps", [0.0, 0], ValueError)
-cases(batch_norm, "functional.batch_norm", "activation", [3, ["relu"], "tanh"], ValueError)
+cases(
+    batch_norm, "functional.batch_norm", "activation", [3, ["relu"], "tanh", *NO_PAIRS], ValueError
+)
 cases(add_layer_norm, "functional.add_layer_norm", "residual", [X[:2], X[0]], ValueError)
 cases(add_rms_norm, "functional.add_rms_norm", "residual", [X[:2], X[0]], ValueError)
 cases(batch_norm, "functional.batch_norm", "residual", [X[:1]], ValueError)

@@ -100,7 +100,7 @@ def test_the_output_keeps_the_layout(shape):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "hardswish"])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "hardswish", ("leaky_relu", 0.2)])
 def test_second_derivatives(training, activation):
     x, weight, bias = (leaf(t) for t in make((4, 3, 2, 2), torch.float64, offset=0.5))
     residual = leaf(torch.randn_like(x))

@@ -67,7 +67,7 @@ def test_standard_is_torch_bit_for_bit_and_golden_as_close_to_float64(dtype, sha
 
 @pytest.mark.parametrize("affine", ["", "weight", "bias", "weight+bias"])
 @pytest.mark.parametrize("groups", [2, None])
-@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", ("leaky_relu", 0.2)])
 def test_forward_and_gradients_match_the_formulas_written_out(groups, activation, affine):
     x, weight, bias, dy = make((3, 4, 2, 3), torch.float64, affine=affine)
     got = run(ours(groups, activation=activation), x, weight, bias, dy)

@@ -74,7 +74,7 @@ def test_a_cumulative_average_weighs_all_batches_alike():
     assert average.item() == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize("name", [None, "relu", "silu", "gelu", "relu6", "hardswish"])
+@pytest.mark.parametrize("name", [None, "relu", "silu", "gelu", "relu6", "hardswish", "leaky_relu"])
 def test_activations_and_their_gradients_are_torch_s(name):
     pre = leaf(torch.cat([torch.randn(50).double() * 4, torch.zeros(1).double()]))
     dy = torch.randn(51).double()

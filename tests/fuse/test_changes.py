@@ -164,6 +164,8 @@ SETTINGS = {
     "relu6, in place": (nn.ReLU6, "inplace", True, ["relu6"]),
     "silu, in place": (nn.SiLU, "inplace", True, ["silu"]),
     "hardswish, in place": (nn.Hardswish, "inplace", True, ["hardswish"]),
+    "leaky relu, slope": (nn.LeakyReLU, "negative_slope", 0.5, [("leaky_relu", 0.5)]),
+    "leaky relu, below 0": (nn.LeakyReLU, "negative_slope", -0.5, []),
 }
 
 

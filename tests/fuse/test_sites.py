@@ -21,6 +21,7 @@ from fuse_cases import (
     twins,
 )
 from normplug import fuse, fusions
+from normplug._fuse.reasons import FROM_OUTSIDE
 
 
 class Pooled(Parts):
@@ -77,10 +78,26 @@ def test_functions_and_methods_are_fused_as_modules_are(mode, calls):
     assert_same_step(model, plain, X)
 
 
+class Leaky(Parts):
+    def forward(self, x):
+        x = F.leaky_relu(self.first(x), 0.3)
+        x = F.leaky_relu(self.second(x), negative_slope=0.1, inplace=True)
+        return self.act(self.third(F.leaky_relu(x)))
+
+
+def test_leaky_relu_is_fused_with_its_slope(calls):
+    norms = nn.GroupNorm(2, 8), nn.InstanceNorm2d(8), nn.BatchNorm2d(8)
+    parts = dict(zip(("first", "second", "third"), norms, strict=True))
+    model, plain = twins(Leaky(**parts, act=nn.LeakyReLU(0.2)))
+    assert [row.label for row in fusions(model)] == ["LeakyReLU"] * 3
+    assert_same_step(model, plain, X)
+    assert calls == [("leaky_relu", slope) for slope in (0.3, 0.1, 0.2)]
+
+
 def test_the_addition_at_a_blocks_end_is_fused_with_the_next_blocks_norm(calls):
     model, plain = twins(Encoder())
     rows = {row.path: row for row in fusions(model)}
-    assert rows["blocks.0.norm1"].note == "preceded by the start of the module"
+    assert rows["blocks.0.norm1"].note == FROM_OUTSIDE
     assert rows["blocks.1.norm1"].owner == "blocks"
     assert rows["norm"].owner == ""
     assert_same_step(model, plain, ROWS)
@@ -229,7 +246,7 @@ def test_a_value_that_changes_between_norm_and_addition_is_not_read_late():
 def test_a_norm_that_is_called_twice_or_read_twice_is_left():
     class Twice(Parts):
         def forward(self, x):
-            return self.act(self.norm(self.act(self.norm(x))))
+            return self.act(self.norm(self.act(self.norm(x) + x)) + x)
 
     class Read(Parts):
         def forward(self, x):

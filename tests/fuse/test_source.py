@@ -70,85 +70,88 @@ def test_other_arguments_than_tensors_run_as_written(calls):
         def forward(self, x, shift=None):
             if shift is not None:
                 x = x + shift
-            return self.act(self.norm(x))
+            return self.act(self.norm(x) + x)
 
     model, plain = twins(Optional(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
     assert torch.equal(model(X), plain(X))
-    assert calls == ["relu"]
+    assert calls == ["add, relu"]
     assert torch.equal(model(X, 1.0), plain(X, 1.0))
     assert torch.equal(model(X, shift=1.0), plain(X, shift=1.0))
     assert torch.equal(model(x=X), plain(x=X))
-    assert calls == ["relu"]
+    assert calls == ["add, relu"]
     with pytest.raises(TypeError):
         model()
 
 
 def multiplied_by(noise):
     def closure(self, x):
-        return self.act(self.norm(x)) * noise[0]
+        return self.act(self.norm(x) + x) * noise[0]
 
     return closure
 
 
 class Untraceable(Parts):
-    """Each method, as a forward, depends on something that a trace would burn in."""
+    """Each method, as a forward, depends on something that a trace would burn in.
+
+    An activation right after the norm would be fused without a trace.
+    """
 
     saved = None
     flag = True
 
     def result(self, x):
-        return self.act(self.norm(x))
+        return self.act(self.norm(x) + x)
 
     def data(self, x):
-        return self.act(self.norm(x)) if x.sum() > 0 else x
+        return self.act(self.norm(x) + x) if x.sum() > 0 else x
 
     def random(self, x):
-        return self.act(self.norm(x)) * torch.rand(1)
+        return self.act(self.norm(x) + x) * torch.rand(1)
 
     def noise(self, x):
-        return self.act(self.norm(x)) + torch.normal(0.0, 1.0, (8, 5, 5))
+        return self.act(self.norm(x) + x) + torch.normal(0.0, 1.0, (8, 5, 5))
 
     def grad_mode(self, x):
-        return self.act(self.norm(x)) if torch.is_grad_enabled() else x
+        return self.act(self.norm(x) + x) if torch.is_grad_enabled() else x
 
     def context(self, x):
         with torch.no_grad():
-            return self.act(self.norm(x))
+            return self.act(self.norm(x) + x)
 
     closure = multiplied_by([1.0])
 
     def setting(self, x):
-        return self.act(self.norm(x)) if self.settings["flag"] else x
+        return self.act(self.norm(x) + x) if self.settings["flag"] else x
 
     def attribute_of_class(self, x):
-        return self.act(self.norm(x)) if self.flag else x
+        return self.act(self.norm(x) + x) if self.flag else x
 
     def stores(self, x):
-        self.saved = self.act(self.norm(x))
+        self.saved = self.act(self.norm(x) + x)
         return self.saved
 
     def attribute_of_child(self, x):
-        return self.act(self.norm(x)) if self.norm.eps > 0 else x
+        return self.act(self.norm(x) + x) if self.norm.eps > 0 else x
 
     def other_method(self, x):
         return checkpoint(self.result, x, use_reentrant=False)
 
     def starred(self, *xs):
-        return self.act(self.norm(xs[0]))
+        return self.act(self.norm(xs[0]) + xs[0])
 
     def loop(self, x):
         for layer in self.list:
             if layer.training:
                 x = layer(x)
-        return self.act(self.norm(x))
+        return self.act(self.norm(x) + x)
 
     def hands_on(self, x):
         norm = self.norm
-        return self.act(norm(x))
+        return self.act(norm(x) + x)
 
     @torch.no_grad()
     def decorated(self, x):
-        return self.act(self.norm(x))
+        return self.act(self.norm(x) + x)
 
 
 FORWARDS = [name for name, f in vars(Untraceable).items() if callable(f) and name != "result"]

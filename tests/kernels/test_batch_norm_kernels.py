@@ -100,6 +100,7 @@ VARIANTS = [
     {**HALF, "activation": "relu", "residual": "contiguous", "training": False},
     {"activation": "relu6", "residual": "contiguous", "mode": 20},
     {**HALF, "activation": "hardswish", "mode": 10},
+    {"activation": ("leaky_relu", 0.2), "residual": "contiguous", "offset": 1e3},
 ]
 
 
@@ -161,7 +162,9 @@ def test_offsets_of_64_bits(setup, prepared, monkeypatch):
 
 
 # Every setup with three variants, and every variant with two setups or more.
-RECOMPUTED = [(s, VARIANTS[(i + k) % 9]) for i, s in enumerate(SETUPS) for k in (0, 3, 6)]
+RECOMPUTED = [
+    (s, VARIANTS[(i + k) % len(VARIANTS)]) for i, s in enumerate(SETUPS) for k in (0, 3, 6)
+]
 
 
 @pytest.mark.parametrize(("setup", "options"), RECOMPUTED, ids=str)
@@ -303,7 +306,8 @@ def test_derivatives_once_and_twice(shape, activation, training):
 
 
 def test_gradients_that_will_be_differentiated_are_those_that_will_not():
-    for activation, training in itertools.product([None, "relu", "silu", "relu6"], [True, False]):
+    activations = [None, "relu", "silu", ("leaky_relu", 0.2)]
+    for activation, training in itertools.product(activations, [True, False]):
         options = {"training": training, "activation": activation, "residual": "contiguous"}
         case = Case((6, 3, 2, 2), torch.float64, **options)
         tensors = make(case)
@@ -398,7 +402,7 @@ ANY_CALL = st.builds(
     dy=LAYOUT,
     residual=st.none() | LAYOUT,
     affine=st.sampled_from(["", "weight", "bias", "weight+bias"]),
-    activation=st.sampled_from([None, "relu", "silu", "gelu", "relu6", "hardswish"]),
+    activation=st.sampled_from([None, "relu", "silu", "gelu", "relu6", "hardswish", "leaky_relu"]),
     mode=st.just("golden") | st.floats(0.01, 10),
     training=st.booleans(),
     momentum=st.sampled_from([None, 0.0, 1.0]) | st.floats(0.001, 1),

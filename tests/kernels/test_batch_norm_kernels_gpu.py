@@ -65,7 +65,7 @@ def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape, layou
     ids=str,
 )
 def test_the_backward_can_recompute_the_result(shape, dtype, layout):
-    for activation in (None, "relu", "silu", "gelu", "relu6", "hardswish"):
+    for activation in (None, "relu", "silu", "gelu", "relu6", "hardswish", ("leaky_relu", 0.2)):
         for residual in (None, layout):
             case = Case(shape, dtype, layout, residual=residual, activation=activation, offset=30.0)
             check_recomputed(case, GPU)

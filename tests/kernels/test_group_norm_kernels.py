@@ -68,10 +68,11 @@ VARIANTS = [
     {"offset": 1e3, "affine": "weight", "dy": "strided"},
     {"dtype": torch.float64, "affine": "", "activation": "gelu", "eps": 0.1, "offset": 1e3},
     {"dtype": torch.float16, "activation": "relu", "affine": "bias", "variance": 1.0},
+    {"dtype": torch.float64, "activation": ("leaky_relu", 0.2), "offset": 1e3},
 ]
 # Each setup in two of the variants, and those of many programs in one.
 PAIRS = [
-    (setup, VARIANTS[(place + turn) % 4])
+    (setup, VARIANTS[(place + turn) % len(VARIANTS)])
     for place, setup in enumerate(SETUPS)
     for turn in ((0, 2) if "many" not in setup else (0,))
 ]

@@ -17,6 +17,7 @@ import routes
 from fuse_cases import Block
 from normplug import fuse, unfuse
 from recompute_cases import (
+    ActivatedByName,
     Attend,
     Feed,
     FeedByName,
@@ -68,12 +69,17 @@ IN_TURNS = {"3.conv1", "5.conv1", "5.down.0", "3.conv2", "4.conv2", "5.conv2"}
 SILU = {"0.conv2", "1.conv2"}
 
 
+def activated_by_name():
+    return ActivatedByName(down=nn.Conv2d(4, 4, 1))
+
+
 MODELS = {
     "chain": (chain, {"3", "6", "9"}),
     "blocks": (blocks, {"0.conv2", "1.conv2"}),
     "stem and blocks": (stem_and_blocks, IN_TURNS),
     # Its own backward reads what is added before a SiLU.
     "silu": (lambda: nn.Sequential(Residual(nn.SiLU()), Residual(nn.SiLU())), SILU),
+    "by name": (activated_by_name, {"conv2", "down"}),
 }
 
 

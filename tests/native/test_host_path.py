@@ -61,6 +61,7 @@ CASES = [
     (kernel_cases, Batch(IMAGES, HALF, activation="gelu", residual="contiguous")),
     (kernel_cases, Batch(IMAGES, layout="channels_last", activation="relu6", affine="")),
     (kernel_cases, Batch(IMAGES, activation="hardswish", affine="bias")),
+    (kernel_cases, Batch(IMAGES, activation=("leaky_relu", 0.2), residual="strided")),
     (kernel_cases, Batch(IMAGES, training=False, activation="relu", residual="contiguous")),
     (kernel_cases, Batch((6, 5), HALF, params=FLOAT, training=False)),
     *((kernel_cases, Batch((6, 5), residual="contiguous", needs=(n,))) for n in row_cases.INPUTS),
@@ -88,6 +89,7 @@ CASES = [
     (row_cases, Row((2, 3, 2, 6), layout="heads", centred=False, eps=None)),
     (row_cases, Row((5, 12), residual="contiguous", centred=False)),
     (group_kernel_cases, Group(IMAGES, 2, activation="silu")),
+    (group_kernel_cases, Group(IMAGES, 2, activation=("leaky_relu", 0.2))),
     (group_kernel_cases, Group(IMAGES, 4, HALF, "channels_last", FLOAT, dy="contiguous")),
     (group_kernel_cases, Group((3, 6, 5), 3, affine="weight", output=HALF, needs=("x",))),
 ]  # fmt: skip

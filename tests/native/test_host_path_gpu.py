@@ -51,7 +51,7 @@ CASES = [
     ),
     *(
         (kernel_cases, Batch((8, 32, 14, 14), HALF, params=FLOAT, activation=activation))
-        for activation in (None, "silu", "gelu", "relu6", "hardswish")
+        for activation in (None, "silu", "gelu", "relu6", "hardswish", ("leaky_relu", 0.2))
     ),
     (kernel_cases, Batch((1024, 1000), momentum=None)),
     (kernel_cases, Batch((16, 64, 28, 28), training=False, residual="channels_last")),

@@ -14,7 +14,8 @@ import calls
 import routes
 from batch_norm_cases import laid_out
 from calls import Tensors, assert_all_no_worse, said
-from normplug._activations import ACTIVATIONS
+from normplug import _activations
+from normplug._activations import ActivationLike
 from normplug._ops.spec import GroupNormSpec
 from normplug.reference import accumulator_dtype
 
@@ -34,7 +35,7 @@ class Case:
     layout: str = "contiguous"
     params: torch.dtype | None = None
     affine: str = "weight+bias"
-    activation: str | None = None
+    activation: ActivationLike = None
     eps: float = 1e-5
     variance: float = 0.618
     offset: float = 3.0
@@ -73,7 +74,8 @@ def make(case: Case, device: str = "cpu") -> Tensors:
         running_var=None,
         dy=normal(case.shape, 1.0, 0.1).to(case.output or case.dtype),
     )
-    if case.activation == "relu" and case.dy != "expanded":
+    name, _ = _activations.parts(case.activation)
+    if name in ("relu", "leaky_relu") and case.dy != "expanded":
         # A rounding may decide on which side of 0 a value is: no gradient goes through there.
         z, terms = _before_activation(case, tensors)
         clear = z.abs() > 64 * torch.finfo(accumulator_dtype(case.dtype)).eps * terms
@@ -95,8 +97,7 @@ def call(case: Case, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
     y = F.group_norm(x.to(acc).contiguous(), case.groups, eps=case.eps) * case.variance**0.5
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
-    if case.activation is not None:
-        y = ACTIVATIONS[case.activation].function(y)
+    y = _activations.apply(case.activation, y)
     return {"y": y.to(x.dtype if x.dtype == torch.double else case.output or x.dtype)}
 
 

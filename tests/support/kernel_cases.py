@@ -15,12 +15,13 @@ import normplug
 import routes
 from batch_norm_cases import laid_out
 from calls import Tensors, assert_all_no_worse, assert_recomputable, check_one_graph, said
-from normplug import functional, reference, target_variance
+from normplug import _activations, functional, reference, target_variance
+from normplug._activations import ActivationLike
 
 INPUTS = ("x", "weight", "bias", "residual")
 HALF = {"dtype": torch.bfloat16, "params": torch.float32}
 # Where an activation's slope jumps.
-BENDS = {"relu": (0,), "relu6": (0, 6), "hardswish": (-3, 3)}
+BENDS = {"relu": (0,), "relu6": (0, 6), "hardswish": (-3, 3), "leaky_relu": (0,)}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Case:
     params: torch.dtype | None = None
     affine: str = "weight+bias"
     residual: str | None = None
-    activation: str | None = None
+    activation: ActivationLike = None
     training: bool = True
     running: bool = True
     momentum: float | None = 0.1
@@ -74,11 +75,12 @@ def make(case: Case, device: str = "cpu") -> Tensors:
     )
     if case.residual is not None:
         tensors.residual = laid_out(normal(case.shape, case.dtype, 1.0, 0.0), case.residual)
-    if case.activation in BENDS and case.dy != "expanded":
+    name, _ = _activations.parts(case.activation)
+    if name in BENDS and case.dy != "expanded":
         # A rounding may decide on which side of a bend a value is: no gradient goes through there.
         exact = _Exact(case, tensors)
         rounding = torch.finfo(reference.accumulator_dtype(case.dtype)).eps
-        for bend in BENDS[case.activation]:
+        for bend in BENDS[name]:
             clear = (exact.z - bend).abs() > 64 * rounding * exact.terms_of_z()
             tensors.dy = torch.where(clear, tensors.dy, 0)
     tensors.dy = laid_out(tensors.dy, case.dy or case.layout)
@@ -146,7 +148,8 @@ def check_operators(case: Case, device: str) -> None:
     tensors = make(case, device)
     running = {} if case.training else tensors.running(tracked=False)
     t = routes.Tensors(**tensors.inputs(case.needs), **running)
-    numbers = (case.training, case.eps, target_variance(case.mode), case.activation, [])
+    activation = _activations.parts(case.activation)
+    numbers = (case.training, case.eps, target_variance(case.mode), *activation, [])
     routes.check_operators(PLAIN, t, numbers, tensors.dy)
 
 

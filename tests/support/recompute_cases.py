@@ -86,6 +86,17 @@ class Residual(nn.Module):
         return self.act(y + (x if self.down is None else self.down(x)))
 
 
+class ActivatedByName(Residual):
+    """A block whose activations are edited, since it takes arguments by name."""
+
+    def forward(self, x, **options):
+        y = self.bn1(self.conv1(x))
+        y = self.act(y)
+        y = self.conv2(y)
+        y = self.act(self.bn2(y))
+        return self.down(y)
+
+
 def convolutions(*between, width=4):
     """Convolutions with a BatchNorm and one of `between` after each, and a last one."""
     layers = []

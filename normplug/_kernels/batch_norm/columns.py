@@ -289,7 +289,7 @@ def _gradient(
     if BITS:
         bits = unpack_bits(tl.reshape(extra, [BT * U * BC // 8]), BT * U * BC)
         dz = tl.where(as_tile(bits, BT, U, BC) != 0, dz, 0.0)
-    elif ACTIVATION:
+    elif ACTIVATION != 0:
         z = centred * scale[None, None, :] + bias[None, None, :]
         if RESIDUAL:
             z += extra.to(ACC)

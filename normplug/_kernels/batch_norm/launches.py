@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from normplug._activations import KERNEL_CODES
+from normplug._activations import ActivationLike, kernel_code
 from normplug._kernels.batch_norm import columns, merge, planes
 from normplug._kernels.batch_norm.schedule import Columns, Geometry, Planes
 from normplug._kernels.device import power_of_2
@@ -45,7 +45,7 @@ class Flags:
     weight: bool = True
     bias: bool = True
     residual: bool = False
-    activation: str | None = None
+    activation: ActivationLike = None
     running: bool = False
     cumulative: bool = False
     tracked: bool = False
@@ -78,7 +78,7 @@ def forward_launch(
         "BIAS": flags.bias,
         "RESIDUAL": flags.residual,
         "BITS": flags.bits,
-        "ACTIVATION": KERNEL_CODES[flags.activation],
+        "ACTIVATION": kernel_code(flags.activation),
         "RUNNING": flags.running and flags.training,
         "CUMULATIVE": flags.cumulative,
         "TRACKED": flags.tracked,
@@ -122,7 +122,7 @@ def backward_launch(
         "BIAS": flags.bias,
         "RESIDUAL": flags.residual and flags.activation not in (None, "relu"),
         "BITS": flags.bits,
-        "ACTIVATION": KERNEL_CODES[flags.activation],
+        "ACTIVATION": kernel_code(flags.activation),
         "DX": dx,
         "DRESIDUAL": dresidual,
         "DWEIGHT": dweight,

@@ -186,7 +186,7 @@ def _gradient(
     dz = dy.to(ACC)  # 0 past the end, and so is all that is computed from it
     if BITS:
         dz = tl.where(unpack_bits(extra, BLOCK) != 0, dz, 0.0)
-    elif ACTIVATION:
+    elif ACTIVATION != 0:
         z = centred * scale + bias
         if RESIDUAL:
             z += extra.to(ACC)

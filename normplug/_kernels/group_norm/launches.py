@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from normplug._activations import KERNEL_CODES
+from normplug._activations import ActivationLike, kernel_code
 from normplug._kernels.batch_norm.schedule import FAN_IN
 from normplug._kernels.device import unit_of
 from normplug._kernels.group_norm import columns, planes
@@ -29,7 +29,7 @@ class Flags:
 
     weight: bool = True
     bias: bool = True
-    activation: str | None = None
+    activation: ActivationLike = None
 
 
 def forward_launch(
@@ -43,7 +43,7 @@ def forward_launch(
         "ACC": tl.float64 if double else tl.float32,
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
-        "ACTIVATION": KERNEL_CODES[flags.activation],
+        "ACTIVATION": kernel_code(flags.activation),
         "EVEN": shape.even,
         "WIDE": shape.wide,
     }
@@ -104,7 +104,7 @@ def backward_launch(
         "ACC": tl.float64 if double else tl.float32,
         "WEIGHT": flags.weight and (dx or activated),
         "BIAS": flags.bias and activated,
-        "ACTIVATION": KERNEL_CODES[flags.activation],
+        "ACTIVATION": kernel_code(flags.activation),
         "DX": dx,
         "DWEIGHT": dweight,
         "DBIAS": dbias,

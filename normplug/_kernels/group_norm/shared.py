@@ -108,7 +108,7 @@ def gradient_before(dy, centred, scale, bias, ACC: tl.constexpr, ACTIVATION: tl.
     Where nothing exists dy is 0, and so is all that is computed from it.
     """
     dz = dy.to(ACC)
-    if ACTIVATION:
+    if ACTIVATION != 0:
         dz = activation_gradient(dz, centred * scale + bias, ACTIVATION)
     return dz
 

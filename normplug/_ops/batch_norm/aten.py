@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normplug._activations import ACTIVATIONS
+from normplug import _activations
 from normplug._ops import statistics
 from normplug._ops.spec import BatchNormSpec, Route, Tensors
 from normplug._ops.weights import scaled
@@ -33,8 +33,7 @@ def batch_norm(t: Tensors, spec: BatchNormSpec) -> Tensor:
         same = t.residual.shape == y.shape and t.residual.dtype == y.dtype
         in_place = same and not transforms_active()
         y = y.add_(t.residual) if in_place else y + t.residual
-    if spec.activation is not None:
-        y = ACTIVATIONS[spec.activation].function(y)
+    y = _activations.apply(spec.activation, y)
     return y if spec.pool is None else spec.pool(y)
 
 

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normplug import _activations
 from normplug._layouts import dense
 from normplug._ops import statistics
 from normplug._ops.library import NormOperators
 from normplug._ops.spec import BatchNormSpec, Pool, Route, Tensors
 from normplug.reference import accumulator_dtype
 
-_NUMBERS = "bool training, float eps, float target_variance, str? activation, int[] pool"
+_NUMBERS = (
+    "bool training, float eps, float target_variance, str? activation, float slope, int[] pool"
+)
 
 
 class _BatchNorm(NormOperators):
@@ -33,13 +36,15 @@ class _BatchNorm(NormOperators):
         eps: float,
         target_variance: float,
         activation: str | None,
+        slope: float,
         pool: list[int],
     ) -> BatchNormSpec:
         window = None
         if pool:
             kh, kw, sh, sw, ph, pw, ceil_mode = pool
             window = Pool((kh, kw), (sh, sw), (ph, pw), bool(ceil_mode))
-        return BatchNormSpec(training, 0.0, eps, target_variance, activation, window)
+        chosen = _activations.joined(activation, slope)
+        return BatchNormSpec(training, 0.0, eps, target_variance, chosen, window)
 
     def reads_residual(self, spec: BatchNormSpec) -> bool:
         return spec.activation not in (None, "relu")
@@ -95,7 +100,8 @@ class _Compiled(Route):
         pool, mean, var = spec.pool, t.running_mean, t.running_var
         constants = (None, None) if spec.training else (mean, var)
         tensors = (t.x, t.residual, t.weight, t.bias, None, *constants, None)
-        numbers = (spec.training, spec.eps, spec.target_variance, spec.activation)
+        activation = _activations.parts(spec.activation)
+        numbers = (spec.training, spec.eps, spec.target_variance, *activation)
         if pool is None:
             y, stats, *_ = _plain_operator(*tensors, *numbers, [])
         else:

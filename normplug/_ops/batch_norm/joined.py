@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normplug import _checks
-from normplug._activations import ACTIVATIONS
+from normplug import _activations, _checks
 from normplug._kernels.batch_norm import launches, schedule
 from normplug._kernels.launch import Launch, Workspace
 from normplug._layouts import laid_out_like, readable
@@ -290,8 +289,7 @@ class JoinedPlan:
             y = y + per_channel(bias.to(self.acc), x)
         if residual is not None:
             y = y + residual
-        if activation is not None:
-            y = ACTIVATIONS[activation].function(y)
+        y = _activations.apply(activation, y)
         return (x, residual, weight, bias), y.to(x.dtype), dy
 
     def _workspace(self) -> tuple[int, Workspace]:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from normplug._activations import ActivationLike
 from normplug._ops.spec import Tensors
 
 _LEAST, _LARGEST = 1 / 16, 4  # values that a layer's input has, over those of the first
@@ -23,7 +24,7 @@ class Call(NamedTuple):
     """How a layer is called."""
 
     channels: int
-    activation: str | None = None
+    activation: ActivationLike = None
     residual: bool = False
 
 
@@ -36,7 +37,7 @@ def note(layer: Any, call: Call) -> None:
     _calls[layer] = call
 
 
-def after(t: Tensors) -> Iterator[tuple[Tensors, str | None]]:
+def after(t: Tensors) -> Iterator[tuple[Tensors, ActivationLike]]:
     """Calls that may follow a model's first one; each once, with its activation.
 
     A layer has the batch size and layout of the first, and as much space or, any number of times, a

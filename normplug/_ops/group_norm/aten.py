@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normplug._activations import ACTIVATIONS
+from normplug import _activations
 from normplug._ops.batch_norm.aten import empty_norm, scaled_weight
 from normplug._ops.group_norm.moves import move
 from normplug._ops.spec import GroupNormSpec, Route, Tensors
@@ -20,7 +20,7 @@ from normplug.reference import accumulator_dtype
 def group_norm(t: Tensors, spec: GroupNormSpec) -> Tensor:
     """`functional.group_norm`, or `instance_norm`, of a call that has been checked."""
     y = _instance_norm(t, spec) if spec.instance else _group_norm(t, spec)
-    return y if spec.activation is None else ACTIVATIONS[spec.activation].function(y)
+    return _activations.apply(spec.activation, y)
 
 
 class _Aten(Route):

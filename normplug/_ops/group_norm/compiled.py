@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normplug import _activations
 from normplug._layouts import dense
 from normplug._ops.group_norm.moves import moments, move
 from normplug._ops.library import NormOperators
@@ -17,8 +18,8 @@ from normplug._ops.spec import GroupNormSpec, Route, Tensors
 from normplug.reference import accumulator_dtype
 
 _NUMBERS = (
-    "int groups, float eps, float target_variance, str? activation, ScalarType? autocast, "
-    "str autocast_output"
+    "int groups, float eps, float target_variance, str? activation, float slope, "
+    "ScalarType? autocast, str autocast_output"
 )
 
 
@@ -29,7 +30,9 @@ class _GroupNorm(NormOperators):
         return KERNELS
 
     def spec(self, *numbers: Any) -> GroupNormSpec:
-        return GroupNormSpec(*numbers)
+        groups, eps, target_variance, name, slope, *autocast = numbers
+        activation = _activations.joined(name, slope)
+        return GroupNormSpec(groups, eps, target_variance, activation, *autocast)
 
     def fake(self, t: Tensors, spec: GroupNormSpec) -> tuple[Tensor, ...]:
         present = (each.dtype for each in (t.x, t.weight, t.bias) if each is not None)
@@ -50,7 +53,7 @@ class _Compiled(Route):
             spec.groups,
             spec.eps,
             spec.target_variance,
-            spec.activation,
+            *_activations.parts(spec.activation),
             spec.autocast,
             spec.autocast_output,
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from normplug._activations import ACTIVATIONS
+from normplug import _activations
 from normplug._kernels.device import MOST_PLACES, processors
 from normplug._kernels.group_norm import launches, schedule
 from normplug._layouts import dense, is_channels_last, lies_like
@@ -132,8 +132,7 @@ class GroupNormPlan(Plan):
             y = y * weight.to(acc).reshape(vector)
         if bias is not None:
             y = y + bias.to(acc).reshape(vector)
-        if spec.activation is not None:
-            y = ACTIVATIONS[spec.activation].function(y)
+        y = _activations.apply(spec.activation, y)
         return (x, None, weight, bias, None), y, dy.to(acc)
 
 

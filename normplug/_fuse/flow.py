@@ -1,0 +1,281 @@
+"""What runs next in a forward, where nothing in between can matter.
+
+A value and its reader become one call only if the order of what runs between them does not matter.
+So variables may be assigned to variables there, and there may be an `if` whose test only asks for
+a variable, an attribute of the module or None. The statement that makes the value asks the same, to
+know which reader comes next, if one does.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from normplug import _activations
+from normplug._fuse import syntax
+
+# How many times a value's statement may ask which reader comes next.
+_MAX_TESTS = 4
+
+
+class Parts(NamedTuple):
+    """The children of a module that edits are about, by name.
+
+    Attributes:
+        summed: the norms that an addition before them can be fused with.
+        activated: the norms that an activation after them can be fused with.
+        activations: the activations.
+    """
+
+    summed: tuple[str, ...]
+    activated: tuple[str, ...]
+    activations: tuple[str, ...]
+
+
+class Need(NamedTuple):
+    """What an attribute of the module must be for a statement to run.
+
+    Attributes:
+        name: of the attribute.
+        value: what a test compares it with; None where the test asks whether it is true.
+        holds: the result of the test.
+    """
+
+    name: str
+    value: Any
+    holds: bool
+
+    def may_hold(self, state: dict[str, Any]) -> bool:
+        """Whether it may be so, given the module's `__dict__`: what is not known there may be."""
+        if self.name not in state:
+            return True
+        value = state[self.name]
+        if self.value is None:
+            return value is not (not self.holds)
+        known = value is None or isinstance(value, (str, int))
+        return (value == self.value) == self.holds if known else True
+
+
+Branch = tuple[Need, ...]
+
+
+def may_hold(branch: Branch, state: dict[str, Any]) -> bool:
+    """Whether the statements of a branch may run, given the module's `__dict__`."""
+    return all(need.may_hold(state) for need in branch)
+
+
+class Rest(NamedTuple):
+    """What runs next: the statements of `body` from a place on, and then those of `after`."""
+
+    body: list[ast.stmt]
+    place: int
+    after: Rest | None
+
+
+@dataclass(eq=False)
+class Reader:
+    """The call that reads a value, which is in a statement of `body`."""
+
+    body: list[ast.stmt]
+    statement: ast.stmt
+    call: Any
+
+
+@dataclass(eq=False)
+class Choice:
+    """What reads a value where a test is true, and where it is false."""
+
+    test: ast.expr
+    true: Next
+    false: Next
+
+
+# What reads a value; None for nothing.
+Next = Reader | Choice | None
+
+
+@dataclass
+class Flow:
+    """A forward's statements, and what their names mean.
+
+    Attributes:
+        cls: the class whose forward it is.
+        me: the name of the module itself.
+        parts: the children that edits are about.
+        globals: the forward's globals.
+        local: the names of its variables.
+    """
+
+    cls: type[nn.Module]
+    me: str
+    parts: Parts
+    globals: dict[str, Any]
+    local: frozenset[str]
+
+    def next(
+        self,
+        rest: Rest | None,
+        target: str,
+        is_reader: Callable[[ast.stmt, Any, set[str]], bool],
+        aliases: bool,
+    ) -> Next:
+        """What reads a value next, if nothing that runs before it matters.
+
+        Args:
+            rest: the statements after that which makes the value.
+            target: the variable that has the value.
+            is_reader: whether a call in a statement reads one of some variables.
+            aliases: whether further variables may have the value.
+        """
+
+        def find(rest: Rest | None, held: set[str], known: set[str], tests: int) -> Next:
+            # known: the variables assigned since, about which no test may ask.
+            while rest is not None:
+                body, place, after = rest
+                if place == len(body):
+                    rest = after
+                    continue
+                statement = body[place]
+                first = self.first_effect(getattr(statement, "value", None))
+                if first is not None:
+                    found = is_reader(statement, first, held)
+                    return Reader(body, statement, first) if found else None
+                rest = Rest(body, place + 1, after)
+                if isinstance(statement, ast.If) and tests and self.is_plain(statement.test, known):
+                    true = find(Rest(statement.body, 0, rest), held, known, tests - 1)
+                    false = find(Rest(statement.orelse, 0, rest), held, known, tests - 1)
+                    return Choice(statement.test, true, false) if true or false else None
+                name, value = syntax.assigned(statement)
+                if name is None or isinstance(statement, ast.AugAssign):
+                    return None
+                known = known | {name}
+                if not aliases and any(syntax.is_name(part, held) for part in ast.walk(value)):
+                    return None
+                held = held | {name} if syntax.is_name(value, held) else held - {name}
+            return None
+
+        return find(rest, {target}, {target}, _MAX_TESTS)
+
+    def readers(self, found: Next, needed: Branch = ()) -> Iterator[tuple[Reader, Branch]]:
+        """The readers that a value may have, each with what is needed for it."""
+        if isinstance(found, Reader):
+            yield found, needed
+        elif found is not None:
+            yield from self.readers(found.true, needed + self.needed(found.test, True))
+            yield from self.readers(found.false, needed + self.needed(found.test, False))
+
+    def first_effect(self, node: Any) -> Any:
+        """The first part of an expression that does more than name a value; None if none does."""
+        if node is None or isinstance(node, (ast.Name, ast.Constant)) or self._is_stored(node):
+            return None
+        parts: list[Any] = []
+        if isinstance(node, ast.Call):
+            named = self.function(node.func) is not None  # then naming it has no effect
+            parts = [*([] if named else [node.func]), *syntax.arguments(node)]
+        elif isinstance(node, ast.BinOp):
+            parts = [node.left, node.right]
+        elif isinstance(node, ast.Tuple):
+            parts = node.elts
+        for part in parts:
+            if (found := self.first_effect(part)) is not None:
+                return found
+        return None if isinstance(node, ast.Tuple) else node
+
+    def is_plain(self, test: ast.expr, known: set[str]) -> bool:
+        """Whether a test may be asked twice.
+
+        It may ask for variables that are not in `known`, attributes and None, and whether an
+        attribute is a certain text.
+        """
+        if isinstance(test, ast.BoolOp):
+            return all(self.is_plain(part, known) for part in test.values)
+        if isinstance(test, ast.UnaryOp):
+            return isinstance(test.op, ast.Not) and self.is_plain(test.operand, known)
+        if isinstance(test, ast.Compare):
+            operands = (test.left, *test.comparators)
+            if not all(isinstance(op, (ast.Is, ast.IsNot)) for op in test.ops):
+                text = operands[-1].value if isinstance(operands[-1], ast.Constant) else None
+                equal = len(operands) == 2 and isinstance(test.ops[0], (ast.Eq, ast.NotEq))
+                return equal and isinstance(text, str) and self.is_plain(test.left, known)
+            return all(self.is_plain(part, known) for part in operands)
+        if isinstance(test, ast.Name):
+            return test.id not in known
+        if isinstance(test, ast.Constant):
+            return True
+        # A class's own `__getattr__` may do more at each look, as warn of an old name.
+        looks: Any = self.cls.__getattr__
+        return self._is_stored(test) and looks is nn.Module.__getattr__
+
+    def needed(self, test: ast.expr, result: bool) -> Branch:
+        """What attributes must be for this result of a test."""
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) == result:
+            return tuple(part for value in test.values for part in self.needed(value, result))
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self.needed(test.operand, not result)
+        if isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Eq, ast.NotEq)):
+            equal, value = isinstance(test.ops[0], ast.Eq), test.comparators[0]
+            if len(test.ops) > 1 or not isinstance(value, ast.Constant) or value.value is None:
+                return ()
+            return self._need(test.left, value.value, equal == result)
+        return self._need(test, None, result)
+
+    def _need(self, node: ast.expr, value: Any, holds: bool) -> Branch:
+        if not isinstance(node, ast.Attribute) or not self._is_stored(node):
+            return ()
+        return (Need(node.attr, value, holds),)
+
+    def _is_stored(self, node: ast.expr) -> bool:
+        """Whether an expression is an attribute of the module, and not a property."""
+        if not isinstance(node, ast.Attribute) or not self.is_own(node):
+            return False
+        found = inspect.getattr_static(self.cls, node.attr, None)
+        return found is None or isinstance(found, (types.FunctionType, bool))
+
+    def is_own(self, node: ast.expr) -> bool:
+        """Whether an expression is an attribute of the module."""
+        return isinstance(node, ast.Attribute) and syntax.is_name(node.value, {self.me})
+
+    def child_called(self, node: Any, names: tuple[str, ...]) -> str:
+        """The name in `names` of the child that a node calls with one argument; "" if it does not.
+
+        That is an argument by position, and no sequence of arguments.
+        """
+        if not isinstance(node, ast.Call) or not self.is_own(node.func):
+            return ""
+        alone = len(node.args) == 1 and not node.keywords
+        name = node.func.attr  # type: ignore[attr-defined]
+        plain = alone and not isinstance(node.args[0], ast.Starred)
+        return name if plain and name in names else ""
+
+    def function(self, node: ast.expr) -> str | None:
+        """The name of the activation that a function in the forward's globals computes, or None."""
+        value = self._global(node)
+        return _activations.of_function(value) if isinstance(value, _FUNCTIONS) else None
+
+    def _global(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            return None if node.id in self.local else self.globals.get(node.id)
+        if isinstance(node, ast.Attribute):
+            base = self._global(node.value)
+            return getattr(base, node.attr, None) if isinstance(base, types.ModuleType) else None
+        return None
+
+
+# Python's functions, and C++'s.
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+
+
+def chosen(found: Next) -> ast.expr:
+    """An expression for the function that reads a value next, or None."""
+    if found is None:
+        return ast.Constant(None)
+    if isinstance(found, Reader):
+        return copy.deepcopy(found.call.func)
+    return ast.IfExp(copy.deepcopy(found.test), chosen(found.true), chosen(found.false))

@@ -1,0 +1,307 @@
+"""Norms and the activations after them that are one call in a forward that cannot be traced."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import normplug
+from fuse_cases import Parts, X, assert_same_step, outcome, swapped, twins
+from normplug import fuse, fusions, swap, unfuse
+from normplug._fuse.fuse import fused_modules
+from zoo.check import observe
+
+
+class Resnet(nn.Module):
+    """A block as a diffusion model's: one activation after norms in several branches."""
+
+    def __init__(self, way="add", norm=nn.GroupNorm):
+        super().__init__()
+        self.norm1, self.norm2 = (norm(2, 8) for _ in range(2))
+        self.conv1, self.conv2 = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.act, self.way, self.shortcut = nn.SiLU(), way, None
+
+    def forward(self, x, emb=None, *args, **kwargs):
+        hidden = x
+        hidden = self.norm1(hidden)
+        hidden = self.act(hidden)
+        hidden = self.conv1(hidden)
+        if self.way == "add":
+            if emb is not None:
+                hidden = hidden + self.act(emb)
+            hidden = self.norm2(hidden)
+        elif self.way == "scale":
+            hidden = self.norm2(hidden)
+            hidden = hidden * 2
+        elif self.way != "none":
+            hidden = self.norm2(hidden)
+        hidden = self.act(hidden)
+        hidden = self.conv2(hidden)
+        return x + hidden
+
+
+# How many norms are fused, by what the block does before its second activation.
+WAYS = {"add": 2, "other": 2, "scale": 1, "none": 1}
+NOTES = {
+    "scale": (None, "Resnet: no activation comes right after it"),
+    "none": (None, "Resnet: its module's attributes rule its call out"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_diffusion_models_block_is_fused(way, calls, traces):
+    model, plain = twins(Resnet(way))
+    found = {row.path: (row.label, row.note) for row in fusions(model)}
+    assert found["norm1"] == ("SiLU", "")
+    assert found["norm2"] == NOTES.get(way, ("SiLU", ""))
+    assert traces() == 0
+    for training in (True, False):
+        calls.clear()
+        assert_same_step(model, plain, X, X.mean(), training=training)
+        assert calls == ["silu"] * WAYS[way]
+    assert torch.equal(model(X, None, 1, scale=2), plain(X))
+
+
+class Statements(Parts):
+    """Each method is a forward with statements that are edited, or left."""
+
+    def nested(self, x, **options):
+        return self.line(self.act(self.norm(x)))
+
+    def functions(self, x, **options):
+        x = F.silu(self.norm(x))
+        x = self.second(x)
+        return nn.functional.silu(x)
+
+    def inside(self, x, **options):
+        x = self.norm(x)
+        x = self.line(self.act(x)) + x.shape[0] if self.flag is None else self.line(self.act(x))
+        x = self.second(self.line(x))
+        return self.line(self.act(x))
+
+    def chained(self, x, **options):
+        x = self.norm(x)
+        x = self.second(self.act(x))
+        x = self.act(x)
+        return self.line(x)
+
+    def asked(self, x, **options):
+        y = self.norm(x)
+        if self.flag and options is not None:
+            y = self.act(y)
+        return y * 2
+
+    def looped(self, x, **options):
+        for i in range(3):
+            if i != 1:
+                x = self.norm(x)
+            x = self.act(x)
+            x = self.line(x)
+        return x
+
+    def named(self, x, **options):
+        y = self.norm(x)
+        z = self.act(y)
+        return z + x
+
+    def read_twice(self, x, **options):
+        y = self.norm(x)
+        return self.act(y) + y
+
+    def read_later(self, x, **options):
+        y = self.norm(x)
+        z = self.act(y)
+        return y + z
+
+    def kept(self, x, **options):
+        x = self.norm(x)
+        y = x
+        x = self.act(x)
+        return x + y
+
+    def kept_in_a_tuple(self, x, **options):
+        x = self.norm(x)
+        both = (x, 1)
+        x = self.act(x)
+        return x + both[0]
+
+    def closure(self, x, **options):
+        x = self.norm(x)
+        later = lambda: x  # noqa: E731
+        return self.act(x) + later()
+
+    def at_last(self, x, **options):
+        seen = []
+        try:
+            x = self.norm(x)
+            return self.act(x) + 0 * self.line(x)
+        finally:
+            seen.append(x)
+
+    def changed_between(self, x, **options):
+        x = self.norm(x)
+        x.mul_(2)
+        return self.act(x)
+
+    def by_name(self, x, **options):
+        return self.act(input=self.norm(input=x))
+
+    def in_place(self, x, **options):
+        y = 1.0
+        y += self.norm(x)
+        return self.act(y)
+
+    def local_function(self, x, **options):
+        F = nn.Tanh()
+        return F(self.norm(x))
+
+
+EDITED = {
+    "nested": 1,
+    "functions": 2,
+    "inside": 1,
+    "chained": 2,
+    "asked": 1,
+    "looped": 2,
+    "named": 1,
+}
+LEFT = [
+    name
+    for name, f in vars(Statements).items()
+    if callable(f) and name not in EDITED and not name.startswith("_")
+]
+
+
+def statements(name, **parts):
+    cls = type("Written", (Statements,), {"forward": vars(Statements)[name]})
+    norms = {"norm": nn.GroupNorm(2, 8), "second": nn.BatchNorm2d(8)}
+    return cls(**norms, line=nn.Conv2d(8, 8, 1), act=nn.SiLU(), flag=True, **parts)
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_statements_are_edited_where_nothing_else_reads_the_norm(name, calls):
+    model, plain = twins(statements(name))
+    assert_same_step(model, plain, X)
+    assert calls == ["silu"] * EDITED[name]
+    for each in (model, plain):
+        each.flag = False
+    assert_same_step(model, plain, X)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_statements_are_left_where_something_may(name, calls):
+    with pytest.warns(UserWarning, match="nothing to fuse"):
+        model, plain = twins(statements(name))
+    assert_same_step(model, plain, X)
+    assert calls == []
+
+
+# What may happen to a fused block: how many norms are still one call with their activation.
+CHANGES = {
+    "a hook": (lambda block: block.norm2.register_forward_hook(lambda m, a, y: 2 * y), 1),
+    "a hook on the activation": (lambda block: block.act.register_forward_hook(print), 0),
+    "another activation": (lambda block: setattr(block, "act", nn.Tanh()), 0),
+    "another fused one": (lambda block: setattr(block, "act", nn.ReLU(inplace=True)), 2),
+    "a function": (lambda block: setattr(block, "act", torch.tanh), 0),
+    "another norm": (lambda block: setattr(block, "norm1", nn.Tanh()), 1),
+    "a norm of rows": (lambda block: setattr(block, "norm1", swap(nn.LayerNorm(5).double())), 1),
+    "measured": (lambda block: setattr(block.norm2, "_probe", torch.zeros(4)), 1),
+    "another way": (lambda block: setattr(block, "way", "scale"), 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_that_has_changed_computes_what_it_would_unfused(change, calls):
+    model, plain = twins(Resnet())
+    happen, fused = CHANGES[change]
+    for each in (model, plain):
+        vars(each)["_modules"] = dict(each._modules)
+        if change == "a function":
+            del each._modules["act"]
+        happen(each)
+    assert_same_step(model, plain, X)
+    assert len(calls) == fused
+    assert sum(row.label is not None for row in fusions(model)) >= fused
+
+
+def test_what_follows_the_norm_is_told_where_that_is_no_activation():
+    block = Resnet()
+    block.act = nn.Mish()
+    with pytest.warns(UserWarning, match=r"2 \(Resnet: followed by self.act\(...\)\)"):
+        fuse(swapped(block))
+    model = fuse(swapped(Resnet()))
+    model.act = nn.Mish()
+    assert {row.note for row in fusions(model)} == {
+        "Resnet has changed since normplug.fuse, and runs as it is written"
+    }
+
+
+def test_copies_and_pickles_are_edited_and_have_the_classs_name(calls):
+    model = fuse(swapped(nn.Sequential(Resnet(norm=nn.GroupNorm))))
+    keys = list(model.state_dict())
+    assert type(model[0]).__qualname__ == "Resnet"
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        calls.clear()
+        assert_same_step(copied, unfuse(copy.deepcopy(model)), X)
+        assert calls == ["silu"] * 2
+        assert str(fusions(copied)) == str(fusions(model))
+        assert list(copied.state_dict()) == keys
+        assert not fused_modules(unfuse(copied))
+
+
+def test_an_edited_block_is_compiled_and_exported_in_one_graph():
+    model, plain = twins(nn.Sequential(Resnet()))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_same_step(compiled, plain, X)
+    exported = torch.export.export(model.eval(), (X,)).module()
+    torch.testing.assert_close(exported(X), plain.eval()(X))
+    torch.compiler.reset()
+
+
+class Watching(Resnet):
+    """Looks at children in a way of its own."""
+
+    def __getattr__(self, name):
+        vars(self).setdefault("seen", []).append(name)
+        return super().__getattr__(name)
+
+
+class Changing(Watching):
+    def __getattribute__(self, name):
+        return super().__getattribute__(name)
+
+
+def test_a_class_with_a_getattr_is_fused_and_sees_the_same_looks(calls):
+    model, plain = twins(Watching())
+    for each in (model, plain):
+        each.seen = []
+        outcome(each, X)
+    assert calls == ["silu"] * 2
+    # The activation's name is looked up before the norm runs, and not after.
+    assert sorted(model.seen) == sorted(plain.seen)
+    with pytest.warns(UserWarning, match="its class defines"):
+        fuse(swapped(Changing()))
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "of"),
+    [("UNet2DModel", 17, 21), ("AutoencoderKL", 22, 24), ("UNet2DConditionModel", 17, 33)],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_diffusers_are_fused_and_compute_the_same_bits(name, fused, of):
+    listed = pytest.importorskip("zoo.diffusers_models", exc_type=ImportError).architectures()
+    architecture = next(a for a in listed if a.name == name)
+    torch.manual_seed(0)
+    plain = swap(architecture.build())
+    model = fuse(copy.deepcopy(plain))
+    rows = list(fusions(model))
+    assert (sum(row.label == "SiLU" for row in rows), len(rows)) == (fused, of)
+    assert model.to_json_string() == plain.to_json_string()
+    inputs = architecture.inputs(model)
+    ours, theirs = observe(model, inputs), observe(plain, inputs)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    assert normplug.check(model)
