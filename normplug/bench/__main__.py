@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from normplug.bench import first_step, host, nets, rivals
 from normplug.bench import models as steps
 from normplug.bench.kernels import CPU, OPS, PROVIDERS, own_cases, run
 from normplug.bench.results import HOST, KERNELS, MODELS, PROFILE, Kind, Results, read
-from normplug.bench.suites import DTYPES, SUITES, WITH_CPU, Case, Shape, select
+from normplug.bench.suites import DTYPES, NORMS, SUITES, WITH_CPU, Case, Shape, select
 from normplug.bench.sync import add_command
 from normplug.bench.table import render
 from normplug.bench.trace import trace
@@ -135,7 +136,8 @@ def plot(arguments: argparse.Namespace) -> None:
     with needs("normplug.bench plot", "bench", SystemExit):
         from normplug._report.figures import save_figure
         from normplug.bench.plot import draw
-    figure = _shown("plot", arguments.file, (KERNELS, MODELS), draw)
+    show = partial(draw, norm=arguments.norm, dtypes=arguments.dtype or ())
+    figure = _shown("plot", arguments.file, (KERNELS, MODELS, HOST), show)
     save_figure(figure, arguments.out or arguments.file.with_suffix(".png"))
 
 
@@ -268,12 +270,16 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("file", metavar="FILE.json", type=Path)
     command.add_argument("-o", "--out", metavar="FILE.md", type=Path, help="default: print it")
 
-    command = commands.add_parser("plot", help="draw the speed of LayerNorm or of training steps")
+    command = commands.add_parser("plot", help="draw the picture of a JSON file")
     command.set_defaults(command=plot)
     command.add_argument("file", metavar="FILE.json", type=Path)
     command.add_argument(
         "-o", "--out", metavar="FILE.png", type=Path, help="default: beside the JSON file"
     )
+    command.add_argument(
+        "--norm", choices=NORMS, help="of a file of kernels; default: the first that it has"
+    )
+    _add_choices(command, dtype=DTYPES)
 
     add_command(commands, number)
     return top

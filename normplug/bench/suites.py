@@ -12,6 +12,12 @@ LAYER_NORMS = ("ln", "ln_stats", "add_ln", "bias_ln")
 RMS_NORMS = ("rms", "add_rms")
 ROW_NORMS = (*LAYER_NORMS, *RMS_NORMS)
 GROUP_NORMS = ("gn", "gn_silu", "in3d")
+NORMS = {  # as pictures call them
+    "BatchNorm": BATCH_NORMS,
+    "LayerNorm": LAYER_NORMS,
+    "RMSNorm": RMS_NORMS,
+    "GroupNorm": GROUP_NORMS,
+}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 HEADLINE_SHAPES: tuple[Shape, ...] = (

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from normplug.bench import rivals
+from normplug.bench import host, rivals
 from normplug.bench.__main__ import main
 from normplug.bench.groups import GROUPS
-from normplug.bench.kernels import PROVIDERS
-from normplug.bench.plot import ARM_COLOURS, STYLES, speed_figure, step_figure
+from normplug.bench.kernels import OPS, PROVIDERS
+from normplug.bench.plot import ARMS, NAMES, STYLES, draw, speed_figure, step_figure
 from normplug.bench.results import Results
 from normplug.bench.suites import WIDTHS
 from normplug.bench.table import render
@@ -186,7 +186,8 @@ def speeds(op="ln"):
 
 def test_the_picture_of_kernels_has_a_line_for_each_provider_in_each_panel():
     figure = speed_figure(speeds())
-    titles = [f"{direction}, {dtype}" for dtype, direction in PANELS]
+    names = {"F": "forward", "F+B": "forward and backward"}
+    titles = [f"{names[direction]}, {dtype}" for dtype, direction in PANELS]
     assert [axes.get_title("left") for axes in figure.axes] == titles
     for axes in figure.axes:
         lines = {line.get_label(): line for line in axes.get_lines()}
@@ -206,7 +207,7 @@ def test_the_picture_of_models_has_a_bar_for_each_arm_of_each_case_with_eager():
     (axes,) = step_figure({**MODELS, "rows": rows}).axes
     labels = [text.get_text() for text in axes.get_yticklabels()]
     assert labels == ["net\nbatch 8", "other\nbatch 2"]
-    bars = {bars.get_label(): bars for bars in axes.containers if bars.get_label() in ARM_COLOURS}
+    bars = {bars.get_label(): bars for bars in axes.containers if bars.get_label() in ARMS}
     lengths = {arm: [bar.get_width() for bar in found] for arm, found in bars.items()}
     assert lengths == {"eager": [1.0, 1.0], "swap": [1.25]}
     (segment,) = bars["swap"].errorbar.lines[2][0].get_segments()
@@ -219,27 +220,83 @@ def test_the_gpus_time_has_a_panel_and_a_table_of_its_own():
     rows = [{**a_row("net", 8, arm, 20), "gpu_ms": ms} for arm, ms in (("eager", 18), ("swap", 12))]
     content = {**MODELS, "rows": [*rows, a_row("net", 8, "liger", 10)]}
     _, axes = step_figure(content).axes
-    assert axes.get_title("left") == "GPU busy"
+    assert axes.get_title("left") == "GPU busy (mean of a trace)"
     assert [bar.get_width() for bars in axes.containers for bar in bars] == [1.0, 1.5]
     assert "| net | 8 | 18.00 | 12.00 | 1.50x |" in render(content).splitlines()
 
 
-def test_every_provider_has_a_look_of_its_own():
-    assert set(STYLES) == {*PROVIDERS, *rivals.PACKAGES}
-    assert len({style.colour for style in STYLES.values()}) == len(STYLES)
+def test_every_provider_has_a_look_of_its_own_without_colours_too():
+    assert set(STYLES) == {*PROVIDERS, *host.PROVIDERS, *rivals.PACKAGES, "cpu"}
+    for looks in (STYLES, ARMS):
+        for each in ("colour", "marker", "hatch"):
+            assert len({getattr(style, each) for style in looks.values()}) == len(looks)
+    assert set(NAMES) == set(OPS)
+
+
+def lengths(axes, left):
+    """Series -> case -> length of the bars of a panel; `left` begins its row and has the labels."""
+    cases = list(zip(axes.get_yticks(), left.get_yticklabels(), strict=True))
+
+    def case(bar):
+        return min(cases, key=lambda tick: abs(tick[0] - bar.get_center()[1]))[1].get_text()
+
+    return {
+        bars.get_label(): {case(bar): bar.get_width() for bar in bars} for bars in axes.containers
+    }
+
+
+def test_the_picture_of_shapes_has_a_panel_for_each_layout_and_direction():
+    rows = [
+        {**KERNELS["rows"][0], "provider": name, "percent_of_copy": float(place), **others}
+        for place, name in enumerate(("normplug", "normplug-triton", "eager"), 1)
+        for others in (
+            {},
+            {"op": "bn_relu"},
+            {"direction": "F+B"},
+            {"layout": "NCHW", "direction": "F+B"},
+        )
+    ]
+    figure = draw({**KERNELS, "rows": rows})
+    titles = [axes.get_title("left") for axes in figure.axes]
+    assert titles == [
+        f"{direction}, {layout}"
+        for layout in ("channels_last (NHWC)", "contiguous (NCHW)")
+        for direction in ("forward", "forward and backward")
+    ]
+    first, second, third, _ = figure.axes
+    both = {f"{name}\n128x256x56x56": 1.0 for name in ("BatchNorm", "BatchNorm + ReLU")}
+    assert lengths(first, first) == {"eager": dict.fromkeys(both, 3.0), "normplug": both}
+    assert lengths(second, first)["normplug"] == {"BatchNorm\n128x256x56x56": 1.0}
+    assert lengths(third, third) == {"eager": {}, "normplug": {}}
+    assert "NVIDIA H100, torch 2.11.0, triton 3.6.0, 2026-11-21" in figure.get_suptitle()
+    assert "3,020 GB/s" in figure.get_suptitle()
+
+
+def test_the_picture_of_the_host_has_a_panel_for_each_direction():
+    content = json.loads(result("host"))
+    forward, both = draw(content, dtypes=["float32"]).axes
+    assert forward.get_xlabel() == "microseconds a call"
+    for axes, direction in ((forward, "F"), (both, "F+B")):
+        for provider, bars in lengths(axes, forward).items():
+            found = ("float32", direction, provider)
+            rows = (
+                r for r in content["rows"] if (r["dtype"], r["direction"], r["provider"]) == found
+            )
+            assert list(bars.values()) == [row["wall_us"] for row in rows]
 
 
 def test_the_plot_command(tmp_path):
     source, target = tmp_path / "rows.json", tmp_path / "made" / "speed.png"
-    for content in (speeds(), MODELS):
-        source.write_text(json.dumps(content))
-        main(["plot", str(source), "-o", str(target)])
-        assert target.read_bytes().startswith(b"\x89PNG")
+    source.write_text(json.dumps(speeds()))
+    main(["plot", str(source), "--norm", "LayerNorm", "--dtype", "bfloat16", "-o", str(target)])
+    assert target.read_bytes().startswith(b"\x89PNG")
+    source.write_text(json.dumps(MODELS))
     main(["plot", str(source)])
-    assert source.with_suffix(".png").read_bytes() == target.read_bytes()
+    assert source.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     source.write_text(json.dumps(speeds(op="ln_stats")))
-    with pytest.raises(SystemExit, match=r"rows\.json: no row of ln with 4096 rows"):
-        main(["plot", str(source)])
+    for norm, reason in (("LayerNorm", "ln with 4096 rows"), ("GroupNorm", "GroupNorm")):
+        with pytest.raises(SystemExit, match=rf"rows\.json: no row of {reason}"):
+            main(["plot", str(source), "--norm", norm])
 
 
 def result(name):
@@ -293,7 +350,7 @@ def test_a_row_that_lacks_what_is_drawn_is_said_in_one_line(tmp_path):
         row.pop("gbps", None)
     source.write_text(json.dumps(content))
     with pytest.raises(SystemExit, match=r"normplug\.bench plot: .*rows\.json lacks 'gbps'\.$"):
-        main(["plot", str(source)])
+        main(["plot", str(source), "--norm", "LayerNorm"])
 
 
 @pytest.mark.parametrize("name", ["kernels", "models"])
