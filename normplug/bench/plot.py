@@ -368,7 +368,8 @@ def _draw_bars(
             label=name,
             **more,
         )
-        axes.bar_label(drawn, fmt=form, padding=3, fontsize="x-small")
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over a line behind it
+        axes.bar_label(drawn, fmt=form, padding=3, fontsize="x-small", bbox=box)
     middles: dict[str, list[float]] = {}
     for case, _, at in places:
         middles.setdefault(case, []).append(at)
