@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,14 +24,18 @@ CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB of float64 a tensor
 
 def groups_of(x: Tensor) -> int:
     """`GROUPS`, or the most below that divide the channels, too."""
-    return math.gcd(GROUPS, x.shape[1])
+    return _groups(x.shape)
+
+
+def _groups(shape: Sequence[int]) -> int:
+    return math.gcd(GROUPS, shape[1])
 
 
 def refusal(shape: Shape) -> str | None:
     """Why a GroupNorm does not take the shape."""
     if not 3 <= len(shape) <= 5:
         return "takes (N, C, *space) of 3 to 5 dimensions"
-    per_group = math.prod(shape[1:]) // math.gcd(GROUPS, shape[1])
+    per_group = math.prod(shape[1:]) // _groups(shape)
     return None if per_group > 1 else "needs more than one value per group"
 
 
