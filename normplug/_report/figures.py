@@ -22,11 +22,12 @@ FINE_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
 
 
 class Style(NamedTuple):
-    """How an arm looks in every plot."""
+    """How an arm looks in every plot; marker and hatch tell it apart without colours."""
 
     colour: str
     marker: str
     width: float
+    hatch: str = ""
 
 
 # Okabe and Ito's palette: told apart in every common colour blindness. The baseline is drawn

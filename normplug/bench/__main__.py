@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,32 +14,60 @@ from normplug._extras import MissingPackage, needs
 from normplug._report.files import write_file
 from normplug.bench import first_step, host, nets, rivals
 from normplug.bench import models as steps
-from normplug.bench.kernels import OPS, PROVIDERS, run
+from normplug.bench.kernels import CPU, OPS, PROVIDERS, own_cases, run
 from normplug.bench.results import HOST, KERNELS, MODELS, PROFILE, Kind, Results, read
-from normplug.bench.suites import DTYPES, SUITES, select
+from normplug.bench.suites import DTYPES, NORMS, SUITES, WITH_CPU, Case, Shape, select
 from normplug.bench.sync import add_command
 from normplug.bench.table import render
 from normplug.bench.trace import trace
 
 ALL = "all"
+SUITE = "headline"  # unless another is named
 Shown = TypeVar("Shown")
 
 
 def kernels(arguments: argparse.Namespace) -> None:
-    """Measure a suite."""
-    there = rivals.installed()
-    for provider in arguments.provider or ():
-        if (package := rivals.PACKAGES.get(provider)) and provider not in there:
-            raise SystemExit(f"normplug.bench: {provider} needs the package {package}.")
-    _require_cuda()
-    cases = select(arguments.suite, arguments.op, arguments.dtype, arguments.only)
+    """Measure a suite, or shapes of one's own."""
+    cases = _cases(arguments)
     if not cases:
-        raise SystemExit(f"normplug.bench: no case of suite {arguments.suite} passes the filters.")
-    results = run(cases, arguments.provider or (*PROVIDERS, *there), arguments.json)
+        raise SystemExit(f"normplug.bench: no case of {_source(arguments)} passes the filters.")
+    providers = _providers(arguments)
+    _require_cuda()
+    results = run(cases, providers, arguments.json)
     if arguments.markdown:
         write_file(arguments.markdown, render(results.content))
     if arguments.trace:
         trace(cases, arguments.trace, "cuda")
+
+
+def _source(arguments: argparse.Namespace) -> str:
+    return "--shape" if arguments.shape else f"suite {arguments.suite or SUITE}"
+
+
+def _cases(arguments: argparse.Namespace) -> list[Case]:
+    if not arguments.shape:
+        suite = arguments.suite or SUITE
+        return select(suite, arguments.op, arguments.dtype, arguments.only)
+    if arguments.suite:
+        raise SystemExit("normplug.bench: --shape and --suite both say what to measure; give one.")
+    try:
+        cases = own_cases(arguments.shape, arguments.op, arguments.dtype)
+    except ValueError as error:
+        raise SystemExit(f"normplug.bench: {error}") from None
+    return [case for case in cases if arguments.only in str(case)]
+
+
+def _providers(arguments: argparse.Namespace) -> list[str]:
+    """The providers to measure; print which are left out, as they are not installed."""
+    usual = (*PROVIDERS, *rivals.PACKAGES, *((CPU,) if arguments.suite in WITH_CPU else ()))
+    asked = arguments.provider or usual
+    missing = rivals.missing(asked)
+    if missing:
+        named = ", ".join(f"{name} ({package.distribution})" for name, package in missing.items())
+        print(f"normplug.bench: left out, as not installed: {named}", file=sys.stderr)
+    if len(missing) == len(asked):
+        raise SystemExit("normplug.bench: no provider is left.")
+    return [name for name in asked if name not in missing]
 
 
 def models(arguments: argparse.Namespace) -> None:
@@ -107,7 +136,8 @@ def plot(arguments: argparse.Namespace) -> None:
     with needs("normplug.bench plot", "bench", SystemExit):
         from normplug._report.figures import save_figure
         from normplug.bench.plot import draw
-    figure = _shown("plot", arguments.file, (KERNELS, MODELS), draw)
+    show = partial(draw, norm=arguments.norm, dtypes=arguments.dtype or ())
+    figure = _shown("plot", arguments.file, (KERNELS, MODELS, HOST), show)
     save_figure(figure, arguments.out or arguments.file.with_suffix(".png"))
 
 
@@ -121,6 +151,16 @@ def number(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
     return int(text)
+
+
+def sizes(text: str) -> Shape:
+    """A shape of the command line."""
+    parts = text.split("x")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"must be sizes of at least 1, joined by x, such as 512x8192; got {text!r}"
+        )
+    return tuple(map(int, parts))
 
 
 def _add_choices(command: argparse.ArgumentParser, **options: Iterable[str]) -> None:
@@ -161,8 +201,15 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("kernels", help="time the norms next to torch's own")
     command.set_defaults(command=kernels)
-    command.add_argument("--suite", choices=SUITES, default="headline")
-    providers = (*PROVIDERS, *rivals.PACKAGES)
+    command.add_argument("--suite", choices=SUITES, help=f"default: {SUITE}")
+    command.add_argument(
+        "--shape",
+        metavar="SIZES",
+        type=sizes,
+        action="append",
+        help="such as 512x8192: measure this instead of a suite; may be repeated",
+    )
+    providers = (*PROVIDERS, *rivals.PACKAGES, CPU)
     _add_choices(command, op=OPS, dtype=DTYPES, provider=providers)
     command.add_argument(
         "--only",
@@ -171,7 +218,9 @@ def parser() -> argparse.ArgumentParser:
         help="only cases whose name contains this, such as 'NHWC 256x512x28x28'",
     )
     _add_outputs(command)
-    command.add_argument("--trace", metavar="FILE", type=Path, help="a Chrome trace of our calls")
+    command.add_argument(
+        "--trace", metavar="FILE", type=Path, help="a Chrome trace of torch's calls and ours"
+    )
 
     command = commands.add_parser("models", help="time whole training steps, swapped and not")
     command.set_defaults(command=models)
@@ -221,12 +270,16 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("file", metavar="FILE.json", type=Path)
     command.add_argument("-o", "--out", metavar="FILE.md", type=Path, help="default: print it")
 
-    command = commands.add_parser("plot", help="draw the speed of LayerNorm or of training steps")
+    command = commands.add_parser("plot", help="draw the picture of a JSON file")
     command.set_defaults(command=plot)
     command.add_argument("file", metavar="FILE.json", type=Path)
     command.add_argument(
         "-o", "--out", metavar="FILE.png", type=Path, help="default: beside the JSON file"
     )
+    command.add_argument(
+        "--norm", choices=NORMS, help="of a file of kernels; default: the first that it has"
+    )
+    _add_choices(command, dtype=DTYPES)
 
     add_command(commands, number)
     return top

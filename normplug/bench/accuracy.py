@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from normplug.reference import accumulator_dtype
 # Roundings in the dtype of sums: of mean, rstd, weight * sqrt(tv) and the sums of gradients, and as
 # many in a truth that is itself float64.
 ROUNDINGS_OF_SUMS = 8
+# The difference from torch that results in float32 or float64 are expected to keep to.
+NEAR, NEAR_DTYPES = 1e-7, ("float32", "float64")
 
 
 class Piece(NamedTuple):
@@ -77,3 +79,23 @@ def require_accurate(
                 f"normplug.bench: {what}: {name} is wrong: its relative error to float64 is "
                 f"{error:.3g}, above {allowed:.3g} (torch eager has {yardstick[name]:.3g})."
             )
+
+
+def largest_difference(
+    outputs: Mapping[str, Tensor], expected: Mapping[str, Tensor], names: Collection[str]
+) -> float:
+    """How far any element of the named outputs is from what is expected.
+
+    In parts of the largest element of its output; absolute where that is 0.
+    """
+    parts = []
+    for name in names:
+        largest = expected[name].abs().max().double()
+        far = (outputs[name] - expected[name]).abs_().max().double()
+        parts.append(far / largest if largest > 0 else far)
+    return float(torch.stack(parts).max())  # NaN if any is
+
+
+def is_far(row: Mapping[str, Any]) -> bool:
+    """Whether a row in float32 or float64 differs from torch by more than `NEAR`."""
+    return row["dtype"] in NEAR_DTYPES and not row["difference"] <= NEAR

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,13 @@ from normplug import functional, reference, target_variance
 from normplug._torch import select_batch_norm_backend
 from normplug.bench.accuracy import Piece
 from normplug.bench.op import Function, Op, Problem
-from normplug.bench.suites import Case
+from normplug.bench.suites import Case, Shape
 
 EPS = 1e-5
 MOMENTUM = 0.1
 CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB of float64 a tensor
+
+Norm = Callable[..., Tensor]
 
 
 def make(case: Case, device: str, activation: str | None, has_residual: bool) -> Problem:
@@ -59,11 +61,16 @@ def make(case: Case, device: str, activation: str | None, has_residual: bool) ->
     return problem
 
 
-def normplug_bn(x: Tensor, **others: Any) -> Tensor:
+def refusal(shape: Shape) -> str | None:
+    """Why a BatchNorm in training does not take the shape."""
+    if not 2 <= len(shape) <= 5:
+        return "takes (N, C, *space) of 2 to 5 dimensions"
+    return None if math.prod(shape) > shape[1] else "needs more than one value per channel"
+
+
+def normplug_bn(x: Tensor, *, mode: str = "golden", **others: Any) -> Tensor:
     """The norm in one call, with the residual and the activation if there are any."""
-    return functional.batch_norm(
-        x, training=True, momentum=MOMENTUM, eps=EPS, mode="golden", **others
-    )
+    return functional.batch_norm(x, training=True, momentum=MOMENTUM, eps=EPS, mode=mode, **others)
 
 
 def eager_bn(
@@ -79,14 +86,28 @@ def eager_bn(
     return F.batch_norm(x, running_mean, running_var, weight, bias, True, MOMENTUM, EPS)
 
 
-def eager_bn_relu(**tensors: Tensor) -> Tensor:
+def cudnn_bn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor,
+) -> Tensor:
+    """The same by cuDNN, which eager takes in some dtypes only."""
+    num_batches_tracked.add_(1)
+    running = (running_mean, running_var)
+    return torch.cudnn_batch_norm(x, weight, bias, *running, True, MOMENTUM, EPS)[0]
+
+
+def relu_after(norm: Norm, **tensors: Tensor) -> Tensor:
     """What torchvision's residual blocks do: ReLU in place."""
-    return torch.relu_(eager_bn(**tensors))
+    return torch.relu_(norm(**tensors))
 
 
-def eager_bn_add_relu(residual: Tensor, **tensors: Tensor) -> Tensor:
+def add_relu_after(norm: Norm, residual: Tensor, **tensors: Tensor) -> Tensor:
     """What torchvision's residual blocks end in: both in place."""
-    out = eager_bn(**tensors)
+    out = norm(**tensors)
     out += residual
     return torch.relu_(out)
 
@@ -165,25 +186,28 @@ def _exact(problem: Problem, part: slice) -> dict[str, Tensor]:
 def _op(
     name: str,
     passes: dict[str, int],
-    eager: Function,
+    around: Callable[[Norm], Function],
     activation: str | None = None,
     has_residual: bool = False,
 ) -> Op:
+    """The operation; `around` adds to a norm what follows it."""
     return Op(
         name,
         passes,
         make=partial(make, activation=activation, has_residual=has_residual),
         normplug=partial(normplug_bn, activation=activation),
-        eager=eager,
+        eager=around(eager_bn),
         truth=partial(truth, activation=activation),
+        refusal=refusal,
         eager_facts=aten_backend,
+        rivals={"cudnn": lambda: around(cudnn_bn)},
     )
 
 
 # Forward reads x and writes y; backward reads dy and x, and writes dx. A residual adds a read, and
 # its gradient a write.
 OPS = (
-    _op("bn", {"F": 2, "F+B": 5}, eager_bn),
-    _op("bn_relu", {"F": 2, "F+B": 5}, eager_bn_relu, "relu"),
-    _op("bn_add_relu", {"F": 3, "F+B": 7}, eager_bn_add_relu, "relu", has_residual=True),
+    _op("bn", {"F": 2, "F+B": 5}, lambda norm: norm),
+    _op("bn_relu", {"F": 2, "F+B": 5}, partial(partial, relu_after), "relu"),
+    _op("bn_add_relu", {"F": 3, "F+B": 7}, partial(partial, add_relu_after), "relu", True),
 )

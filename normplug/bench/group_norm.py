@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from normplug import functional, reference
 from normplug.bench import rivals
 from normplug.bench.accuracy import Piece
 from normplug.bench.op import Function, Op, Problem
-from normplug.bench.suites import Case
+from normplug.bench.suites import Case, Shape
 
 EPS = 1e-5
 GROUPS = 32
@@ -24,7 +24,26 @@ CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB of float64 a tensor
 
 def groups_of(x: Tensor) -> int:
     """`GROUPS`, or the most below that divide the channels, too."""
-    return math.gcd(GROUPS, x.shape[1])
+    return _groups(x.shape)
+
+
+def _groups(shape: Sequence[int]) -> int:
+    return math.gcd(GROUPS, shape[1])
+
+
+def refusal(shape: Shape) -> str | None:
+    """Why a GroupNorm does not take the shape."""
+    if not 3 <= len(shape) <= 5:
+        return "takes (N, C, *space) of 3 to 5 dimensions"
+    per_group = math.prod(shape[1:]) // _groups(shape)
+    return None if per_group > 1 else "needs more than one value per group"
+
+
+def refusal_3d(shape: Shape) -> str | None:
+    """Why an InstanceNorm of volumes does not take the shape."""
+    if len(shape) != 5:
+        return "takes (N, C, D, H, W)"
+    return None if math.prod(shape[2:]) > 1 else "needs more than one value per channel"
 
 
 def make(case: Case, device: str) -> Problem:
@@ -51,15 +70,19 @@ def make(case: Case, device: str) -> Problem:
     return Problem(leaves, {}, {"y": image()})
 
 
-def normplug_gn(x: Tensor, weight: Tensor, bias: Tensor, **others: Any) -> Tensor:
+def normplug_gn(
+    x: Tensor, weight: Tensor, bias: Tensor, *, mode: str = "golden", **others: Any
+) -> Tensor:
     """The norm in one call, with the activation if there is one."""
-    return functional.group_norm(x, groups_of(x), weight, bias, EPS, mode="golden", **others)
+    return functional.group_norm(x, groups_of(x), weight, bias, EPS, mode=mode, **others)
 
 
-def normplug_in(x: Tensor, weight: Tensor, bias: Tensor, *, backend: str) -> Tensor:
+def normplug_in(
+    x: Tensor, weight: Tensor, bias: Tensor, *, mode: str = "golden", backend: str
+) -> Tensor:
     """The norm in one call."""
     return functional.instance_norm(
-        x, weight=weight, bias=bias, eps=EPS, mode="golden", backend=backend
+        x, weight=weight, bias=bias, eps=EPS, mode=mode, backend=backend
     )
 
 
@@ -108,6 +131,7 @@ def _op(
     eager: Function,
     activation: str | None = None,
     by_channel: bool = False,
+    refusal: Callable[[Shape], str | None] = refusal,
     **others: Any,
 ) -> Op:
     # Forward reads x and writes y; backward reads dy and x, and writes dx.
@@ -118,13 +142,17 @@ def _op(
         ours,
         eager,
         truth=partial(truth, activation=activation, by_channel=by_channel),
+        refusal=refusal,
         **others,
     )
 
 
-RIVALS = {"liger": partial(rivals.liger_group_norm, EPS, groups_of)}
+RIVALS = {
+    "liger": partial(rivals.liger_group_norm, EPS, groups_of),
+    "timm": partial(rivals.timm_group_norm, EPS, groups_of),
+}
 OPS = (
     _op("gn", normplug_gn, eager_gn, rivals=RIVALS),
     _op("gn_silu", partial(normplug_gn, activation="silu"), eager_gn_silu, "silu"),
-    _op("in3d", normplug_in, eager_in, by_channel=True),
+    _op("in3d", normplug_in, eager_in, by_channel=True, refusal=refusal_3d),
 )

@@ -15,7 +15,7 @@ from normplug import functional, reference
 from normplug.bench import rivals
 from normplug.bench.accuracy import Piece
 from normplug.bench.op import Op, Problem
-from normplug.bench.suites import Case
+from normplug.bench.suites import Case, Shape
 
 EPS = 1e-5
 MOMENTUM = 0.1
@@ -41,19 +41,26 @@ def make(extra: str | None, case: Case, device: str) -> Problem:
     return Problem(leaves, _state(dtype, device) if extra == "state" else {}, gradients)
 
 
-def normplug_ln(x: Tensor, weight: Tensor, bias: Tensor, **others: Any) -> Tensor:
+def refusal(shape: Shape) -> str | None:
+    """Why a norm of rows does not take the shape."""
+    return None if len(shape) >= 2 else "takes (*rows, width) of 2 or more dimensions"
+
+
+def normplug_ln(
+    x: Tensor, weight: Tensor, bias: Tensor, *, mode: str = "golden", **others: Any
+) -> Tensor:
     """The norm in one call, with running statistics or the input bias if there are any."""
     return functional.layer_norm(
-        x, x.shape[-1:], weight, bias, EPS, mode="golden", momentum=MOMENTUM, **others
+        x, x.shape[-1:], weight, bias, EPS, mode=mode, momentum=MOMENTUM, **others
     )
 
 
 def normplug_add_ln(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, backend: str
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, mode: str = "golden", backend: str
 ) -> tuple[Tensor, Tensor]:
     """Sum and norm in one call."""
     return functional.add_layer_norm(
-        x, residual, x.shape[-1:], weight, bias, EPS, mode="golden", backend=backend
+        x, residual, x.shape[-1:], weight, bias, EPS, mode=mode, backend=backend
     )
 
 
@@ -165,10 +172,20 @@ PASSES, PASSES_OF_SUM = {"F": 2, "F+B": 5}, {"F": 4, "F+B": 8}
 RIVALS = {
     "liger": partial(rivals.liger_layer_norm, EPS),
     "flaggems": partial(rivals.flaggems_layer_norm, EPS),
+    "quack": partial(rivals.quack_layer_norm, EPS),
+    "timm": partial(rivals.timm_layer_norm, EPS),
 }
 OPS = (
-    Op("ln", PASSES, partial(make, None), normplug_ln, eager_ln, truth, rivals=RIVALS),
-    Op("ln_stats", PASSES, partial(make, "state"), normplug_ln, eager_ln_stats, truth),
-    Op("add_ln", PASSES_OF_SUM, partial(make, "residual"), normplug_add_ln, eager_add_ln, truth),
-    Op("bias_ln", PASSES, partial(make, "input_bias"), normplug_ln, eager_bias_ln, truth),
+    Op("ln", PASSES, partial(make, None), normplug_ln, eager_ln, truth, refusal, rivals=RIVALS),
+    Op("ln_stats", PASSES, partial(make, "state"), normplug_ln, eager_ln_stats, truth, refusal),
+    Op(
+        "add_ln",
+        PASSES_OF_SUM,
+        partial(make, "residual"),
+        normplug_add_ln,
+        eager_add_ln,
+        truth,
+        refusal,
+    ),
+    Op("bias_ln", PASSES, partial(make, "input_bias"), normplug_ln, eager_bias_ln, truth, refusal),
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from normplug.bench.accuracy import Piece
-from normplug.bench.suites import Case
+from normplug.bench.suites import Case, Shape
 from normplug.bench.timing import Call
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -57,11 +57,13 @@ class Op:
         name: as in `Case.op`.
         passes: direction -> the fewest passes over the input's bytes.
         make: makes the tensors of a case on a device.
-        normplug: our function, golden; takes a problem's tensors by name, and `backend`.
+        normplug: our function, golden unless `mode` says else; takes a problem's tensors by name,
+            and `backend`.
         eager: the stock norm in separate calls of torch; takes a problem's tensors by name.
         truth: a problem's exact outputs for a target variance.
+        refusal: why the operation does not take a shape; None if it does.
         eager_facts: more keys for the rows of `eager`.
-        rivals: provider of `rivals.PACKAGES` -> loads its stock norm, which is called as `eager`.
+        rivals: provider -> loads its stock norm, which is called as `eager`.
     """
 
     name: str
@@ -70,5 +72,6 @@ class Op:
     normplug: Function
     eager: Function
     truth: Callable[[Problem, float], Iterator[Piece]]
+    refusal: Callable[[Shape], str | None]
     eager_facts: Callable[[Problem], dict[str, str]] = lambda problem: {}
     rivals: Mapping[str, Callable[[], Function]] = field(default_factory=dict)

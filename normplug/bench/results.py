@@ -14,11 +14,10 @@ import torch
 import normplug
 from normplug._report.files import write_file
 from normplug._report.provenance import versions
-from normplug.bench import rivals
 
 Row = dict[str, Any]
 
-PACKAGES = ("torch", "triton", "cuda", "python", "normplug", *rivals.PACKAGES.values())
+PACKAGES = ("torch", "triton", "cuda", "python", "normplug")
 
 
 class Results:
@@ -139,7 +138,7 @@ PROFILE = Kind(
 HOST = Kind(
     "times of single calls",
     "normplug.bench host",
-    "`normplug.bench table` takes it",
+    "`normplug.bench table` and `normplug.bench plot` take it",
     ORIGIN | {"settings", "rows"},
     frozenset({"op", "direction", "layout", "shape", "dtype", "provider", "wall_us"}),
 )
@@ -210,7 +209,7 @@ def read(path: Path, kinds: Collection[Kind]) -> dict[str, Any]:
 
 def provenance(*packages: str) -> dict[str, Any]:
     """The device, the versions (of `packages`, too) and the date of a measurement."""
-    found = versions(*rivals.PACKAGES.values(), *packages)
+    found = versions(*packages)
     found |= {"cuda": str(torch.version.cuda), "normplug": normplug.__version__}
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",

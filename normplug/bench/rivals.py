@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,27 @@ from normplug._extras import needs
 from normplug.bench.nets import EXTRAS
 from normplug.bench.op import Function
 
-PACKAGES = {"liger": "liger_kernel", "flaggems": "flag_gems"}  # provider -> what it imports
+
+class Package(NamedTuple):
+    """A package with norms: what is imported, and what pip installs."""
+
+    module: str
+    distribution: str
 
 
-def installed() -> tuple[str, ...]:
-    """The providers whose package is installed."""
-    return tuple(provider for provider, package in PACKAGES.items() if find_spec(package))
+PACKAGES = {  # by provider
+    "liger": Package("liger_kernel", "liger_kernel"),
+    "flaggems": Package("flag_gems", "flag_gems"),
+    "quack": Package("quack", "quack-kernels"),
+    "timm": Package("timm", "timm"),
+}
+DISTRIBUTIONS = tuple(package.distribution for package in PACKAGES.values())
+
+
+def missing(providers: Iterable[str]) -> dict[str, Package]:
+    """Those of the providers whose package is not installed."""
+    found = {name: PACKAGES[name] for name in providers if name in PACKAGES}
+    return {name: package for name, package in found.items() if not find_spec(package.module)}
 
 
 def liger_layer_norm(eps: float) -> Function:
@@ -108,3 +123,85 @@ def flaggems_layer_norm(eps: float) -> Function:
         return LayerNorm.apply(x, weight, bias)
 
     return layer_norm
+
+
+def flaggems_rms_norm(eps: float) -> Function:
+    """RMSNorm of FlagGems."""
+    import flag_gems
+
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return flag_gems.rms_norm(x, x.shape[-1:], weight, eps)
+
+    return rms_norm
+
+
+def quack_layer_norm(eps: float) -> Function:
+    """LayerNorm of QuACK: its two kernels, which take float32 parameters only."""
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    class LayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            y, rstd, mean = layernorm_fwd(x, weight, bias, eps, return_rstd=True, return_mean=True)
+            ctx.save_for_backward(x, weight, rstd, mean)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+            x, weight, rstd, mean = ctx.saved_tensors
+            return layernorm_bwd(x, weight, dy, rstd, mean)
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return LayerNorm.apply(x, weight, bias)
+
+    return layer_norm
+
+
+def quack_rms_norm(eps: float) -> Function:
+    """RMSNorm of QuACK."""
+    from quack.rmsnorm import rmsnorm
+
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return rmsnorm(x, weight, eps=eps)
+
+    return rms_norm
+
+
+def quack_add_rms_norm(eps: float) -> Function:
+    """Addition and RMSNorm of QuACK."""
+    from quack.rmsnorm import rmsnorm
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True)
+
+    return add_rms_norm
+
+
+def timm_layer_norm(eps: float) -> Function:
+    """Timm's fast LayerNorm: apex's if that is installed, and torch's if not."""
+    from timm.layers.fast_norm import fast_layer_norm
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return fast_layer_norm(x, list(x.shape[-1:]), weight, bias, eps)
+
+    return layer_norm
+
+
+def timm_rms_norm(eps: float) -> Function:
+    """Timm's fast RMSNorm: apex's if that is installed, and torch's if not."""
+    from timm.layers.fast_norm import fast_rms_norm
+
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return fast_rms_norm(x, list(x.shape[-1:]), weight, eps)
+
+    return rms_norm
+
+
+def timm_group_norm(eps: float, groups: Callable[[Tensor], int]) -> Function:
+    """Timm's fast GroupNorm, which is torch's without autocast's float32."""
+    from timm.layers.fast_norm import fast_group_norm
+
+    def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return fast_group_norm(x, groups(x), weight, bias, eps)
+
+    return group_norm

@@ -25,17 +25,17 @@ def make(extra: str | None, case: Case, device: str) -> Problem:
     return problem
 
 
-def normplug_rms(x: Tensor, weight: Tensor, *, backend: str) -> Tensor:
+def normplug_rms(x: Tensor, weight: Tensor, *, mode: str = "golden", backend: str) -> Tensor:
     """The norm in one call."""
-    return functional.rms_norm(x, x.shape[-1:], weight, EPS, mode="golden", backend=backend)
+    return functional.rms_norm(x, x.shape[-1:], weight, EPS, mode=mode, backend=backend)
 
 
 def normplug_add_rms(
-    x: Tensor, residual: Tensor, weight: Tensor, *, backend: str
+    x: Tensor, residual: Tensor, weight: Tensor, *, mode: str = "golden", backend: str
 ) -> tuple[Tensor, Tensor]:
     """Sum and norm in one call."""
     return functional.add_rms_norm(
-        x, residual, x.shape[-1:], weight, EPS, mode="golden", backend=backend
+        x, residual, x.shape[-1:], weight, EPS, mode=mode, backend=backend
     )
 
 
@@ -77,7 +77,13 @@ OPS = (
         normplug_rms,
         eager_rms,
         truth,
-        rivals={"liger": partial(rivals.liger_rms_norm, EPS)},
+        layer_norm.refusal,
+        rivals={
+            "liger": partial(rivals.liger_rms_norm, EPS),
+            "flaggems": partial(rivals.flaggems_rms_norm, EPS),
+            "quack": partial(rivals.quack_rms_norm, EPS),
+            "timm": partial(rivals.timm_rms_norm, EPS),
+        },
     ),
     Op(
         "add_rms",
@@ -86,6 +92,10 @@ OPS = (
         normplug_add_rms,
         eager_add_rms,
         truth,
-        rivals={"liger": partial(rivals.liger_add_rms_norm, EPS)},
+        layer_norm.refusal,
+        rivals={
+            "liger": partial(rivals.liger_add_rms_norm, EPS),
+            "quack": partial(rivals.quack_add_rms_norm, EPS),
+        },
     ),
 )

@@ -12,6 +12,12 @@ LAYER_NORMS = ("ln", "ln_stats", "add_ln", "bias_ln")
 RMS_NORMS = ("rms", "add_rms")
 ROW_NORMS = (*LAYER_NORMS, *RMS_NORMS)
 GROUP_NORMS = ("gn", "gn_silu", "in3d")
+NORMS = {  # as pictures call them
+    "BatchNorm": BATCH_NORMS,
+    "LayerNorm": LAYER_NORMS,
+    "RMSNorm": RMS_NORMS,
+    "GroupNorm": GROUP_NORMS,
+}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 HEADLINE_SHAPES: tuple[Shape, ...] = (
@@ -22,10 +28,10 @@ HEADLINE_SHAPES: tuple[Shape, ...] = (
     (512, 64, 32, 32),  # ResNet-18 on CIFAR: stem and first stage, batch 512
 )
 FUSED_SHAPES = (HEADLINE_SHAPES[0], HEADLINE_SHAPES[2])  # where a residual block adds
-SEED_SHAPES: tuple[Shape, ...] = (
-    (1024, 1000),
+FLOAT32_64_SHAPES: tuple[Shape, ...] = (
+    (1024, 1000),  # features
     (1024, 100_000),
-    (32, 64, 28, 28),
+    (32, 64, 28, 28),  # images
     (128, 256, 56, 56),
 )
 SMALL_SHAPES: tuple[Shape, ...] = (
@@ -97,8 +103,10 @@ def shape_name(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def layouts(shape: Shape) -> tuple[str, ...]:
-    """The memory layouts of a BatchNorm's input of this shape."""
+def layouts(op: str, shape: Shape) -> tuple[str, ...]:
+    """The memory layouts of an operation's input of this shape."""
+    if op in ROW_NORMS:
+        return ("rows",)
     if len(shape) == 2:
         return ("NC",)
     return ("NCHW",) if len(shape) == 3 else ("NCHW", "NHWC")
@@ -110,7 +118,7 @@ def _cases(ops: Iterable[str], shapes: Sequence[Shape], dtypes: Sequence[str]) -
         Case(op, layout, shape, dtype)
         for op in ops
         for shape in shapes
-        for layout in (("rows",) if op in ROW_NORMS else layouts(shape))
+        for layout in layouts(op, shape)
         for dtype in dtypes
     )
 
@@ -130,10 +138,10 @@ HEADLINE = (
     *_cases(["bias_ln"], [FEW_WIDE_ROWS], ["bfloat16", "float32"]),
     *_cases(["bias_ln"], CONVNEXT_ROWS, ["bfloat16"]),
 )
-SEED = tuple(
-    Case(op, layouts(shape)[0], shape, dtype)
+FLOAT32_64 = tuple(
+    Case(op, layouts(op, shape)[0], shape, dtype)
     for op in BATCH_NORMS
-    for shape in SEED_SHAPES
+    for shape in FLOAT32_64_SHAPES
     for dtype in ("float32", "float64")
 )
 SMALL = (
@@ -146,11 +154,21 @@ FAMILIES = (
     *_cases(["gn", "gn_silu"], GROUP_SHAPES, ["bfloat16"]),
     Case("in3d", "NHWC", VOLUME, "bfloat16"),
 )
+# BatchNorm where eager runs cuDNN's: float16, channels_last.
+CUDNN = (
+    *(Case("bn", "NHWC", shape, "float16") for shape in HEADLINE_SHAPES),
+    *(
+        Case(op, "NHWC", shape, "float16")
+        for op in ("bn_relu", "bn_add_relu")
+        for shape in FUSED_SHAPES
+    ),
+)
 FULL = (
     *HEADLINE,
-    *SEED,
+    *FLOAT32_64,
     *SMALL,
     *FAMILIES,
+    *CUDNN,
     *_cases(BATCH_NORMS, OTHER_SHAPES, ["bfloat16"]),
     *_cases(["bn"], HEADLINE_SHAPES[:1], ["float16"]),
     *_cases(["ln"], OTHER_ROWS, ["bfloat16", "float32"]),
@@ -158,11 +176,13 @@ FULL = (
 )
 SUITES: dict[str, tuple[Case, ...]] = {
     "headline": HEADLINE,
-    "seed": SEED,
+    "float32-float64": FLOAT32_64,
     "small": SMALL,
     "families": FAMILIES,
+    "cudnn": CUDNN,
     "full": tuple(dict.fromkeys(FULL)),
 }
+WITH_CPU = ("float32-float64",)  # the suites that also time torch on the CPU
 
 
 def select(

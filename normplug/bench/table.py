@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from normplug._report.markdown import table
+from normplug.bench.accuracy import NEAR, NEAR_DTYPES, is_far
 from normplug.bench.results import median
 from normplug.bench.suites import SUITES, shape_name
 
@@ -15,6 +17,36 @@ COLUMNS = ("op", "direction", "layout", "shape", "dtype")
 CASE = ("model", "batch")
 
 Row = Mapping[str, Any]
+Time = Callable[[Row], float]
+
+OURS, TWIN = "normplug", "normplug-triton"  # the twin is compared only where normplug is not
+PEERS = ("eager", "compile", "liger")  # arms of others
+# Whose training steps are compared, like with like.
+STEPS = (
+    ("swap", "eager"),
+    *(("swap+fuse", peer) for peer in PEERS),
+    ("swap+fuse+compile", "compile"),
+    ("swap+fuse+graph", "eager+graph"),
+    ("no-norm", "eager"),
+)
+# What a row has, the caption of its table, its time, and the cell that shows it.
+STEP_TIMES: tuple[tuple[str, str, Time, str], ...] = (
+    (
+        "ms",
+        "Median time of a training step, and samples a second",
+        lambda row: median(row, "ms"),
+        "{0:.2f} ms, {images_per_s:.0f}/s",
+    ),
+    ("median_ms", "Best time of a step, ms", itemgetter("ms"), "{0:.2f}"),
+    ("gpu_ms", "Time in which the GPU is busy in a step, ms", itemgetter("gpu_ms"), "{0:.2f}"),
+    ("host_ms", "The host's time for a step, ms", lambda row: median(row, "host_ms"), "{0:.2f}"),
+    (
+        "first_step_s",
+        "Time of the first step, with no compiled kernel on disk, s",
+        itemgetter("first_step_s"),
+        "{0:.1f}",
+    ),
+)
 
 
 def render(content: Mapping[str, Any]) -> str:
@@ -29,96 +61,100 @@ def render(content: Mapping[str, Any]) -> str:
 
 def _kernels(content: Mapping[str, Any]) -> str:
     rows = content["rows"]
+    processor = f" cpu: eager's wall time, {content['cpu']}." if "cpu" in content else ""
     parts = [
-        f"{_origin(content)} Copy: {content['copy_gbps']:.0f} GB/s, read and written.\n",
+        f"{_origin(content)} Copy: {content['copy_gbps']:.0f} GB/s, read and written.{processor}\n",
         "GPU time, as % of the speed of a copy that moves the fewest bytes the operation can "
         f"({_floors(rows)}), and median microseconds:\n",
-        _table(rows, lambda row: f"{row['percent_of_copy']:.0f}% ({_us(row['us'])})"),
+        _by_provider(
+            rows,
+            lambda row: f"{row['percent_of_copy']:.0f}% ({_us(row['us'])})",
+            time=itemgetter("us"),
+        ),
     ]
     small = [row for row in rows if tuple(row["shape"]) in SMALL]
     if small:
         parts += [
             "Small shapes, microseconds a call: until the host is free again / in calls back to "
-            "back, host and GPU overlapped:\n",
-            _table(small, lambda row: f"{_us(row['host_us'])} / {_us(row['wall_us'])}"),
+            "back, host and GPU overlapped. The last columns compare calls back to back:\n",
+            _by_provider(
+                small,
+                lambda row: f"{_us(row['host_us'])} / {_us(row['wall_us'])}",
+                time=itemgetter("wall_us"),
+            ),
+        ]
+    compared = [row for row in rows if "difference" in row]
+    if compared:
+        parts += [
+            "Largest difference from eager, in parts of the largest element of the same output; "
+            f"ours in mode standard; bold above {NEAR:g} in {' or '.join(NEAR_DTYPES)}:\n",
+            _by_provider(compared, _difference),
         ]
     return "\n".join(parts)
+
+
+def _difference(row: Row) -> str:
+    shown = f"{row['difference']:.1e}"
+    return f"**{shown}**" if is_far(row) else shown
 
 
 def _models(content: Mapping[str, Any]) -> str:
     """A table for each kind of figure that any row has; older files have fewer."""
     rows = content["rows"]
-    eager = {(row["model"], row["batch"]): row for row in rows if row["arm"] == "eager"}
-
-    def over_eager(row: Row, ms: float, whole: Callable[[Row], float | None], shown: str) -> str:
-        stock = eager.get((row["model"], row["batch"]))
-        stock_ms = None if stock is None else whole(stock)
-        return shown if stock_ms is None else f"{shown} ({stock_ms / ms:.2f}x)"
-
-    def speed(row: Row) -> str:
-        ms = median(row, "ms")
-        shown = f"{ms:.2f} ms, {row['images_per_s']:.0f}/s"
-        return over_eager(row, ms, lambda r: median(r, "ms") if "ms" in r else None, shown)
-
-    def busy(row: Row) -> str:
-        ms = row["gpu_ms"]
-        return over_eager(row, ms, lambda r: r.get("gpu_ms"), f"{ms:.2f}")
-
-    figures: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
-        ("ms", "Median time of a training step, samples a second, and speed over eager", speed),
-        ("median_ms", "Best time of a step, ms", lambda row: f"{row['ms']:.2f}"),
-        ("gpu_ms", "Time in which the GPU is busy in a step, ms, and speed over eager", busy),
-        ("peak_gib", "Peak memory of a step, GiB", lambda row: f"{row['peak_gib']:.2f}"),
-        ("host_ms", "The host's time for a step, ms", lambda row: f"{median(row, 'host_ms'):.2f}"),
-        (
-            "first_step_s",
-            "Time of the first step, with no compiled kernel on disk, s",
-            lambda row: f"{row['first_step_s']:.1f}",
-        ),
-    )
     parts = [_training(content)]
-    for key, caption, cell in figures:
+    for key, caption, time, shown in STEP_TIMES:
         found = [row for row in rows if row.get(key) is not None]
         if found:
-            parts += [f"{caption}:\n", _pivot(found, CASE, "arm", cell)]
+
+            def cell(row: Row, time: Time = time, shown: str = shown) -> str:
+                return shown.format(time(row), **row)
+
+            parts += [f"{caption}:\n", _pivot(found, CASE, "arm", cell, STEPS, time)]
+    weighed = [row for row in rows if row.get("peak_gib") is not None]
+    if weighed:
+        table_of_peaks = _pivot(weighed, CASE, "arm", lambda row: f"{row['peak_gib']:.2f}")
+        parts += ["Peak memory of a step, GiB:\n", table_of_peaks]
     return "\n".join(parts)
 
 
 def _host(content: Mapping[str, Any]) -> str:
     rows, how = content["rows"], content["settings"]
     cases = (*COLUMNS[:1], *COLUMNS[2:], COLUMNS[1])  # F and F+B of a case below each other
-
-    def case(row: Row) -> tuple[str, ...]:
-        return tuple(str(row[column]) for column in cases)
-
-    eager = {case(row): row["wall_us"] for row in rows if row["provider"] == "eager"}
-
-    def speed(row: Row) -> str:
-        whole = eager.get(case(row))
-        shown = _us(row["wall_us"])
-        return shown if whole is None else f"{shown} ({whole / row['wall_us']:.2f}x)"
-
     return "\n".join(
         [
             f"{_origin(content)} Mode {how['mode']}; best of {how['repeats']} repeats; host path: "
             f"{content['native']}.\n",
-            "Wall time of a call, microseconds, in calls back to back, and speed over eager:\n",
-            _table(rows, speed, cases),
+            "Wall time of a call, microseconds, in calls back to back:\n",
+            _by_provider(rows, lambda row: _us(row["wall_us"]), cases, itemgetter("wall_us")),
         ]
     )
 
 
 def _profile(content: Mapping[str, Any]) -> str:
-    cells = [
-        {**row, "group": group, "ms": ms}
-        for row in content["rows"]
-        for group, ms in row["groups_ms"].items()
-    ]
+    """A line for each arm, with the speed of its kernels over those of each peer."""
+    rows = content["rows"]
+    totals = {_key(row, (*CASE, "arm")): sum(row["groups_ms"].values()) for row in rows}
+    groups = list(dict.fromkeys(group for row in rows for group in row["groups_ms"]))
+    peers = [peer for peer in PEERS if any(row["arm"] == peer for row in rows)]
+    lines = []
+    for row in rows:
+        case, total = _key(row, CASE), totals[_key(row, (*CASE, "arm"))]
+        times = [row["groups_ms"].get(group) for group in groups]
+        over = [totals.get((*case, peer)) if peer != row["arm"] else None for peer in peers]
+        lines.append(
+            [
+                *case,
+                row["arm"],
+                *(NOTHING if time is None else f"{time:.2f}" for time in (*times, total)),
+                *(_times(whole, total) for whole in over),
+            ]
+        )
+    header = [*CASE, "arm", *groups, "all", *(f"over {peer}" for peer in peers)]
     return "\n".join(
         [
             _training(content),
             "GPU time of a training step by groups of kernels, ms:\n",
-            _pivot(cells, (*CASE, "arm"), "group", lambda cell: f"{cell['ms']:.2f}"),
+            table(header, lines, text=len(CASE) + 1),
         ]
     )
 
@@ -147,24 +183,71 @@ def _floors(rows: Iterable[Row]) -> str:
     )
 
 
-def _table(
-    rows: Iterable[Row], cell: Callable[[Row], str], columns: Sequence[str] = COLUMNS
+def _by_provider(
+    rows: Sequence[Row],
+    cell: Callable[[Row], str],
+    columns: Sequence[str] = COLUMNS,
+    time: Time | None = None,
 ) -> str:
-    """A line for each case of `kernels` or `host`, a column for each provider."""
-    return _pivot(rows, columns, "provider", cell)
+    """A line for each case of `kernels` or `host`, a column for each provider.
+
+    With `time`, also one for the speed of each of ours over each other provider.
+    """
+    names = list(dict.fromkeys(row["provider"] for row in rows))
+    ours = [name for name in names if name.startswith(OURS)]
+    compared = [name for name in ours if name != TWIN or OURS not in ours]
+    pairs = [(name, peer) for name in compared for peer in names if peer not in ours]
+    return _pivot(rows, columns, "provider", cell, pairs if time else (), time)
 
 
 def _pivot(
-    rows: Iterable[Row], columns: Sequence[str], series: str, cell: Callable[[Row], str]
+    rows: Iterable[Row],
+    columns: Sequence[str],
+    series: str,
+    cell: Callable[[Row], str],
+    pairs: Iterable[tuple[str, str]] = (),
+    time: Time | None = None,
 ) -> str:
-    """A line for each combination of `columns`, a column for each value of `series`."""
-    by_key: dict[tuple[str, ...], dict[str, str]] = {}
+    """A line for each combination of `columns`, a column for each value of `series`.
+
+    Args:
+        rows: what the table is of.
+        columns: keys of the rows.
+        series: a key of the rows.
+        cell: what is shown of a row.
+        pairs: two values of `series`; a column has the speed of the first over the second.
+        time: what is compared for the speed.
+    """
+    by_key: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
-        key = tuple(_text(row[column]) for column in columns)
-        by_key.setdefault(key, {})[row[series]] = cell(row)
-    names = list(dict.fromkeys(name for cells in by_key.values() for name in cells))
-    lines = ([*key, *(cells.get(name, NOTHING) for name in names)] for key, cells in by_key.items())
-    return table([*columns, *names], lines, text=len(columns))
+        by_key.setdefault(_key(row, columns), {})[row[series]] = row
+    lines = by_key.values()
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    pairs = [pair for pair in pairs if any(line.keys() >= set(pair) for line in lines)]
+
+    def speed(line: Mapping[str, Row], pair: tuple[str, str]) -> str:
+        assert time is not None
+        ours, peer = (time(line[name]) if name in line else None for name in pair)
+        return _times(peer, ours)
+
+    cells = (
+        [
+            *key,
+            *(cell(line[name]) if name in line else NOTHING for name in names),
+            *(speed(line, pair) for pair in pairs),
+        ]
+        for key, line in by_key.items()
+    )
+    header = [*columns, *names, *(f"{ours} over {peer}" for ours, peer in pairs)]
+    return table(header, cells, text=len(columns))
+
+
+def _times(whole: float | None, part: float | None) -> str:
+    return NOTHING if whole is None or part is None else f"{whole / part:.2f}x"
+
+
+def _key(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(_text(row[column]) for column in columns)
 
 
 def _text(value: Any) -> str:

@@ -205,6 +205,20 @@ def back_to_back(call: Call, count: int) -> HostTime:
     return HostTime((queued - start) / count * 1e6, (done - start) / count * 1e6)
 
 
+def cpu_us(call: Call, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Microseconds of each repetition of a call that uses no GPU, after a warm-up.
+
+    A slow call has fewer repetitions, but `TURN` at least.
+    """
+    call()
+    samples: list[float] = []
+    while len(samples) < TURN or (sum(samples) < BUDGET_S * 1e6 and len(samples) < MOST):
+        start = clock()
+        call()
+        samples.append((clock() - start) * 1e6)
+    return samples
+
+
 def at_rest() -> float:
     """Wait for the GPU, if this process uses one, then return the time in seconds."""
     if torch.cuda.is_initialized():

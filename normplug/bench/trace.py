@@ -1,4 +1,4 @@
-"""A timeline of what our calls put on the GPU."""
+"""A timeline of what torch's calls and ours put on the GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 from torch.profiler import profile, record_function
 
 from normplug.bench.kernels import OPS, OURS, memory_for
+from normplug.bench.op import Function
 from normplug.bench.suites import Case
 
 
 def trace(cases: Iterable[Case], path: Path, device: str) -> None:
-    """Write a Chrome trace: one call of normplug, after a warm-up, for each case and direction.
+    """Write a Chrome trace: a call of eager beside one of normplug, for each case and direction.
 
-    Perfetto and chrome://tracing show it.
+    Each is named after its case, direction and provider; calls before it warm up. Perfetto and
+    chrome://tracing show it.
     """
     with profile() as profiler:
         for case in cases:
@@ -28,13 +30,21 @@ def trace(cases: Iterable[Case], path: Path, device: str) -> None:
 
 def _call(case: Case, device: str) -> None:
     op = OPS[case.op]
+    functions: dict[str, Function] = {
+        "eager": op.eager,
+        "normplug": partial(op.normplug, backend=OURS["normplug"]),
+    }
     with record_function("setup"):
         problem = op.make(case, device)
-        calls = problem.calls(partial(op.normplug, backend=OURS["normplug"]))
-        for call in calls.values():
-            call()
-    for direction, call in calls.items():
-        with record_function(f"{case} {direction}"):
-            call()
+        calls = {name: problem.calls(function) for name, function in functions.items()}
+        for ways in calls.values():
+            for call in ways.values():
+                call()
+    for direction in op.passes:
+        for name, ways in calls.items():
             if device == "cuda":
                 torch.cuda.synchronize()
+            with record_function(f"{case} {direction} {name}"):
+                ways[direction]()
+                if device == "cuda":
+                    torch.cuda.synchronize()

@@ -135,8 +135,12 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 
         mean = mean(x)        var = mean((x - mean)^2)
 
+    A diagnostic: in a forward hook it shows the output of any layer. On CUDA a kernel reads `x`
+    once, unless it needs a gradient: pass `output.detach()`.
+
     Args:
-        x: (N, C) or (N, C, *space), floating point.
+        x: (N, C) or (N, C, *space), floating point. For features that come last, as in a
+            transformer, `x.flatten(0, -2)`.
 
     Returns:
         (mean, var), each (C,), float32 (float64 for float64 input); nan for an empty batch.

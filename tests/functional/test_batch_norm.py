@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from accuracy import leaf
 from batch_norm_cases import DTYPES, LAYOUTS, SHAPES, compare, make, run
 from calls import check_one_graph
 from normplug import _checks, functional, reference, target_variance
+from training import ROOT
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -143,6 +146,15 @@ def test_channel_stats_far_from_zero(dtype):
     torch.testing.assert_close(mean.double(), exact.mean((0, 2, 3)), rtol=1e-6, atol=0)
     torch.testing.assert_close(var.double(), exact.var((0, 2, 3), correction=0), rtol=1e-4, atol=0)
     assert functional.channel_stats(x[:0])[1].isnan().all()
+
+
+def test_the_documented_hook_shows_the_variance_that_golden_sets(capsys):
+    pages = [page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")]
+    blocks = [block for page in pages for block in re.findall(r"```python\n(.*?)```", page, re.S)]
+    (example,) = (block for block in blocks if "channel_stats(" in block)
+    torch.manual_seed(0)
+    exec(compile(example, "the documentation", "exec"), {})
+    assert capsys.readouterr().out == "0.618\n"
 
 
 X = torch.randn(4, 3, 2, 2)

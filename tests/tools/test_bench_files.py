@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from normplug.bench import rivals
+from normplug.bench import host, rivals
 from normplug.bench.__main__ import main
 from normplug.bench.groups import GROUPS
-from normplug.bench.kernels import PROVIDERS
-from normplug.bench.plot import ARM_COLOURS, STYLES, speed_figure, step_figure
+from normplug.bench.kernels import OPS, PROVIDERS
+from normplug.bench.plot import ARMS, NAMES, STYLES, draw, speed_figure, step_figure
 from normplug.bench.results import Results
 from normplug.bench.suites import WIDTHS
 from normplug.bench.table import render
@@ -49,13 +49,13 @@ NVIDIA H100, torch 2.11.0, triton 3.6.0, 2026-11-21. Copy: 3020 GB/s, read and w
 GPU time, as % of the speed of a copy that moves the fewest bytes the operation can \
 (bn: F 2P; bn_relu: F 2P), and median microseconds:
 
-| op | direction | layout | shape | dtype | normplug | eager |
-| --- | --- | --- | --- | --- | ---: | ---: |
-| bn | F | NHWC | 128x256x56x56 | bfloat16 | 91% (150) | 21% (640) |
-| bn_relu | F | NHWC | 32x64x14x14 | bfloat16 | - | 12% (10.0) |
+| op | direction | layout | shape | dtype | normplug | eager | normplug over eager |
+| --- | --- | --- | --- | --- | ---: | ---: | ---: |
+| bn | F | NHWC | 128x256x56x56 | bfloat16 | 91% (150) | 21% (640) | 4.26x |
+| bn_relu | F | NHWC | 32x64x14x14 | bfloat16 | - | 12% (10.0) | - |
 
 Small shapes, microseconds a call: until the host is free again / in calls back to back, host and \
-GPU overlapped:
+GPU overlapped. The last columns compare calls back to back:
 
 | op | direction | layout | shape | dtype | eager |
 | --- | --- | --- | --- | --- | ---: |
@@ -107,22 +107,50 @@ def test_the_table_of_models_has_a_line_for_each_case_and_a_cell_for_each_arm():
     )
     tables = [line for line in lines if line.startswith("| net")]
     assert tables == [
-        "| net | 8 | 20.00 ms, 400/s (1.00x) | 16.00 ms, 500/s (1.25x) |",
-        "| net | 4 | - | 10.00 ms, 400/s |",
+        "| net | 8 | 20.00 ms, 400/s | 16.00 ms, 500/s | 1.25x |",
+        "| net | 4 | - | 10.00 ms, 400/s | - |",
+        "| net | 8 | 5.00 | 4.00 | 1.25x |",
+        "| net | 4 | - | 2.50 | - |",
         "| net | 8 | 2.00 | 1.60 |",
         "| net | 4 | - | 1.00 |",
-        "| net | 8 | 5.00 | 4.00 |",
-        "| net | 4 | - | 2.50 |",
     ]
-    assert lines.count("| model | batch | eager | swap |") == 3
+    assert lines.count("| model | batch | eager | swap | swap over eager |") == 2
+    assert lines.count("| model | batch | eager | swap |") == 1
 
 
 def test_the_table_of_a_profile_has_a_line_for_each_arm_and_a_cell_for_each_group():
-    row = {"model": "net", "batch": 8, "arm": "swap", "kernels": []}
-    row["groups_ms"] = {name: float(place) for place, name in enumerate(GROUPS)}
-    lines = render({**MODELS, "rows": [row]}).splitlines()
-    assert f"| model | batch | arm | {' | '.join(GROUPS)} |" in lines
-    assert lines[-1] == "| net | 8 | swap | 0.00 | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 |"
+    rows = [
+        {"model": "net", "batch": 8, "arm": arm, "kernels": [], "groups_ms": times}
+        for arm, times in (
+            ("swap", {name: float(place) for place, name in enumerate(GROUPS)}),
+            ("eager", dict.fromkeys(GROUPS, 5.0)),
+        )
+    ]
+    lines = render({**MODELS, "rows": rows}).splitlines()
+    assert f"| model | batch | arm | {' | '.join(GROUPS)} | all | over eager |" in lines
+    assert lines[-2] == (
+        "| net | 8 | swap | 0.00 | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 | 15.00 | 2.00x |"
+    )
+    assert lines[-1].endswith("| 5.00 | 30.00 | - |")
+
+
+def test_the_table_compares_normplug_with_each_of_the_others():
+    def row(provider, us, **others):
+        return {**KERNELS["rows"][0], "provider": provider, "us": us, **others}
+
+    rows = [
+        row("normplug", 10.0, difference=3e-8, dtype="float32"),
+        row("normplug-triton", 11.0, difference=2e-7, dtype="float32"),
+        *(row(name, us, dtype="float32") for name, us in (("eager", 20.0), ("cpu", 500.0))),
+        row("normplug-triton", 40.0),
+        row("eager", 20.0),
+    ]
+    lines = render({**KERNELS, "rows": rows, "cpu": "CPU, 2 x Fast"}).splitlines()
+    assert "cpu: eager's wall time, CPU, 2 x Fast." in lines[0]
+    assert "| cpu | normplug over eager | normplug over cpu |" in lines[4]
+    assert lines[6].endswith("| 2.00x | 50.00x |")
+    assert lines[7].endswith("| - | 91% (40.0) | 91% (20.0) | - | - | - |")
+    assert lines[-1].endswith("| 3.0e-08 | **2.0e-07** |")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +186,8 @@ def speeds(op="ln"):
 
 def test_the_picture_of_kernels_has_a_line_for_each_provider_in_each_panel():
     figure = speed_figure(speeds())
-    titles = [f"{direction}, {dtype}" for dtype, direction in PANELS]
+    names = {"F": "forward", "F+B": "forward and backward"}
+    titles = [f"{names[direction]}, {dtype}" for dtype, direction in PANELS]
     assert [axes.get_title("left") for axes in figure.axes] == titles
     for axes in figure.axes:
         lines = {line.get_label(): line for line in axes.get_lines()}
@@ -178,7 +207,7 @@ def test_the_picture_of_models_has_a_bar_for_each_arm_of_each_case_with_eager():
     (axes,) = step_figure({**MODELS, "rows": rows}).axes
     labels = [text.get_text() for text in axes.get_yticklabels()]
     assert labels == ["net\nbatch 8", "other\nbatch 2"]
-    bars = {bars.get_label(): bars for bars in axes.containers if bars.get_label() in ARM_COLOURS}
+    bars = {bars.get_label(): bars for bars in axes.containers if bars.get_label() in ARMS}
     lengths = {arm: [bar.get_width() for bar in found] for arm, found in bars.items()}
     assert lengths == {"eager": [1.0, 1.0], "swap": [1.25]}
     (segment,) = bars["swap"].errorbar.lines[2][0].get_segments()
@@ -191,27 +220,83 @@ def test_the_gpus_time_has_a_panel_and_a_table_of_its_own():
     rows = [{**a_row("net", 8, arm, 20), "gpu_ms": ms} for arm, ms in (("eager", 18), ("swap", 12))]
     content = {**MODELS, "rows": [*rows, a_row("net", 8, "liger", 10)]}
     _, axes = step_figure(content).axes
-    assert axes.get_title("left") == "GPU busy"
+    assert axes.get_title("left") == "GPU busy (mean of a trace)"
     assert [bar.get_width() for bars in axes.containers for bar in bars] == [1.0, 1.5]
-    assert "| net | 8 | 18.00 (1.00x) | 12.00 (1.50x) |" in render(content).splitlines()
+    assert "| net | 8 | 18.00 | 12.00 | 1.50x |" in render(content).splitlines()
 
 
-def test_every_provider_has_a_look_of_its_own():
-    assert set(STYLES) == {*PROVIDERS, *rivals.PACKAGES}
-    assert len({style.colour for style in STYLES.values()}) == len(STYLES)
+def test_every_provider_has_a_look_of_its_own_without_colours_too():
+    assert set(STYLES) == {*PROVIDERS, *host.PROVIDERS, *rivals.PACKAGES, "cpu"}
+    for looks in (STYLES, ARMS):
+        for each in ("colour", "marker", "hatch"):
+            assert len({getattr(style, each) for style in looks.values()}) == len(looks)
+    assert set(NAMES) == set(OPS)
+
+
+def lengths(axes, left):
+    """Series -> case -> length of the bars of a panel; `left` begins its row and has the labels."""
+    cases = list(zip(axes.get_yticks(), left.get_yticklabels(), strict=True))
+
+    def case(bar):
+        return min(cases, key=lambda tick: abs(tick[0] - bar.get_center()[1]))[1].get_text()
+
+    return {
+        bars.get_label(): {case(bar): bar.get_width() for bar in bars} for bars in axes.containers
+    }
+
+
+def test_the_picture_of_shapes_has_a_panel_for_each_layout_and_direction():
+    rows = [
+        {**KERNELS["rows"][0], "provider": name, "percent_of_copy": float(place), **others}
+        for place, name in enumerate(("normplug", "normplug-triton", "eager"), 1)
+        for others in (
+            {},
+            {"op": "bn_relu"},
+            {"direction": "F+B"},
+            {"layout": "NCHW", "direction": "F+B"},
+        )
+    ]
+    figure = draw({**KERNELS, "rows": rows})
+    titles = [axes.get_title("left") for axes in figure.axes]
+    assert titles == [
+        f"{direction}, {layout}"
+        for layout in ("channels_last (NHWC)", "contiguous (NCHW)")
+        for direction in ("forward", "forward and backward")
+    ]
+    first, second, third, _ = figure.axes
+    both = {f"{name}\n128x256x56x56": 1.0 for name in ("BatchNorm", "BatchNorm + ReLU")}
+    assert lengths(first, first) == {"eager": dict.fromkeys(both, 3.0), "normplug": both}
+    assert lengths(second, first)["normplug"] == {"BatchNorm\n128x256x56x56": 1.0}
+    assert lengths(third, third) == {"eager": {}, "normplug": {}}
+    assert "NVIDIA H100, torch 2.11.0, triton 3.6.0, 2026-11-21" in figure.get_suptitle()
+    assert "3,020 GB/s" in figure.get_suptitle()
+
+
+def test_the_picture_of_the_host_has_a_panel_for_each_direction():
+    content = json.loads(result("host"))
+    forward, both = draw(content, dtypes=["float32"]).axes
+    assert forward.get_xlabel() == "microseconds a call"
+    for axes, direction in ((forward, "F"), (both, "F+B")):
+        for provider, bars in lengths(axes, forward).items():
+            found = ("float32", direction, provider)
+            rows = (
+                r for r in content["rows"] if (r["dtype"], r["direction"], r["provider"]) == found
+            )
+            assert list(bars.values()) == [row["wall_us"] for row in rows]
 
 
 def test_the_plot_command(tmp_path):
     source, target = tmp_path / "rows.json", tmp_path / "made" / "speed.png"
-    for content in (speeds(), MODELS):
-        source.write_text(json.dumps(content))
-        main(["plot", str(source), "-o", str(target)])
-        assert target.read_bytes().startswith(b"\x89PNG")
+    source.write_text(json.dumps(speeds()))
+    main(["plot", str(source), "--norm", "LayerNorm", "--dtype", "bfloat16", "-o", str(target)])
+    assert target.read_bytes().startswith(b"\x89PNG")
+    source.write_text(json.dumps(MODELS))
     main(["plot", str(source)])
-    assert source.with_suffix(".png").read_bytes() == target.read_bytes()
+    assert source.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     source.write_text(json.dumps(speeds(op="ln_stats")))
-    with pytest.raises(SystemExit, match=r"rows\.json: no row of ln with 4096 rows"):
-        main(["plot", str(source)])
+    for norm, reason in (("LayerNorm", "ln with 4096 rows"), ("GroupNorm", "GroupNorm")):
+        with pytest.raises(SystemExit, match=rf"rows\.json: no row of {reason}"):
+            main(["plot", str(source), "--norm", norm])
 
 
 def result(name):
@@ -265,7 +350,7 @@ def test_a_row_that_lacks_what_is_drawn_is_said_in_one_line(tmp_path):
         row.pop("gbps", None)
     source.write_text(json.dumps(content))
     with pytest.raises(SystemExit, match=r"normplug\.bench plot: .*rows\.json lacks 'gbps'\.$"):
-        main(["plot", str(source)])
+        main(["plot", str(source), "--norm", "LayerNorm"])
 
 
 @pytest.mark.parametrize("name", ["kernels", "models"])

@@ -113,14 +113,14 @@ def test_the_command_prints_a_table_with_ratios_and_writes_the_rows(tmp_path, mo
     path.write_text(json.dumps(content))
     main(["table", str(path)])
     lines = capsys.readouterr().out.splitlines()
-    header = "| op | layout | shape | dtype | direction | eager | normplug | normplug-python |"
-    assert header in lines
-    assert header in shown.out.splitlines()
-    assert "| ln | rows | 4x8 | float32 | F | 10.0 (1.00x) | 20.0 (0.50x) | 40.0 (0.25x) |" in lines
-    assert (
-        "| add_ln | rows | 4x8 | bfloat16 | F+B | 400 (1.00x) | 100 (4.00x) | 50.0 (8.00x) |"
-        in lines
+    (header,) = (line for line in lines if line.startswith("| op |"))
+    assert header == (
+        "| op | layout | shape | dtype | direction | eager | normplug | normplug-python "
+        "| normplug over eager | normplug-python over eager |"
     )
+    assert header in shown.out.splitlines()
+    assert "| ln | rows | 4x8 | float32 | F | 10.0 | 20.0 | 40.0 | 0.50x | 0.25x |" in lines
+    assert "| add_ln | rows | 4x8 | bfloat16 | F+B | 400 | 100 | 50.0 | 4.00x | 8.00x |" in lines
 
 
 def test_a_filter_that_nothing_passes_is_refused():

@@ -2,26 +2,42 @@
 
 import dataclasses
 import json
+import math
+import re
 import sys
 from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from normplug.bench import __main__ as bench
 from normplug.bench import kernels, results, rivals
 from normplug.bench.__main__ import main
-from normplug.bench.kernels import OPS, PROVIDERS, figures, measure, memory_for
+from normplug.bench.accuracy import is_far, largest_difference
+from normplug.bench.kernels import OPS, PROVIDERS, figures, line, measure, memory_for, own_cases
 from normplug.bench.suites import (
     BATCH_NORMS,
     DTYPES,
     GROUP_NORMS,
     ROW_NORMS,
     SUITES,
+    WITH_CPU,
     Case,
     layouts,
     select,
 )
-from normplug.bench.timing import BUDGET_S, FEWEST, LEAD, LEAD_US, MOST, TURN, HostTime, Stopwatch
+from normplug.bench.timing import (
+    BUDGET_S,
+    FEWEST,
+    LEAD,
+    LEAD_US,
+    MOST,
+    TURN,
+    HostTime,
+    Stopwatch,
+    cpu_us,
+)
 from normplug.bench.trace import trace
 from training import python
 
@@ -56,12 +72,13 @@ def test_the_ops_are_those_of_the_suites():
         assert {case.dtype for case in cases} <= set(DTYPES)
     assert {case.op for case in SUITES["full"]} == set(OPS)
     assert {case.op for case in (*SUITES["headline"], *SUITES["families"])} == set(OPS)
+    assert set(WITH_CPU) <= set(SUITES)
 
 
 def test_select_takes_what_fits_every_filter():
     chosen = select("small", ["bn", "bn_relu"], ["float32"], "NHWC 32x64x14x14")
     assert list(map(str, chosen)) == [f"{op} NHWC 32x64x14x14 float32" for op in ("bn", "bn_relu")]
-    assert select("seed", None, None, "") == list(SUITES["seed"])
+    assert select("cudnn", None, None, "") == list(SUITES["cudnn"])
 
 
 def test_figures():
@@ -80,7 +97,43 @@ def test_a_row_says_what_was_measured():
     case = {**SMALL._asdict(), "shape": [8, 16, 4, 4], "floor_bytes": 3 * 8 * 16 * 4 * 4 * 2}
     assert rows[0].items() >= {**case, "us": 20.0, "host_us": 7.0, "wall_us": 25.0}.items()
     assert rows[1]["aten_backend"] == "Native"
-    assert "aten_backend" not in rows[0]
+    assert rows[1].keys() ^ rows[0].keys() == {"aten_backend", "difference"}
+
+
+@pytest.mark.parametrize(("off", "far"), [(0.0, False), (1e-5, True)])
+def test_a_row_says_how_far_it_is_from_torch_in_mode_standard(off, far, monkeypatch):
+    stock = OPS["ln"]
+
+    def shifted(mode="golden", **tensors):
+        y = stock.normplug(mode=mode, **tensors)
+        return y + off * y.detach().abs().max() * (mode == "standard")
+
+    monkeypatch.setitem(OPS, "ln", dataclasses.replace(stock, normplug=shifted))
+    rows = rows_of(ROWS, ["normplug"])
+    assert [row["direction"] for row in rows] == ["F", "F+B"]
+    for row in rows:
+        assert row["difference"] == pytest.approx(off, rel=0.05)
+        assert is_far(row) == far == (" (> 1e-07)" in line(ROWS, [row]))
+        assert not is_far({**row, "dtype": "bfloat16"})
+
+
+def test_the_largest_difference_counts_in_parts_of_the_largest_element():
+    expected = {"y": torch.tensor([1.0, -4.0]), "dx": torch.zeros(2), "n": torch.tensor(3)}
+    outputs = {"y": torch.tensor([1.5, -4.0]), "dx": torch.tensor([0.25, 0.0]), "n": expected["n"]}
+    assert largest_difference(outputs, expected, ["y"]) == 0.125
+    assert largest_difference(outputs, expected, expected) == 0.25
+    outputs["n"] = torch.tensor(torch.nan)
+    assert math.isnan(largest_difference(outputs, expected, expected))
+
+
+def test_the_processor_is_timed_beside_the_gpu():
+    rows = rows_of(SMALL._replace(dtype="float64"), ["eager", "cpu"])
+    assert [row["provider"] for row in rows] == ["eager", "cpu"] * 2
+    for row in rows[1::2]:
+        assert 0 < row["us_p20"] <= row["us"] == row["host_us"] == row["wall_us"]
+        assert "difference" not in row
+    clock = iter(range(1000))
+    assert len(cpu_us(lambda: None, lambda: next(clock))) == TURN
 
 
 def test_a_provider_without_a_kernel_has_no_row(monkeypatch):
@@ -107,7 +160,7 @@ IMAGES = [(32, 33), (6, 33, 7), (6, 33, 4, 5), (3, 33, 2, 4, 5)]
     ],
 )
 def test_normplug_is_found_right_on_any_shape(op, shape, dtype):
-    for layout in ["rows"] if op in ROW_NORMS else layouts(shape):
+    for layout in layouts(op, shape):
         assert rows_of(Case(op, layout, shape, dtype), ["normplug"])
 
 
@@ -174,49 +227,106 @@ class LigerLayerNormFunction:
 """
 FLAGGEMS = """
 import torch
+import torch.nn.functional as F
 
 layer_norm = torch.native_layer_norm
 layer_norm_backward = torch.ops.aten.native_layer_norm_backward
+rms_norm = F.rms_norm
 """
+# As its signatures are in quack-kernels 0.6.5.
+QUACK = """
+import torch
+import torch.nn.functional as F
+
+def rmsnorm(x, weight=None, bias=None, residual=None, out_dtype=None, residual_dtype=None,
+            eps=1e-6, prenorm=False, weight_offset=0.0):
+    total = x if residual is None else x + residual
+    y = F.rms_norm(total, x.shape[-1:], weight, eps)
+    return (y, total) if prenorm else y
+
+def layernorm_fwd(x, weight, bias=None, eps=1e-6, return_rstd=False, return_mean=False):
+    assert weight.dtype == torch.float32, "Weight must be float32"
+    y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return y, rstd[:, 0], mean[:, 0]
+
+def layernorm_bwd(x, weight, dout, rstd, mean, has_bias=True):
+    others = (mean[:, None], rstd[:, None], weight, weight, [True] * 3)
+    return torch.ops.aten.native_layer_norm_backward(dout, x, x.shape[-1:], *others)
+"""
+TIMM = """
+import torch.nn.functional as F
+
+fast_layer_norm, fast_rms_norm, fast_group_norm = F.layer_norm, F.rms_norm, F.group_norm
+"""
+
+
+FAKES = {
+    "liger_kernel.ops.layer_norm": LIGER.format(tampered=""),
+    "flag_gems": FLAGGEMS,
+    "quack.rmsnorm": QUACK,
+    "timm.layers.fast_norm": TIMM,
+}
 
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Make packages of given text, the rivals' names free before and after."""
+    """Make packages of given text, the rivals' names free before and as they were after."""
+    known = {package.module: package for package in rivals.PACKAGES.values()}
 
-    def forget():
-        for name in list(sys.modules):
-            if name.split(".")[0] in rivals.PACKAGES.values():
-                del sys.modules[name]
+    def ours():
+        return [name for name in sys.modules if name.split(".")[0] in known]
 
-    def packages(**modules):
+    def packages(modules):
         for name, text in modules.items():
-            path = tmp_path.joinpath(*name.split("__")).with_suffix(".py")
+            path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
             path.parent.mkdir(parents=True, exist_ok=True)
-            for parent in path.relative_to(tmp_path).parents[
-                :-1
-            ]:  # one that is installed stays out
+            for parent in path.relative_to(tmp_path).parents[:-1]:  # an installed one stays out
                 tmp_path.joinpath(parent, "__init__.py").touch()
             path.write_text(text)
-            info = tmp_path / f"{name.split('__')[0]}-9.8.dist-info"
+            distribution = known[name.split(".")[0]].distribution
+            info = tmp_path / f"{distribution.replace('-', '_')}-9.8.dist-info"
             info.mkdir()
-            (info / "METADATA").write_text(f"Name: {name.split('__')[0]}\nVersion: 9.8\n")
+            (info / "METADATA").write_text(f"Name: {distribution}\nVersion: 9.8\n")
         monkeypatch.syspath_prepend(tmp_path)
 
-    forget()
+    for name in ours():
+        monkeypatch.delitem(sys.modules, name)
     yield packages
-    forget()
+    for name in ours():
+        del sys.modules[name]
+
+
+RIVALS_OF = {
+    "ln": ("liger", "flaggems", "quack", "timm"),
+    "rms": ("flaggems", "quack", "timm"),
+    "add_rms": ("quack",),
+    "gn": ("timm",),
+    "add_ln": (),
+}
 
 
 def test_rivals_that_are_there_are_measured(install):
-    install(liger_kernel__ops__layer_norm=LIGER.format(tampered=""), flag_gems=FLAGGEMS)
-    assert rivals.installed() == ("liger", "flaggems")
-    versions = results.provenance()["versions"]
-    assert {versions[package] for package in ("liger_kernel", "flag_gems")} == {"9.8"}
-    for provider in rivals.PACKAGES:
-        found = [(row["provider"], row["direction"]) for row in rows_of(ROWS, [provider])]
-        assert found == [(provider, "F"), (provider, "F+B")]
-    assert rows_of(ROWS._replace(op="add_ln"), rivals.PACKAGES) == []
+    install(FAKES)
+    assert rivals.missing(rivals.PACKAGES) == {}
+    versions = results.provenance(*rivals.DISTRIBUTIONS)["versions"]
+    assert {versions[distribution] for distribution in rivals.DISTRIBUTIONS} == {"9.8"}
+    for op, providers in RIVALS_OF.items():
+        case = ROWS._replace(op=op)
+        if op == "gn":
+            case = case._replace(shape=(2, 64, 3, 3), layout="NHWC")
+        found = [(row["direction"], row["provider"]) for row in rows_of(case, rivals.PACKAGES)]
+        assert found == list(product(("F", "F+B"), providers))
+
+
+def test_cudnns_batch_norm_is_timed_with_what_follows_it(monkeypatch):
+    def cudnn(x, weight, bias, mean, var, training, momentum, eps):
+        return (F.batch_norm(x, mean, var, weight, bias, training, momentum, eps), None)
+
+    monkeypatch.setattr(torch, "cudnn_batch_norm", cudnn)
+    for op in BATCH_NORMS:
+        rows = rows_of(SMALL._replace(op=op, dtype="float32"), ["cudnn"])
+        assert [row["difference"] for row in rows] == [0, 0]
+    assert {(case.layout, case.dtype) for case in SUITES["cudnn"]} == {("NHWC", "float16")}
 
 
 @pytest.mark.parametrize(
@@ -224,7 +334,7 @@ def test_rivals_that_are_there_are_measured(install):
     [("+ 0.001", (37, 64), "y is wrong"), ("", (1, 70_000), "Cannot launch Triton kernel")],
 )
 def test_a_rival_that_is_wrong_or_fails_is_left_out_aloud(install, capsys, tampered, shape, reason):
-    install(liger_kernel__ops__layer_norm=LIGER.format(tampered=tampered))
+    install({"liger_kernel.ops.layer_norm": LIGER.format(tampered=tampered)})
     rows = rows_of(ROWS._replace(shape=shape), ["liger", "eager"])
     assert [row["provider"] for row in rows] == ["eager", "eager"]
     error = capsys.readouterr().err
@@ -232,11 +342,59 @@ def test_a_rival_that_is_wrong_or_fails_is_left_out_aloud(install, capsys, tampe
     assert reason in error
 
 
-def test_a_rival_that_is_not_there_is_asked_for_in_vain(monkeypatch):
-    monkeypatch.setattr(rivals, "find_spec", lambda name: None)
-    assert rivals.installed() == ()
-    with pytest.raises(SystemExit, match="liger needs the package liger_kernel"):
+def test_rivals_that_are_not_there_are_named_in_one_line_and_skipped(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(rivals, "find_spec", lambda name: name == "timm")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "run", lambda cases, providers, json: asked.append(providers))
+    main(["kernels"])
+    assert asked == [[*PROVIDERS, "timm"]]
+    missing = "liger (liger_kernel), flaggems (flag_gems), quack (quack-kernels)"
+    line = f"normplug.bench: left out, as not installed: {missing}\n"
+    assert capsys.readouterr().err == line
+    main(["kernels", "--suite", "float32-float64"])
+    assert asked[1] == [*PROVIDERS, "timm", "cpu"]
+    with pytest.raises(SystemExit, match="no provider is left"):
         main(["kernels", "--provider", "liger"])
+
+
+def test_shapes_of_ones_own_are_measured_in_place_of_a_suite(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "run", lambda cases, providers, json: asked.extend(cases))
+    command = ["kernels", "--provider", "eager"]
+    main([*command, "--shape", "512x8192", "--dtype", "float32", "--op", "ln", "--op", "bn"])
+    main([*command, "--shape", "2x64x4x4", "--dtype", "float16", "--op", "gn"])
+    assert list(map(str, asked)) == [
+        "ln rows 512x8192 float32",
+        "bn NC 512x8192 float32",
+        "gn NCHW 2x64x4x4 float16",
+        "gn NHWC 2x64x4x4 float16",
+    ]
+    fits = {case.op for case in own_cases([(4, 8)], None, None)}
+    assert fits == {*BATCH_NORMS, *ROW_NORMS}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--shape", "512x"], "argument --shape: must be sizes of at least 1, .*; got '512x'"),
+        (["--shape", "4x0"], "must be sizes of at least 1"),
+        (["--shape", "4x8", "--suite", "small"], "--shape and --suite both say"),
+        (["--shape", "8", "--op", "ln"], r"ln takes \(\*rows, width\) .*; got --shape 8\."),
+        (["--shape", "4x8", "--op", "gn"], r"gn takes \(N, C, \*space\) of 3 to 5 .*shape 4x8"),
+        (["--shape", "4x8x2x2", "--op", "in3d"], r"in3d takes \(N, C, D, H, W\)"),
+        (["--shape", "1x8x1", "--op", "bn"], "bn needs more than one value per channel"),
+        (["--shape", "2x32x1", "--op", "gn"], "gn needs more than one value per group"),
+        (["--shape", "9"], "takes .*; got --shape 9"),
+        (["--shape", "4x8", "--only", "rows 5"], "no case of --shape passes the filters"),
+    ],
+)
+def test_a_shape_that_cannot_be_measured_is_refused(options, reason, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["kernels", *options])
+    said = str(caught.value) if caught.value.code != 2 else capsys.readouterr().err
+    assert re.search(reason, said), said
 
 
 TINY = {"rows": (3, 8), "NCHW": (2, 64, 2, 2), "NHWC": (2, 64, 2, 2)}
@@ -266,15 +424,16 @@ def test_the_families_are_measured_from_end_to_end(tmp_path, monkeypatch, capsys
         (*op, direction, name)
         for op, direction, name in product(ops, ("F", "F+B"), ("normplug", "eager"))
     }
-    assert len(page.read_text().splitlines()) == 6 + len(rows) / 2
+    # Two tables of a line for each case and direction: times, and differences.
+    assert len(page.read_text().splitlines()) == 11 + len(rows)
 
 
-def test_the_trace_names_every_call(tmp_path):
+def test_the_trace_has_torchs_calls_beside_ours(tmp_path):
     path = tmp_path / "made" / "trace.json"
     trace([SMALL], path, "cpu")
     names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
-    for direction in ("F", "F+B"):
-        assert names.count(f"{SMALL} {direction}") == 1
+    for direction, provider in product(("F", "F+B"), ("eager", "normplug")):
+        assert names.count(f"{SMALL} {direction} {provider}") == 1
 
 
 @pytest.mark.gpu
@@ -293,7 +452,7 @@ def test_a_small_suite_from_end_to_end(tmp_path):
     expected = product(("bn", "bn_add_relu"), ("NCHW", "NHWC"), ("F", "F+B"), providers)
     assert combinations >= set(expected)
     for row in content["rows"]:
-        assert row["provider"] in PROVIDERS
+        assert row["provider"] in (*PROVIDERS, *rivals.PACKAGES)
         assert row["shape"] == [32, 64, 14, 14]
         assert row["dtype"] == "bfloat16"
         assert 0 < row["us_p20"] <= row["us"] <= row["us_p80"] < 10_000
@@ -302,4 +461,4 @@ def test_a_small_suite_from_end_to_end(tmp_path):
         assert FEWEST <= row["repetitions"] <= MOST
         assert ("aten_backend" in row) == (row["provider"] == "eager")
     assert files["markdown"].read_text().count("32x64x14x14") == 2 * 8
-    assert "bn NHWC 32x64x14x14 bfloat16 F+B" in files["trace"].read_text()
+    assert "bn NHWC 32x64x14x14 bfloat16 F+B normplug" in files["trace"].read_text()
