@@ -19,7 +19,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from normplug._kernels.device import power_of_2
+from normplug._kernels.device import power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
 from normplug._ops.group_norm.eager import GroupNormPlan
@@ -45,7 +45,8 @@ LAGS = (6, 12, 24, 48, 96)  # KiB a multiprocessor
 def lag_of(shape, kib, sms):
     """The lag with so many KiB a multiprocessor on top of a unit."""
     if isinstance(shape, Columns):
-        values, at_once, most = shape.rb * shape.bc, shape.abreast * shape.k, shape.units * shape.k
+        values = shape.rows_each * shape.bc
+        at_once, most = shape.abreast * shape.k, shape.units * shape.k
     elif isinstance(shape, PlanesForward):
         values, at_once, most = shape.block, shape.k, shape.n * shape.groups * shape.k
     else:
@@ -93,24 +94,24 @@ def planes_backward(base, sms):
 
 
 def columns(base, sms):
-    for width, tile, warps in itertools.product((32, 64, 128, 256), (4096, 8192, 16384), (4, 8)):
+    itemsize = 2
+    for width, warps, u in itertools.product((32, 64, 128, 256), (4, 8), (4, 8)):
         together, bc = schedule._slab(base.groups, base.channels, width)
-        if bc != width or (tile == 16384 and warps == 4):
+        if bc != width or (u == 4 and warps == 8):
             continue
-        shape = dataclasses.replace(
-            base, slab_groups=together, bc=bc, rb=tile // bc, warps=warps, splits=1, lag=1
+        vector = min(16 // itemsize, unit_of(base.c, together * base.channels))
+        tile = max(warps * 32 * vector // bc, 1) * u
+        made = dataclasses.replace(
+            base, slab_groups=together, bc=bc, bt=tile // u, u=u, warps=warps, stages=3, abreast=1
         )
-        for abreast in sorted({1, shape.slabs}):
-            # Not compiled in, so this costs no compilation.
-            yield lagged(dataclasses.replace(shape, abreast=abreast), 24, sms)
-    rb = power_of_2(base.s)
-    for width, warps in itertools.product((16, 32, 64, 128), (4, 8, 16, 32)):
-        together, bc = schedule._slab(base.groups, base.channels, width)
-        if bc == width and rb * bc <= 32768 and 256 <= rb * bc // warps <= 2048:
-            yield dataclasses.replace(
-                base, slab_groups=together, bc=bc, rb=rb, warps=warps, splits=base.n, lag=0,
-                abreast=1,
-            )  # fmt: skip
+        if base.s * bc <= 1 << 18 and made.units >= 32:
+            yield dataclasses.replace(made, rows_each=base.s, lag=0)
+        for tiles in (1, 2, 4, 8):
+            if made.units * -(-base.s // (tiles * tile)) >= 64 and tiles * tile <= base.s:
+                shape = dataclasses.replace(made, rows_each=tiles * tile)
+                for abreast in sorted({1, made.slabs}):
+                    # Not compiled in, so this costs no compilation.
+                    yield lagged(dataclasses.replace(shape, abreast=abreast), 24, sms)
 
 
 def variants(base, sms):
@@ -189,7 +190,7 @@ class Sweep:
 
     def measured(self, direction, passes, shape, program, truth):
         row = {"case": self.name, "direction": direction, "shape": dataclasses.asdict(shape)}
-        row["held"] = shape.held
+        row["held"] = shape.lag == 0
         try:
             run = self.call(direction, program)
             wrong = self.right(run(), truth)

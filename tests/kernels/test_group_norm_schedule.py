@@ -29,7 +29,7 @@ def is_power_of_2(n):
 def test_the_shapes_meet_every_way_to_cut_them():
     for kind in {type(cut) for cut in CUTS}:
         cuts = [cut for cut in CUTS if type(cut) is kind]
-        assert {cut.held for cut in cuts} == {cut.even for cut in cuts} == {True, False}
+        assert {cut.lag == 0 for cut in cuts} == {cut.even for cut in cuts} == {True, False}
         assert any(cut.wide for cut in cuts)
     columns = [cut for cut in CUTS if isinstance(cut, Columns)]
     assert {cut.exact for cut in columns} == {True, False}
@@ -39,7 +39,7 @@ def test_the_shapes_meet_every_way_to_cut_them():
 def test_a_tile_is_written_after_all_of_its_unit_was_read():
     # The tiles of the units abreast are written in reverse: the first to be written is the last.
     for cut in CUTS:
-        if cut.held:
+        if cut.lag == 0:
             assert cut.k == 1, cut
         else:
             together = cut.abreast if isinstance(cut, Columns) else 1
@@ -55,7 +55,8 @@ def test_tiles_cover_a_unit_and_are_powers_of_2():
             assert cut.slabs % cut.abreast == 0, cut
             assert cut.gb >= cut.slab_groups, cut
             assert cut.c % cut.unit == cut.live % cut.unit == 0, cut
-            sizes = (cut.rb, cut.bc, cut.gb)
+            assert cut.k == 1 or cut.rows_each % (cut.u * cut.bt) == 0, cut
+            sizes = (cut.u, cut.bt, cut.bc, cut.gb)
         elif isinstance(cut, PlanesBackward):
             sizes = (cut.cb, cut.sb, cut.r)
         else:

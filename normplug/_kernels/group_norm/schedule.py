@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from normplug._kernels.device import floor_2, needs_int64, power_of_2, unit_of
 
 # Bytes of a unit, as float32 or wider, that a program holds at most. LayerNorm holds rows of
-# 32,768 halves. Backward there are two tensors, and in a slab sums for each of a thread's columns:
-# with more, registers spill.
+# 32,768 halves. Backward there are two tensors.
 _HELD_FORWARD, _HELD_BACKWARD = 128 << 10, 64 << 10
-_HELD_SLAB_FORWARD, _HELD_SLAB_BACKWARD = 64 << 10, 32 << 10
 _HELD_HALF_EMPTY = 64 << 10  # bytes up to which it does not matter how much is padding
 _HELD_BY_FEW = 16 << 10  # bytes up to which a group is held though few programs have work
 _SMALL_TILE = 4096  # values that a program takes of small units together
@@ -28,6 +26,8 @@ _SEGMENT_BYTES = 256  # of a row that a tile of columns reads
 _FEWEST_BYTES = 64  # the same, of a narrow slab: less than that wastes bandwidth
 _CACHED_UNIT = 24 << 20  # bytes of a unit that the L2 cache still holds when it is read again
 _ABREAST_SAMPLE = 8 << 20  # bytes of a sample whose slabs are taken in turn
+_SOLO_SLAB = 256 << 10  # bytes up to which one program is enough for a slab, if there are many
+_ITEM_BYTES = 64 << 10  # of a slab that a program reads
 _FINISH = 64  # channels of a gradient that one program adds up
 
 
@@ -138,10 +138,10 @@ class PlanesBackward:
 
 @dataclass(frozen=True)
 class Columns:
-    """`n` samples of `s` rows in slabs of `slab_groups` groups, in tiles of `rb` rows.
+    """`n` samples of `s` rows in slabs of `slab_groups` groups, in items of `rows_each` rows.
 
-    A slab's channels are padded to `bc` columns. The tiles of `abreast` slabs are taken in turn.
-    `lag` and `splits` as in `PlanesBackward`.
+    A slab's channels are padded to `bc` columns, of which a tile has `u` * `bt` rows. The items of
+    `abreast` slabs are taken in turn. `lag` as in `PlanesBackward`: 0 says that an item is a slab.
     """
 
     n: int
@@ -149,12 +149,14 @@ class Columns:
     channels: int
     s: int
     slab_groups: int
-    rb: int
     bc: int
+    bt: int
+    u: int
     warps: int
+    stages: int
+    rows_each: int
     lag: int = 0
     abreast: int = 1
-    splits: int = 1
     finish: int = _FINISH
 
     @property
@@ -191,34 +193,29 @@ class Columns:
         return self.n * self.slabs
 
     @property
-    def held(self) -> bool:
+    def solo(self) -> bool:
+        """Whether one program takes each slab of a sample."""
         return self.lag == 0
 
     @property
     def k(self) -> int:
-        """Tiles of a slab of a sample."""
-        return -(-self.s // self.rb)
+        """Items of a slab of a sample."""
+        return -(-self.s // self.rows_each)
 
     @property
     def programs(self) -> int:
-        """Programs that read tiles first, backward."""
-        return self.slabs * self.splits if self.held else self.units * self.k
-
-    @property
-    def parts(self) -> int:
-        """Parts that the sums for weight and bias come in."""
-        return self.splits if self.held else self.n
+        """Programs that gather items."""
+        return self.units * self.k
 
     @property
     def even(self) -> bool:
-        """Whether all of every tile exists."""
-        whole = self.live == self.bc and self.groups % self.slab_groups == 0
-        return whole and self.s % self.rb == 0
+        """Whether slabs fill their padding."""
+        return self.live == self.bc and self.groups % self.slab_groups == 0
 
     @property
     def wide(self) -> bool:
-        """Whether offsets need 64 bits."""
-        return needs_int64(self.n * self.s, self.c)
+        """Whether offsets in a sample need 64 bits."""
+        return needs_int64(self.s, self.c)
 
 
 def group_norm_forward(
@@ -328,30 +325,32 @@ def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:
 def _columns(
     n: int, groups: int, channels: int, s: int, itemsize: int, tensors: int, sms: int
 ) -> Columns:
-    most = (_HELD_SLAB_FORWARD if tensors == 1 else _HELD_SLAB_BACKWARD) // max(itemsize, 4)
-    held = _held_slab(groups, channels, s, itemsize, most)
-    if held is not None:
-        slab_groups, bc = held
-        rb = power_of_2(s)
-        splits = _splits(n, -(-groups // slab_groups), sms) if tensors > 1 else 1
-        warps = _held_warps(rb * bc, tensors)
-        return Columns(n, groups, channels, s, slab_groups, rb, bc, warps, splits=splits)
     slab_groups, bc = _slab(groups, channels, _SEGMENT_BYTES // itemsize)
-    unit_bytes = s * itemsize * tensors
-    if unit_bytes * slab_groups * channels > _CACHED_UNIT:
+    slab_bytes = s * itemsize * tensors  # of each column
+    if slab_bytes * slab_groups * channels > _CACHED_UNIT:
         # One slab after the other, each so narrow that the cache holds it, if there are such.
-        narrow = _slab(groups, channels, min(_CACHED_UNIT // unit_bytes, _SEGMENT_BYTES))
+        narrow = _slab(groups, channels, min(_CACHED_UNIT // slab_bytes, _SEGMENT_BYTES))
         if narrow[0] * channels * itemsize >= _FEWEST_BYTES and narrow[1] < bc:
             slab_groups, bc = narrow
-    rb = max(_tile(2 * tensors * itemsize) // bc, 1)
+    warps, u, stages = 4, 4 if itemsize == 8 else 8, 3
+    vector = min(16 // itemsize, unit_of(groups * channels, slab_groups * channels))
+    bt = max(warps * 32 * vector // bc, 1)
     slabs = -(-groups // slab_groups)
-    while rb > 8 and n * slabs * -(-s // rb) < 2 * sms:
-        rb //= 2
-    abreast = slabs if unit_bytes * groups * channels <= _ABREAST_SAMPLE else 1
-    k = -(-s // rb)
-    lag = min(sms * _LAG_BYTES // (rb * bc * itemsize) + abreast * k, n * slabs * k)
-    warps = max(min(rb * bc // 1024, 4), min(rb * bc // 2048, 32), 1)
-    return Columns(n, groups, channels, s, slab_groups, rb, bc, warps, lag, abreast)
+    abreast = slabs if slab_bytes * groups * channels <= _ABREAST_SAMPLE else 1
+
+    def cut(rows_each: int, lag: int) -> Columns:
+        return Columns(
+            n, groups, channels, s, slab_groups, bc, bt, u, warps, stages, rows_each, lag, abreast
+        )
+
+    if s <= u * bt or (n * slabs >= sms and slab_bytes * bc <= _SOLO_SLAB):
+        return cut(s, 0)
+    rows_each = max(_ITEM_BYTES // (itemsize * tensors * bc * u * bt), 1) * u * bt
+    while rows_each > u * bt and n * slabs * -(-s // rows_each) < 4 * sms:
+        rows_each //= 2
+    k = -(-s // rows_each)
+    lag = min(sms * _LAG_BYTES // (rows_each * bc * itemsize) + abreast * k, n * slabs * k)
+    return cut(rows_each, lag)
 
 
 def _slab(groups: int, channels: int, columns: int) -> tuple[int, int]:
@@ -361,15 +360,3 @@ def _slab(groups: int, channels: int, columns: int) -> tuple[int, int]:
     if step < together < groups:
         together -= together % step
     return together, max(power_of_2(together * channels), 8)
-
-
-def _held_slab(
-    groups: int, channels: int, s: int, itemsize: int, values: int
-) -> tuple[int, int] | None:
-    """The same of a slab of which a program holds `values`; None if it would be too narrow."""
-    most = values // power_of_2(s)
-    if most < max(power_of_2(channels), 8):
-        return None
-    together, bc = _slab(groups, channels, min(most, _SEGMENT_BYTES // itemsize))
-    wide = together * channels * itemsize >= _FEWEST_BYTES or together == groups
-    return (together, bc) if bc <= most and wide else None
