@@ -95,14 +95,22 @@ def planes_backward(base, sms):
 
 def columns(base, sms):
     itemsize = 2
-    for width, warps, u in itertools.product((32, 64, 128, 256), (4, 8), (4, 8)):
+    kinds = ((4, 8, 1), (4, 8, 3), (4, 4, 1), (8, 8, 1), (8, 4, 1))  # warps, u, stages
+    for width, (warps, u, stages) in itertools.product((32, 64, 128, 256), kinds):
         together, bc = schedule._slab(base.groups, base.channels, width)
-        if bc != width or (u == 4 and warps == 8):
+        if bc != width:
             continue
         vector = min(16 // itemsize, unit_of(base.c, together * base.channels))
         tile = max(warps * 32 * vector // bc, 1) * u
         made = dataclasses.replace(
-            base, slab_groups=together, bc=bc, bt=tile // u, u=u, warps=warps, stages=3, abreast=1
+            base,
+            slab_groups=together,
+            bc=bc,
+            bt=tile // u,
+            u=u,
+            warps=warps,
+            stages=stages,
+            abreast=1,
         )
         if base.s * bc <= 1 << 18 and made.units >= 32:
             yield dataclasses.replace(made, rows_each=base.s, lag=0)
@@ -218,7 +226,7 @@ class Sweep:
             rows.append((shape, self.measured(direction, passes, shape, program, truth)))
         good = sorted((pair for pair in rows if "us" in pair[1]), key=lambda pair: pair[1]["us"])
         # The lag is not compiled in.
-        for shape, _ in [pair for pair in good if not pair[0].held][:2]:
+        for shape, _ in [pair for pair in good if pair[0].lag][:2]:
             for kib in LAGS:
                 other = lagged(shape, kib, self.sms)
                 if other != shape:

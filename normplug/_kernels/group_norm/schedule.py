@@ -332,7 +332,7 @@ def _columns(
         narrow = _slab(groups, channels, min(_CACHED_UNIT // slab_bytes, _SEGMENT_BYTES))
         if narrow[0] * channels * itemsize >= _FEWEST_BYTES and narrow[1] < bc:
             slab_groups, bc = narrow
-    warps, u, stages = 4, 4 if itemsize == 8 else 8, 3
+    warps, u, stages = 4, 4 if itemsize == 8 else 8, 1
     vector = min(16 // itemsize, unit_of(groups * channels, slab_groups * channels))
     bt = max(warps * 32 * vector // bc, 1)
     slabs = -(-groups // slab_groups)
