@@ -95,7 +95,7 @@ def planes_backward(base, sms):
 
 def columns(base, sms):
     itemsize = 2
-    kinds = ((4, 8), (4, 4), (2, 8), (2, 4), (1, 8), (1, 4))  # warps, u
+    kinds = ((4, 8), (4, 4), (4, 2), (2, 8), (2, 4), (1, 8), (1, 4))  # warps, u
     for width, (warps, u) in itertools.product((32, 64, 128), kinds):
         together, bc = schedule._slab(base.groups, base.channels, width)
         if bc != width:
@@ -114,6 +114,13 @@ def columns(base, sms):
         )
         if base.s * bc <= 1 << 18 and made.units >= 32:
             yield dataclasses.replace(made, rows_each=base.s, lag=0)
+        for each in (8, 12):  # warps of a multiprocessor
+            programs = (sms * (each // warps) - base.c // 64) // made.units
+            if programs > 1:
+                rows = -(-base.s // (programs * tile)) * tile
+                yield dataclasses.replace(made, rows_each=rows, lag=0, stages=1)
+                if warps == 4:
+                    yield dataclasses.replace(made, rows_each=rows, lag=0, stages=3)
         for tiles in (1, 2, 4, 8, 16):
             if made.units * -(-base.s // (tiles * tile)) >= 256 and tiles * tile <= base.s:
                 shape = dataclasses.replace(made, rows_each=tiles * tile)

@@ -7,7 +7,9 @@ ROWS_EACH rows, one or more tiles, that a program reads one after the other. Sum
 taken for each column first, and then over the columns of each group.
 
 The items of ABREAST slabs of a sample are taken in turn, all of them or one: rows of several slabs
-are read together as they lie in memory, and one slab at a time stays in the cache.
+are read together as they lie in memory, and one slab at a time stays in the cache. Where the cache
+holds the whole tensor, each program keeps to its OWN item. It reads the item down, waits for the
+unit's other programs, and goes back up to write; all programs run at once (a cooperative launch).
 """
 
 import triton
@@ -44,7 +46,8 @@ from normplug._kernels.waiting import arrive, wait
 #   U, BT, BC            a tile: U steps of BT rows, of BC columns
 #   GB                   groups of a slab, padded to a power of two
 #   STAGES               tiles under way at once in a loop over tiles
-#   SOLO                 an item is a whole unit
+#   OWN                  a program writes the item that it gathered, and none that lies LAG before
+#   SOLO                 such an item is a whole unit
 #   EXACT                the columns are GB times CHANNELS, which is a power of two
 _SIZES = [
     "N", "G", "CHANNELS", "S", "WIDTH_UNITS", "TOGETHER", "LIVE_UNITS", "SLABS", "ABREAST", "K",
@@ -161,13 +164,13 @@ def group_norm_columns_forward(
     N, G, CHANNELS, S, WIDTH_UNITS, TOGETHER, LIVE_UNITS, SLABS, ABREAST, K, ROWS_EACH, LAG,
     eps, root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
-    STAGES: tl.constexpr, EXACT: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
+    STAGES: tl.constexpr, EXACT: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr,
+    ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias); stats = (mean, rstd) of all groups.
 
-    Program t gathers item t, and writes item t - LAG, or if SOLO its own.
+    Program t gathers item t, and writes item t - LAG, or its OWN.
     """
     t = tl.program_id(0)
     C = WIDTH_UNITS * UNIT
@@ -193,14 +196,17 @@ def group_norm_columns_forward(
             save_statistics(stats_ptr, groups, there, GROUPS, mean, m2, n, eps, ACC)
             if not SOLO:
                 arrive(ready_flag(counters_ptr, unit, UNITS, K))
-        if SOLO:
-            tl.debug_barrier()
+        if OWN:
+            if SOLO:
+                tl.debug_barrier()
+            else:
+                wait(ready_flag(counters_ptr, unit, UNITS, K), 1, K)
             _write_item(
                 x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, sample, start, end, S, C, G,
                 columns, live, group, GROUPS, root, U, BT, STAGES, ACC, WEIGHT, BIAS, ACTIVATION,
                 EVEN, WIDE,
             )  # fmt: skip
-    if not SOLO:
+    if not OWN:
         if t >= LAG:
             unit, sample, slab, k, start, end = _item(
                 t - LAG, SLABS, ABREAST, K, S, ROWS_EACH, True
@@ -305,10 +311,10 @@ def group_norm_columns_backward(
     N, G, CHANNELS, S, WIDTH_UNITS, TOGETHER, LIVE_UNITS, SLABS, ABREAST, K, ROWS_EACH, LAG,
     root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
-    STAGES: tl.constexpr, EXACT: tl.constexpr, SOLO: tl.constexpr, FINISH: tl.constexpr,
-    PARTS: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, EXACT: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr,
+    FINISH: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `group_norm_columns_forward` that DX, DWEIGHT and DBIAS ask for."""
     t = tl.program_id(0)
@@ -357,14 +363,17 @@ def group_norm_columns_backward(
             if SUMS:
                 publish_sums(sums_ptr, sample, columns, live, C, dz, dz_xhat, DWEIGHT, DBIAS)
                 arrive(done_ptr)
-        if SOLO and DX:
-            tl.debug_barrier()
+        if OWN and DX:
+            if SOLO:
+                tl.debug_barrier()
+            else:
+                wait(ready_flag(counters_ptr, unit, UNITS, K), 1, K)
             _write_item_dx(
                 dy_ptr, x_ptr, dx_ptr, means_ptr, unit, own, before, start, end, columns, live, C,
                 mean, rstd, scale, bias, root, U, BT, GB, STAGES, ACC, ACTIVATION, EVEN, WIDE,
             )  # fmt: skip
     u = t - LAG
-    if DX and not SOLO:
+    if DX and not OWN:
         if (u >= 0) & (u < UNITS * K):
             unit, sample, slab, k, start, end = _item(u, SLABS, ABREAST, K, S, ROWS_EACH, True)
             columns, live, own, group = slab_columns(slab, LIVE, C, CHANNELS, TOGETHER, BC, True)

@@ -55,6 +55,8 @@ def forward_launch(
             scalars=numbers,
             constants={**_column_tile(shape), **constants},
             warps=shape.warps,
+            cooperative=shape.own and not shape.solo,
+            registers=shape.registers,
         )
     unit = unit_of(shape.width)
     return Launch(
@@ -120,6 +122,8 @@ def backward_launch(
             scalars=numbers,
             constants={**_column_tile(shape), **constants},
             warps=shape.warps,
+            cooperative=shape.own and not shape.solo,
+            registers=shape.registers,
         )
     unit = unit_of(shape.hw)
     return Launch(
@@ -202,5 +206,6 @@ def _column_tile(shape: Columns) -> dict[str, Any]:
         "GB": shape.gb,
         "STAGES": shape.stages,
         "EXACT": shape.exact,
+        "OWN": shape.own,
         "SOLO": shape.solo,
     }

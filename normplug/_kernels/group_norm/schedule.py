@@ -27,6 +27,8 @@ _FEWEST_BYTES = 64  # the same, of a narrow slab: less than that wastes bandwidt
 _CACHED_UNIT = 24 << 20  # bytes of a unit that the L2 cache still holds when it is read again
 _ABREAST_SAMPLE = 8 << 20  # bytes of a sample whose slabs are taken in turn
 _SOLO_SLAB = 256 << 10  # bytes up to which one program is enough for a slab, if there are many
+# Registers of a thread with which a multiprocessor runs 12 warps at once.
+_OWN_REGISTERS, _OWN_WARPS = 168, 12
 _ITEM_BYTES = 64 << 10  # of a slab that a program reads
 _FINISH = 64  # channels of a gradient that one program adds up
 
@@ -141,7 +143,8 @@ class Columns:
     """`n` samples of `s` rows in slabs of `slab_groups` groups, in items of `rows_each` rows.
 
     A slab's channels are padded to `bc` columns, of which a tile has `u` * `bt` rows. The items of
-    `abreast` slabs are taken in turn. `lag` as in `PlanesBackward`: 0 says that an item is a slab.
+    `abreast` slabs are taken in turn. `lag` as in `PlanesBackward`: 0 says that each program writes
+    the item that it read.
     """
 
     n: int
@@ -193,9 +196,19 @@ class Columns:
         return self.n * self.slabs
 
     @property
+    def own(self) -> bool:
+        """Whether each program writes the item that it read."""
+        return self.lag == 0
+
+    @property
     def solo(self) -> bool:
         """Whether one program takes each slab of a sample."""
-        return self.lag == 0
+        return self.own and self.k == 1
+
+    @property
+    def registers(self) -> int | None:
+        """The most that a thread may have, so that all programs run at once."""
+        return _OWN_REGISTERS if self.own and not self.solo else None
 
     @property
     def k(self) -> int:
