@@ -46,7 +46,7 @@ def lag_of(shape, kib, sms):
     """The lag with so many KiB a multiprocessor on top of a unit."""
     if isinstance(shape, Columns):
         values = shape.rows_each * shape.bc
-        at_once, most = shape.abreast * shape.k, shape.units * shape.k
+        at_once, most = shape.slabs * shape.k, shape.units * shape.k
     elif isinstance(shape, PlanesForward):
         values, at_once, most = shape.block, shape.k, shape.n * shape.groups * shape.k
     else:
@@ -95,38 +95,16 @@ def planes_backward(base, sms):
 
 def columns(base, sms):
     itemsize = 2
-    kinds = ((4, 8), (4, 4), (4, 2), (2, 8), (2, 4), (1, 8), (1, 4))  # warps, u
-    for width, (warps, u) in itertools.product((32, 64, 128), kinds):
-        together, bc = schedule._slab(base.groups, base.channels, width)
-        if bc != width:
+    kinds = ((4, 8), (4, 4), (4, 2), (2, 8), (2, 4), (8, 4))  # warps, u
+    for bc, (warps, u), stages in itertools.product((32, 64, 128), kinds, (1, 3)):
+        if base.c % bc:
             continue
-        vector = min(16 // itemsize, unit_of(base.c, together * base.channels))
-        tile = max(warps * 32 * vector // bc, 1) * u
-        made = dataclasses.replace(
-            base,
-            slab_groups=together,
-            bc=bc,
-            bt=tile // u,
-            u=u,
-            warps=warps,
-            stages=1,
-            abreast=1,
-        )
-        if base.s * bc <= 1 << 18 and made.units >= 32:
-            yield dataclasses.replace(made, rows_each=base.s, lag=0)
-        for each in (8, 12):  # warps of a multiprocessor
-            programs = (sms * (each // warps) - base.c // 64) // made.units
-            if programs > 1:
-                rows = -(-base.s // (programs * tile)) * tile
-                yield dataclasses.replace(made, rows_each=rows, lag=0, stages=1)
-                if warps == 4:
-                    yield dataclasses.replace(made, rows_each=rows, lag=0, stages=3)
+        tile = max(warps * 32 * min(16 // itemsize, unit_of(base.c)) // bc, 1) * u
+        made = dataclasses.replace(base, bc=bc, bt=tile // u, u=u, warps=warps, stages=stages)
         for tiles in (1, 2, 4, 8, 16):
-            if made.units * -(-base.s // (tiles * tile)) >= 256 and tiles * tile <= base.s:
-                shape = dataclasses.replace(made, rows_each=tiles * tile)
-                for abreast in sorted({1, made.slabs}):
-                    # Not compiled in, so this costs no compilation.
-                    yield lagged(dataclasses.replace(shape, abreast=abreast), 24, sms)
+            shape = dataclasses.replace(made, rows_each=tiles * tile)
+            if shape.units * shape.k >= 256 and tiles * tile <= base.s:
+                yield lagged(shape, 24, sms)
 
 
 def variants(base, sms):

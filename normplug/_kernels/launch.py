@@ -73,7 +73,6 @@ class Launch:
         constants: What is compiled into the kernel, by name.
         warps: Warps of a program.
         cooperative: All programs run at once.
-        registers: The most that a thread may have; None for as many as the compiler likes.
 
     Raises:
         TypeError: The names are not those of the kernel's arguments, in order.
@@ -90,7 +89,6 @@ class Launch:
         constants: dict[str, Any],
         warps: int,
         cooperative: bool = False,
-        registers: int | None = None,
     ) -> None:
         _check_names(kernel, [*(f"{name}_ptr" for name in pointers), *sizes, *scalars, *constants])
         self.pointers, self._kernel, self._grid = pointers, kernel, grid
@@ -99,8 +97,6 @@ class Launch:
         self._constants = {**constants, "num_warps": warps, "enable_fp_fusion": True}
         if cooperative:
             self._constants["launch_cooperative_grid"] = True
-        if registers is not None:
-            self._constants["maxnreg"] = registers
         self._tail = (*self._numbers, *constants.values())
         self._direct = _DIRECT and not INTERPRETED
         self._run: Any = None

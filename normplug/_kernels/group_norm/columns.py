@@ -1,15 +1,11 @@
 """GroupNorm over channels_last (N, C, *space), where a sample is S rows of C adjacent channels.
 
-What a unit is, and how programs wait for each other, `shared` explains. Here a unit is a slab of a
-sample: whole groups, LIVE adjacent channels, padded to BC columns. A tile is U * BT rows of a slab:
-BT lanes, each of which takes every BT-th row, in U steps (see `primitives`). An item of a slab is
-ROWS_EACH rows, one or more tiles, that a program reads one after the other. Sums over rows are
-taken for each column first, and then over the columns of each group.
-
-The items of ABREAST slabs of a sample are taken in turn, all of them or one: rows of several slabs
-are read together as they lie in memory, and one slab at a time stays in the cache. Where the cache
-holds the whole tensor, each program keeps to its OWN item. It reads the item down, waits for the
-unit's other programs, and goes back up to write; all programs run at once (a cooperative launch).
+How programs wait for each other, `shared` explains; here a unit is a sample. It is cut into slabs
+of BC adjacent channels, wherever groups begin and end, and a slab into K items of ROWS_EACH rows.
+A tile is U * BT rows of a slab: BT lanes, each of which takes every BT-th row, in U steps (see
+`primitives`). A program reads the tiles of an item one after the other, and publishes what it
+found for each channel. The last program of a slab merges the slab's items, and the last one of a
+sample finds the statistics of the groups from those of their channels.
 """
 
 import triton
@@ -18,93 +14,177 @@ import triton.language as tl
 from normplug._kernels.activation import activate
 from normplug._kernels.batch_norm.slabs import (
     after_parts,
-    column_moments,
+    column_totals,
+    lane_counts,
     load_tile,
     publish_part,
     ready_flag,
-    slab_columns,
+    tile_rows,
     write_tile,
 )
 from normplug._kernels.group_norm.shared import (
-    finish_sums,
     gradient_before,
     load_statistics,
     load_vector,
-    publish_sums,
     save_statistics,
 )
+from normplug._kernels.layer_norm.shared import finish_columns
 from normplug._kernels.primitives import SCALARS, STEP_AXIS, as_stored, scalar
 from normplug._kernels.waiting import arrive, wait
 
 # The arguments that `shared` does not explain.
 # Sizes.
 #   S, WIDTH_UNITS       rows of a sample; C / UNIT
-#   TOGETHER, LIVE_UNITS groups of a slab; its channels / UNIT
-#   SLABS, ABREAST       slabs of a sample; how many are taken in turn
-#   ROWS_EACH            rows of an item
+#   SLABS, K, ROWS_EACH  slabs of a sample; items of a slab; rows of an item
 # Constants.
 #   U, BT, BC            a tile: U steps of BT rows, of BC columns
-#   GB                   groups of a slab, padded to a power of two
 #   STAGES               tiles under way at once in a loop over tiles
-#   OWN                  a program writes the item that it gathered, and none that lies LAG before
-#   SOLO                 such an item is a whole unit
-#   EXACT                the columns are GB times CHANNELS, which is a power of two
-_SIZES = [
-    "N", "G", "CHANNELS", "S", "WIDTH_UNITS", "TOGETHER", "LIVE_UNITS", "SLABS", "ABREAST", "K",
-    "ROWS_EACH", "LAG",
-]  # fmt: skip
+#   SOLO                 an item is a whole sample; its program writes it, too
+_SIZES = ["N", "G", "CHANNELS", "S", "WIDTH_UNITS", "SLABS", "K", "ROWS_EACH", "LAG"]
+# Groups that a program finishes at a time, and channels of each.
+_GROUPS, _CHANNELS = tl.constexpr(32), tl.constexpr(32)
 
 
 @triton.jit
-def _item(turn, SLABS, ABREAST, K, S, ROWS_EACH, REVERSE: tl.constexpr):
-    """Whose turn it is: a unit, its sample and slab, its item k, and the item's rows.
+def _item(
+    turn, SLABS, K, S, ROWS_EACH, C, BC: tl.constexpr, REVERSE: tl.constexpr
+):  # fmt: skip
+    """Whose turn it is: a sample, its slab and item, the item's rows, and the slab's channels.
 
-    Of ABREAST units, in REVERSE the last item comes first.
+    In REVERSE, the last item of a sample comes first.
     """
-    lot = turn // (ABREAST * K)
-    place = turn - lot * (ABREAST * K)
+    sample = turn // (SLABS * K)
+    place = turn - sample * (SLABS * K)
     if REVERSE:
-        place = ABREAST * K - 1 - place
-    k = place // ABREAST
-    unit = lot * ABREAST + (place - k * ABREAST)
-    sample = unit // SLABS
+        place = SLABS * K - 1 - place
+    k = place // SLABS
+    slab = place - k * SLABS
     start = k * ROWS_EACH
-    return unit, sample, unit - sample * SLABS, k, start, tl.minimum(start + ROWS_EACH, S)
+    columns = slab * BC + tl.arange(0, BC)
+    return sample, slab, k, start, tl.minimum(start + ROWS_EACH, S), columns, columns < C
 
 
 @triton.jit
-def _slab_groups(sample, slab, G, TOGETHER, GB: tl.constexpr):
-    """A slab's groups, counted over all samples, and which of them exist."""
-    places = tl.arange(0, GB)
-    groups = slab * TOGETHER + places
-    return sample * G + groups, (places < TOGETHER) & (groups < G)
-
-
-@triton.jit
-def _by_group(values, own, GB: tl.constexpr, EXACT: tl.constexpr):
-    """Sums of groups from those of their columns; `own` is the group of each, or -1."""
-    BC: tl.constexpr = values.shape[0]
-    if EXACT:
-        grouped = tl.reshape(values, [GB, BC // GB])
+def _behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SOLO: tl.constexpr):
+    """What lies in `partial` behind the parts of items, of which a SOLO program publishes none."""
+    if SOLO:
+        behind_ptr = partial_ptr
     else:
-        mine = own[None, :] == tl.arange(0, GB)[:, None]
-        grouped = tl.where(mine, values[None, :], 0.0)
-    return tl.sum(grouped, axis=1)
+        behind_ptr = after_parts(partial_ptr, UNITS, K, BC)
+    return behind_ptr
 
 
 @triton.jit
-def _moments_by_group(mean, m2, rows, own, CHANNELS, GB: tl.constexpr, EXACT: tl.constexpr):
-    """Moments of groups from those of their columns, each over so many rows."""
-    BC: tl.constexpr = mean.shape[0]
-    average = _by_group(mean, own, GB, EXACT) / CHANNELS
-    if EXACT:
-        spread = tl.reshape(mean, [GB, BC // GB]) - average[:, None]
-        m2 = tl.reshape(m2, [GB, BC // GB]) + rows * spread * spread
+def _last_slab(counters_ptr, sample, N, SLABS, K):
+    """Whether this program is the last to merge a slab of a sample."""
+    last = SLABS == 1
+    if not last:
+        counter = ready_flag(counters_ptr, N + sample, N * SLABS, K)
+        last = arrive(counter) == SLABS - 1
+        if last:
+            tl.atomic_xchg(counter, 0, sem="relaxed")
+    return last
+
+
+@triton.jit
+def _of_group(first, channel, G, CHANNELS):
+    """Channels of some groups, from the `channel`-th of each on, and which of them exist."""
+    groups = first + tl.arange(0, _GROUPS)
+    within = channel + tl.arange(0, _CHANNELS)
+    live = (groups < G)[:, None] & (within < CHANNELS)[None, :]
+    return groups[:, None] * CHANNELS + within[None, :], live
+
+
+@triton.jit
+def _lane_sums(
+    x, shift, row, end, U: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Each lane's sums of distances from `shift`, and of their squares."""
+    d = x - tl.expand_dims(shift, STEP_AXIS)
+    if not WHOLE:
+        d = tl.where((tile_rows(row, U, BT) < end)[:, :, None], d, 0.0)
+    return tl.sum(d, axis=STEP_AXIS), tl.sum(d * d, axis=STEP_AXIS)
+
+
+@triton.jit
+def _first_sums(
+    x_ptr, columns, live, row, end, C, U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The mean of each lane's first rows, and the sums of their distances from it."""
+    x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, False).to(ACC)
+    if WHOLE:
+        mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
     else:
-        mine = own[None, :] == tl.arange(0, GB)[:, None]
-        spread = mean[None, :] - average[:, None]
-        m2 = tl.where(mine, m2[None, :] + rows * spread * spread, 0.0)
-    return average, tl.sum(m2, axis=1)
+        there = (tile_rows(row, U, BT) < end)[:, :, None]
+        count = tl.maximum(lane_counts(tl.minimum(end - row, U * BT), BT, ACC), 1.0)
+        mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / count
+    a, b = _lane_sums(x, mean, row, end, U, BT, WHOLE)
+    return mean, a, b
+
+
+@triton.jit
+def _item_moments(
+    x_ptr, columns, live, start, end, C, U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Each column's mean, and sum of squared distances from it, over rows start to end.
+
+    Each lane adds up distances from the mean of its first U rows. That mean is no further from the
+    lane's than sqrt(rows / U) standard deviations, so hardly anything cancels.
+    """
+    R: tl.constexpr = U * BT
+    if start + R <= end:
+        shift, a, b = _first_sums(x_ptr, columns, live, start, end, C, U, BT, ACC, EVEN, WIDE, True)
+    else:
+        shift, a, b = _first_sums(
+            x_ptr, columns, live, start, end, C, U, BT, ACC, EVEN, WIDE, False
+        )
+    whole = (end - start) // R
+    for tile in tl.range(1, whole, num_stages=STAGES):
+        row = start + tile * R
+        x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, True, WIDE, False).to(ACC)
+        more_a, more_b = _lane_sums(x, shift, row, end, U, BT, True)
+        a += more_a
+        b += more_b
+    row = start + whole * R
+    if (row < end) & (whole > 0):
+        x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, False, WIDE, False).to(ACC)
+        more_a, more_b = _lane_sums(x, shift, row, end, U, BT, False)
+        a += more_a
+        b += more_b
+    counts = lane_counts(end - start, BT, ACC)
+    mean = a / tl.maximum(counts, 1.0)
+    m2 = tl.maximum(b - a * mean, 0.0)
+    return column_totals(shift + mean, m2, counts, (end - start).to(ACC))
+
+
+@triton.jit
+def _finish_forward(
+    moments_ptr, stats_ptr, sample, G, CHANNELS, GROUPS, S, C, eps, ACC: tl.constexpr
+):
+    """Save the statistics of a sample's groups, from the moments of its channels."""
+    n = S.to(ACC)
+    for first in range(0, G, _GROUPS):
+        mean = tl.zeros([_GROUPS], ACC)
+        m2 = tl.zeros([_GROUPS], ACC)
+        top_at = (first + tl.arange(0, _GROUPS)) * CHANNELS
+        top = tl.load(moments_ptr + top_at, mask=top_at < C, other=0.0, cache_modifier=".cg")
+        for channel in range(0, CHANNELS, _CHANNELS):
+            at, live = _of_group(first, channel, G, CHANNELS)
+            means = tl.load(moments_ptr + at, mask=live, other=0.0, cache_modifier=".cg")
+            mean += tl.sum(tl.where(live, means - top[:, None], 0.0), axis=1)
+        mean = top + mean / CHANNELS
+        for channel in range(0, CHANNELS, _CHANNELS):
+            at, live = _of_group(first, channel, G, CHANNELS)
+            means = tl.load(moments_ptr + at, mask=live, other=0.0, cache_modifier=".cg")
+            m2s = tl.load(moments_ptr + C + at, mask=live, other=0.0, cache_modifier=".cg")
+            spread = means - mean[:, None]
+            m2 += tl.sum(tl.where(live, m2s + n * spread * spread, 0.0), axis=1)
+        groups = first + tl.arange(0, _GROUPS)
+        save_statistics(
+            stats_ptr, sample * G + groups, groups < G, GROUPS, mean, m2, n * CHANNELS, eps, ACC
+        )
 
 
 @triton.jit
@@ -112,10 +192,10 @@ def _affine(
     rstd, weight_ptr, bias_ptr, channels, live, root, ACC: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The weight of each column, what x - mean is multiplied by, and what is added."""
+    """What x - mean is multiplied by, and what is added, for each column."""
     weight = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
     bias = load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)
-    return weight, weight * rstd * scalar(root, ACC), bias
+    return weight * rstd * scalar(root, ACC), bias
 
 
 @triton.jit
@@ -133,15 +213,16 @@ def _normalise(
 
 @triton.jit
 def _write_item(
-    x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, sample, start, end, S, C, G, columns,
-    live, group, GROUPS, root,
+    x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, sample, start, end, S, C, G, CHANNELS,
+    columns, live, GROUPS, root,
     U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write an item's rows of y, the last tile first."""
-    mean, rstd = load_statistics(stats_ptr, sample * G + group, live, GROUPS)
-    _, scale, bias = _affine(rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
+    groups = sample * G + columns // CHANNELS
+    mean, rstd = load_statistics(stats_ptr, groups, live, GROUPS)
+    scale, bias = _affine(rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
     R: tl.constexpr = U * BT
     before = sample.to(tl.int64) * S * C
     whole = (end - start) // R
@@ -161,73 +242,58 @@ def _write_item(
 @triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def group_norm_columns_forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, partial_ptr, counters_ptr,
-    N, G, CHANNELS, S, WIDTH_UNITS, TOGETHER, LIVE_UNITS, SLABS, ABREAST, K, ROWS_EACH, LAG,
+    N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
     eps, root,
-    UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
-    STAGES: tl.constexpr, EXACT: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr,
-    ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr,
+    UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    SOLO: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias); stats = (mean, rstd) of all groups.
 
-    Program t gathers item t, and writes item t - LAG, or its OWN.
+    Program t gathers item t, and writes item t - LAG, or if SOLO its own.
     """
     t = tl.program_id(0)
     C = WIDTH_UNITS * UNIT
-    LIVE = LIVE_UNITS * UNIT
     GROUPS = N * G
     UNITS = N * SLABS
     if t < UNITS * K:
-        unit, sample, slab, k, start, end = _item(t, SLABS, ABREAST, K, S, ROWS_EACH, False)
-        columns, live, own, group = slab_columns(slab, LIVE, C, CHANNELS, TOGETHER, BC, True)
-        mean, m2 = column_moments(
-            x_ptr + sample.to(tl.int64) * S * C, columns, live, start, end, C, U, BT, BC, STAGES,
-            ACC, EVEN, WIDE,
+        sample, slab, k, start, end, columns, live = _item(t, SLABS, K, S, ROWS_EACH, C, BC, False)
+        mean, m2 = _item_moments(
+            x_ptr + sample.to(tl.int64) * S * C, columns, live, start, end, C, U, BT, STAGES, ACC,
+            EVEN, WIDE,
         )  # fmt: skip
-        rows = (end - start).to(ACC)
-        mean, m2 = _moments_by_group(mean, m2, rows, own, CHANNELS, GB, EXACT)
         mean, m2, last = publish_part(
-            mean, m2, partial_ptr, counters_ptr, unit, k, UNITS, K, S, ROWS_EACH, CHANNELS, GB, ACC,
-            True, SOLO,
+            mean, m2, partial_ptr, counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH,
+            1, BC, ACC, True, SOLO,
         )  # fmt: skip
         if last:
-            groups, there = _slab_groups(sample, slab, G, TOGETHER, GB)
-            n = (S * CHANNELS).to(ACC)
-            save_statistics(stats_ptr, groups, there, GROUPS, mean, m2, n, eps, ACC)
-            if not SOLO:
-                arrive(ready_flag(counters_ptr, unit, UNITS, K))
-        if OWN:
-            if SOLO:
+            moments_ptr = _behind_parts(partial_ptr, UNITS, K, BC, SOLO)
+            moments_ptr += sample.to(tl.int64) * (2 * C)
+            tl.store(moments_ptr + columns, mean, mask=live)
+            tl.store(moments_ptr + C + columns, m2, mask=live)
+            if _last_slab(counters_ptr, sample, N, SLABS, K):
                 tl.debug_barrier()
-            else:
-                wait(ready_flag(counters_ptr, unit, UNITS, K), 1, K)
+                _finish_forward(moments_ptr, stats_ptr, sample, G, CHANNELS, GROUPS, S, C, eps, ACC)
+                if not SOLO:
+                    arrive(ready_flag(counters_ptr, sample, UNITS, K))
+        if SOLO:
+            tl.debug_barrier()
             _write_item(
                 x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, sample, start, end, S, C, G,
-                columns, live, group, GROUPS, root, U, BT, STAGES, ACC, WEIGHT, BIAS, ACTIVATION,
+                CHANNELS, columns, live, GROUPS, root, U, BT, STAGES, ACC, WEIGHT, BIAS, ACTIVATION,
                 EVEN, WIDE,
             )  # fmt: skip
-    if not OWN:
+    if not SOLO:
         if t >= LAG:
-            unit, sample, slab, k, start, end = _item(
-                t - LAG, SLABS, ABREAST, K, S, ROWS_EACH, True
+            sample, slab, k, start, end, columns, live = _item(
+                t - LAG, SLABS, K, S, ROWS_EACH, C, BC, True
             )
-            columns, live, own, group = slab_columns(slab, LIVE, C, CHANNELS, TOGETHER, BC, True)
-            wait(ready_flag(counters_ptr, unit, UNITS, K), 1, K)
+            wait(ready_flag(counters_ptr, sample, UNITS, K), 1, SLABS * K)
             _write_item(
                 x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, sample, start, end, S, C, G,
-                columns, live, group, GROUPS, root, U, BT, STAGES, ACC, WEIGHT, BIAS, ACTIVATION,
+                CHANNELS, columns, live, GROUPS, root, U, BT, STAGES, ACC, WEIGHT, BIAS, ACTIVATION,
                 EVEN, WIDE,
             )  # fmt: skip
-
-
-@triton.jit
-def _save_means(
-    means_ptr, unit, sum_dz, sum_dz_xhat, weight, n, own, GB: tl.constexpr, EXACT: tl.constexpr
-):
-    """Save the means of g and of g * xhat over each group of a slab, where g = dz * weight."""
-    unit_ptr = means_ptr + unit * (2 * GB) + tl.arange(0, GB)
-    tl.store(unit_ptr, _by_group(sum_dz * weight, own, GB, EXACT) / n)
-    tl.store(unit_ptr + GB, _by_group(sum_dz_xhat * weight, own, GB, EXACT) / n)
 
 
 @triton.jit
@@ -277,15 +343,14 @@ def _write_dx(
 
 @triton.jit
 def _write_item_dx(
-    dy_ptr, x_ptr, dx_ptr, means_ptr, unit, own, before, start, end, columns, live, C, mean, rstd,
-    scale, bias, root,
-    U: tl.constexpr, BT: tl.constexpr, GB: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+    dy_ptr, x_ptr, dx_ptr, means_ptr, groups, GROUPS, before, start, end, columns, live, C, mean,
+    rstd, scale, bias, root,
+    U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
     ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write an item's rows of dx from its groups' saved means, the last tile first."""
-    unit_ptr = means_ptr + unit * (2 * GB) + own
-    mean_g = tl.load(unit_ptr, mask=live, other=0.0, cache_modifier=".cg")
-    mean_gx = tl.load(unit_ptr + GB, mask=live, other=0.0, cache_modifier=".cg")
+    mean_g = tl.load(means_ptr + groups, mask=live, other=0.0, cache_modifier=".cg")
+    mean_gx = tl.load(means_ptr + GROUPS + groups, mask=live, other=0.0, cache_modifier=".cg")
     rstd_root = rstd * scalar(root, ACC)
     constant = rstd_root * mean_g
     slope = rstd_root * rstd * mean_gx
@@ -304,36 +369,56 @@ def _write_item_dx(
         )  # fmt: skip
 
 
+@triton.jit
+def _finish_backward(
+    sums_ptr, weight_ptr, means_ptr, sample, G, CHANNELS, GROUPS, S, C,
+    ACC: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Save the means of g and of g * xhat over a sample's groups, where g = dz * weight."""
+    n = (S * CHANNELS).to(ACC)
+    for first in range(0, G, _GROUPS):
+        g = tl.zeros([_GROUPS], ACC)
+        gx = tl.zeros([_GROUPS], ACC)
+        for channel in range(0, CHANNELS, _CHANNELS):
+            at, live = _of_group(first, channel, G, CHANNELS)
+            weight = load_vector(weight_ptr, at, live, 1.0, ACC, WEIGHT)
+            dz_xhat = tl.load(sums_ptr + at, mask=live, other=0.0, cache_modifier=".cg")
+            dz = tl.load(sums_ptr + C + at, mask=live, other=0.0, cache_modifier=".cg")
+            g += tl.sum(dz * weight, axis=1)
+            gx += tl.sum(dz_xhat * weight, axis=1)
+        groups = first + tl.arange(0, _GROUPS)
+        tl.store(means_ptr + sample * G + groups, g / n, mask=groups < G)
+        tl.store(means_ptr + GROUPS + sample * G + groups, gx / n, mask=groups < G)
+
+
 @triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def group_norm_columns_backward(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr,
     counters_ptr,
-    N, G, CHANNELS, S, WIDTH_UNITS, TOGETHER, LIVE_UNITS, SLABS, ABREAST, K, ROWS_EACH, LAG,
+    N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
     root,
-    UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
-    STAGES: tl.constexpr, EXACT: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr,
-    FINISH: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    SOLO: tl.constexpr, FINISH: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr,
+    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `group_norm_columns_forward` that DX, DWEIGHT and DBIAS ask for."""
+    """The gradients of `group_norm_columns_forward` that DX, DWEIGHT and DBIAS ask for.
+
+    The sums of a sample's channels are two rows of C in `partial`: those of dz * xhat, and of dz.
+    """
     t = tl.program_id(0)
     C = WIDTH_UNITS * UNIT
-    LIVE = LIVE_UNITS * UNIT
     GROUPS = N * G
     UNITS = N * SLABS
-    SUMS: tl.constexpr = DWEIGHT or DBIAS
     R: tl.constexpr = U * BT
-    means_ptr = after_parts(partial_ptr, UNITS, K, BC)
-    sums_ptr = means_ptr + UNITS * (2 * GB)
+    means_ptr = _behind_parts(partial_ptr, UNITS, K, BC, SOLO)
+    sums_ptr = means_ptr + 2 * GROUPS
     done_ptr = ready_flag(counters_ptr, UNITS, UNITS, K)
     if t < UNITS * K:
-        unit, sample, slab, k, start, end = _item(t, SLABS, ABREAST, K, S, ROWS_EACH, False)
-        columns, live, own, group = slab_columns(slab, LIVE, C, CHANNELS, TOGETHER, BC, True)
-        mean, rstd = load_statistics(stats_ptr, sample * G + group, live, GROUPS)
-        weight, scale, bias = _affine(
-            rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS
-        )
+        sample, slab, k, start, end, columns, live = _item(t, SLABS, K, S, ROWS_EACH, C, BC, False)
+        groups = sample * G + columns // CHANNELS
+        mean, rstd = load_statistics(stats_ptr, groups, live, GROUPS)
+        scale, bias = _affine(rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
         before = sample.to(tl.int64) * S * C
         sum_dz = tl.zeros([BT, BC], ACC)
         sum_dz_centred = tl.zeros([BT, BC], ACC)
@@ -352,45 +437,53 @@ def group_norm_columns_backward(
             )  # fmt: skip
         dz, dz_xhat, last = publish_part(
             tl.sum(sum_dz, axis=0), tl.sum(sum_dz_centred, axis=0) * rstd, partial_ptr,
-            counters_ptr, unit, k, UNITS, K, S, ROWS_EACH, 1, BC, ACC, False, SOLO,
+            counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH, 1, BC, ACC, False, SOLO,
         )  # fmt: skip
         if last:
+            own_ptr = sums_ptr + sample.to(tl.int64) * (2 * C)
+            tl.store(own_ptr + columns, dz_xhat, mask=live)
+            tl.store(own_ptr + C + columns, dz, mask=live)
             if DX:
-                n = (S * CHANNELS).to(ACC)
-                _save_means(means_ptr, unit, dz, dz_xhat, weight, n, own, GB, EXACT)
-                if not SOLO:
-                    arrive(ready_flag(counters_ptr, unit, UNITS, K))
-            if SUMS:
-                publish_sums(sums_ptr, sample, columns, live, C, dz, dz_xhat, DWEIGHT, DBIAS)
+                if _last_slab(counters_ptr, sample, N, SLABS, K):
+                    tl.debug_barrier()
+                    _finish_backward(
+                        own_ptr, weight_ptr, means_ptr, sample, G, CHANNELS, GROUPS, S, C, ACC,
+                        WEIGHT,
+                    )  # fmt: skip
+                    if not SOLO:
+                        arrive(ready_flag(counters_ptr, sample, UNITS, K))
+            if DWEIGHT or DBIAS:
                 arrive(done_ptr)
-        if OWN and DX:
-            if SOLO:
-                tl.debug_barrier()
-            else:
-                wait(ready_flag(counters_ptr, unit, UNITS, K), 1, K)
+        if SOLO and DX:
+            tl.debug_barrier()
             _write_item_dx(
-                dy_ptr, x_ptr, dx_ptr, means_ptr, unit, own, before, start, end, columns, live, C,
-                mean, rstd, scale, bias, root, U, BT, GB, STAGES, ACC, ACTIVATION, EVEN, WIDE,
+                dy_ptr, x_ptr, dx_ptr, means_ptr, groups, GROUPS, before, start, end, columns, live,
+                C, mean, rstd, scale, bias, root, U, BT, STAGES, ACC, ACTIVATION, EVEN, WIDE,
             )  # fmt: skip
     u = t - LAG
-    if DX and not OWN:
+    if DX and not SOLO:
         if (u >= 0) & (u < UNITS * K):
-            unit, sample, slab, k, start, end = _item(u, SLABS, ABREAST, K, S, ROWS_EACH, True)
-            columns, live, own, group = slab_columns(slab, LIVE, C, CHANNELS, TOGETHER, BC, True)
-            mean, rstd = load_statistics(stats_ptr, sample * G + group, live, GROUPS)
-            _, scale, bias = _affine(
+            sample, slab, k, start, end, columns, live = _item(
+                u, SLABS, K, S, ROWS_EACH, C, BC, True
+            )
+            groups = sample * G + columns // CHANNELS
+            mean, rstd = load_statistics(stats_ptr, groups, live, GROUPS)
+            scale, bias = _affine(
                 rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS
             )
-            wait(ready_flag(counters_ptr, unit, UNITS, K), 1, K)
+            wait(ready_flag(counters_ptr, sample, UNITS, K), 1, SLABS * K)
             _write_item_dx(
-                dy_ptr, x_ptr, dx_ptr, means_ptr, unit, own, sample.to(tl.int64) * S * C, start,
-                end, columns, live, C, mean, rstd, scale, bias, root, U, BT, GB, STAGES, ACC,
+                dy_ptr, x_ptr, dx_ptr, means_ptr, groups, GROUPS, sample.to(tl.int64) * S * C,
+                start, end, columns, live, C, mean, rstd, scale, bias, root, U, BT, STAGES, ACC,
                 ACTIVATION, EVEN, WIDE,
             )  # fmt: skip
-    if SUMS:
+    if DWEIGHT or DBIAS:
         f = u - UNITS * K
         if f >= 0:
-            finish_sums(
-                dweight_ptr, dbias_ptr, sums_ptr, done_ptr, f, UNITS, N, C,
-                root, FINISH, PARTS, ACC, DWEIGHT, DBIAS,
-            )  # fmt: skip
+            wait(done_ptr, UNITS, tl.cdiv(C, FINISH))
+            if DWEIGHT:
+                finish_columns(
+                    dweight_ptr, sums_ptr, 0, f, C, N, scalar(root, ACC), 2, PARTS, FINISH, ACC
+                )
+            if DBIAS:
+                finish_columns(dbias_ptr, sums_ptr, 1, f, C, N, 1.0, 2, PARTS, FINISH, ACC)

@@ -55,8 +55,6 @@ def forward_launch(
             scalars=numbers,
             constants={**_column_tile(shape), **constants},
             warps=shape.warps,
-            cooperative=shape.own and not shape.solo,
-            registers=shape.registers,
         )
     unit = unit_of(shape.width)
     return Launch(
@@ -122,8 +120,6 @@ def backward_launch(
             scalars=numbers,
             constants={**_column_tile(shape), **constants},
             warps=shape.warps,
-            cooperative=shape.own and not shape.solo,
-            registers=shape.registers,
         )
     unit = unit_of(shape.hw)
     return Launch(
@@ -156,7 +152,8 @@ def backward_launch(
 def forward_scratch(shape: PlanesForward | Columns) -> tuple[int, int]:
     """Counters and partial results that a forward launch needs."""
     if isinstance(shape, Columns):
-        return (0, 0) if shape.solo else _parts(shape.units, shape.k, shape.gb)
+        counters, parts = _column_parts(shape)
+        return counters, parts + 2 * shape.n * shape.c
     return (0, 0) if shape.held else _parts(shape.n * shape.groups, shape.k, 1)
 
 
@@ -164,15 +161,20 @@ def backward_scratch(
     shape: PlanesBackward | Columns, needs: tuple[bool, bool, bool]
 ) -> tuple[int, int]:
     """Counters and partial results that a backward launch needs."""
-    _, dweight, dbias = needs
-    sums = (dweight + dbias) * shape.groups * shape.channels
     if isinstance(shape, Columns):
-        counters, parts = _parts(shape.units, shape.k, shape.bc)
-        return counters + 1, parts + 2 * shape.units * shape.gb + shape.n * sums
+        counters, parts = _column_parts(shape)
+        return counters + 1, parts + 2 * shape.n * (shape.groups + shape.c)
+    _, dweight, dbias = needs
+    sums = shape.parts * (dweight + dbias) * shape.groups * shape.channels
     if shape.held:
-        return 1, shape.parts * sums
+        return 1, sums
     counters, parts = _parts(shape.n * shape.groups, shape.k, 1)
-    return counters + 1, parts + 2 * shape.n * shape.groups + shape.parts * sums
+    return counters + 1, parts + 2 * shape.n * shape.groups + sums
+
+
+def _column_parts(shape: Columns) -> tuple[int, int]:
+    counters, parts = _parts(shape.units, shape.k, shape.bc)
+    return counters, 0 if shape.solo else parts
 
 
 def _parts(units: int, k: int, numbers: int) -> tuple[int, int]:
@@ -188,10 +190,7 @@ def _column_sizes(shape: Columns) -> dict[str, int]:
         "CHANNELS": shape.channels,
         "S": shape.s,
         "WIDTH_UNITS": shape.c // shape.unit,
-        "TOGETHER": shape.slab_groups,
-        "LIVE_UNITS": shape.live // shape.unit,
         "SLABS": shape.slabs,
-        "ABREAST": shape.abreast,
         "K": shape.k,
         "ROWS_EACH": shape.rows_each,
     }
@@ -203,9 +202,6 @@ def _column_tile(shape: Columns) -> dict[str, Any]:
         "U": shape.u,
         "BT": shape.bt,
         "BC": shape.bc,
-        "GB": shape.gb,
         "STAGES": shape.stages,
-        "EXACT": shape.exact,
-        "OWN": shape.own,
         "SOLO": shape.solo,
     }

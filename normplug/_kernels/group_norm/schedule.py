@@ -21,14 +21,8 @@ _SMALL_TILE = 4096  # values that a program takes of small units together
 _LAG_BYTES = 24 << 10
 _TILE_COST = 512  # values: what a tile costs beside them
 _SHORTEST_RUN = 64  # values side by side of a plane, of a tile that is not a whole plane
-MOST_COLUMNS = 1 << 16  # channels of a group that are adjacent
 _SEGMENT_BYTES = 256  # of a row that a tile of columns reads
-_FEWEST_BYTES = 64  # the same, of a narrow slab: less than that wastes bandwidth
-_CACHED_UNIT = 24 << 20  # bytes of a unit that the L2 cache still holds when it is read again
-_ABREAST_SAMPLE = 8 << 20  # bytes of a sample whose slabs are taken in turn
-_SOLO_SLAB = 256 << 10  # bytes up to which one program is enough for a slab, if there are many
-# Registers of a thread with which a multiprocessor runs 12 warps at once.
-_OWN_REGISTERS, _OWN_WARPS = 168, 12
+_SOLO_SAMPLE = 64 << 10  # bytes up to which one program is enough for a sample, if there are many
 _ITEM_BYTES = 64 << 10  # of a slab that a program reads
 _FINISH = 64  # channels of a gradient that one program adds up
 
@@ -140,18 +134,16 @@ class PlanesBackward:
 
 @dataclass(frozen=True)
 class Columns:
-    """`n` samples of `s` rows in slabs of `slab_groups` groups, in items of `rows_each` rows.
+    """`n` samples of `s` rows in slabs of `bc` channels, in items of `rows_each` rows.
 
-    A slab's channels are padded to `bc` columns, of which a tile has `u` * `bt` rows. The items of
-    `abreast` slabs are taken in turn. `lag` as in `PlanesBackward`: 0 says that each program writes
-    the item that it read.
+    A tile is `u` * `bt` rows. `lag` as in `PlanesBackward`; 0 says that an item is a whole sample,
+    which the program that read it writes.
     """
 
     n: int
     groups: int
     channels: int
     s: int
-    slab_groups: int
     bc: int
     bt: int
     u: int
@@ -159,7 +151,6 @@ class Columns:
     stages: int
     rows_each: int
     lag: int = 0
-    abreast: int = 1
     finish: int = _FINISH
 
     @property
@@ -168,47 +159,23 @@ class Columns:
         return self.groups * self.channels
 
     @property
-    def live(self) -> int:
-        """Channels of a slab."""
-        return self.slab_groups * self.channels
-
-    @property
-    def gb(self) -> int:
-        """Groups of a slab, padded to a power of two."""
-        return self.bc // self.channels if self.exact else power_of_2(self.slab_groups)
-
-    @property
-    def exact(self) -> bool:
-        """Whether the columns of a slab are those of whole groups, padding included."""
-        return power_of_2(self.channels) == self.channels
-
-    @property
     def unit(self) -> int:
-        """What divides the channels and a slab's: the alignment the compiler may assume."""
-        return unit_of(self.c, self.live)
+        """What divides the channels: the alignment that the compiler may assume."""
+        return unit_of(self.c)
 
     @property
     def slabs(self) -> int:
-        return -(-self.groups // self.slab_groups)
+        return -(-self.c // self.bc)
 
     @property
     def units(self) -> int:
+        """Slabs of all samples."""
         return self.n * self.slabs
 
     @property
-    def own(self) -> bool:
-        """Whether each program writes the item that it read."""
-        return self.lag == 0
-
-    @property
     def solo(self) -> bool:
-        """Whether one program takes each slab of a sample."""
-        return self.own and self.k == 1
-
-    @property
-    def registers(self) -> int | None:
-        """The most that a thread may have, so that all programs run at once."""
-        return _OWN_REGISTERS if self.own and not self.solo else None
+        """Whether one program takes each sample."""
+        return self.lag == 0
 
     @property
     def k(self) -> int:
@@ -223,7 +190,7 @@ class Columns:
     @property
     def even(self) -> bool:
         """Whether slabs fill their padding."""
-        return self.live == self.bc and self.groups % self.slab_groups == 0
+        return self.c % self.bc == 0
 
     @property
     def wide(self) -> bool:
@@ -338,38 +305,27 @@ def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:
 def _columns(
     n: int, groups: int, channels: int, s: int, itemsize: int, tensors: int, sms: int
 ) -> Columns:
-    slab_groups, bc = _slab(groups, channels, _SEGMENT_BYTES // itemsize)
-    slab_bytes = s * itemsize * tensors  # of each column
-    if slab_bytes * slab_groups * channels > _CACHED_UNIT:
-        # One slab after the other, each so narrow that the cache holds it, if there are such.
-        narrow = _slab(groups, channels, min(_CACHED_UNIT // slab_bytes, _SEGMENT_BYTES))
-        if narrow[0] * channels * itemsize >= _FEWEST_BYTES and narrow[1] < bc:
-            slab_groups, bc = narrow
-    warps, u, stages = 4, 4 if itemsize == 8 else 8, 1
-    vector = min(16 // itemsize, unit_of(groups * channels, slab_groups * channels))
-    bt = max(warps * 32 * vector // bc, 1)
-    slabs = -(-groups // slab_groups)
-    abreast = slabs if slab_bytes * groups * channels <= _ABREAST_SAMPLE else 1
+    c = groups * channels
+    bc = _slab(c, itemsize)
+    warps, u = 2, 4 if itemsize == 8 else 8
+    bt = max(warps * 32 * min(16 // itemsize, unit_of(c)) // bc, 1)
+    slabs, tile = -(-c // bc), u * bt
 
     def cut(rows_each: int, lag: int) -> Columns:
-        return Columns(
-            n, groups, channels, s, slab_groups, bc, bt, u, warps, stages, rows_each, lag, abreast
-        )
+        return Columns(n, groups, channels, s, bc, bt, u, warps, 1, rows_each, lag)
 
-    if s <= u * bt or (n * slabs >= sms and slab_bytes * bc <= _SOLO_SLAB):
+    if slabs == 1 and (s <= tile or (n >= sms and s * bc * itemsize <= _SOLO_SAMPLE)):
         return cut(s, 0)
-    rows_each = max(_ITEM_BYTES // (itemsize * tensors * bc * u * bt), 1) * u * bt
-    while rows_each > u * bt and n * slabs * -(-s // rows_each) < 4 * sms:
+    rows_each = max(_ITEM_BYTES // (itemsize * tensors * bc * tile), 1) * tile
+    while rows_each > tile and n * slabs * -(-s // rows_each) < 8 * sms:
         rows_each //= 2
-    k = -(-s // rows_each)
-    lag = min(sms * _LAG_BYTES // (rows_each * bc * itemsize) + abreast * k, n * slabs * k)
+    items = slabs * -(-s // rows_each)  # of a sample
+    lag = min(sms * _LAG_BYTES // (rows_each * bc * itemsize) + items, n * items)
     return cut(rows_each, lag)
 
 
-def _slab(groups: int, channels: int, columns: int) -> tuple[int, int]:
-    """Groups of a slab of at most so many columns, or of one group; and its columns, padded."""
-    together = max(min(floor_2(columns) // channels, groups), 1)
-    step = 8 // unit_of(channels)  # groups whose channels are a multiple of 8
-    if step < together < groups:
-        together -= together % step
-    return together, max(power_of_2(together * channels), 8)
+def _slab(c: int, itemsize: int) -> int:
+    """Channels of a slab: the most of those that leave the least padding."""
+    widest = min(power_of_2(c), _SEGMENT_BYTES // itemsize)
+    widths = [max(widest >> i, 8) for i in range(4)]
+    return min(widths, key=lambda bc: (-(-c // bc) * bc, -bc))
