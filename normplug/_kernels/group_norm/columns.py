@@ -39,10 +39,11 @@ from normplug._kernels.waiting import arrive, wait
 # Constants.
 #   U, BT, BC            a tile: U steps of BT rows, of BC columns
 #   STAGES               tiles under way at once in a loop over tiles
-#   SOLO                 an item is a whole sample; its program writes it, too
+#   SINGLE               an item is a whole slab of a sample
+#   SOLO                 it is a whole sample, which its program writes, too
 _SIZES = ["N", "G", "CHANNELS", "S", "WIDTH_UNITS", "SLABS", "K", "ROWS_EACH", "LAG"]
 # Groups that a program finishes at a time, and channels of each.
-_GROUPS, _CHANNELS = tl.constexpr(32), tl.constexpr(32)
+_GROUPS, _CHANNELS = tl.constexpr(32), tl.constexpr(64)
 
 
 @triton.jit
@@ -65,9 +66,9 @@ def _item(
 
 
 @triton.jit
-def _behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SOLO: tl.constexpr):
-    """What lies in `partial` behind the parts of items, of which a SOLO program publishes none."""
-    if SOLO:
+def _behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SINGLE: tl.constexpr):
+    """What lies in `partial` behind the parts of items; a SINGLE one publishes none."""
+    if SINGLE:
         behind_ptr = partial_ptr
     else:
         behind_ptr = after_parts(partial_ptr, UNITS, K, BC)
@@ -166,21 +167,22 @@ def _finish_forward(
     """Save the statistics of a sample's groups, from the moments of its channels."""
     n = S.to(ACC)
     for first in range(0, G, _GROUPS):
+        count = tl.full([], 0.0, ACC)  # channels of each group that are merged
         mean = tl.zeros([_GROUPS], ACC)
         m2 = tl.zeros([_GROUPS], ACC)
-        top_at = (first + tl.arange(0, _GROUPS)) * CHANNELS
-        top = tl.load(moments_ptr + top_at, mask=top_at < C, other=0.0, cache_modifier=".cg")
-        for channel in range(0, CHANNELS, _CHANNELS):
-            at, live = _of_group(first, channel, G, CHANNELS)
-            means = tl.load(moments_ptr + at, mask=live, other=0.0, cache_modifier=".cg")
-            mean += tl.sum(tl.where(live, means - top[:, None], 0.0), axis=1)
-        mean = top + mean / CHANNELS
         for channel in range(0, CHANNELS, _CHANNELS):
             at, live = _of_group(first, channel, G, CHANNELS)
             means = tl.load(moments_ptr + at, mask=live, other=0.0, cache_modifier=".cg")
             m2s = tl.load(moments_ptr + C + at, mask=live, other=0.0, cache_modifier=".cg")
-            spread = means - mean[:, None]
-            m2 += tl.sum(tl.where(live, m2s + n * spread * spread, 0.0), axis=1)
+            more = tl.minimum(CHANNELS - channel, _CHANNELS).to(ACC)
+            chunk_mean = tl.sum(means, axis=1) / more
+            spread = tl.where(live, means - chunk_mean[:, None], 0.0)
+            fraction = more / (count + more)
+            difference = chunk_mean - mean
+            m2 += tl.sum(m2s + n * spread * spread, axis=1)
+            m2 += n * difference * difference * count * fraction
+            mean += difference * fraction
+            count += more
         groups = first + tl.arange(0, _GROUPS)
         save_statistics(
             stats_ptr, sample * G + groups, groups < G, GROUPS, mean, m2, n * CHANNELS, eps, ACC
@@ -245,8 +247,8 @@ def group_norm_columns_forward(
     N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
     eps, root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
-    SOLO: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    SINGLE: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias); stats = (mean, rstd) of all groups.
 
@@ -264,10 +266,10 @@ def group_norm_columns_forward(
         )  # fmt: skip
         mean, m2, last = publish_part(
             mean, m2, partial_ptr, counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH,
-            1, BC, ACC, True, SOLO,
+            1, BC, ACC, True, SINGLE,
         )  # fmt: skip
         if last:
-            moments_ptr = _behind_parts(partial_ptr, UNITS, K, BC, SOLO)
+            moments_ptr = _behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
             moments_ptr += sample.to(tl.int64) * (2 * C)
             tl.store(moments_ptr + columns, mean, mask=live)
             tl.store(moments_ptr + C + columns, m2, mask=live)
@@ -398,9 +400,10 @@ def group_norm_columns_backward(
     N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
     root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
-    SOLO: tl.constexpr, FINISH: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr,
-    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    SINGLE: tl.constexpr, SOLO: tl.constexpr, FINISH: tl.constexpr, PARTS: tl.constexpr,
+    ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `group_norm_columns_forward` that DX, DWEIGHT and DBIAS ask for.
 
@@ -411,7 +414,7 @@ def group_norm_columns_backward(
     GROUPS = N * G
     UNITS = N * SLABS
     R: tl.constexpr = U * BT
-    means_ptr = _behind_parts(partial_ptr, UNITS, K, BC, SOLO)
+    means_ptr = _behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
     sums_ptr = means_ptr + 2 * GROUPS
     done_ptr = ready_flag(counters_ptr, UNITS, UNITS, K)
     if t < UNITS * K:
@@ -437,7 +440,8 @@ def group_norm_columns_backward(
             )  # fmt: skip
         dz, dz_xhat, last = publish_part(
             tl.sum(sum_dz, axis=0), tl.sum(sum_dz_centred, axis=0) * rstd, partial_ptr,
-            counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH, 1, BC, ACC, False, SOLO,
+            counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH, 1, BC, ACC, False,
+            SINGLE,
         )  # fmt: skip
         if last:
             own_ptr = sums_ptr + sample.to(tl.int64) * (2 * C)

@@ -174,7 +174,7 @@ def backward_scratch(
 
 def _column_parts(shape: Columns) -> tuple[int, int]:
     counters, parts = _parts(shape.units, shape.k, shape.bc)
-    return counters, 0 if shape.solo else parts
+    return counters, 0 if shape.k == 1 else parts
 
 
 def _parts(units: int, k: int, numbers: int) -> tuple[int, int]:
@@ -203,5 +203,6 @@ def _column_tile(shape: Columns) -> dict[str, Any]:
         "BT": shape.bt,
         "BC": shape.bc,
         "STAGES": shape.stages,
+        "SINGLE": shape.k == 1,
         "SOLO": shape.solo,
     }

@@ -1,8 +1,7 @@
 """How GroupNorm cuts a tensor into work: rules, without a search at run time.
 
-Tiles, warps and lags are those that sweeps found for the same kind of walk in BatchNorm and
-LayerNorm (see `batch_norm.schedule` and `layer_norm.schedule`). Any choice gives correct results;
-only speed depends on it.
+The numbers come from sweeps over tile, warps and lag on an H100, described in docs/notebook.md, and
+for small units from those of LayerNorm. Any choice gives correct results; only speed depends on it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,14 @@ _HELD_HALF_EMPTY = 64 << 10  # bytes up to which it does not matter how much is 
 _HELD_BY_FEW = 16 << 10  # bytes up to which a group is held though few programs have work
 _SMALL_TILE = 4096  # values that a program takes of small units together
 # A multiprocessor: what is read of later units before a unit is written.
-_LAG_BYTES = 24 << 10
+_LAG_FORWARD, _LAG_BACKWARD = 48 << 10, 24 << 10
 _TILE_COST = 512  # values: what a tile costs beside them
 _SHORTEST_RUN = 64  # values side by side of a plane, of a tile that is not a whole plane
-_SEGMENT_BYTES = 256  # of a row that a tile of columns reads
+# Of columns. Sweeps over tile, warps and lag on an H100 chose what follows.
+_SEGMENT_BYTES = 128  # of a row that a tile reads, where it does not read two of them as a whole
+_CACHED_TENSOR = 64 << 20  # bytes of a tensor most of which is still cached when it is read again
+_LAG_COLUMNS = 192 << 10  # as the lags of planes; programs wait for whole samples
 _SOLO_SAMPLE = 64 << 10  # bytes up to which one program is enough for a sample, if there are many
-_ITEM_BYTES = 64 << 10  # of a slab that a program reads
 _FINISH = 64  # channels of a gradient that one program adds up
 
 
@@ -228,9 +229,9 @@ def group_norm_forward(
             block //= 2
         while block > 1024 and units * -(-width // block) < 2 * sms:
             block //= 2
-        warps = max(min(block // 1024, 4), 1)
+        warps = max(min(block // 1024, 8), 1)
         k = -(-width // block)
-        lag = min(sms * _LAG_BYTES // (block * itemsize) + k, units * k)
+        lag = min(sms * _LAG_FORWARD // (block * itemsize) + k, units * k)
     run = min(space & -space, block)  # the largest power of two that divides the plane
     return PlanesForward(n, groups, channels, space, block, run, warps, lag, r)
 
@@ -244,18 +245,19 @@ def group_norm_backward(
     padded = power_of_2(channels), power_of_2(space)
     values = padded[0] * padded[1]
     held = max(itemsize, 4) * values
-    if held <= _HELD_BACKWARD and not (held > _HELD_BY_FEW and 4 * n * groups < sms):
+    most = _HELD_BACKWARD if 5 * channels * space > 4 * values else _HELD_BACKWARD // 2
+    if held <= most and not (held > _HELD_BY_FEW and 4 * n * groups < sms):
         r = _at_once(values, groups, n, sms)
         splits = _splits(n, -(-groups // r), sms)
         warps = _held_warps(r * values, 2)
         return PlanesBackward(n, groups, channels, space, *padded, warps, 0, r, splits)
-    block, units = _tile(2 * itemsize), n * groups
+    block, units = _tile(4 * itemsize), n * groups
     while block > 1024 and units * -(-channels * space // block) < 2 * sms:
         block //= 2
     cb, sb = _tile_of_planes(channels, space, block)
     warps = max(min(cb * sb // 1024, 4), 1)
     k = -(-channels // cb) * -(-space // sb)
-    lag = min(sms * _LAG_BYTES // (cb * sb * itemsize) + k, units * k)
+    lag = min(sms * _LAG_BACKWARD // (cb * sb * itemsize) + k, units * k)
     return PlanesBackward(n, groups, channels, space, cb, sb, warps, lag)
 
 
@@ -307,25 +309,33 @@ def _columns(
 ) -> Columns:
     c = groups * channels
     bc = _slab(c, itemsize)
-    warps, u = 2, 4 if itemsize == 8 else 8
+    cached = n * s * c * itemsize <= _CACHED_TENSOR
+    if tensors == 1:
+        warps, u, stages, tiles = (4, 8, 1, 2) if cached else (4, 8, 1, 8)
+    else:
+        warps, u, stages, tiles = (2, 4, 1, 4) if cached else (4, 4, 3, 8)
+    if itemsize == 8:
+        u //= 2
     bt = max(warps * 32 * min(16 // itemsize, unit_of(c)) // bc, 1)
-    slabs, tile = -(-c // bc), u * bt
 
     def cut(rows_each: int, lag: int) -> Columns:
-        return Columns(n, groups, channels, s, bc, bt, u, warps, 1, rows_each, lag)
+        return Columns(n, groups, channels, s, bc, bt, u, warps, stages, rows_each, lag)
 
+    slabs, tile = -(-c // bc), u * bt
     if slabs == 1 and (s <= tile or (n >= sms and s * bc * itemsize <= _SOLO_SAMPLE)):
         return cut(s, 0)
-    rows_each = max(_ITEM_BYTES // (itemsize * tensors * bc * tile), 1) * tile
-    while rows_each > tile and n * slabs * -(-s // rows_each) < 8 * sms:
-        rows_each //= 2
+    while tiles > 1 and n * slabs * -(-s // (tiles * tile)) < sms:
+        tiles //= 2
+    rows_each = tiles * tile
     items = slabs * -(-s // rows_each)  # of a sample
-    lag = min(sms * _LAG_BYTES // (rows_each * bc * itemsize) + items, n * items)
+    lag = min(sms * _LAG_COLUMNS // (rows_each * bc * itemsize) + items, n * items)
     return cut(rows_each, lag)
 
 
 def _slab(c: int, itemsize: int) -> int:
-    """Channels of a slab: the most of those that leave the least padding."""
-    widest = min(power_of_2(c), _SEGMENT_BYTES // itemsize)
-    widths = [max(widest >> i, 8) for i in range(4)]
+    """Channels of a slab: all, if they are few; else the most of those with the least padding."""
+    most = _SEGMENT_BYTES // itemsize
+    if c <= 2 * most:
+        return max(power_of_2(c), 8)
+    widths = [max(most >> i, 8) for i in range(4)]
     return min(widths, key=lambda bc: (-(-c // bc) * bc, -bc))
