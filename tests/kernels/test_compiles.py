@@ -137,8 +137,8 @@ def test_layer_norm(width, dtype):
 GROUP_NORMS = {
     "planes, tiles": (16, 32, 10, 4096, False),
     "planes, held": (16, 32, 2, 196, False),
-    "columns, tiles": (16, 32, 10, 4096, True),
-    "columns, held": (16, 32, 8, 64, True),
+    "columns, items": (16, 32, 10, 4096, True),
+    "columns, alone": (256, 32, 1, 64, True),
 }
 
 
@@ -152,11 +152,12 @@ def group_norm_launches(shape, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, BFLOAT16) for name in GROUP_NORMS), ("columns, held", FLOAT64)]
+    ("name", "dtype"), [*((name, BFLOAT16) for name in GROUP_NORMS), ("columns, alone", FLOAT64)]
 )
 def test_group_norm(name, dtype):
     for made in group_norm_launches(GROUP_NORMS[name], dtype):
-        assert made._constants["HELD"] == ("held" in name)
+        assert made._constants.get("HELD", False) == ("held" in name)
+        assert made._constants.get("SOLO", False) == ("alone" in name)
         check_parameters(made, dtype)
 
 

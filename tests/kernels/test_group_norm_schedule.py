@@ -29,33 +29,28 @@ def is_power_of_2(n):
 def test_the_shapes_meet_every_way_to_cut_them():
     for kind in {type(cut) for cut in CUTS}:
         cuts = [cut for cut in CUTS if type(cut) is kind]
-        assert {cut.held for cut in cuts} == {cut.even for cut in cuts} == {True, False}
+        assert {cut.lag == 0 for cut in cuts} == {cut.even for cut in cuts} == {True, False}
         assert any(cut.wide for cut in cuts)
-    columns = [cut for cut in CUTS if isinstance(cut, Columns)]
-    assert {cut.exact for cut in columns} == {True, False}
-    assert {cut.abreast for cut in columns} > {1}
 
 
 def test_a_tile_is_written_after_all_of_its_unit_was_read():
-    # The tiles of the units abreast are written in reverse: the first to be written is the last.
+    # The tiles of a unit are written in reverse: the first to be written is the last.
     for cut in CUTS:
-        if cut.held:
+        if cut.lag == 0:
             assert cut.k == 1, cut
+        elif isinstance(cut, Columns):
+            assert cut.slabs * cut.k <= cut.lag <= cut.units * cut.k, cut
         else:
-            together = cut.abreast if isinstance(cut, Columns) else 1
-            units = cut.units if isinstance(cut, Columns) else cut.n * cut.groups
-            assert together * cut.k <= cut.lag <= units * cut.k, cut
+            assert cut.k <= cut.lag <= cut.n * cut.groups * cut.k, cut
 
 
 def test_tiles_cover_a_unit_and_are_powers_of_2():
     for cut in CUTS:
         if isinstance(cut, Columns):
-            assert cut.live <= cut.bc, cut
-            assert cut.slabs * cut.slab_groups >= cut.groups, cut
-            assert cut.slabs % cut.abreast == 0, cut
-            assert cut.gb >= cut.slab_groups, cut
-            assert cut.c % cut.unit == cut.live % cut.unit == 0, cut
-            sizes = (cut.rb, cut.bc, cut.gb)
+            assert cut.slabs == 1 or not cut.solo, cut
+            assert cut.c % cut.unit == cut.bc % cut.unit == 0, cut
+            assert cut.k == 1 or cut.rows_each % (cut.u * cut.bt) == 0, cut
+            sizes = (cut.u, cut.bt, cut.bc)
         elif isinstance(cut, PlanesBackward):
             sizes = (cut.cb, cut.sb, cut.r)
         else:

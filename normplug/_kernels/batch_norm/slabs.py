@@ -51,7 +51,7 @@ def slab_columns(slab, LIVE, W, HW, CHANNELS, BC: tl.constexpr, SEGMENTS: tl.con
 
 
 @triton.jit
-def _tile_rows(row, U: tl.constexpr, BT: tl.constexpr):
+def tile_rows(row, U: tl.constexpr, BT: tl.constexpr):
     """Rows of a tile from `row` on: of BT lanes, each takes every BT-th row, in U steps."""
     lanes = tl.expand_dims(tl.arange(0, BT), STEP_AXIS)
     return row + lanes + tl.expand_dims(tl.arange(0, U), LANE_AXIS) * BT
@@ -60,7 +60,7 @@ def _tile_rows(row, U: tl.constexpr, BT: tl.constexpr):
 @triton.jit
 def _places(row, end, columns, live, W, U: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr):
     """Offsets and mask of a tile: its rows' two axes (see `primitives`), then its columns."""
-    rows = _tile_rows(row, U, BT)
+    rows = tile_rows(row, U, BT)
     mask = (rows < end)[:, :, None] & live[None, None, :]
     if WIDE:
         rows = rows.to(tl.int64)
@@ -103,7 +103,7 @@ def bit_columns(slab, BC: tl.constexpr):
 
 
 @triton.jit
-def _lane_counts(rows, BT: tl.constexpr, ACC: tl.constexpr):
+def lane_counts(rows, BT: tl.constexpr, ACC: tl.constexpr):
     """How many of `rows` rows each lane gets, if they are dealt to BT lanes in turn."""
     return tl.maximum((rows - tl.arange(0, BT) + BT - 1) // BT, 0).to(ACC)[:, None]
 
@@ -121,7 +121,7 @@ def _merge_tile(x, mean, m2, n, U: tl.constexpr):
 
 
 @triton.jit
-def _column_totals(mean, m2, counts, rows):
+def column_totals(mean, m2, counts, rows):
     """Moments of columns from those of their lanes."""
     column_mean = tl.sum(mean * counts, axis=0) / rows
     spread = mean - column_mean[None, :]
@@ -157,8 +157,8 @@ def column_moments(
             load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, False, WIDE, False).to(ACC)
             - top
         )
-        there = (_tile_rows(row, U, BT) < end)[:, :, None]
-        more = _lane_counts(end - row, BT, ACC)
+        there = (tile_rows(row, U, BT) < end)[:, :, None]
+        more = lane_counts(end - row, BT, ACC)
         tile_mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / tl.maximum(more, 1.0)
         x = tl.where(there, x - tl.expand_dims(tile_mean, STEP_AXIS), 0.0)
         difference = tile_mean - mean
@@ -166,7 +166,7 @@ def column_moments(
         mean += difference * fraction
         m2 += tl.sum(x * x, axis=STEP_AXIS) + difference * difference * (n * fraction)
         counts += more
-    mean, m2 = _column_totals(mean, m2, counts, end - start)
+    mean, m2 = column_totals(mean, m2, counts, end - start)
     return tl.sum(tl.sum(top, axis=0), axis=0) + mean, m2
 
 

@@ -1,139 +1,192 @@
 """GroupNorm over channels_last (N, C, *space), where a sample is S rows of C adjacent channels.
 
-What a unit is, and how programs wait for each other, `shared` explains. Here a unit is a slab of a
-sample: whole groups, LIVE adjacent channels, padded to BC columns. A tile is RB rows of a slab.
-Sums over rows are taken for each column first, and then over the columns of each group.
-
-The tiles of ABREAST slabs of a sample are taken in turn, all of them or one: rows of several slabs
-are read together as they lie in memory, and one slab at a time stays in the cache.
+How programs wait for each other, `shared` explains; here a unit is a sample. It is cut into slabs
+of BC adjacent channels, wherever groups begin and end, and a slab into K items of ROWS_EACH rows.
+A tile is U * BT rows of a slab: BT lanes, each of which takes every BT-th row, in U steps (see
+`primitives`). A program reads the tiles of an item one after the other, and publishes what it
+found for each channel. The last program of a slab merges the slab's items, and the last one of a
+sample finds the statistics of the groups from those of their channels.
 """
 
 import triton
 import triton.language as tl
 
 from normplug._kernels.activation import activate
-from normplug._kernels.batch_norm.slabs import after_parts, publish_part, ready_flag
+from normplug._kernels.batch_norm.slabs import (
+    after_parts,
+    column_totals,
+    lane_counts,
+    load_tile,
+    publish_part,
+    ready_flag,
+    tile_rows,
+    write_tile,
+)
 from normplug._kernels.group_norm.shared import (
-    finish_sums,
     gradient_before,
     load_statistics,
-    load_tile,
     load_vector,
-    publish_sums,
     save_statistics,
-    store_tile,
 )
-from normplug._kernels.primitives import SCALARS, scalar
+from normplug._kernels.layer_norm.shared import finish_columns
+from normplug._kernels.primitives import SCALARS, STEP_AXIS, as_stored, scalar
 from normplug._kernels.waiting import arrive, wait
 
 # The arguments that `shared` does not explain.
 # Sizes.
 #   S, WIDTH_UNITS       rows of a sample; C / UNIT
-#   LIVE_UNITS           channels of a slab / UNIT
-#   SLABS, ABREAST       slabs of a sample; how many are taken in turn
+#   SLABS, K, ROWS_EACH  slabs of a sample; items of a slab; rows of an item
 # Constants.
-#   RB, BC               a tile: RB rows of BC columns
-#   GB                   groups of a slab, padded to a power of two
-#   EXACT                the columns are GB times CHANNELS, which is a power of two
-_SIZES = [
-    "N", "G", "CHANNELS", "S", "WIDTH_UNITS", "LIVE_UNITS", "SLABS", "ABREAST", "K", "LAG",
-    "SPLITS",
-]  # fmt: skip
+#   U, BT, BC            a tile: U steps of BT rows, of BC columns
+#   STAGES               tiles under way at once in a loop over tiles
+#   SINGLE               an item is a whole slab of a sample
+#   SOLO                 it is a whole sample, which its program writes, too
+_SIZES = ["N", "G", "CHANNELS", "S", "WIDTH_UNITS", "SLABS", "K", "ROWS_EACH", "LAG"]
+# Groups that a program finishes at a time, and channels of each.
+_GROUPS, _CHANNELS = tl.constexpr(32), tl.constexpr(64)
 
 
 @triton.jit
-def _slab(slab, CHANNELS, LIVE, C, BC: tl.constexpr):
-    """A slab's channels; which of them exist; the group of each in the slab, and in the sample."""
-    places = tl.arange(0, BC)
-    channels = slab * LIVE + places
-    live = (places < LIVE) & (channels < C)
-    return channels, live, tl.where(live, places // CHANNELS, -1), channels // CHANNELS
+def _item(
+    turn, SLABS, K, S, ROWS_EACH, C, BC: tl.constexpr, REVERSE: tl.constexpr
+):  # fmt: skip
+    """Whose turn it is: a sample, its slab and item, the item's rows, and the slab's channels.
 
-
-@triton.jit
-def _slab_groups(sample, slab, G, CHANNELS, LIVE, GB: tl.constexpr):
-    """A slab's groups, counted over all samples, and which of them exist."""
-    places = tl.arange(0, GB)
-    groups = slab * (LIVE // CHANNELS) + places
-    return sample * G + groups, (places < LIVE // CHANNELS) & (groups < G)
-
-
-@triton.jit
-def _turn(turn, K, ABREAST, REVERSE: tl.constexpr):
-    """The unit and the tile whose turn it is; of ABREAST units, in REVERSE the last comes first."""
-    lot = turn // (ABREAST * K)
-    place = turn - lot * (ABREAST * K)
+    In REVERSE, the last item of a sample comes first.
+    """
+    sample = turn // (SLABS * K)
+    place = turn - sample * (SLABS * K)
     if REVERSE:
-        place = ABREAST * K - 1 - place
-    k = place // ABREAST
-    return lot * ABREAST + (place - k * ABREAST), k
+        place = SLABS * K - 1 - place
+    k = place // SLABS
+    slab = place - k * SLABS
+    start = k * ROWS_EACH
+    columns = slab * BC + tl.arange(0, BC)
+    return sample, slab, k, start, tl.minimum(start + ROWS_EACH, S), columns, columns < C
 
 
 @triton.jit
-def _rows(
-    sample, k, S, channels, live, C, RB: tl.constexpr, WIDE: tl.constexpr
-):  # fmt: skip
-    """A tile of a slab: offsets and mask."""
-    rows = k * RB + tl.arange(0, RB)
-    mask = (rows < S)[:, None] & live[None, :]
-    if WIDE:
-        S = S.to(tl.int64)
-    return (sample * S + rows)[:, None] * C + channels[None, :], mask
-
-
-@triton.jit
-def _by_group(values, own, GB: tl.constexpr, EXACT: tl.constexpr):
-    """Sums of groups from those of their columns; `own` is the group of each, or -1."""
-    BC: tl.constexpr = values.shape[0]
-    if EXACT:
-        grouped = tl.reshape(values, [GB, BC // GB])
+def _behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SINGLE: tl.constexpr):
+    """What lies in `partial` behind the parts of items; a SINGLE one publishes none."""
+    if SINGLE:
+        behind_ptr = partial_ptr
     else:
-        mine = own[None, :] == tl.arange(0, GB)[:, None]
-        grouped = tl.where(mine, values[None, :], 0.0)
-    return tl.sum(grouped, axis=1)
+        behind_ptr = after_parts(partial_ptr, UNITS, K, BC)
+    return behind_ptr
 
 
 @triton.jit
-def _moments_by_group(mean, m2, rows, own, CHANNELS, GB: tl.constexpr, EXACT: tl.constexpr):
-    """Moments of groups from those of their columns, each over so many rows."""
-    BC: tl.constexpr = mean.shape[0]
-    average = _by_group(mean, own, GB, EXACT) / CHANNELS
-    if EXACT:
-        spread = tl.reshape(mean, [GB, BC // GB]) - average[:, None]
-        m2 = tl.reshape(m2, [GB, BC // GB]) + rows * spread * spread
-    else:
-        mine = own[None, :] == tl.arange(0, GB)[:, None]
-        spread = mean[None, :] - average[:, None]
-        m2 = tl.where(mine, m2[None, :] + rows * spread * spread, 0.0)
-    return average, tl.sum(m2, axis=1)
+def _last_slab(counters_ptr, sample, N, SLABS, K):
+    """Whether this program is the last to merge a slab of a sample."""
+    last = SLABS == 1
+    if not last:
+        counter = ready_flag(counters_ptr, N + sample, N * SLABS, K)
+        last = arrive(counter) == SLABS - 1
+        if last:
+            tl.atomic_xchg(counter, 0, sem="relaxed")
+    return last
 
 
 @triton.jit
-def _moments(
-    x, x_ptr, sample, k, slab, S, C, CHANNELS, LIVE, channels, live, own, group, mask,
-    RB: tl.constexpr, GB: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr,
+def _of_group(first, channel, G, CHANNELS):
+    """Channels of some groups, from the `channel`-th of each on, and which of them exist."""
+    groups = first + tl.arange(0, _GROUPS)
+    within = channel + tl.arange(0, _CHANNELS)
+    live = (groups < G)[:, None] & (within < CHANNELS)[None, :]
+    return groups[:, None] * CHANNELS + within[None, :], live
+
+
+@triton.jit
+def _lane_sums(
+    x, shift, row, end, U: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Mean of each group's part of a tile, and sum of squared distances from it."""
-    if WIDE:
-        S = S.to(tl.int64)
-    row_ptr = x_ptr + (sample * S + k * RB) * C
-    # Distances from one of the group's values: their sums do not round at the size of the mean.
-    first = tl.load(row_ptr + group * CHANNELS, mask=live, other=0.0).to(ACC)
-    rows = tl.minimum(S - k * RB, RB).to(ACC)
-    d = x.to(ACC) - first[None, :]
-    if not EVEN:
-        d = tl.where(mask, d, 0.0)
-    mean = tl.sum(d, axis=0) / rows
-    d -= mean[None, :]
-    if not EVEN:
-        d = tl.where(mask, d, 0.0)
-    m2 = tl.sum(d * d, axis=0)
-    mean, m2 = _moments_by_group(mean, m2, rows, own, CHANNELS, GB, EXACT)
-    places = tl.arange(0, GB)
-    beginnings = slab * LIVE + places * CHANNELS
-    there = (places < LIVE // CHANNELS) & (beginnings < C)
-    return tl.load(row_ptr + beginnings, mask=there, other=0.0).to(ACC) + mean, m2
+    """Each lane's sums of distances from `shift`, and of their squares."""
+    d = x - tl.expand_dims(shift, STEP_AXIS)
+    if not WHOLE:
+        d = tl.where((tile_rows(row, U, BT) < end)[:, :, None], d, 0.0)
+    return tl.sum(d, axis=STEP_AXIS), tl.sum(d * d, axis=STEP_AXIS)
+
+
+@triton.jit
+def _first_sums(
+    x_ptr, columns, live, row, end, C, U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The mean of each lane's first rows, and the sums of their distances from it."""
+    x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, False).to(ACC)
+    if WHOLE:
+        mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
+    else:
+        there = (tile_rows(row, U, BT) < end)[:, :, None]
+        count = tl.maximum(lane_counts(tl.minimum(end - row, U * BT), BT, ACC), 1.0)
+        mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / count
+    a, b = _lane_sums(x, mean, row, end, U, BT, WHOLE)
+    return mean, a, b
+
+
+@triton.jit
+def _item_moments(
+    x_ptr, columns, live, start, end, C, U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Each column's mean, and sum of squared distances from it, over rows start to end.
+
+    Each lane adds up distances from the mean of its first U rows. That mean is no further from the
+    lane's than sqrt(rows / U) standard deviations, so hardly anything cancels.
+    """
+    R: tl.constexpr = U * BT
+    if start + R <= end:
+        shift, a, b = _first_sums(x_ptr, columns, live, start, end, C, U, BT, ACC, EVEN, WIDE, True)
+    else:
+        shift, a, b = _first_sums(
+            x_ptr, columns, live, start, end, C, U, BT, ACC, EVEN, WIDE, False
+        )
+    whole = (end - start) // R
+    for tile in tl.range(1, whole, num_stages=STAGES):
+        row = start + tile * R
+        x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, True, WIDE, False).to(ACC)
+        more_a, more_b = _lane_sums(x, shift, row, end, U, BT, True)
+        a += more_a
+        b += more_b
+    row = start + whole * R
+    if (row < end) & (whole > 0):
+        x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, False, WIDE, False).to(ACC)
+        more_a, more_b = _lane_sums(x, shift, row, end, U, BT, False)
+        a += more_a
+        b += more_b
+    counts = lane_counts(end - start, BT, ACC)
+    mean = a / tl.maximum(counts, 1.0)
+    m2 = tl.maximum(b - a * mean, 0.0)
+    return column_totals(shift + mean, m2, counts, (end - start).to(ACC))
+
+
+@triton.jit
+def _finish_forward(
+    moments_ptr, stats_ptr, sample, G, CHANNELS, GROUPS, S, C, eps, ACC: tl.constexpr
+):
+    """Save the statistics of a sample's groups, from the moments of its channels."""
+    n = S.to(ACC)
+    for first in range(0, G, _GROUPS):
+        count = tl.full([], 0.0, ACC)  # channels of each group that are merged
+        mean = tl.zeros([_GROUPS], ACC)
+        m2 = tl.zeros([_GROUPS], ACC)
+        for channel in range(0, CHANNELS, _CHANNELS):
+            at, live = _of_group(first, channel, G, CHANNELS)
+            means = tl.load(moments_ptr + at, mask=live, other=0.0, cache_modifier=".cg")
+            m2s = tl.load(moments_ptr + C + at, mask=live, other=0.0, cache_modifier=".cg")
+            more = tl.minimum(CHANNELS - channel, _CHANNELS).to(ACC)
+            chunk_mean = tl.sum(means, axis=1) / more
+            spread = tl.where(live, means - chunk_mean[:, None], 0.0)
+            fraction = more / (count + more)
+            difference = chunk_mean - mean
+            m2 += tl.sum(m2s + n * spread * spread, axis=1)
+            m2 += n * difference * difference * count * fraction
+            mean += difference * fraction
+            count += more
+        groups = first + tl.arange(0, _GROUPS)
+        save_statistics(
+            stats_ptr, sample * G + groups, groups < G, GROUPS, mean, m2, n * CHANNELS, eps, ACC
+        )
 
 
 @triton.jit
@@ -141,237 +194,300 @@ def _affine(
     rstd, weight_ptr, bias_ptr, channels, live, root, ACC: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The weight of each column, what x - mean is multiplied by, and what is added."""
+    """What x - mean is multiplied by, and what is added, for each column."""
     weight = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
     bias = load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)
-    return weight, weight * rstd * scalar(root, ACC), bias
+    return weight * rstd * scalar(root, ACC), bias
+
+
+@triton.jit
+def _normalise(
+    x_ptr, y_ptr, row, end, columns, live, C, mean, scale, bias,
+    U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of y. WHOLE: all its rows exist."""
+    x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, True)
+    z = (x.to(ACC) - mean[None, None, :]) * scale[None, None, :] + bias[None, None, :]
+    y = as_stored(activate(z, ACTIVATION), y_ptr)
+    write_tile(y, y_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE)
+
+
+@triton.jit
+def _write_item(
+    x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, sample, start, end, S, C, G, CHANNELS,
+    columns, live, GROUPS, root,
+    U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write an item's rows of y, the last tile first."""
+    groups = sample * G + columns // CHANNELS
+    mean, rstd = load_statistics(stats_ptr, groups, live, GROUPS)
+    scale, bias = _affine(rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
+    R: tl.constexpr = U * BT
+    before = sample.to(tl.int64) * S * C
+    whole = (end - start) // R
+    if start + whole * R < end:
+        _normalise(
+            x_ptr + before, y_ptr + before, start + whole * R, end, columns, live, C, mean, scale,
+            bias, U, BT, ACC, ACTIVATION, EVEN, False, WIDE,
+        )  # fmt: skip
+    for tile in tl.range(0, whole, num_stages=STAGES):
+        row = start + (whole - 1 - tile) * R
+        _normalise(
+            x_ptr + before, y_ptr + before, row, end, columns, live, C, mean, scale, bias, U, BT,
+            ACC, ACTIVATION, EVEN, True, WIDE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def group_norm_columns_forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, partial_ptr, counters_ptr,
-    N, G, CHANNELS, S, WIDTH_UNITS, LIVE_UNITS, SLABS, ABREAST, K, LAG,
+    N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
     eps, root,
-    UNIT: tl.constexpr, RB: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
-    EXACT: tl.constexpr, HELD: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
+    UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    SINGLE: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias); stats = (mean, rstd) of all groups.
 
-    Held, one program takes a slab of a sample.
+    Program t gathers item t, and writes item t - LAG, or if SOLO its own.
     """
     t = tl.program_id(0)
     C = WIDTH_UNITS * UNIT
-    LIVE = LIVE_UNITS * UNIT
     GROUPS = N * G
     UNITS = N * SLABS
-    n = (S * CHANNELS).to(ACC)
     if t < UNITS * K:
-        if HELD:
-            unit = t
-            k = 0
-        else:
-            unit, k = _turn(t, K, ABREAST, False)
-        sample = unit // SLABS
-        slab = unit - sample * SLABS
-        channels, live, own, group = _slab(slab, CHANNELS, LIVE, C, BC)
-        groups, there = _slab_groups(sample, slab, G, CHANNELS, LIVE, GB)
-        offsets, mask = _rows(sample, k, S, channels, live, C, RB, WIDE)
-        x = load_tile(x_ptr, offsets, mask, EVEN, False)
-        mean, m2 = _moments(
-            x, x_ptr, sample, k, slab, S, C, CHANNELS, LIVE, channels, live, own, group, mask, RB,
-            GB, ACC, EXACT, EVEN, WIDE,
+        sample, slab, k, start, end, columns, live = _item(t, SLABS, K, S, ROWS_EACH, C, BC, False)
+        mean, m2 = _item_moments(
+            x_ptr + sample.to(tl.int64) * S * C, columns, live, start, end, C, U, BT, STAGES, ACC,
+            EVEN, WIDE,
         )  # fmt: skip
-        if HELD:
-            save_statistics(stats_ptr, groups, there, GROUPS, mean, m2, n, eps, ACC)
+        mean, m2, last = publish_part(
+            mean, m2, partial_ptr, counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH,
+            1, BC, ACC, True, SINGLE,
+        )  # fmt: skip
+        if last:
+            moments_ptr = _behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
+            moments_ptr += sample.to(tl.int64) * (2 * C)
+            tl.store(moments_ptr + columns, mean, mask=live)
+            tl.store(moments_ptr + C + columns, m2, mask=live)
+            if _last_slab(counters_ptr, sample, N, SLABS, K):
+                tl.debug_barrier()
+                _finish_forward(moments_ptr, stats_ptr, sample, G, CHANNELS, GROUPS, S, C, eps, ACC)
+                if not SOLO:
+                    arrive(ready_flag(counters_ptr, sample, UNITS, K))
+        if SOLO:
             tl.debug_barrier()
-            mean, rstd = load_statistics(stats_ptr, sample * G + group, live, GROUPS)
-            _, scale, bias = _affine(
-                rstd, weight_ptr, bias_ptr, channels, live, root, ACC, WEIGHT, BIAS
-            )
-            z = (x.to(ACC) - mean[None, :]) * scale[None, :] + bias[None, :]
-            store_tile(y_ptr, offsets, activate(z, ACTIVATION), mask, EVEN, True)
-        else:
-            mean, m2, last = publish_part(
-                mean, m2, partial_ptr, counters_ptr, unit, k, UNITS, K, S, RB, CHANNELS, GB, ACC,
-                True, False,
+            _write_item(
+                x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, sample, start, end, S, C, G,
+                CHANNELS, columns, live, GROUPS, root, U, BT, STAGES, ACC, WEIGHT, BIAS, ACTIVATION,
+                EVEN, WIDE,
             )  # fmt: skip
-            if last:
-                save_statistics(stats_ptr, groups, there, GROUPS, mean, m2, n, eps, ACC)
-                arrive(ready_flag(counters_ptr, unit, UNITS, K))
-    if not HELD:
-        u = t - LAG
-        if u >= 0:
-            unit, k = _turn(u, K, ABREAST, True)
-            sample = unit // SLABS
-            slab = unit - sample * SLABS
-            channels, live, own, group = _slab(slab, CHANNELS, LIVE, C, BC)
-            offsets, mask = _rows(sample, k, S, channels, live, C, RB, WIDE)
-            x = load_tile(x_ptr, offsets, mask, EVEN, True)
-            wait(ready_flag(counters_ptr, unit, UNITS, K), 1, K)
-            mean, rstd = load_statistics(stats_ptr, sample * G + group, live, GROUPS)
-            _, scale, bias = _affine(
-                rstd, weight_ptr, bias_ptr, channels, live, root, ACC, WEIGHT, BIAS
+    if not SOLO:
+        if t >= LAG:
+            sample, slab, k, start, end, columns, live = _item(
+                t - LAG, SLABS, K, S, ROWS_EACH, C, BC, True
             )
-            z = (x.to(ACC) - mean[None, :]) * scale[None, :] + bias[None, :]
-            store_tile(y_ptr, offsets, activate(z, ACTIVATION), mask, EVEN, False)
+            wait(ready_flag(counters_ptr, sample, UNITS, K), 1, SLABS * K)
+            _write_item(
+                x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, sample, start, end, S, C, G,
+                CHANNELS, columns, live, GROUPS, root, U, BT, STAGES, ACC, WEIGHT, BIAS, ACTIVATION,
+                EVEN, WIDE,
+            )  # fmt: skip
 
 
 @triton.jit
-def _gradient(dy, x, mean, scale, bias, ACC: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The gradient before the activation, and distances from the mean."""
-    centred = x.to(ACC) - mean[None, :]
-    return gradient_before(dy, centred, scale[None, :], bias[None, :], ACC, ACTIVATION), centred
+def _gradient(
+    dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias,
+    U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """A tile's gradient before the activation, and its distances from the mean."""
+    dy = load_tile(dy_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, LAST)
+    x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, LAST)
+    centred = x.to(ACC) - mean[None, None, :]
+    dz = gradient_before(dy, centred, scale[None, None, :], bias[None, None, :], ACC, ACTIVATION)
+    return dz, centred
 
 
 @triton.jit
-def _save_means(
-    means_ptr, unit, sum_dz, sum_dz_xhat, weight, n, own, GB: tl.constexpr, EXACT: tl.constexpr
-):
-    """Save the means of g and of g * xhat over each group of a slab, where g = dz * weight."""
-    unit_ptr = means_ptr + unit * (2 * GB) + tl.arange(0, GB)
-    tl.store(unit_ptr, _by_group(sum_dz * weight, own, GB, EXACT) / n)
-    tl.store(unit_ptr + GB, _by_group(sum_dz_xhat * weight, own, GB, EXACT) / n)
+def _add_tile(
+    sum_dz, sum_dz_centred, dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias,
+    U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Add a tile to the sums of each lane."""
+    dz, centred = _gradient(
+        dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN,
+        WHOLE, WIDE, LAST,
+    )  # fmt: skip
+    sum_dz += tl.sum(dz, axis=STEP_AXIS)
+    sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)
+    return sum_dz, sum_dz_centred
 
 
 @triton.jit
 def _write_dx(
-    dx_ptr, means_ptr, unit, own, live, offsets, mask, dz, centred, scale, rstd, root,
-    GB: tl.constexpr, ACC: tl.constexpr, EVEN: tl.constexpr, HELD: tl.constexpr,
+    dy_ptr, x_ptr, dx_ptr, row, end, columns, live, C, mean, scale, bias, constant, slope,
+    U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of dx from its group's saved means."""
-    unit_ptr = means_ptr + unit * (2 * GB) + own
-    mean_g = tl.load(unit_ptr, mask=live, other=0.0, cache_modifier=".cg")
-    mean_gx = tl.load(unit_ptr + GB, mask=live, other=0.0, cache_modifier=".cg")
+    """Write a tile of dx."""
+    dz, centred = _gradient(
+        dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN,
+        WHOLE, WIDE, True,
+    )  # fmt: skip
+    dx = dz * scale[None, None, :] - (centred * slope[None, None, :] + constant[None, None, :])
+    write_tile(as_stored(dx, dx_ptr), dx_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE)
+
+
+@triton.jit
+def _write_item_dx(
+    dy_ptr, x_ptr, dx_ptr, means_ptr, groups, GROUPS, before, start, end, columns, live, C, mean,
+    rstd, scale, bias, root,
+    U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write an item's rows of dx from its groups' saved means, the last tile first."""
+    mean_g = tl.load(means_ptr + groups, mask=live, other=0.0, cache_modifier=".cg")
+    mean_gx = tl.load(means_ptr + GROUPS + groups, mask=live, other=0.0, cache_modifier=".cg")
     rstd_root = rstd * scalar(root, ACC)
+    constant = rstd_root * mean_g
     slope = rstd_root * rstd * mean_gx
-    dx = dz * scale[None, :] - (centred * slope[None, :] + (rstd_root * mean_g)[None, :])
-    store_tile(dx_ptr, offsets, dx, mask, EVEN, HELD)
+    R: tl.constexpr = U * BT
+    whole = (end - start) // R
+    if start + whole * R < end:
+        _write_dx(
+            dy_ptr + before, x_ptr + before, dx_ptr + before, start + whole * R, end, columns, live,
+            C, mean, scale, bias, constant, slope, U, BT, ACC, ACTIVATION, EVEN, False, WIDE,
+        )  # fmt: skip
+    for tile in tl.range(0, whole, num_stages=STAGES):
+        row = start + (whole - 1 - tile) * R
+        _write_dx(
+            dy_ptr + before, x_ptr + before, dx_ptr + before, row, end, columns, live, C, mean,
+            scale, bias, constant, slope, U, BT, ACC, ACTIVATION, EVEN, True, WIDE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish_backward(
+    sums_ptr, weight_ptr, means_ptr, sample, G, CHANNELS, GROUPS, S, C,
+    ACC: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Save the means of g and of g * xhat over a sample's groups, where g = dz * weight."""
+    n = (S * CHANNELS).to(ACC)
+    for first in range(0, G, _GROUPS):
+        g = tl.zeros([_GROUPS], ACC)
+        gx = tl.zeros([_GROUPS], ACC)
+        for channel in range(0, CHANNELS, _CHANNELS):
+            at, live = _of_group(first, channel, G, CHANNELS)
+            weight = load_vector(weight_ptr, at, live, 1.0, ACC, WEIGHT)
+            dz_xhat = tl.load(sums_ptr + at, mask=live, other=0.0, cache_modifier=".cg")
+            dz = tl.load(sums_ptr + C + at, mask=live, other=0.0, cache_modifier=".cg")
+            g += tl.sum(dz * weight, axis=1)
+            gx += tl.sum(dz_xhat * weight, axis=1)
+        groups = first + tl.arange(0, _GROUPS)
+        tl.store(means_ptr + sample * G + groups, g / n, mask=groups < G)
+        tl.store(means_ptr + GROUPS + sample * G + groups, gx / n, mask=groups < G)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def group_norm_columns_backward(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr,
     counters_ptr,
-    N, G, CHANNELS, S, WIDTH_UNITS, LIVE_UNITS, SLABS, ABREAST, K, LAG, SPLITS,
+    N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
     root,
-    UNIT: tl.constexpr, RB: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
-    EXACT: tl.constexpr, HELD: tl.constexpr, FINISH: tl.constexpr, PARTS: tl.constexpr,
+    UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    SINGLE: tl.constexpr, SOLO: tl.constexpr, FINISH: tl.constexpr, PARTS: tl.constexpr,
     ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `group_norm_columns_forward` that DX, DWEIGHT and DBIAS ask for.
 
-    Held, one program takes a slab of every SPLITS-th sample.
+    The sums of a sample's channels are two rows of C in `partial`: those of dz * xhat, and of dz.
     """
     t = tl.program_id(0)
     C = WIDTH_UNITS * UNIT
-    LIVE = LIVE_UNITS * UNIT
     GROUPS = N * G
     UNITS = N * SLABS
-    SUMS: tl.constexpr = DWEIGHT or DBIAS
-    n = (S * CHANNELS).to(ACC)
-    if HELD:
-        programs = SLABS * SPLITS
-        means_ptr = partial_ptr
-        done_ptr = counters_ptr
-        sums_ptr = means_ptr + UNITS * (2 * GB)
-        if t < programs:
-            split = t // SLABS
-            slab = t - split * SLABS
-            channels, live, own, group = _slab(slab, CHANNELS, LIVE, C, BC)
-            all_dz = tl.zeros([BC], ACC)
-            all_dz_xhat = tl.zeros([BC], ACC)
-            for sample in range(split, N, SPLITS):
-                mean, rstd = load_statistics(stats_ptr, sample * G + group, live, GROUPS)
-                weight, scale, bias = _affine(
-                    rstd, weight_ptr, bias_ptr, channels, live, root, ACC, WEIGHT, BIAS
-                )
-                offsets, mask = _rows(sample, 0, S, channels, live, C, RB, WIDE)
-                dy = load_tile(dy_ptr, offsets, mask, EVEN, False)
-                x = load_tile(x_ptr, offsets, mask, EVEN, False)
-                dz, centred = _gradient(dy, x, mean, scale, bias, ACC, ACTIVATION)
-                sum_dz = tl.sum(dz, axis=0)
-                sum_dz_xhat = tl.sum(dz * centred, axis=0) * rstd
-                if SUMS:
-                    all_dz += sum_dz
-                    all_dz_xhat += sum_dz_xhat
-                if DX:
-                    unit = sample * SLABS + slab
-                    _save_means(means_ptr, unit, sum_dz, sum_dz_xhat, weight, n, own, GB, EXACT)
+    R: tl.constexpr = U * BT
+    means_ptr = _behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
+    sums_ptr = means_ptr + 2 * GROUPS
+    done_ptr = ready_flag(counters_ptr, UNITS, UNITS, K)
+    if t < UNITS * K:
+        sample, slab, k, start, end, columns, live = _item(t, SLABS, K, S, ROWS_EACH, C, BC, False)
+        groups = sample * G + columns // CHANNELS
+        mean, rstd = load_statistics(stats_ptr, groups, live, GROUPS)
+        scale, bias = _affine(rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
+        before = sample.to(tl.int64) * S * C
+        sum_dz = tl.zeros([BT, BC], ACC)
+        sum_dz_centred = tl.zeros([BT, BC], ACC)
+        whole = (end - start) // R
+        for tile in tl.range(0, whole, num_stages=STAGES):
+            sum_dz, sum_dz_centred = _add_tile(
+                sum_dz, sum_dz_centred, dy_ptr + before, x_ptr + before, start + tile * R, end,
+                columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN, True, WIDE,
+                not DX,
+            )  # fmt: skip
+        if start + whole * R < end:
+            sum_dz, sum_dz_centred = _add_tile(
+                sum_dz, sum_dz_centred, dy_ptr + before, x_ptr + before, start + whole * R, end,
+                columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN, False, WIDE,
+                not DX,
+            )  # fmt: skip
+        dz, dz_xhat, last = publish_part(
+            tl.sum(sum_dz, axis=0), tl.sum(sum_dz_centred, axis=0) * rstd, partial_ptr,
+            counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH, 1, BC, ACC, False,
+            SINGLE,
+        )  # fmt: skip
+        if last:
+            own_ptr = sums_ptr + sample.to(tl.int64) * (2 * C)
+            tl.store(own_ptr + columns, dz_xhat, mask=live)
+            tl.store(own_ptr + C + columns, dz, mask=live)
+            if DX:
+                if _last_slab(counters_ptr, sample, N, SLABS, K):
                     tl.debug_barrier()
-                    _write_dx(
-                        dx_ptr, means_ptr, unit, own, live, offsets, mask, dz, centred, scale,
-                        rstd, root, GB, ACC, EVEN, True,
+                    _finish_backward(
+                        own_ptr, weight_ptr, means_ptr, sample, G, CHANNELS, GROUPS, S, C, ACC,
+                        WEIGHT,
                     )  # fmt: skip
-            if SUMS:
-                publish_sums(
-                    sums_ptr, split, channels, live, C, all_dz, all_dz_xhat, DWEIGHT, DBIAS
-                )
+                    if not SOLO:
+                        arrive(ready_flag(counters_ptr, sample, UNITS, K))
+            if DWEIGHT or DBIAS:
                 arrive(done_ptr)
-        f = t - programs
-        arrivals = programs
-        parts = SPLITS
-    else:
-        tiles = UNITS * K
-        means_ptr = after_parts(partial_ptr, UNITS, K, BC)
-        done_ptr = ready_flag(counters_ptr, UNITS, UNITS, K)
-        sums_ptr = means_ptr + UNITS * (2 * GB)
-        if t < tiles:
-            unit, k = _turn(t, K, ABREAST, False)
-            sample = unit // SLABS
-            slab = unit - sample * SLABS
-            channels, live, own, group = _slab(slab, CHANNELS, LIVE, C, BC)
-            mean, rstd = load_statistics(stats_ptr, sample * G + group, live, GROUPS)
-            weight, scale, bias = _affine(
-                rstd, weight_ptr, bias_ptr, channels, live, root, ACC, WEIGHT, BIAS
+        if SOLO and DX:
+            tl.debug_barrier()
+            _write_item_dx(
+                dy_ptr, x_ptr, dx_ptr, means_ptr, groups, GROUPS, before, start, end, columns, live,
+                C, mean, rstd, scale, bias, root, U, BT, STAGES, ACC, ACTIVATION, EVEN, WIDE,
+            )  # fmt: skip
+    u = t - LAG
+    if DX and not SOLO:
+        if (u >= 0) & (u < UNITS * K):
+            sample, slab, k, start, end, columns, live = _item(
+                u, SLABS, K, S, ROWS_EACH, C, BC, True
             )
-            offsets, mask = _rows(sample, k, S, channels, live, C, RB, WIDE)
-            dy = load_tile(dy_ptr, offsets, mask, EVEN, not DX)
-            x = load_tile(x_ptr, offsets, mask, EVEN, not DX)
-            dz, centred = _gradient(dy, x, mean, scale, bias, ACC, ACTIVATION)
-            sum_dz = tl.sum(dz, axis=0)
-            sum_dz_xhat = tl.sum(dz * centred, axis=0) * rstd
-            sum_dz, sum_dz_xhat, last = publish_part(
-                sum_dz, sum_dz_xhat, partial_ptr, counters_ptr, unit, k, UNITS, K, S, RB, 1, BC,
-                ACC, False, False,
+            groups = sample * G + columns // CHANNELS
+            mean, rstd = load_statistics(stats_ptr, groups, live, GROUPS)
+            scale, bias = _affine(
+                rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS
+            )
+            wait(ready_flag(counters_ptr, sample, UNITS, K), 1, SLABS * K)
+            _write_item_dx(
+                dy_ptr, x_ptr, dx_ptr, means_ptr, groups, GROUPS, sample.to(tl.int64) * S * C,
+                start, end, columns, live, C, mean, rstd, scale, bias, root, U, BT, STAGES, ACC,
+                ACTIVATION, EVEN, WIDE,
             )  # fmt: skip
-            if last:
-                if DX:
-                    _save_means(means_ptr, unit, sum_dz, sum_dz_xhat, weight, n, own, GB, EXACT)
-                    arrive(ready_flag(counters_ptr, unit, UNITS, K))
-                if SUMS:
-                    publish_sums(
-                        sums_ptr, sample, channels, live, C, sum_dz, sum_dz_xhat, DWEIGHT, DBIAS
-                    )
-                    arrive(done_ptr)
-        u = t - LAG
-        if DX:
-            if (u >= 0) & (u < tiles):
-                unit, k = _turn(u, K, ABREAST, True)
-                sample = unit // SLABS
-                slab = unit - sample * SLABS
-                channels, live, own, group = _slab(slab, CHANNELS, LIVE, C, BC)
-                mean, rstd = load_statistics(stats_ptr, sample * G + group, live, GROUPS)
-                _, scale, bias = _affine(
-                    rstd, weight_ptr, bias_ptr, channels, live, root, ACC, WEIGHT, BIAS
-                )
-                offsets, mask = _rows(sample, k, S, channels, live, C, RB, WIDE)
-                dy = load_tile(dy_ptr, offsets, mask, EVEN, True)
-                x = load_tile(x_ptr, offsets, mask, EVEN, True)
-                wait(ready_flag(counters_ptr, unit, UNITS, K), 1, K)
-                dz, centred = _gradient(dy, x, mean, scale, bias, ACC, ACTIVATION)
-                _write_dx(
-                    dx_ptr, means_ptr, unit, own, live, offsets, mask, dz, centred, scale, rstd,
-                    root, GB, ACC, EVEN, False,
-                )  # fmt: skip
-        f = u - tiles
-        arrivals = UNITS
-        parts = N
-    if SUMS:
+    if DWEIGHT or DBIAS:
+        f = u - UNITS * K
         if f >= 0:
-            finish_sums(
-                dweight_ptr, dbias_ptr, sums_ptr, done_ptr, f, arrivals, parts, C, root, FINISH,
-                PARTS, ACC, DWEIGHT, DBIAS,
-            )  # fmt: skip
+            wait(done_ptr, UNITS, tl.cdiv(C, FINISH))
+            if DWEIGHT:
+                finish_columns(
+                    dweight_ptr, sums_ptr, 0, f, C, N, scalar(root, ACC), 2, PARTS, FINISH, ACC
+                )
+            if DBIAS:
+                finish_columns(dbias_ptr, sums_ptr, 1, f, C, N, 1.0, 2, PARTS, FINISH, ACC)

@@ -39,7 +39,6 @@ def forward_launch(
     double = dtype == torch.float64
     numbers = scalars(double, eps=eps, root=math.sqrt(tv))
     constants: dict[str, Any] = {
-        "HELD": shape.held,
         "ACC": tl.float64 if double else tl.float32,
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
@@ -77,6 +76,7 @@ def forward_launch(
             "R": shape.r,
             "BLOCK": shape.block,
             "RUN": shape.run,
+            "HELD": shape.held,
             **constants,
         },
         warps=shape.warps,
@@ -98,7 +98,6 @@ def backward_launch(
     lag = shape.lag if dx else 0
     finishers = -(-shape.groups * shape.channels // shape.finish) if dweight or dbias else 0
     constants: dict[str, Any] = {
-        "HELD": shape.held,
         "FINISH": shape.finish,
         "PARTS": _PARTS,
         "ACC": tl.float64 if double else tl.float32,
@@ -117,7 +116,7 @@ def backward_launch(
             columns.group_norm_columns_backward,
             grid,
             pointers=_BACKWARD,
-            sizes={**_column_sizes(shape), "LAG": lag, "SPLITS": shape.splits},
+            sizes={**_column_sizes(shape), "LAG": lag},
             scalars=numbers,
             constants={**_column_tile(shape), **constants},
             warps=shape.warps,
@@ -138,35 +137,44 @@ def backward_launch(
             "SPLITS": shape.splits,
         },
         scalars=numbers,
-        constants={"UNIT": unit, "R": shape.r, "CB": shape.cb, "SB": shape.sb, **constants},
+        constants={
+            "UNIT": unit,
+            "R": shape.r,
+            "CB": shape.cb,
+            "SB": shape.sb,
+            "HELD": shape.held,
+            **constants,
+        },
         warps=shape.warps,
     )
 
 
 def forward_scratch(shape: PlanesForward | Columns) -> tuple[int, int]:
     """Counters and partial results that a forward launch needs."""
-    if shape.held:
-        return 0, 0
     if isinstance(shape, Columns):
-        return _parts(shape.units, shape.k, shape.gb)
-    return _parts(shape.n * shape.groups, shape.k, 1)
+        counters, parts = _column_parts(shape)
+        return counters, parts + 2 * shape.n * shape.c
+    return (0, 0) if shape.held else _parts(shape.n * shape.groups, shape.k, 1)
 
 
 def backward_scratch(
     shape: PlanesBackward | Columns, needs: tuple[bool, bool, bool]
 ) -> tuple[int, int]:
     """Counters and partial results that a backward launch needs."""
+    if isinstance(shape, Columns):
+        counters, parts = _column_parts(shape)
+        return counters + 1, parts + 2 * shape.n * (shape.groups + shape.c)
     _, dweight, dbias = needs
     sums = shape.parts * (dweight + dbias) * shape.groups * shape.channels
-    if isinstance(shape, Columns):
-        means = 2 * shape.units * shape.gb
-        counters, parts = (0, 0) if shape.held else _parts(shape.units, shape.k, shape.bc)
-    elif shape.held:
-        means = counters = parts = 0
-    else:
-        means = 2 * shape.n * shape.groups
-        counters, parts = _parts(shape.n * shape.groups, shape.k, 1)
-    return counters + 1, parts + means + sums
+    if shape.held:
+        return 1, sums
+    counters, parts = _parts(shape.n * shape.groups, shape.k, 1)
+    return counters + 1, parts + 2 * shape.n * shape.groups + sums
+
+
+def _column_parts(shape: Columns) -> tuple[int, int]:
+    counters, parts = _parts(shape.units, shape.k, shape.bc)
+    return counters, 0 if shape.k == 1 else parts
 
 
 def _parts(units: int, k: int, numbers: int) -> tuple[int, int]:
@@ -182,18 +190,19 @@ def _column_sizes(shape: Columns) -> dict[str, int]:
         "CHANNELS": shape.channels,
         "S": shape.s,
         "WIDTH_UNITS": shape.c // shape.unit,
-        "LIVE_UNITS": shape.live // shape.unit,
         "SLABS": shape.slabs,
-        "ABREAST": shape.abreast,
         "K": shape.k,
+        "ROWS_EACH": shape.rows_each,
     }
 
 
 def _column_tile(shape: Columns) -> dict[str, Any]:
     return {
         "UNIT": shape.unit,
-        "RB": shape.rb,
+        "U": shape.u,
+        "BT": shape.bt,
         "BC": shape.bc,
-        "GB": shape.gb,
-        "EXACT": shape.exact,
+        "STAGES": shape.stages,
+        "SINGLE": shape.k == 1,
+        "SOLO": shape.solo,
     }

@@ -1,8 +1,7 @@
 """How GroupNorm cuts a tensor into work: rules, without a search at run time.
 
-Tiles, warps and lags are those that sweeps found for the same kind of walk in BatchNorm and
-LayerNorm (see `batch_norm.schedule` and `layer_norm.schedule`). Any choice gives correct results;
-only speed depends on it.
+The numbers come from sweeps over tile, warps and lag on an H100, described in docs/notebook.md, and
+for small units from those of LayerNorm. Any choice gives correct results; only speed depends on it.
 """
 
 from __future__ import annotations
@@ -12,22 +11,20 @@ from dataclasses import dataclass
 from normplug._kernels.device import floor_2, needs_int64, power_of_2, unit_of
 
 # Bytes of a unit, as float32 or wider, that a program holds at most. LayerNorm holds rows of
-# 32,768 halves. Backward there are two tensors, and in a slab sums for each of a thread's columns:
-# with more, registers spill.
+# 32,768 halves. Backward there are two tensors.
 _HELD_FORWARD, _HELD_BACKWARD = 128 << 10, 64 << 10
-_HELD_SLAB_FORWARD, _HELD_SLAB_BACKWARD = 64 << 10, 32 << 10
 _HELD_HALF_EMPTY = 64 << 10  # bytes up to which it does not matter how much is padding
 _HELD_BY_FEW = 16 << 10  # bytes up to which a group is held though few programs have work
 _SMALL_TILE = 4096  # values that a program takes of small units together
 # A multiprocessor: what is read of later units before a unit is written.
-_LAG_BYTES = 24 << 10
+_LAG_FORWARD, _LAG_BACKWARD = 48 << 10, 24 << 10
 _TILE_COST = 512  # values: what a tile costs beside them
 _SHORTEST_RUN = 64  # values side by side of a plane, of a tile that is not a whole plane
-MOST_COLUMNS = 1 << 16  # channels of a group that are adjacent
-_SEGMENT_BYTES = 256  # of a row that a tile of columns reads
-_FEWEST_BYTES = 64  # the same, of a narrow slab: less than that wastes bandwidth
-_CACHED_UNIT = 24 << 20  # bytes of a unit that the L2 cache still holds when it is read again
-_ABREAST_SAMPLE = 8 << 20  # bytes of a sample whose slabs are taken in turn
+# Of columns. Sweeps over tile, warps and lag on an H100 chose what follows.
+_SEGMENT_BYTES = 128  # of a row that a tile reads, where it does not read two of them as a whole
+_CACHED_TENSOR = 64 << 20  # bytes of a tensor most of which is still cached when it is read again
+_LAG_COLUMNS = 192 << 10  # as the lags of planes; programs wait for whole samples
+_SOLO_SAMPLE = 64 << 10  # bytes up to which one program is enough for a sample, if there are many
 _FINISH = 64  # channels of a gradient that one program adds up
 
 
@@ -138,23 +135,23 @@ class PlanesBackward:
 
 @dataclass(frozen=True)
 class Columns:
-    """`n` samples of `s` rows in slabs of `slab_groups` groups, in tiles of `rb` rows.
+    """`n` samples of `s` rows in slabs of `bc` channels, in items of `rows_each` rows.
 
-    A slab's channels are padded to `bc` columns. The tiles of `abreast` slabs are taken in turn.
-    `lag` and `splits` as in `PlanesBackward`.
+    A tile is `u` * `bt` rows. `lag` as in `PlanesBackward`; 0 says that an item is a whole sample,
+    which the program that read it writes.
     """
 
     n: int
     groups: int
     channels: int
     s: int
-    slab_groups: int
-    rb: int
     bc: int
+    bt: int
+    u: int
     warps: int
+    stages: int
+    rows_each: int
     lag: int = 0
-    abreast: int = 1
-    splits: int = 1
     finish: int = _FINISH
 
     @property
@@ -163,62 +160,43 @@ class Columns:
         return self.groups * self.channels
 
     @property
-    def live(self) -> int:
-        """Channels of a slab."""
-        return self.slab_groups * self.channels
-
-    @property
-    def gb(self) -> int:
-        """Groups of a slab, padded to a power of two."""
-        return self.bc // self.channels if self.exact else power_of_2(self.slab_groups)
-
-    @property
-    def exact(self) -> bool:
-        """Whether the columns of a slab are those of whole groups, padding included."""
-        return power_of_2(self.channels) == self.channels
-
-    @property
     def unit(self) -> int:
-        """What divides the channels and a slab's: the alignment the compiler may assume."""
-        return unit_of(self.c, self.live)
+        """What divides the channels: the alignment that the compiler may assume."""
+        return unit_of(self.c)
 
     @property
     def slabs(self) -> int:
-        return -(-self.groups // self.slab_groups)
+        return -(-self.c // self.bc)
 
     @property
     def units(self) -> int:
+        """Slabs of all samples."""
         return self.n * self.slabs
 
     @property
-    def held(self) -> bool:
+    def solo(self) -> bool:
+        """Whether one program takes each sample."""
         return self.lag == 0
 
     @property
     def k(self) -> int:
-        """Tiles of a slab of a sample."""
-        return -(-self.s // self.rb)
+        """Items of a slab of a sample."""
+        return -(-self.s // self.rows_each)
 
     @property
     def programs(self) -> int:
-        """Programs that read tiles first, backward."""
-        return self.slabs * self.splits if self.held else self.units * self.k
-
-    @property
-    def parts(self) -> int:
-        """Parts that the sums for weight and bias come in."""
-        return self.splits if self.held else self.n
+        """Programs that gather items."""
+        return self.units * self.k
 
     @property
     def even(self) -> bool:
-        """Whether all of every tile exists."""
-        whole = self.live == self.bc and self.groups % self.slab_groups == 0
-        return whole and self.s % self.rb == 0
+        """Whether slabs fill their padding."""
+        return self.c % self.bc == 0
 
     @property
     def wide(self) -> bool:
-        """Whether offsets need 64 bits."""
-        return needs_int64(self.n * self.s, self.c)
+        """Whether offsets in a sample need 64 bits."""
+        return needs_int64(self.s, self.c)
 
 
 def group_norm_forward(
@@ -251,9 +229,9 @@ def group_norm_forward(
             block //= 2
         while block > 1024 and units * -(-width // block) < 2 * sms:
             block //= 2
-        warps = max(min(block // 1024, 4), 1)
+        warps = max(min(block // 1024, 8), 1)
         k = -(-width // block)
-        lag = min(sms * _LAG_BYTES // (block * itemsize) + k, units * k)
+        lag = min(sms * _LAG_FORWARD // (block * itemsize) + k, units * k)
     run = min(space & -space, block)  # the largest power of two that divides the plane
     return PlanesForward(n, groups, channels, space, block, run, warps, lag, r)
 
@@ -267,18 +245,19 @@ def group_norm_backward(
     padded = power_of_2(channels), power_of_2(space)
     values = padded[0] * padded[1]
     held = max(itemsize, 4) * values
-    if held <= _HELD_BACKWARD and not (held > _HELD_BY_FEW and 4 * n * groups < sms):
+    most = _HELD_BACKWARD if 5 * channels * space > 4 * values else _HELD_BACKWARD // 2
+    if held <= most and not (held > _HELD_BY_FEW and 4 * n * groups < sms):
         r = _at_once(values, groups, n, sms)
         splits = _splits(n, -(-groups // r), sms)
         warps = _held_warps(r * values, 2)
         return PlanesBackward(n, groups, channels, space, *padded, warps, 0, r, splits)
-    block, units = _tile(2 * itemsize), n * groups
+    block, units = _tile(4 * itemsize), n * groups
     while block > 1024 and units * -(-channels * space // block) < 2 * sms:
         block //= 2
     cb, sb = _tile_of_planes(channels, space, block)
     warps = max(min(cb * sb // 1024, 4), 1)
     k = -(-channels // cb) * -(-space // sb)
-    lag = min(sms * _LAG_BYTES // (cb * sb * itemsize) + k, units * k)
+    lag = min(sms * _LAG_BACKWARD // (cb * sb * itemsize) + k, units * k)
     return PlanesBackward(n, groups, channels, space, cb, sb, warps, lag)
 
 
@@ -328,48 +307,35 @@ def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:
 def _columns(
     n: int, groups: int, channels: int, s: int, itemsize: int, tensors: int, sms: int
 ) -> Columns:
-    most = (_HELD_SLAB_FORWARD if tensors == 1 else _HELD_SLAB_BACKWARD) // max(itemsize, 4)
-    held = _held_slab(groups, channels, s, itemsize, most)
-    if held is not None:
-        slab_groups, bc = held
-        rb = power_of_2(s)
-        splits = _splits(n, -(-groups // slab_groups), sms) if tensors > 1 else 1
-        warps = _held_warps(rb * bc, tensors)
-        return Columns(n, groups, channels, s, slab_groups, rb, bc, warps, splits=splits)
-    slab_groups, bc = _slab(groups, channels, _SEGMENT_BYTES // itemsize)
-    unit_bytes = s * itemsize * tensors
-    if unit_bytes * slab_groups * channels > _CACHED_UNIT:
-        # One slab after the other, each so narrow that the cache holds it, if there are such.
-        narrow = _slab(groups, channels, min(_CACHED_UNIT // unit_bytes, _SEGMENT_BYTES))
-        if narrow[0] * channels * itemsize >= _FEWEST_BYTES and narrow[1] < bc:
-            slab_groups, bc = narrow
-    rb = max(_tile(2 * tensors * itemsize) // bc, 1)
-    slabs = -(-groups // slab_groups)
-    while rb > 8 and n * slabs * -(-s // rb) < 2 * sms:
-        rb //= 2
-    abreast = slabs if unit_bytes * groups * channels <= _ABREAST_SAMPLE else 1
-    k = -(-s // rb)
-    lag = min(sms * _LAG_BYTES // (rb * bc * itemsize) + abreast * k, n * slabs * k)
-    warps = max(min(rb * bc // 1024, 4), min(rb * bc // 2048, 32), 1)
-    return Columns(n, groups, channels, s, slab_groups, rb, bc, warps, lag, abreast)
+    c = groups * channels
+    bc = _slab(c, itemsize)
+    cached = n * s * c * itemsize <= _CACHED_TENSOR
+    if tensors == 1:
+        warps, u, stages, tiles = (4, 8, 1, 2) if cached else (4, 8, 1, 8)
+    else:
+        warps, u, stages, tiles = (2, 4, 1, 4) if cached else (4, 4, 3, 8)
+    if itemsize == 8:
+        u //= 2
+    bt = max(warps * 32 * min(16 // itemsize, unit_of(c)) // bc, 1)
+
+    def cut(rows_each: int, lag: int) -> Columns:
+        return Columns(n, groups, channels, s, bc, bt, u, warps, stages, rows_each, lag)
+
+    slabs, tile = -(-c // bc), u * bt
+    if slabs == 1 and (s <= tile or (n >= sms and s * bc * itemsize <= _SOLO_SAMPLE)):
+        return cut(s, 0)
+    while tiles > 1 and n * slabs * -(-s // (tiles * tile)) < sms:
+        tiles //= 2
+    rows_each = tiles * tile
+    items = slabs * -(-s // rows_each)  # of a sample
+    lag = min(sms * _LAG_COLUMNS // (rows_each * bc * itemsize) + items, n * items)
+    return cut(rows_each, lag)
 
 
-def _slab(groups: int, channels: int, columns: int) -> tuple[int, int]:
-    """Groups of a slab of at most so many columns, or of one group; and its columns, padded."""
-    together = max(min(floor_2(columns) // channels, groups), 1)
-    step = 8 // unit_of(channels)  # groups whose channels are a multiple of 8
-    if step < together < groups:
-        together -= together % step
-    return together, max(power_of_2(together * channels), 8)
-
-
-def _held_slab(
-    groups: int, channels: int, s: int, itemsize: int, values: int
-) -> tuple[int, int] | None:
-    """The same of a slab of which a program holds `values`; None if it would be too narrow."""
-    most = values // power_of_2(s)
-    if most < max(power_of_2(channels), 8):
-        return None
-    together, bc = _slab(groups, channels, min(most, _SEGMENT_BYTES // itemsize))
-    wide = together * channels * itemsize >= _FEWEST_BYTES or together == groups
-    return (together, bc) if bc <= most and wide else None
+def _slab(c: int, itemsize: int) -> int:
+    """Channels of a slab: all, if they are few; else the most of those with the least padding."""
+    most = _SEGMENT_BYTES // itemsize
+    if c <= 2 * most:
+        return max(power_of_2(c), 8)
+    widths = [max(most >> i, 8) for i in range(4)]
+    return min(widths, key=lambda bc: (-(-c // bc) * bc, -bc))

@@ -12,7 +12,7 @@ from torch import Tensor
 from normplug import _activations
 from normplug._kernels.device import MOST_PLACES, processors
 from normplug._kernels.group_norm import launches, schedule
-from normplug._layouts import dense, is_channels_last, lies_like
+from normplug._layouts import dense, lies_like
 from normplug._ops.plans import KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, PLACE, Program, Result, named
 from normplug._ops.spec import GroupNormSpec, Tensors
@@ -59,8 +59,6 @@ class GroupNormPlan(Plan):
         channels = c // spec.groups
         if max(channels * math.prod(t.x.shape[2:]), n * spec.groups) > MOST_PLACES:
             return "a group has nearly 2^31 values or more, or there are so many groups"
-        if channels > schedule.MOST_COLUMNS and is_channels_last(t.x.shape, t.x.stride()):
-            return f"a channels_last group has more than {schedule.MOST_COLUMNS:,} channels"
         return None
 
     @classmethod
