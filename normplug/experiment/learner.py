@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from normplug._report.measure import Measure
 from normplug.experiment.checkpoint import steps_per_epoch
+from normplug.experiment.memory import Batch
 from normplug.experiment.optimizing import decay_groups, make_scheduler, move_to_step
-from normplug.experiment.source import Batch
 
 
 class Learner(LightningModule):
