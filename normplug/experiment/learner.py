@@ -71,9 +71,13 @@ class Learner(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of one batch."""
         inputs, targets = batch
-        loss = _cross_entropy(self(inputs), targets, self.label_smoothing)
+        loss = self.loss(inputs, targets, self.label_smoothing)
         self.log("train/loss", loss, prog_bar=True)
         return loss
+
+    def loss(self, inputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """The mean cross-entropy over all targets."""
+        return _cross_entropy(self(inputs), targets, label_smoothing)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Loss and measure on the validation part."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import signal
 import sys
@@ -158,6 +159,7 @@ class Run:
             peak_memory_bytes=peak_memory_bytes(gpu),
             norms_swapped=len(layers),
             target_variances={path: layer.target_variance for path, layer in layers.items()},
+            input_variances=_input_variances(trainer),
             norms_fused=fused,
             recompute=self.cfg.recompute and fused > 0,
             channels_last=self.cfg.channels_last,
@@ -278,6 +280,15 @@ def _norms_fused(model: Learner) -> int:
     if not fused_modules(model):
         return 0
     return sum(row.label is not None for row in normplug.fusions(model))
+
+
+def _input_variances(trainer: Trainer) -> dict[str, float]:
+    """The variance in each norm's input at the last step that was logged, by path.
+
+    In a pre-norm model that is the variance of the residual stream by depth.
+    """
+    rows = (row for logger in variance_loggers(trainer) for row in logger.last)
+    return {row.layer: row.input_variance for row in rows if math.isfinite(row.input_variance)}
 
 
 def _data_name(cfg: DictConfig) -> str:

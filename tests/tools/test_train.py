@@ -15,6 +15,7 @@ import train
 from normplug._ops import recompute
 from normplug._report.measure import ACCURACY, Measure
 from normplug.compare.gather import keys
+from normplug.experiment import names
 from normplug.experiment.models import GPT, resnet, scale_norm_weights, vit
 from normplug.experiment.names import arm_name
 from normplug.experiment.optimizing import SCHEDULES, decay_groups, make_scheduler, move_to_step
@@ -72,6 +73,8 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     named = {"arm": "golden", "seed": 0, "model": "vit_tiny", "data": "fake", "status": "finished"}
     assert result.items() >= named.items()
     assert result["norms_swapped"] == 9
+    assert result["input_variances"].keys() == result["target_variances"].keys()
+    assert all(variance > 0 for variance in result["input_variances"].values())
     assert len(result["accuracy_by_epoch"]) == 2
     assert result["images_per_s"] == pytest.approx(16e3 / result["step_ms"], rel=0.5)
     assert result["peak_memory_bytes"] > 2**20
@@ -131,9 +134,13 @@ def test_a_sweep_over_the_output_of_autocast_has_an_arm_for_each(trains, tmp_pat
 
 
 def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(trains, tmp_path):
-    output = trains(*SMALL, PLAIN, "mode=inverse_depth,reversed_depth", "-m")
+    output = trains(*SMALL, PLAIN, "mode=inverse_depth,reversed_depth,mean_inverse_depth", "-m")
     falling = [1, 1 / 2, 1 / 3, 1 / 4]
-    arms = {"inverse_depth": falling, "reversed_depth": falling[::-1]}
+    arms = {
+        "inverse_depth": falling,
+        "mean_inverse_depth": [sum(falling) / 4] * 4,
+        "reversed_depth": falling[::-1],
+    }
     for result, (arm, blocks) in zip(results(tmp_path), arms.items(), strict=True):
         assert result["arm"] == arm
         assert f"| {arm} " in output
@@ -157,6 +164,11 @@ def test_a_sweep_of_language_models_is_compared_by_its_losses(trains, tmp_path):
         "better": "lower",
         "items": "tokens",
     }
+    drop = golden["block_drop"]
+    assert drop["tokens"] == 992  # the 62 whole blocks of a tenth of the text
+    assert drop["loss"] == pytest.approx(golden["test_loss"], rel=1e-3)
+    assert len(drop["loss_without"]) == 1
+    assert drop["loss_without"][0] != drop["loss"]
     bits = golden["test_bits_per_character"]
     assert bits == pytest.approx(golden["test_loss"] / math.log(2), rel=0.01)  # nearly all ASCII
     assert 4 < golden["unigram_bits_per_character"] < 6
@@ -182,6 +194,19 @@ def test_a_gpt_sees_no_later_token_and_fuses_its_additions(norm):
     normplug.fuse(normplug.swap(net, "standard"))
     assert sum(row.label is not None for row in normplug.fusions(net)) == 4  # all but the first
     torch.testing.assert_close(net(tokens), before)
+
+
+def test_a_dropped_block_is_the_identity_and_comes_back():
+    torch.manual_seed(0)
+    net = GPT(vocabulary=5, block_size=8, depth=3, width=16).eval()
+    bypassed = copy.deepcopy(net)
+    bypassed.blocks[1] = torch.nn.Identity()
+    normplug.fuse(normplug.swap(net, "standard"))
+    tokens = torch.randint(5, (2, 8))
+    before = net(tokens)
+    with net.blocks[1].dropped():
+        torch.testing.assert_close(net(tokens), bypassed(tokens))
+    assert torch.equal(net(tokens), before)
 
 
 def test_a_scaled_start_is_of_the_layers_that_write_to_the_residual_stream():
@@ -256,6 +281,7 @@ def test_arms_have_names_that_tell_them_apart():
     assert arm_name(1) == "standard"
     assert arm_name(0.5) == "0.5"
     assert arm_name("standard", 0.786) == "standard-gamma0_0.786"
+    assert arm_name("standard", "inverse_depth") == "standard-gamma0_inverse_depth"
     assert arm_name("golden", tag="lr0.1") == "golden-lr0.1"
     assert arm_name("golden", autocast_output="low") == "golden"
     assert arm_name(0.5, tag="a", autocast_output="float32") == "0.5-autocast_float32-a"
@@ -270,6 +296,19 @@ def test_gamma0_starts_as_the_mode_whose_root_it_is():
     scale_norm_weights(scaled, normplug.target_variance("golden") ** 0.5)
     x = torch.randn(4, 3, 16, 16)
     torch.testing.assert_close(swapped(x), scaled(x))
+
+
+@pytest.mark.parametrize("schedule", names.SCHEDULES)
+def test_gamma0_by_depth_starts_as_the_mode_by_depth(schedule):
+    torch.manual_seed(0)
+    swapped = GPT(vocabulary=5, block_size=8, depth=3, width=16)
+    scaled = copy.deepcopy(swapped)
+    normplug.swap(swapped, names.mode_of(schedule))
+    scale_norm_weights(scaled, schedule)
+    tokens = torch.randint(5, (2, 8))
+    torch.testing.assert_close(scaled(tokens), swapped(tokens))
+    assert type(scaled.norm) is torch.nn.LayerNorm
+    assert scaled.norm.weight.unique().tolist() == [1.0]
 
 
 def test_the_transformer_validates_with_the_norms_that_it_trains():
