@@ -88,6 +88,7 @@ RULES = (
         f"scales the norms' initial weights and {POSITIVE}, one of {', '.join(BY_DEPTH)}, or null",
     ),
     _flag("compile"),
+    _flag("graph"),
     Rule("fuse", _maybe(_is_bool), "must be true, false or null"),
     _flag("recompute"),
     _flag("channels_last"),

@@ -34,12 +34,12 @@ from normplug.experiment.command import as_typed, is_sweep
 from normplug.experiment.directory import CONFIG, RESULT, RunDirectory, this_process
 from normplug.experiment.divergence import Diverged
 from normplug.experiment.errors import UserError, unwritable, user_sentence
-from normplug.experiment.learner import Learner
+from normplug.experiment.learner import Learner, variance_loggers
 from normplug.experiment.names import arm_or_mode
 from normplug.experiment.signals import Interrupted, Signals
 from normplug.experiment.source import Source
 from normplug.experiment.summary import summary
-from normplug.experiment.timing import StepTimer, peak_memory_bytes, variance_loggers
+from normplug.experiment.timing import StepTimer, peak_memory_bytes
 
 # Warnings that a user of train.py cannot act on.
 QUIET = (
@@ -163,6 +163,7 @@ class Run:
             norms_fused=fused,
             recompute=self.cfg.recompute and fused > 0,
             channels_last=self.cfg.channels_last,
+            graph=self.cfg.graph,
             epochs=trainer.current_epoch,
             precision=str(trainer.precision),
             versions=versions("scikit-learn"),

@@ -69,6 +69,7 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
         "norms_fused",
         "recompute",
         "channels_last",
+        "graph",
     }
     named = {"arm": "golden", "seed": 0, "model": "vit_tiny", "data": "fake", "status": "finished"}
     assert result.items() >= named.items()

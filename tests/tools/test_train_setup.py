@@ -52,7 +52,7 @@ def lines_of(keys, values):
 BREAK_A_RULE = {
     "seed, data.seed": "-1 4294967296 true null 1.5 'x'",
     "gamma0": "-1 true inf",
-    "compile, recompute, channels_last, data.augment.flip, schedule": "'maybe' null",
+    "compile, graph, recompute, channels_last, data.augment.flip, schedule": "'maybe' null",
     "fuse": "1 'maybe'",
     "ckpt_path": "5",
     "warmup": "1 -0.1 'x'",

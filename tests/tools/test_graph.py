@@ -1,0 +1,84 @@
+"""CUDA graphs of a training step, with a stand-in for what records them where there is no GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from normplug.experiment import building
+from normplug.experiment.errors import UserError
+from normplug.experiment.graph import GraphedLoss, refuse_graph
+from normplug.lightning import variance_logger
+from training import SMALL
+
+WARM_UPS = 3
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Record nothing, run the steps as they are, and keep the shapes of those that are replayed."""
+    shapes = []
+
+    def record(step, static, allow_unused_input):
+        for _ in range(WARM_UPS):
+            step(*static)
+        loss = step.forward
+
+        def forward(*batch):
+            shapes.append(tuple(tensor.shape for tensor in batch))
+            return loss(*batch)
+
+        step.forward = forward
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state)
+    )
+    return shapes
+
+
+def test_a_run_with_graphs_reaches_the_numbers_of_one_without(
+    trains, replays, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(building, "refuse_graph", lambda trainer: None)
+    monkeypatch.setattr(variance_logger, "draw_heat_map", lambda *rows, **names: None)
+    # 5 steps an epoch; steps 0, 4 and 8 are measured.
+    options = [*SMALL, "data.num_images=112", "model.dropout=0.1", "trainer.max_epochs=2"]
+    for graph in ("true", "false"):
+        trains(*options, f"graph={graph}", f"hydra.run.dir={tmp_path}/{graph}")
+    logs = [(tmp_path / graph / "metrics.csv").read_text() for graph in ("true", "false")]
+    assert logs[0] == logs[1]
+    assert len(replays) == 7
+
+
+def test_recording_leaves_running_statistics_and_random_numbers_as_they_were(replays):
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
+    random = torch.get_rng_state()
+    graphed = GraphedLoss(lambda x, y: (net(x).mean(1) - y).square().mean(), net)
+    for rows in (4, 4, 2, 4):  # a smaller batch runs without a graph
+        graphed(torch.randn(rows, 3), torch.zeros(rows)).backward()
+    assert replays == [((4, 3), (4,))] * 3
+    assert net[0].num_batches_tracked == 4
+    torch.set_rng_state(random)
+    twin = nn.BatchNorm1d(3)
+    for rows in (4, 4, 2, 4):
+        nn.functional.dropout(twin(torch.randn(rows, 3)))
+    assert torch.equal(net[0].running_var, twin.running_var)
+    graphed.release()
+    assert graphed._step is None
+
+
+def test_a_graph_is_refused_where_it_cannot_be(refuses):
+    assert "graph=true needs an NVIDIA GPU, and this run is on cpu. Leave" in refuses(
+        *SMALL, "graph=true", "trainer.accelerator=cpu"
+    )
+    gpu = SimpleNamespace(root_device=torch.device("cuda", 0))
+    for processes, batches, words in [(2, 1, "one process, and this run has 2"), (1, 4, "=4 adds")]:
+        trainer = SimpleNamespace(
+            strategy=gpu, world_size=processes, accumulate_grad_batches=batches
+        )
+        with pytest.raises(UserError, match=words):
+            refuse_graph(trainer)
+    refuse_graph(SimpleNamespace(strategy=gpu, world_size=1, accumulate_grad_batches=1))
