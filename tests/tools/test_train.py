@@ -359,3 +359,13 @@ def test_outputs_are_recomputed_of_fused_norms_only(trains, refuses, tmp_path):
         return
     trains(*recomputed, "fuse=true", PLAIN)
     assert results(tmp_path)[0]["recompute"] is True
+
+
+def test_runs_of_a_sweep_side_by_side_are_compared_as_one_after_another(trains, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs normplug[sweep]")
+    both = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    output = trains(*SMALL, PLAIN, "mode=baseline,standard", *both, "-m")
+    baseline, standard = results(tmp_path)
+    assert baseline["status"] == standard["status"] == "finished"
+    assert baseline["accuracy_by_epoch"] == standard["accuracy_by_epoch"]
+    assert "Reference: baseline" in output
