@@ -1,6 +1,7 @@
 """train.py as its user meets it: commands in, files and sentences out."""
 
 import copy
+import csv
 import math
 from functools import partial
 from pathlib import Path
@@ -225,16 +226,26 @@ def test_fast_dev_run(trains):
     assert "not timed: too few steps" in trains(*TINY, "trainer.fast_dev_run=true")
 
 
-def test_two_processes_train_one_model(tmp_path):
-    options = [*TINY, *TWO_PROCESSES, "trainer.max_epochs=1"]
-    done = python(train.__file__, *options, directory=tmp_path)
+def test_two_processes_train_the_model_that_one_trains(trains, tmp_path):
+    options = [*TINY, "trainer.max_epochs=1", "data.augment=null", "optimizer=sgd"]
+    halves = [*options, *TWO_PROCESSES, "data.batch_size=8"]
+    done = python(train.__file__, *halves, directory=tmp_path)
     assert done.returncode == 0, done.stderr
     (result,) = results(tmp_path)
+    losses = [validation_loss(tmp_path)]
+    trains(*options, PLAIN, f"hydra.run.dir={tmp_path}/one")
+    losses.append(validation_loss(tmp_path / "one"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert result["hardware"].startswith("CPU")
     rows = variance_rows(next(tmp_path.rglob("variance.csv")).parent)
     assert {(row["rank"], row["world_size"]) for row in rows} == {("0", "2")}
     assert len(rows) == 9 * len({row["step"] for row in rows})
     assert "rank 0 of 2's part of the batch" in done.stdout
+
+
+def validation_loss(directory):
+    with next(directory.rglob("metrics.csv")).open() as file:
+        return float([row["val/loss"] for row in csv.DictReader(file) if row["val/loss"]][-1])
 
 
 def sgd(net):
