@@ -55,6 +55,10 @@ class GraphedLoss:
         static = tuple(tensor.clone() for tensor in batch)
         with _restored(self._net, batch[0].device):
             torch.cuda.make_graphed_callables(step, static, allow_unused_input=True)
+        # The recorded graph of autograd would keep its nodes on the stream of the recording, and
+        # each gradient would then wait for that stream.
+        step.recorded.detach_()
+        del step.recorded
         return step
 
     def release(self) -> None:
@@ -73,7 +77,8 @@ class _Step(nn.Module):
         self.loss = loss
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.loss(inputs, targets)
+        self.recorded = self.loss(inputs, targets)
+        return self.recorded
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """CUDA graphs of a training step, with a stand-in for what records them where there is no GPU."""
 
+import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+import normplug
 from normplug.experiment import building
 from normplug.experiment.errors import UserError
 from normplug.experiment.graph import GraphedLoss, refuse_graph
@@ -68,6 +71,30 @@ def test_recording_leaves_running_statistics_and_random_numbers_as_they_were(rep
     assert torch.equal(net[0].running_var, twin.running_var)
     graphed.release()
     assert graphed._step is None
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
+def test_a_graphed_loss_has_the_gradients_and_statistics_of_the_loss():
+    torch.manual_seed(0)
+    stock = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten())
+    net = normplug.fuse(normplug.swap(nn.Sequential(*stock, nn.Linear(576, 4)).to("cuda")))
+    twin = copy.deepcopy(net)
+
+    def loss(module, inputs, targets):
+        return nn.functional.cross_entropy(module(inputs), targets)
+
+    graphed = GraphedLoss(partial(loss, net), net)
+    for batch in (8, 8, 3, 8):  # the third has another shape, and no graph
+        inputs = torch.randn(batch, 3, 8, 8, device="cuda")
+        targets = torch.randint(4, (batch,), device="cuda")
+        for module, value in ((net, graphed), (twin, partial(loss, twin))):
+            module.zero_grad()
+            value(inputs, targets).backward()
+        gradients = ({n: p.grad for n, p in m.named_parameters()} for m in (net, twin))
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
+    graphed.release()
 
 
 def test_a_graph_is_refused_where_it_cannot_be(refuses):
