@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 import normplug
 from normplug.experiment import building
+from normplug.experiment.classifier import Classifier
 from normplug.experiment.errors import UserError
 from normplug.experiment.graph import GraphedLoss, refuse_graph
 from normplug.lightning import variance_logger
@@ -71,6 +73,18 @@ def test_recording_leaves_running_statistics_and_random_numbers_as_they_were(rep
     assert torch.equal(net[0].running_var, twin.running_var)
     graphed.release()
     assert graphed._step is None
+
+
+def test_the_gradients_of_fused_optimizers_are_clipped_in_bfloat16():
+    learner = Classifier(nn.Linear(4, 2), 2, partial(torch.optim.AdamW, fused=True))
+    trainer = SimpleNamespace(precision_plugin=MixedPrecision("bf16-mixed", "cpu"))
+    learner.trainer = trainer
+    optimizer = learner.optimizer(learner.net.parameters())
+    for p in learner.net.parameters():
+        p.grad = torch.ones_like(p)  # 10 values
+    learner.configure_gradient_clipping(optimizer, 1.0)
+    grads = [p.grad for p in learner.net.parameters()]
+    torch.testing.assert_close(torch.cat([g.flatten() for g in grads]).norm(), torch.tensor(1.0))
 
 
 @pytest.mark.gpu
