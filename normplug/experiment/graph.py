@@ -17,20 +17,19 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class GraphedLoss:
     """A training loss whose forward and backward are replayed as CUDA graphs.
 
-    The host launches two graphs instead of some thousand kernels, which a step of many small
-    kernels has to wait for. The kernels are those of the step without graphs.
+    The host launches two graphs instead of every kernel, and a step of many small kernels does not
+    wait for it. The kernels are those of the step without graphs.
 
     `torch.cuda.make_graphed_callables` records them as one node of autograd. So all else of
     Lightning's automatic optimisation stays as it is: the precision, clipping, any optimizer with
     any schedule, and callbacks that read the loss or the gradients. A graph of the whole step would
-    need manual optimisation and an optimizer whose learning rate is a tensor. It would save a
-    handful of launches more. `torch.compile(mode="reduce-overhead")` has graphs too, but replaces
-    the kernels, and records again after each step that a `VarianceLogger` measures.
+    need manual optimisation, and an optimizer whose learning rate is a tensor. Recording by
+    `torch.compile(mode="reduce-overhead")` would replace the kernels as well.
 
     The first call records: it runs the step a few times, and then restores the buffers, such as
-    running statistics, and the state of the GPU's random numbers. Buffers, weights and inputs keep
-    their places in memory from then on. Inputs of another shape run without a graph, as does all
-    that is called elsewhere than here: evaluation, and steps that are measured.
+    running statistics, and the state of the GPU's random numbers. Weights and buffers must keep
+    their places in memory from then on. Inputs of another shape run without a graph. So do
+    evaluation and the steps that a `VarianceLogger` measures, as they call the loss itself.
 
     Args:
         loss: (inputs, targets) -> the loss of a batch; it reads the parameters of `net`.
