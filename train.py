@@ -57,6 +57,7 @@ def main(cfg: DictConfig) -> float | None:
             schedule=cfg.schedule,
             warmup=cfg.warmup,
             label_smoothing=cfg.label_smoothing,
+            graph=cfg.graph,
             identity=run.identity,
             channels_last=cfg.channels_last,
         )

@@ -50,7 +50,8 @@ def crop_and_flip(images: Tensor, augment: Augment, generator: torch.Generator) 
     Args:
         images: (B, C, H, W).
         augment: how to augment.
-        generator: on the device of `images`.
+        generator: on the host, so that every device gets the same numbers. It draws them for the
+            whole batch, and they are copied without waiting for a GPU.
 
     Returns:
         (B, C, H, W), new.
@@ -58,12 +59,15 @@ def crop_and_flip(images: Tensor, augment: Augment, generator: torch.Generator) 
     batch, channels, height, width = images.shape
     device, pad = images.device, augment.pad
 
-    top, left = torch.randint(2 * pad + 1, (2, batch, 1), generator=generator, device=device)
+    def drawn(values: int, *shape: int) -> Tensor:
+        numbers = torch.randint(values, shape, generator=generator, pin_memory=images.is_cuda)
+        return numbers.to(device, non_blocking=True)
+
+    top, left = drawn(2 * pad + 1, 2, batch, 1)
     rows = top + torch.arange(height, device=device)
     columns = left + torch.arange(width, device=device)
     if augment.flip:
-        mirrored = torch.randint(2, (batch, 1), generator=generator, device=device).bool()
-        columns = torch.where(mirrored, columns.flip(1), columns)
+        columns = torch.where(drawn(2, batch, 1).bool(), columns.flip(1), columns)
 
     padded = functional.pad(images, (pad, pad, pad, pad))
     source = rows[:, :, None] * (width + 2 * pad) + columns[:, None, :]

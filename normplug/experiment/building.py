@@ -19,6 +19,7 @@ from normplug.experiment.checkpoint import AtomicCheckpoints
 from normplug.experiment.command import is_sweep
 from normplug.experiment.divergence import FiniteLoss
 from normplug.experiment.errors import WHO, UserError
+from normplug.experiment.graph import refuse_graph
 from normplug.experiment.streams import SeedEpochs
 from normplug.experiment.timing import EpochLines, StepTimer
 
@@ -62,7 +63,8 @@ def build_trainer(
     The callbacks that every run needs are added to those of the configuration.
 
     Raises:
-        UserError: in a sweep, for a strategy that would repeat the sweep in every process.
+        UserError: in a sweep, for a strategy that would repeat the sweep in every process; for
+            `graph=true` where it cannot be.
     """
     settings = cfg.trainer.copy()
     parts: dict[str, Any] = {}
@@ -85,6 +87,8 @@ def build_trainer(
     callbacks += [SeedEpochs(cfg.seed), FiniteLoss(), timer]
     trainer = instantiate(settings, callbacks=callbacks, logger=loggers, plugins=plugins, **parts)
     _refuse_sweep_of_processes(trainer)
+    if cfg.graph:
+        refuse_graph(trainer)
     return trainer
 
 

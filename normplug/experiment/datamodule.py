@@ -19,7 +19,8 @@ from normplug.experiment.images import (
     channel_statistics,
     stratified_split,
 )
-from normplug.experiment.source import Batch, Source
+from normplug.experiment.memory import Batch, Batches
+from normplug.experiment.source import Device, Source
 from normplug.experiment.streams import AUGMENTATION, stream
 
 
@@ -30,6 +31,7 @@ class Options(TypedDict, total=False):
     batch_size: int
     augment: Mapping[str, Any] | None
     val_fraction: float
+    device: Device
 
 
 class ImageData(Source):
@@ -43,6 +45,7 @@ class ImageData(Source):
         batch_size: images a step on each device.
         augment: the fields of `Augment`; None for no augmentation.
         val_fraction: share of each class's training images that is held out for validation.
+        device: see `Source`.
 
     Attributes:
         num_classes: number of labels; known before `setup`.
@@ -64,8 +67,9 @@ class ImageData(Source):
         batch_size: int = 128,
         augment: Mapping[str, Any] | None = None,
         val_fraction: float = 0.1,
+        device: Device = "auto",
     ) -> None:
-        super().__init__(seed=seed, batch_size=batch_size)
+        super().__init__(seed=seed, batch_size=batch_size, device=device)
         self.augment = Augment(**(augment or {}))
         self.val_fraction = val_fraction
         self._is_set_up = False
@@ -83,9 +87,10 @@ class ImageData(Source):
         """Load, split and measure the images once, whatever the stage."""
         if self._is_set_up:
             return
-        self.train_part, self.val_part, self.test_part = self.split()
-        mean, std = channel_statistics(self.train_part)
+        train, val, test = self.split()
+        mean, std = channel_statistics(train)
         self.mean, self.std = mean.float(), std.float()
+        self.set_parts(train, val, test)
         self._is_set_up = True
 
     def split(self) -> tuple[ImageSet, ImageSet, ImageSet]:
@@ -111,7 +116,7 @@ class ImageData(Source):
             ) from None
         return images.subset(kept), images.subset(held)
 
-    def train_dataloader(self) -> DataLoader[Batch]:
+    def train_dataloader(self) -> DataLoader[Batch] | Batches:
         """Return the loader of the training images, in a new order every epoch."""
         self._stream = None  # a second fit must not go on where the first one stopped
         return super().train_dataloader()
@@ -128,15 +133,14 @@ class ImageData(Source):
         if self.trainer is None:
             return images, labels
         if self.trainer.training and self.augment != Augment():
-            generator = self._augmentation_stream(self.trainer.current_epoch, images.device)
+            generator = self._augmentation_stream(self.trainer.current_epoch)
             images = crop_and_flip(images, self.augment, generator)
         # Lightning's own call came too early for precision=bf16-true: the images were uint8 then.
         return self.trainer.precision_plugin.convert_input(images), labels
 
-    def _augmentation_stream(self, epoch: int, device: torch.device) -> torch.Generator:
+    def _augmentation_stream(self, epoch: int) -> torch.Generator:
         """Return the generator of this epoch, a new one at the epoch's first batch."""
         if self._stream is None or self._stream[0] != epoch:
             _, shard = self.shards()
-            new = stream(AUGMENTATION, self.seed, epoch, shard=shard, device=device)
-            self._stream = (epoch, new)
+            self._stream = (epoch, stream(AUGMENTATION, self.seed, epoch, shard=shard))
         return self._stream[1]

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as v2
 
-from normplug.experiment.source import Batch
+from normplug.experiment.memory import Batch, MemoryPart
 
 SPLIT_SEED = 1618  # any constant: every run of a comparison must hold out the same images
 SPLIT = f"train_test_split(random_state={SPLIT_SEED})"  # in checkpoints: how images are held out
@@ -26,13 +26,15 @@ STATISTICS_SAMPLE = 2048  # images decoded for mean and std if the set is not in
 SMALL_FILE = 8192  # bytes
 
 
-class MemoryImages(Dataset[Batch]):
-    """Decoded images. A whole batch is one index operation.
+class MemoryImages(MemoryPart):
+    """Decoded images.
 
     Args:
         images: (N, 3, H, W), uint8.
         labels: (N,), int64.
     """
+
+    held = ("images", "labels")
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images = images
@@ -41,8 +43,8 @@ class MemoryImages(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
-        rows = torch.as_tensor(indices)
+    def batch(self, rows: Tensor) -> Batch:
+        """Return the images and the labels at `rows`."""
         return self.images[rows], self.labels[rows]
 
     def subset(self, rows: Tensor) -> MemoryImages:

@@ -6,11 +6,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from normplug._report.measure import Measure
 from normplug.experiment.learner import Learner
+from normplug.experiment.memory import Batch
+from normplug.experiment.models import GPT, Block
+
+DROP_TOKENS = 2**15  # of the test, on which each block is dropped; whole batches, on each process
 
 
 class LanguageModel(Learner):
@@ -54,6 +59,19 @@ class LanguageModel(Learner):
             )
         self.tokens_per_character = dict(tokens_per_character)
         self.unigram_bits = unigram_bits
+        # Sums over tokens of the test: of the loss, and of the loss without each block.
+        self._dropped: list[Tensor] = []
+        self._dropped_tokens = 0
+
+    def on_test_start(self) -> None:
+        """Forget the blocks that a former test dropped."""
+        self._dropped, self._dropped_tokens = [], 0
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Loss and measure; on the first tokens also the loss without each block of a GPT."""
+        super().test_step(batch, batch_idx)
+        if isinstance(self.net, GPT) and self._dropped_tokens < DROP_TOKENS:
+            self._drop_blocks(self.net, *batch)
 
     def log_measure(self, stage: str, logits: Tensor, targets: Tensor, loss: Tensor) -> None:
         """Log the bits per character; the loss, which is the measure, is logged already."""
@@ -72,12 +90,26 @@ class LanguageModel(Learner):
         return super().headlines() | {"unigram entropy": unigram}
 
     def result(self) -> dict[str, Any]:
-        """Add the bits per character."""
+        """Add the bits per character, and the loss on the same tokens without each block."""
         bits = self.score("test") * self._bits_per_nat("test")
-        return super().result() | {
+        values = super().result() | {
             "test_bits_per_character": bits,
             "unigram_bits_per_character": self.unigram_bits,
         }
+        if not self._dropped:
+            return values
+        whole, *without = (torch.stack(self._dropped).sum(0) / self._dropped_tokens).tolist()
+        dropped = {"tokens": self._dropped_tokens, "loss": whole, "loss_without": without}
+        return values | {"block_drop": dropped}
+
+    def _drop_blocks(self, net: GPT, tokens: Tensor, targets: Tensor) -> None:
+        losses = [self.loss(tokens, targets)]
+        for block in net.blocks:
+            assert isinstance(block, Block)
+            with block.dropped():
+                losses.append(self.loss(tokens, targets))
+        self._dropped.append(torch.stack(losses).double() * targets.numel())
+        self._dropped_tokens += targets.numel()
 
     def _bits_per_nat(self, stage: str) -> float:
         """Bits per character for each nat per token."""

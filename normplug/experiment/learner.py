@@ -8,15 +8,19 @@ from dataclasses import asdict
 from typing import Any
 
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from normplug._report.measure import Measure
 from normplug.experiment.checkpoint import steps_per_epoch
+from normplug.experiment.graph import GraphedLoss
+from normplug.experiment.memory import Batch
 from normplug.experiment.optimizing import decay_groups, make_scheduler, move_to_step
-from normplug.experiment.source import Batch
+from normplug.lightning import VarianceLogger
 
 
 class Learner(LightningModule):
@@ -35,6 +39,7 @@ class Learner(LightningModule):
         schedule: see `make_scheduler`.
         warmup: see `make_scheduler`.
         label_smoothing: 0 to 1.
+        graph: replay forward and backward of the training steps as CUDA graphs; see `GraphedLoss`.
         identity: what tells the run from others, e.g. its arm; kept in checkpoints as "run".
 
     Raises:
@@ -50,6 +55,7 @@ class Learner(LightningModule):
         schedule: str = "one_cycle",
         warmup: float = 0.2,
         label_smoothing: float = 0.1,
+        graph: bool = False,
         identity: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -59,8 +65,10 @@ class Learner(LightningModule):
         self.schedule = schedule
         self.warmup = warmup
         self.label_smoothing = label_smoothing
+        self.graph = graph
         self.identity = dict(identity or {})
         self.scores_by_epoch: list[float] = []  # of the validation
+        self._graphed: GraphedLoss | None = None
         self._resumed_steps: int | None = None  # steps of an epoch of the checkpoint
         self._hyperparameters: list[dict[str, Any]] = []  # of each group at step 0
 
@@ -70,10 +78,17 @@ class Learner(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of one batch."""
-        inputs, targets = batch
-        loss = _cross_entropy(self(inputs), targets, self.label_smoothing)
+        graphed = self._graphed
+        if graphed is None or is_measured(self.trainer, self.trainer.global_step):
+            loss = self._training_loss(*batch)
+        else:
+            loss = graphed(*batch)
         self.log("train/loss", loss, prog_bar=True)
         return loss
+
+    def loss(self, inputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """The mean cross-entropy over all targets."""
+        return _cross_entropy(self(inputs), targets, label_smoothing)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Loss and measure on the validation part."""
@@ -129,6 +144,24 @@ class Learner(LightningModule):
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip as Lightning does, and for fused optimizers too.
+
+        Lightning refuses these in mixed precision, as they undo the scaling of the loss themselves.
+        In bf16-mixed nothing is scaled.
+        """
+        plugin = self.trainer.precision_plugin
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
+            kind = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
+            Precision.clip_gradients(plugin, optimizer, gradient_clip_val or 0.0, kind)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the run's identity and the values so far."""
         checkpoint["run"] = self.identity
@@ -140,6 +173,17 @@ class Learner(LightningModule):
         self._resumed_steps = steps_per_epoch(checkpoint)
         checkpoint["lr_schedulers"] = []
 
+    def on_fit_start(self) -> None:
+        """Prepare the graphs, which the first step records."""
+        if self.graph:
+            self._graphed = GraphedLoss(self._training_loss, self.net)
+
+    def on_fit_end(self) -> None:
+        """Give the graphs back: the model moves to the host, and they would read where it was."""
+        if self._graphed is not None:
+            self._graphed.release()
+            self._graphed = None
+
     def on_train_start(self) -> None:
         """In a run that resumes, set the hyperparameters of this command at this step."""
         step = self.trainer.global_step
@@ -150,6 +194,9 @@ class Learner(LightningModule):
         for group, own in zip(scheduler.optimizer.param_groups, self._hyperparameters, strict=True):
             group.update(own)
         move_to_step(scheduler, step)
+
+    def _training_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(inputs, targets, self.label_smoothing)
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
         inputs, targets = batch
@@ -169,6 +216,16 @@ class Learner(LightningModule):
                 f"one of this run {steps}. Resume with the data, batch size and number of devices "
                 "of the checkpoint."
             )
+
+
+def variance_loggers(trainer: Trainer) -> list[VarianceLogger]:
+    """The variance loggers among the Trainer's callbacks."""
+    return [c for c in trainer.callbacks if isinstance(c, VarianceLogger)]  # type: ignore[attr-defined]
+
+
+def is_measured(trainer: Trainer, step: int) -> bool:
+    """Whether a `VarianceLogger` measures this optimizer step, the current or the latest one."""
+    return any(logger.logged_step == step for logger in variance_loggers(trainer))
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:

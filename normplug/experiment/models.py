@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models import VisionTransformer, get_model, list_models
 
+import normplug
+from normplug.experiment.names import mode_of
 from normplug.lightning import norm_layers
 
 SMALL_IMAGE = 64  # pixels; up to here an ImageNet stem (stride 4) would throw most of it away
@@ -169,10 +172,35 @@ class Block(nn.Module):
             nn.Dropout(dropout),
         )
 
+    @property
+    def writers(self) -> tuple[nn.Linear, nn.Linear]:
+        """The layers that write to the residual stream."""
+        last = self.mlp[2]
+        assert isinstance(last, nn.Linear)
+        return self.attention.out, last
+
     def forward(self, x: Tensor) -> Tensor:
         """(N, L, width) -> (N, L, width)."""
         x = x + self.attention(self.norm_1(x))
         return x + self.mlp(self.norm_2(x))
+
+    @contextlib.contextmanager
+    def dropped(self) -> Iterator[None]:
+        """Make the block the identity for the length of a `with` block.
+
+        What it adds to the residual stream is 0 then. Its weights are what changes, so that it
+        works in fused and in compiled models too.
+        """
+        parameters = [p for writer in self.writers for p in writer.parameters()]
+        kept = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for p in parameters:
+                p.zero_()
+            try:
+                yield
+            finally:
+                for p, values in zip(parameters, kept, strict=True):
+                    p.copy_(values)
 
 
 class GPT(nn.Module):
@@ -223,8 +251,8 @@ class GPT(nn.Module):
         self._start()
         if scaled_init:
             for block in blocks:
-                for name in ("attention.out.weight", "mlp.2.weight"):
-                    nn.init.normal_(block.get_parameter(name), std=0.02 / math.sqrt(2 * depth))
+                for writer in block.writers:
+                    nn.init.normal_(writer.weight, std=0.02 / math.sqrt(2 * depth))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(N, L), int64, L <= block_size -> logits (N, L, vocabulary)."""
@@ -241,12 +269,16 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def scale_norm_weights(net: nn.Module, gamma0: float) -> None:
+def scale_norm_weights(net: nn.Module, gamma0: float | str) -> None:
     """Multiply the weight of every norm that a swap takes by `gamma0`.
 
     This makes the control arm of a target variance tv: mode standard with gamma0 = sqrt(tv) starts
-    as the same function, so the two arms differ in their parametrisation alone.
+    as the same function, so the two arms differ in their parametrisation alone. A mode by depth,
+    such as "inverse_depth", stands for the square root of the target variance of each layer.
     """
+    if isinstance(gamma0, str):
+        normplug.unswap(normplug.swap(net, mode_of(gamma0)))  # which leaves the factor in weight
+        return
     for _, module in norm_layers(net):
         if isinstance(module.weight, nn.Parameter):
             module.weight.mul_(gamma0)

@@ -10,11 +10,22 @@ from omegaconf import OmegaConf
 
 import normplug
 from normplug._report.arms import BASELINE
-from normplug._swap.depth import ByDepth
+from normplug._swap.depth import ByDepth, Schedule
+
+LONGEST_NAME = 180  # bytes; file systems take 255
+
+
+def mean_inverse_depth(block: int, blocks: int) -> float:
+    """The mean of 1/l over all blocks, for each of them: as "1/l" is, but for the depth."""
+    return sum(1.0 / (number + 1) for number in range(blocks)) / blocks
+
 
 # Modes that set a target variance per layer: the words of `mode`, and the schedules they stand for.
-SCHEDULES = {"inverse_depth": "1/l", "reversed_depth": "reversed"}
-LONGEST_NAME = 180  # bytes; file systems take 255
+SCHEDULES: dict[str, str | Schedule] = {
+    "inverse_depth": "1/l",
+    "reversed_depth": "reversed",
+    "mean_inverse_depth": mean_inverse_depth,
+}
 
 
 def mode_of(mode: str | float) -> normplug.NormMode | ByDepth:
@@ -30,7 +41,7 @@ def mode_of(mode: str | float) -> normplug.NormMode | ByDepth:
 
 def arm_name(
     mode: str | float,
-    gamma0: float | None = None,
+    gamma0: float | str | None = None,
     tag: str | None = None,
     autocast_output: str | None = None,
 ) -> str:
@@ -38,7 +49,8 @@ def arm_name(
 
     Args:
         mode: "baseline", one of `SCHEDULES`, or "golden", "standard" or a number.
-        gamma0: in the name if it is not None, e.g. `standard-gamma0_0.786`.
+        gamma0: in the name if it is not None, e.g. `standard-gamma0_0.786` or
+            `standard-gamma0_inverse_depth`.
         tag: the last part of the name, if it is neither None nor "".
         autocast_output: of `normplug.swap`, in the name unless it is that function's default "low"
             or the arm is not swapped, e.g. `standard-autocast_float32`.
@@ -49,7 +61,7 @@ def arm_name(
     """
     parts = [mode if mode in (BASELINE, *SCHEDULES) else str(normplug.NormMode(mode))]
     if gamma0 is not None:
-        parts.append(f"gamma0_{gamma0:g}")
+        parts.append(f"gamma0_{gamma0 if isinstance(gamma0, str) else format(gamma0, 'g')}")
     if autocast_output not in (None, "low") and mode != BASELINE:
         parts.append(f"autocast_{autocast_output}")
     if tag not in (None, ""):

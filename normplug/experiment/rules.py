@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from normplug.experiment.names import SCHEDULES as BY_DEPTH
 from normplug.experiment.optimizing import SCHEDULES
 
 
@@ -82,9 +83,12 @@ RULES = (
     Rule("seed", is_whole, "must be an integer"),
     Rule("seed", lambda seed: 0 <= seed < 2**32, SEED),
     Rule(
-        "gamma0", _maybe(_is_positive), f"scales the norms' initial weights and {POSITIVE}, or null"
+        "gamma0",
+        _maybe(lambda value: _is_positive(value) or value in tuple(BY_DEPTH)),
+        f"scales the norms' initial weights and {POSITIVE}, one of {', '.join(BY_DEPTH)}, or null",
     ),
     _flag("compile"),
+    _flag("graph"),
     Rule("fuse", _maybe(_is_bool), "must be true, false or null"),
     _flag("recompute"),
     _flag("channels_last"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import signal
 import sys
@@ -33,12 +34,12 @@ from normplug.experiment.command import as_typed, is_sweep
 from normplug.experiment.directory import CONFIG, RESULT, RunDirectory, this_process
 from normplug.experiment.divergence import Diverged
 from normplug.experiment.errors import UserError, unwritable, user_sentence
-from normplug.experiment.learner import Learner
+from normplug.experiment.learner import Learner, variance_loggers
 from normplug.experiment.names import arm_or_mode
 from normplug.experiment.signals import Interrupted, Signals
 from normplug.experiment.source import Source
 from normplug.experiment.summary import summary
-from normplug.experiment.timing import StepTimer, peak_memory_bytes, variance_loggers
+from normplug.experiment.timing import StepTimer, peak_memory_bytes
 
 # Warnings that a user of train.py cannot act on.
 QUIET = (
@@ -158,9 +159,11 @@ class Run:
             peak_memory_bytes=peak_memory_bytes(gpu),
             norms_swapped=len(layers),
             target_variances={path: layer.target_variance for path, layer in layers.items()},
+            input_variances=_input_variances(trainer),
             norms_fused=fused,
             recompute=self.cfg.recompute and fused > 0,
             channels_last=self.cfg.channels_last,
+            graph=self.cfg.graph,
             epochs=trainer.current_epoch,
             precision=str(trainer.precision),
             versions=versions("scikit-learn"),
@@ -277,6 +280,15 @@ def _norms_fused(model: Learner) -> int:
     if not fused_modules(model):
         return 0
     return sum(row.label is not None for row in normplug.fusions(model))
+
+
+def _input_variances(trainer: Trainer) -> dict[str, float]:
+    """The variance in each norm's input at the last step that was logged, by path.
+
+    In a pre-norm model that is the variance of the residual stream by depth.
+    """
+    rows = (row for logger in variance_loggers(trainer) for row in logger.last)
+    return {row.layer: row.input_variance for row in rows if math.isfinite(row.input_variance)}
 
 
 def _data_name(cfg: DictConfig) -> str:

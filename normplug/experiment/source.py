@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
+from normplug.experiment.memory import Batch, Batches, MemoryPart
 from normplug.experiment.streams import epoch_sampler
 
 if TYPE_CHECKING:
     from normplug.experiment.learner import Learner
 
-Batch: TypeAlias = tuple[Tensor, Tensor]
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 T = TypeVar("T")
+GPU_SHARE = 0.25  # of a GPU's free memory; device="auto" keeps larger data on the host
 
 
 class Source(LightningDataModule, ABC):
@@ -28,6 +31,9 @@ class Source(LightningDataModule, ABC):
         seed: decides, with the epoch, the order of the training part, whatever else draws random
             numbers.
         batch_size: samples a step on each device.
+        device: where decoded data are kept: "cuda" in the memory of the run's GPU, "cpu" on the
+            host. "auto" is the GPU if the run has one and the data take at most a quarter of its
+            free memory. Order and augmentation are the same on each.
 
     Attributes:
         name: in reports.
@@ -45,10 +51,11 @@ class Source(LightningDataModule, ABC):
     val_part: Dataset[Batch]
     test_part: Dataset[Batch]
 
-    def __init__(self, *, seed: int = 0, batch_size: int = 128) -> None:
+    def __init__(self, *, seed: int = 0, batch_size: int = 128, device: Device = "auto") -> None:
         super().__init__()
         self.seed = seed
         self.batch_size = batch_size
+        self.device = device
 
     @abstractmethod
     def learner(self, net: nn.Module, optimizer: Any, **options: Any) -> Learner:
@@ -68,22 +75,32 @@ class Source(LightningDataModule, ABC):
         """The data's part of `result.json`."""
         return {}
 
-    def train_dataloader(self) -> DataLoader[Batch]:
+    def set_parts(self, *parts: Dataset[Batch]) -> None:
+        """Set the training, validation and test part, on the device that keeps them.
+
+        Raises:
+            ValueError: device="cuda" in a run without a GPU, or with data that are decoded for
+                every batch.
+        """
+        device = self._keeper(parts)
+        self.train_part, self.val_part, self.test_part = (
+            part.to(device) if isinstance(part, MemoryPart) else part for part in parts
+        )
+
+    def train_dataloader(self) -> DataLoader[Batch] | Batches:
         """Return the loader of the training part, in a new order every epoch."""
         shards, shard = self.shards()
         epoch = 0 if self.trainer is None else self.trainer.current_epoch
-        return self._loader(
-            self.train_part,
-            epoch_sampler(self.train_part, self.seed, epoch=epoch, shards=shards, shard=shard),
-        )
+        sampler = epoch_sampler(self.train_part, self.seed, epoch=epoch, shards=shards, shard=shard)
+        return self._loader(self.train_part, sampler, drop_last=len(sampler) > self.batch_size)
 
-    def val_dataloader(self) -> DataLoader[Batch]:
+    def val_dataloader(self) -> DataLoader[Batch] | Batches:
         """Return the loader of the validation part, in a fixed order."""
-        return self._loader(self.val_part)
+        return self._loader(self.val_part, self._fixed_sampler(self.val_part))
 
-    def test_dataloader(self) -> DataLoader[Batch]:
+    def test_dataloader(self) -> DataLoader[Batch] | Batches:
         """Return the loader of the test part, in a fixed order."""
-        return self._loader(self.test_part)
+        return self._loader(self.test_part, self._fixed_sampler(self.test_part))
 
     @property
     def caller(self) -> str:
@@ -99,9 +116,37 @@ class Source(LightningDataModule, ABC):
         shards = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return (1, 0) if shards is None else (shards["num_replicas"], shards["rank"])
 
+    def _keeper(self, parts: Sequence[Dataset[Batch]]) -> torch.device:
+        """The device that keeps parts in memory."""
+        host = torch.device("cpu")
+        runs_on = host if self.trainer is None else self.trainer.strategy.root_device
+        sizes = [part.nbytes for part in parts if isinstance(part, MemoryPart)]
+        if self.device == "cuda" and runs_on.type != "cuda":
+            raise ValueError(
+                f"{self.caller}: device=cuda keeps the data in the memory of a GPU, and this run "
+                f"is on {runs_on}. Use data.device=auto, which takes a GPU if there is one."
+            )
+        if self.device == "cuda" and not sizes:
+            raise ValueError(
+                f"{self.caller}: device=cuda keeps decoded data in the memory of a GPU, and these "
+                "are decoded for every batch. Use data.device=auto, or a larger data.memory_gib."
+            )
+        if self.device == "cpu" or runs_on.type != "cuda":
+            return host
+        if self.device == "cuda":
+            return runs_on
+        free, _ = torch.cuda.mem_get_info(runs_on)
+        return runs_on if sum(sizes) <= GPU_SHARE * free else host
+
+    def _fixed_sampler(self, part: Dataset[Batch]) -> DistributedSampler[int]:
+        shards, shard = self.shards()
+        return DistributedSampler(part, num_replicas=shards, rank=shard, shuffle=False)
+
     def _loader(
-        self, part: Dataset[Batch], sampler: DistributedSampler[Batch] | None = None
-    ) -> DataLoader[Batch]:
+        self, part: Dataset[Batch], sampler: DistributedSampler[int], *, drop_last: bool = False
+    ) -> DataLoader[Batch] | Batches:
+        if isinstance(part, MemoryPart):
+            return Batches(part, BatchSampler(sampler, self.batch_size, drop_last))
         workers = self.workers(part)
         return DataLoader(
             part,
@@ -111,7 +156,7 @@ class Source(LightningDataModule, ABC):
             persistent_workers=workers > 0,
             collate_fn=_as_is,
             pin_memory=torch.cuda.is_available(),
-            drop_last=sampler is not None and len(sampler) > self.batch_size,
+            drop_last=drop_last,
             # Otherwise each pass would draw from the global generator, as dropout does.
             generator=torch.Generator().manual_seed(self.seed),
         )

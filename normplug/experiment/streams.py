@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import Dataset, DistributedSampler
 
-T = TypeVar("T")
 ORDER, AUGMENTATION, MODEL = 0, 1, 2
 
 
-def stream(
-    purpose: int, seed: int, epoch: int, *, shard: int = 0, device: torch.device | str = "cpu"
-) -> torch.Generator:
+def stream(purpose: int, seed: int, epoch: int, *, shard: int = 0) -> torch.Generator:
     """Return a new generator at the start of a stream.
+
+    It is the host's: a GPU's generator would draw other numbers.
 
     The purpose is `ORDER`, `AUGMENTATION` or `MODEL`; `shard` is the data-parallel process.
     """
-    return torch.Generator(device).manual_seed(_seed(purpose, seed, epoch, shard))
+    return torch.Generator().manual_seed(_seed(purpose, seed, epoch, shard))
 
 
 def _seed(purpose: int, seed: int, epoch: int = 0, shard: int = 0) -> int:
@@ -44,15 +43,15 @@ class SeedEpochs(Callback):
 
 
 def epoch_sampler(
-    part: Dataset[T], seed: int, *, epoch: int = 0, shards: int = 1, shard: int = 0
-) -> DistributedSampler[T]:
+    part: Dataset[Any], seed: int, *, epoch: int = 0, shards: int = 1, shard: int = 0
+) -> DistributedSampler[int]:
     """A new order of all samples every epoch, divided among the shards.
 
     It is a `DistributedSampler` even for one shard, so that Lightning does not replace it. When a
     run resumes, Lightning starts the loader's workers before it calls `set_epoch`, and they read
     ahead. So the first epoch is set here.
     """
-    sampler: DistributedSampler[T] = DistributedSampler(
+    sampler: DistributedSampler[int] = DistributedSampler(
         part, num_replicas=shards, rank=shard, seed=_seed(ORDER, seed), drop_last=True
     )
     sampler.set_epoch(epoch)

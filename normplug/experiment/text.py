@@ -5,29 +5,31 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from normplug.experiment.language import LanguageModel
-from normplug.experiment.source import Batch, Source
+from normplug.experiment.memory import Batch, MemoryPart
+from normplug.experiment.source import Device, Source
 
 PARTS = {"train": 0.8, "val": 0.1, "test": 0.1}  # shares of the text, in the order of the text
 # Directories of the standard library whose sources are left out.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-class Blocks(Dataset[Batch]):
+class Blocks(MemoryPart):
     """A part of a text in blocks; the target of each token is the token after it.
 
     Args:
         tokens: (T,), any integers.
         size: tokens a block. A last, shorter block is left out.
     """
+
+    held = ("tokens",)
 
     def __init__(self, tokens: Tensor, size: int) -> None:
         self.tokens = tokens
@@ -36,10 +38,10 @@ class Blocks(Dataset[Batch]):
     def __len__(self) -> int:
         return max(len(self.tokens) - 1, 0) // self.size
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
-        starts = torch.as_tensor(indices)[:, None] * self.size
-        rows = starts + torch.arange(self.size)
-        return self.tokens[rows].long(), self.tokens[rows + 1].long()
+    def batch(self, rows: Tensor) -> Batch:
+        """Return the blocks at `rows`, and each token's next one."""
+        places = rows[:, None] * self.size + torch.arange(self.size, device=rows.device)
+        return self.tokens[places].long(), self.tokens[places + 1].long()
 
 
 class Text(Source):
@@ -54,6 +56,7 @@ class Text(Source):
         megabytes: take no more of the text than this, from its start; None for all of it.
         seed: see `Source`.
         batch_size: blocks a step on each device.
+        device: see `Source`.
 
     Attributes:
         vocabulary: number of tokens.
@@ -74,8 +77,9 @@ class Text(Source):
         *,
         seed: int = 0,
         batch_size: int = 32,
+        device: Device = "auto",
     ) -> None:
-        super().__init__(seed=seed, batch_size=batch_size)
+        super().__init__(seed=seed, batch_size=batch_size, device=device)
         self.unit = unit
         self.block_size = block_size
         limit = None if megabytes is None else round(megabytes * 1e6)
@@ -95,8 +99,8 @@ class Text(Source):
 
     def setup(self, stage: str) -> None:
         """Cut the parts into blocks."""
-        parts = (Blocks(part, self.block_size) for part in self._parts.values())
-        self.train_part, self.val_part, self.test_part = parts
+        train, val, test = (Blocks(part, self.block_size) for part in self._parts.values())
+        self.set_parts(train, val, test)
 
     def learner(self, net: nn.Module, optimizer: Any, **options: Any) -> LanguageModel:
         """Return the LightningModule that trains `net` on this text."""

@@ -14,8 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities import rank_zero_only
 
-from normplug.experiment.learner import Learner
-from normplug.lightning import VarianceLogger
+from normplug.experiment.learner import Learner, is_measured
 
 WARM_UP_STEPS = 5
 FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # what Lightning calls it
@@ -84,7 +83,8 @@ class StepTimer(Callback):
     ) -> None:
         """Note the time, unless the step is left out."""
         self._seen += 1
-        counts = self._seen > WARM_UP_STEPS and batch_idx > 0 and not self._measured(trainer)
+        measured = is_measured(trainer, self._step)
+        counts = self._seen > WARM_UP_STEPS and batch_idx > 0 and not measured
         if counts:
             self._steps.append((self._start, self._now()))
         self._previous = self._start if counts else None
@@ -102,9 +102,6 @@ class StepTimer(Callback):
             speed_key: None if period_ms is None else items_per_step * 1e3 / period_ms,
             "loader_wait_ms": statistics.median(waits) if waits else None,
         }
-
-    def _measured(self, trainer: Trainer) -> bool:
-        return any(logger.logged_step == self._step for logger in variance_loggers(trainer))
 
     def _now(self) -> Any:
         if not self._gpu:
@@ -144,11 +141,6 @@ class EpochLines(Callback):
         found = pl_module.describe(pl_module.score("val"), "val")
         line = f"{epoch}  {loss}  validation {pl_module.measure.name} {found}"
         rank_zero_only(print)(line, flush=True)
-
-
-def variance_loggers(trainer: Trainer) -> list[VarianceLogger]:
-    """The variance loggers among the Trainer's callbacks."""
-    return [c for c in trainer.callbacks if isinstance(c, VarianceLogger)]  # type: ignore[attr-defined]
 
 
 def reset_peak_memory(gpu: bool) -> None:

@@ -15,7 +15,6 @@ from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
 from torch import nn
-from torch.utils.data import DistributedSampler
 
 from normplug.experiment.augment import Augment, crop_and_flip, normalise
 from normplug.experiment.data import Cifar10, Digits, Fake, FashionMnist, ImageFolder
@@ -163,6 +162,18 @@ class TestStreams:
         assert sorted(whole) == list(range(11))
         assert shards == [whole[0:10:2], whole[1:10:2]]
 
+    def test_the_batches_of_all_shards_are_those_of_one_process(self, monkeypatch):
+        def batches(shards, shard):
+            data = Fake(image_size=4, batch_size=8 // shards)
+            data.setup("fit")
+            monkeypatch.setattr(data, "shards", lambda: (shards, shard))
+            return list(data.train_dataloader())
+
+        pairs = zip(batches(1, 0), batches(2, 0), batches(2, 1), strict=True)
+        for whole, *halves in pairs:
+            for one, *parts in zip(whole, *halves, strict=True):
+                assert torch.equal(torch.stack(parts, 1).flatten(0, 1), one)
+
     def test_shards_augment_differently(self):
         draws = [torch.rand(4, generator=stream(1, 0, 0, shard=s)) for s in range(2)]
         assert not torch.equal(*draws)
@@ -221,21 +232,50 @@ class TestPixels:
         assert images.amax((0, 2, 3)).tolist() == [255] * 3
 
 
+class TestDevice:
+    GPU = torch.device("cuda", 0)
+
+    def keeper(self, device, monkeypatch, *, parts=1, runs_on=GPU):
+        """Where parts of 1 KiB are kept, by a GPU that has 8 KiB free."""
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (8192, 8192))
+        data = Fake(device=device)
+        data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=runs_on))
+        kib = MemoryImages(torch.empty(1016, dtype=torch.uint8), torch.empty(1, dtype=torch.int64))
+        return data._keeper([kib] * parts)
+
+    def test_auto_is_the_gpu_up_to_a_quarter_of_its_free_memory(self, monkeypatch):
+        cpu = torch.device("cpu")
+        assert self.keeper("auto", monkeypatch, parts=2) == self.GPU
+        assert self.keeper("auto", monkeypatch, parts=3) == cpu
+        assert self.keeper("cuda", monkeypatch, parts=3) == self.GPU
+        assert self.keeper("cpu", monkeypatch) == cpu
+        assert self.keeper("auto", monkeypatch, runs_on=cpu) == cpu
+
+    def test_what_no_gpu_can_keep_is_refused(self, monkeypatch):
+        with pytest.raises(ValueError, match="this run is on cpu. Use data.device=auto"):
+            self.keeper("cuda", monkeypatch, runs_on=torch.device("cpu"))
+        with pytest.raises(ValueError, match="are decoded for every batch. Use data.device=auto"):
+            self.keeper("cuda", monkeypatch, parts=0)
+
+    def test_a_part_moves_with_all_its_tensors(self):
+        part = MemoryImages(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.zeros(2))
+        moved = part.to(torch.device("meta"))
+        assert {moved.images.device.type, moved.labels.device.type} == {"meta"}
+        assert part.device.type == "cpu"
+
+
 class TestTrainer:
     def data(self, seed=0):
         return Fake(
             seed=seed, image_size=8, num_images=400, batch_size=64, augment={"pad": 2, "flip": True}
         )
 
-    @pytest.mark.parametrize("use_distributed_sampler", [True, False])
     @pytest.mark.usefixtures("single_process_group")
-    def test_one_process_of_ddp_trains_on_what_a_plain_run_trains_on(self, use_distributed_sampler):
+    def test_one_process_of_ddp_trains_on_what_a_plain_run_trains_on(self):
         plain = fit(self.data())
-        ddp = fit(self.data(), strategy="ddp", use_distributed_sampler=use_distributed_sampler)
+        ddp = fit(self.data(), strategy="ddp")
         for epoch in range(2):
             assert torch.equal(torch.cat(ddp.batches[epoch]), torch.cat(plain.batches[epoch]))
-        sampler = ddp.trainer.val_dataloaders.sampler
-        assert isinstance(sampler, DistributedSampler) == use_distributed_sampler
 
     def test_seed_decides_augmented_pixels_and_the_global_generator_does_not(self):
         torch.manual_seed(0)

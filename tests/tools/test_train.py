@@ -1,6 +1,7 @@
 """train.py as its user meets it: commands in, files and sentences out."""
 
 import copy
+import csv
 import math
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from forks import forked
 from normplug._ops import recompute
 from normplug._report.measure import ACCURACY, Measure
 from normplug.compare.gather import keys
+from normplug.experiment import names
 from normplug.experiment.checkpoint import whole_rows
 from normplug.experiment.models import GPT, resnet, scale_norm_weights, vit
 from normplug.experiment.names import arm_name
@@ -70,10 +72,13 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
         "norms_fused",
         "recompute",
         "channels_last",
+        "graph",
     }
     named = {"arm": "golden", "seed": 0, "model": "vit_tiny", "data": "fake", "status": "finished"}
     assert result.items() >= named.items()
     assert result["norms_swapped"] == 9
+    assert result["input_variances"].keys() == result["target_variances"].keys()
+    assert all(variance > 0 for variance in result["input_variances"].values())
     assert len(result["accuracy_by_epoch"]) == 2
     assert result["images_per_s"] == pytest.approx(16e3 / result["step_ms"], rel=0.5)
     assert result["peak_memory_bytes"] > 2**20
@@ -142,9 +147,13 @@ def test_a_sweep_over_the_output_of_autocast_has_an_arm_for_each(trains, tmp_pat
 
 
 def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(trains, tmp_path):
-    output = trains(*SMALL, PLAIN, "mode=inverse_depth,reversed_depth", "-m")
+    output = trains(*SMALL, PLAIN, "mode=inverse_depth,reversed_depth,mean_inverse_depth", "-m")
     falling = [1, 1 / 2, 1 / 3, 1 / 4]
-    arms = {"inverse_depth": falling, "reversed_depth": falling[::-1]}
+    arms = {
+        "inverse_depth": falling,
+        "mean_inverse_depth": [sum(falling) / 4] * 4,
+        "reversed_depth": falling[::-1],
+    }
     for result, (arm, blocks) in zip(results(tmp_path), arms.items(), strict=True):
         assert result["arm"] == arm
         assert f"| {arm} " in output
@@ -168,6 +177,11 @@ def test_a_sweep_of_language_models_is_compared_by_its_losses(trains, tmp_path):
         "better": "lower",
         "items": "tokens",
     }
+    drop = golden["block_drop"]
+    assert drop["tokens"] == 992  # the 62 whole blocks of a tenth of the text
+    assert drop["loss"] == pytest.approx(golden["test_loss"], rel=1e-3)
+    assert len(drop["loss_without"]) == 1
+    assert drop["loss_without"][0] != drop["loss"]
     bits = golden["test_bits_per_character"]
     assert bits == pytest.approx(golden["test_loss"] / math.log(2), rel=0.01)  # nearly all ASCII
     assert 4 < golden["unigram_bits_per_character"] < 6
@@ -193,6 +207,19 @@ def test_a_gpt_sees_no_later_token_and_fuses_its_additions(norm):
     normplug.fuse(normplug.swap(net, "standard"))
     assert sum(row.label is not None for row in normplug.fusions(net)) == 4  # all but the first
     torch.testing.assert_close(net(tokens), before)
+
+
+def test_a_dropped_block_is_the_identity_and_comes_back():
+    torch.manual_seed(0)
+    net = GPT(vocabulary=5, block_size=8, depth=3, width=16).eval()
+    bypassed = copy.deepcopy(net)
+    bypassed.blocks[1] = torch.nn.Identity()
+    normplug.fuse(normplug.swap(net, "standard"))
+    tokens = torch.randint(5, (2, 8))
+    before = net(tokens)
+    with net.blocks[1].dropped():
+        torch.testing.assert_close(net(tokens), bypassed(tokens))
+    assert torch.equal(net(tokens), before)
 
 
 def test_a_scaled_start_is_of_the_layers_that_write_to_the_residual_stream():
@@ -224,15 +251,26 @@ assert not first or os.waitpid(first, 0)[1] == 0
 """
 
 
-def test_two_processes_train_one_model(tmp_path):
-    options = [*TINY, *TWO_PROCESSES, "trainer.max_epochs=1", f"hydra.run.dir={tmp_path}"]
-    done = forked(BOTH, train.__file__, *options, imported="train", directory=tmp_path)
+def test_two_processes_train_the_model_that_one_trains(trains, tmp_path):
+    options = [*TINY, "trainer.max_epochs=1", "data.augment=null", "optimizer=sgd"]
+    halves = [*options, *TWO_PROCESSES, "data.batch_size=8", f"hydra.run.dir={tmp_path}/two"]
+    done = forked(BOTH, train.__file__, *halves, imported="train", directory=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert results(tmp_path)[0]["hardware"].startswith("CPU")
-    rows = variance_rows(tmp_path)
+    (result,) = results(tmp_path / "two")
+    losses = [validation_loss(tmp_path / "two")]
+    trains(*options, PLAIN, f"hydra.run.dir={tmp_path}/one")
+    losses.append(validation_loss(tmp_path / "one"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert result["hardware"].startswith("CPU")
+    rows = variance_rows(tmp_path / "two")
     assert {(row["rank"], row["world_size"]) for row in rows} == {("0", "2")}
     assert len(rows) == 9 * len({row["step"] for row in rows})
     assert "rank 0 of 2's part of the batch" in done.stdout
+
+
+def validation_loss(directory):
+    with next(directory.rglob("metrics.csv")).open() as file:
+        return float([row["val/loss"] for row in csv.DictReader(file) if row["val/loss"]][-1])
 
 
 def sgd(net):
@@ -280,6 +318,7 @@ def test_arms_have_names_that_tell_them_apart():
     assert arm_name(1) == "standard"
     assert arm_name(0.5) == "0.5"
     assert arm_name("standard", 0.786) == "standard-gamma0_0.786"
+    assert arm_name("standard", "inverse_depth") == "standard-gamma0_inverse_depth"
     assert arm_name("golden", tag="lr0.1") == "golden-lr0.1"
     assert arm_name("golden", autocast_output="low") == "golden"
     assert arm_name(0.5, tag="a", autocast_output="float32") == "0.5-autocast_float32-a"
@@ -294,6 +333,19 @@ def test_gamma0_starts_as_the_mode_whose_root_it_is():
     scale_norm_weights(scaled, normplug.target_variance("golden") ** 0.5)
     x = torch.randn(4, 3, 16, 16)
     torch.testing.assert_close(swapped(x), scaled(x))
+
+
+@pytest.mark.parametrize("schedule", names.SCHEDULES)
+def test_gamma0_by_depth_starts_as_the_mode_by_depth(schedule):
+    torch.manual_seed(0)
+    swapped = GPT(vocabulary=5, block_size=8, depth=3, width=16)
+    scaled = copy.deepcopy(swapped)
+    normplug.swap(swapped, names.mode_of(schedule))
+    scale_norm_weights(scaled, schedule)
+    tokens = torch.randint(5, (2, 8))
+    torch.testing.assert_close(scaled(tokens), swapped(tokens))
+    assert type(scaled.norm) is torch.nn.LayerNorm
+    assert scaled.norm.weight.unique().tolist() == [1.0]
 
 
 def test_the_transformer_validates_with_the_norms_that_it_trains():
@@ -343,3 +395,13 @@ def test_outputs_are_recomputed_of_fused_norms_only(trains, refuses, tmp_path):
         return
     trains(*recomputed, "fuse=true", PLAIN)
     assert results(tmp_path)[0]["recompute"] is True
+
+
+def test_runs_of_a_sweep_side_by_side_are_compared_as_one_after_another(trains, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs normplug[sweep]")
+    both = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    output = trains(*SMALL, PLAIN, "mode=baseline,standard", *both, "-m")
+    baseline, standard = results(tmp_path)
+    assert baseline["status"] == standard["status"] == "finished"
+    assert baseline["accuracy_by_epoch"] == standard["accuracy_by_epoch"]
+    assert "Reference: baseline" in output

@@ -70,8 +70,8 @@ def lines_of(keys, values):
 # Keys of RULES, and values that each of them refuses.
 BREAK_A_RULE = {
     "seed, data.seed": "-1 4294967296 true null 1.5 'x'",
-    "gamma0": "-1 true inf",
-    "compile, recompute, channels_last, data.augment.flip, schedule": "'maybe' null",
+    "gamma0": "-1 true inf 'golden'",
+    "compile, graph, recompute, channels_last, data.augment.flip, schedule": "'maybe' null",
     "fuse": "1 'maybe'",
     "ckpt_path": "5",
     "warmup": "1 -0.1 'x'",
@@ -149,6 +149,7 @@ MISTAKES |= {
     "model=gpt_tiny data=digits": "models.GPT does not take image_size, num_classes, which normplu",
     "model=gpt_tiny +model.vocabulary=5": "model.vocabulary comes from the data. Leave model.voca",
     "model=gpt_tiny model.norm=batch": "model.norm must be 'layer' or 'rms'; got 'batch'.",
+    "data.device=gpu": "data.device must be 'auto', 'cpu' or 'cuda'; got 'gpu'.",
     "model=gpt_tiny data.unit=word": "data.unit must be 'byte' or 'char'; got 'word'.",
     "data._target_=builtins.dict": "data._target_ must be a subclass of normplug.experiment.source",
     "+data.foo=1": "data.foo is not an argument of normplug.experiment.data.Digits.",
@@ -205,6 +206,7 @@ def test_a_mistake_is_one_sentence_that_names_the_key_and_the_rule(checked, line
         "data.augment=null",
         "data.seed=5",
         "mode=0.5 gamma0=0.786 tag=5",
+        "mode=standard gamma0=inverse_depth",
         "'tag=\"a b=c\"'",
         "study=2026",
         "swap.include=layer4.*",
