@@ -20,7 +20,7 @@ from normplug.modules import (
     SyncBatchNorm,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BatchNorm1d",
