@@ -61,6 +61,9 @@ def test_importing_needs_torch_only_and_swapping_touches_no_device():
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "assert not new & {'triton', 'lightning', 'hydra', 'matplotlib', 'torchvision', 'timm', "
         "'transformers'}, new; "
+        "late = {'_fuse.fuse', '_kernels', 'adapters', 'lightning', 'bench'}; "
+        "assert not {f'normplug.{room}' for room in late} & set(sys.modules); "
+        "assert normplug.fuse.__name__ == 'fuse' and 'unfuse' in dir(normplug); "
         "normplug.swap(torch.nn.LayerNorm(4)); assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -11,7 +11,9 @@ import torch
 DOCS = Path(__file__).parents[2] / "docs"
 PROGRAM = re.compile(r'^```python title="(\S+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 PROGRAMS = {
-    name: code for page in sorted(DOCS.glob("*.md")) for name, code in PROGRAM.findall(page.read_text())
+    name: code
+    for page in sorted(DOCS.glob("*.md"))
+    for name, code in PROGRAM.findall(page.read_text())
 }
 GPU = {"cuda_graph.py"}
 SHARDED = "train_fsdp2.py"
