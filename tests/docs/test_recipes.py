@@ -17,6 +17,7 @@ PROGRAMS = {
 }
 GPU = {"cuda_graph.py"}
 SHARDED = "train_fsdp2.py"
+NEEDS = {"with_transformers.py": ("accelerate",)}  # besides what they import
 
 
 def modules(code):
@@ -39,7 +40,8 @@ def is_installed(module):
     "name", [pytest.param(n, marks=[pytest.mark.gpu] if n in GPU else []) for n in PROGRAMS]
 )
 def test_a_program_of_the_documentation_runs(name, tmp_path, monkeypatch, capsys):
-    missing = [each for each in modules(PROGRAMS[name]) if not is_installed(each)]
+    needed = (*modules(PROGRAMS[name]), *NEEDS.get(name, ()))
+    missing = [each for each in needed if not is_installed(each)]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
     monkeypatch.chdir(tmp_path)
