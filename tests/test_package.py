@@ -63,6 +63,9 @@ import normplug
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 tools = {"triton", "lightning", "hydra", "matplotlib", "torchvision", "timm", "transformers"}
 assert not new & tools, new
+late = {"_fuse.fuse", "_kernels", "adapters", "lightning", "bench"}
+assert not {f"normplug.{room}" for room in late} & set(sys.modules)
+assert normplug.fuse.__name__ == "fuse" and "unfuse" in dir(normplug)
 normplug.swap(torch.nn.LayerNorm(4))
 assert not torch.cuda.is_initialized()
 """

@@ -10,7 +10,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from normplug._fuse.fused_class import restore
+
+def _restore(*arguments: Any) -> Any:
+    from normplug._fuse.fused_class import restore  # not before it is asked for
+
+    return restore(*arguments)
 
 
 def _load(versions: str, fingerprint: str, contents: Any) -> None:
@@ -18,7 +22,7 @@ def _load(versions: str, fingerprint: str, contents: Any) -> None:
 
 
 for _name, _contents in (
-    ("normplug.fuse", {"_restore": restore}),
-    ("normplug._fusion", {"restore": restore, "load": _load}),
+    ("normplug.fuse", {"_restore": _restore}),
+    ("normplug._fusion", {"restore": _restore, "load": _load}),
 ):
     vars(sys.modules.setdefault(_name, ModuleType(_name, __doc__))).update(_contents)

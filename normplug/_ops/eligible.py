@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -81,16 +81,26 @@ def refusal_now() -> str | None:
     return None
 
 
-def refusal_of_device(x: Tensor) -> str | None:
-    """Why no kernel can run where x is; None where one can."""
+def refusal_of_device(x: Tensor, *others: Tensor) -> str | None:
+    """Why no kernel can run where x is, on it and others; None where one can."""
     from normplug._kernels.launch import BUILDS, INTERPRETED
 
     if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
         return f"the input is on {x.device}, and the kernels need a CUDA device"
     if x.is_cuda and not BUILDS:
         return "the kernels need Triton 3.3, which comes with torch 2.7, or newer"
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
-        return "the kernels need a GPU of compute capability 8.0 or more"
+    if x.is_cuda:
+        capability = torch.cuda.get_device_capability(x.device)
+        return refusal_of_capability(capability, [each.dtype for each in (x, *others)])
+    return None
+
+
+def refusal_of_capability(capability: tuple[int, int], dtypes: Sequence[torch.dtype]) -> str | None:
+    """Why a GPU of this compute capability cannot run kernels on these dtypes; None if it can."""
+    if capability < (7, 5):
+        return "the kernels need a GPU of compute capability 7.5 or more"
+    if capability < (8, 0) and torch.bfloat16 in dtypes:
+        return "bfloat16 needs a GPU of compute capability 8.0 or more"
     return None
 
 
@@ -104,7 +114,7 @@ def refusal_of(t: Tensors) -> str | None:
     for each in (x, *present):
         if type(each) not in (Tensor, torch.nn.Parameter):
             return f"a tensor is a {type(each).__name__}, which the kernels cannot read"
-    if (why := refusal_of_device(x)) is not None:
+    if (why := refusal_of_device(x, *present)) is not None:
         return why
     if x.dtype not in _DTYPES:
         return f"the input is {x.dtype}"

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from normplug import _checks, _convert
-from normplug._fuse.fuse import fused_modules, releasable, release
 from normplug._swap import fold as _fold
 from normplug._swap import plan as _plan
 from normplug._swap import record as _record
@@ -178,6 +177,8 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         )
     scalings = [Scaling(p, m, math.sqrt(m.target_variance)) for p, m in layers if fold]
     _fold.refuse_unscalable("unswap", inventory, scalings)
+    from normplug._fuse.fuse import fused_modules, releasable, release
+
     fused = releasable("unswap", fused_modules(model))
     with all_or_nothing([layer for _, layer in layers]):
         _fold.scale(inventory, scalings)
@@ -217,6 +218,8 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
         <class 'torch.nn.modules.normalization.LayerNorm'>
     """
     _checks.module("swapped", model)
+    from normplug._fuse.fuse import fused_modules, releasable, release
+
     inventory, fused = Inventory(model), fused_modules(model)
     before = {
         path: (m, _convert.settings(m))

@@ -23,7 +23,8 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
 
     Args:
         *args: those of `torch.nn.GroupNorm`.
-        mode, backend: as in `BatchNorm1d`.
+        mode: as in `BatchNorm1d`.
+        backend: as in `BatchNorm1d`.
         track_running_stats: carry the running statistics.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.group_norm`.

@@ -135,7 +135,8 @@ class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
 
     Args:
         *args: those of `torch.nn.InstanceNorm1d`.
-        mode, backend: as in `BatchNorm1d`.
+        mode: as in `BatchNorm1d`.
+        backend: as in `BatchNorm1d`.
         **kwargs: those of `torch.nn.InstanceNorm1d`.
 
     Shape: (N, C, L) or (C, L), in and out. Details: `normplug.functional.instance_norm`.

@@ -22,7 +22,8 @@ class LayerNorm(RowNorm, nn.LayerNorm):
 
     Args:
         *args: those of `torch.nn.LayerNorm`.
-        mode, backend: as in `BatchNorm1d`.
+        mode: as in `BatchNorm1d`.
+        backend: as in `BatchNorm1d`.
         track_running_stats: carry the running statistics; None is True here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.layer_norm`.

@@ -93,7 +93,8 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
 
     Args:
         *args: those of `torch.nn.RMSNorm`.
-        mode, backend: as in `BatchNorm1d`.
+        mode: as in `BatchNorm1d`.
+        backend: as in `BatchNorm1d`.
         track_running_stats: carry the running statistics; None is False here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.rms_norm`.

@@ -25,7 +25,8 @@ class WatchedRows(TargetVarianceNorm):
 
     Args:
         *args: those of the stock class.
-        mode, backend: as in `BatchNorm1d`.
+        mode: as in `BatchNorm1d`.
+        backend: as in `BatchNorm1d`.
         track_running_stats: carry the running statistics; None leaves it to the class.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.

@@ -20,6 +20,7 @@ import row_cases
 from accuracy import assert_no_worse, assert_same_bits
 from fuse_cases import Depthwise, check_saved_bytes
 from normplug import functional, fuse, swap
+from normplug._ops import eligible
 from saved import check_training, saved_bytes
 
 pytestmark = interpreted.MARKS
@@ -67,6 +68,16 @@ COUNTED = {
 def test_what_the_kernels_cannot_take_is_refused_with_the_reason(call, why):
     with pytest.raises(NotImplementedError, match=f"backend='triton', but.*{why}"):
         call()
+
+
+def test_a_gpu_that_cannot_run_the_kernels_is_refused_with_the_reason():
+    def refusal(capability, *dtypes):
+        return eligible.refusal_of_capability(capability, dtypes)
+
+    assert refusal((7, 0), torch.float16).endswith("compute capability 7.5 or more")
+    assert refusal((7, 5), torch.float16, torch.float32) is None
+    assert refusal((7, 5), torch.float32, torch.bfloat16).startswith("bfloat16 needs a GPU of")
+    assert refusal((8, 0), torch.bfloat16) is None
 
 
 def test_what_the_kernels_cannot_take_goes_to_torch_by_default():

@@ -29,13 +29,15 @@ pytestmark = [
 ]
 H100 = GPUTarget("cuda", 90, 32)
 SMS, SHARED = 132, 227 << 10
-BFLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64
-TYPES = {BFLOAT16: "*bf16", FLOAT32: "*fp32", FLOAT64: "*fp64"}
+T4 = GPUTarget("cuda", 75, 32)
+T4_SMS, T4_SHARED = 40, 64 << 10
+FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+TYPES = {FLOAT16: "*fp16", BFLOAT16: "*bf16", FLOAT32: "*fp32", FLOAT64: "*fp64"}
 INTEGERS = {"counters_ptr": "*i64", "tracked_ptr": "*i64", "bits_ptr": "*u8"}
 TILES = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "residual_ptr", "dresidual_ptr", "total_ptr")
 
 
-def compiled(made, dtype, **others):
+def compiled(made, dtype, target=H100, **others):
     """What the compiler makes of a launch; `others` are pointers of other dtypes than `dtype`."""
     names = [p.name for p in made._kernel.params if p.name not in made._constants]
     pointers = names[: len(names) - len(made._numbers)]
@@ -57,7 +59,7 @@ def compiled(made, dtype, **others):
     signature |= dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
     source = ASTSource(made._kernel, signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=H100, options=options)
+    return triton.compile(source, target=target, options=options)
 
 
 BATCH_NORMS = {
@@ -69,9 +71,9 @@ BATCH_NORMS = {
 }
 
 
-def batch_norm_launches(shape, dtype, residual, **options):
+def batch_norm_launches(shape, dtype, residual, sms=SMS, **options):
     forward, backward = (
-        bn.geometry(*shape, dtype.itemsize, tensors, SMS, launch.COOPERATIVE) for tensors in (1, 2)
+        bn.geometry(*shape, dtype.itemsize, tensors, sms, launch.COOPERATIVE) for tensors in (1, 2)
     )
     flags = batch_norm.Flags(residual=residual, running=True, tracked=True, **options)
     yield batch_norm.forward_launch(forward, dtype, flags, 0.1, 1e-5, 0.6)
@@ -111,10 +113,10 @@ def test_batch_norm_over_processes(name):
         assert compiled(one, BFLOAT16, **others).asm["cubin"]
 
 
-def row_launches(rows, width, itemsize, dtype, spacing):
-    forward = ln.layer_norm_forward(rows, width, 8, itemsize, True, SMS)
+def row_launches(rows, width, itemsize, dtype, spacing, sms=SMS, shared=SHARED):
+    forward = ln.layer_norm_forward(rows, width, 8, itemsize, True, sms)
     backward = ln.layer_norm_backward(
-        rows, width, 8, itemsize, False, SMS, SHARED, launch.COOPERATIVE
+        rows, width, 8, itemsize, False, sms, shared, launch.COOPERATIVE
     )
     flags = layer_norm.Flags(input_bias=False, residual=True, running=True, tracked=True)
     strides = Strides(spacing, residual=width)
@@ -142,12 +144,12 @@ GROUP_NORMS = {
 }
 
 
-def group_norm_launches(shape, dtype):
+def group_norm_launches(shape, dtype, sms=SMS):
     acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
     flags = group_norm.Flags(activation=("leaky_relu", 0.2) if dtype == FLOAT64 else "silu")
-    forward = gn.group_norm_forward(*shape, dtype.itemsize, SMS)
+    forward = gn.group_norm_forward(*shape, dtype.itemsize, sms)
     yield group_norm.forward_launch(forward, acc, flags, 1e-5, 0.6)
-    backward = gn.group_norm_backward(*shape, dtype.itemsize, SMS)
+    backward = gn.group_norm_backward(*shape, dtype.itemsize, sms)
     yield group_norm.backward_launch(backward, acc, flags, (True, True, True), 0.6)
 
 
@@ -159,6 +161,24 @@ def test_group_norm(name, dtype):
         assert made._constants.get("HELD", False) == ("held" in name)
         assert made._constants.get("SOLO", False) == ("alone" in name)
         check_parameters(made, dtype)
+
+
+def t4_launches():
+    """A pair of launches of each family of kernels, with the dtype of x."""
+    yield batch_norm_launches((128, 256, 196, False), FLOAT16, True, T4_SMS), FLOAT16
+    yield batch_norm_launches((64, 512, 1, True), FLOAT32, True, T4_SMS), FLOAT32
+    yield row_launches(4096, 768, 2, FLOAT32, 768, T4_SMS, T4_SHARED), FLOAT16
+    yield group_norm_launches((16, 32, 2, 196, False), FLOAT16, T4_SMS), FLOAT16
+    yield group_norm_launches((16, 32, 8, 64, True), FLOAT32, T4_SMS), FLOAT32
+
+
+def test_compute_capability_7_5():
+    for launches, dtype in t4_launches():
+        for made in launches:
+            kernel = compiled(made, dtype, T4, dtotal_ptr=dtype)
+            assert kernel.asm["cubin"]
+            assert kernel.metadata.shared <= T4_SHARED
+            assert 32 * kernel.metadata.num_warps <= 1024
 
 
 def threads_along_the_steps(made, dtype, tile, **others):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 from collections import Counter
 from functools import partial
 
@@ -213,6 +214,9 @@ def test_a_users_subclass_stays_and_unswap_says_so():
     assert type(model[1]) is nn.LayerNorm
 
 
+@pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0), reason="its dicts have no versions, which guards watch"
+)
 def test_a_compiled_model_follows_swap_mode_and_unswap(net):
     compiled = one_graph(net.eval())
     plain = compiled(X)

@@ -1,0 +1,61 @@
+"""The programs of the documentation, each run as its page shows it."""
+
+import ast
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+DOCS = Path(__file__).parents[2] / "docs"
+PROGRAM = re.compile(r'^```python title="(\S+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+PROGRAMS = {
+    name: code
+    for page in sorted(DOCS.glob("*.md"))
+    for name, code in PROGRAM.findall(page.read_text())
+}
+GPU = {"cuda_graph.py"}
+SHARDED = "train_fsdp2.py"
+NEEDS = {"with_transformers.py": ("accelerate",)}  # besides what they import
+
+
+def modules(code):
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def is_installed(module):
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it; tests/lightning alone is not lightning
+        return False
+
+
+@pytest.mark.filterwarnings("ignore::Warning", "error:normplug:UserWarning")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.gpu] if n in GPU else []) for n in PROGRAMS]
+)
+def test_a_program_of_the_documentation_runs(name, tmp_path, monkeypatch, capsys):
+    needed = (*modules(PROGRAMS[name]), *NEEDS.get(name, ()))
+    missing = [each for each in needed if not is_installed(each)]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    monkeypatch.chdir(tmp_path)
+    if name == SHARDED:
+        as_one_process(monkeypatch)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        exec(compile(PROGRAMS[name], name, "exec"), {"__name__": "__main__"})
+
+
+def as_one_process(monkeypatch):
+    """What `torchrun --nproc_per_node 1` sets."""
+    if not torch.cuda.is_available() and torch.__version__ < "2.14":
+        pytest.skip("fully_shard of this torch does not run on the CPU")
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)

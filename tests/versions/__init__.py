@@ -1,0 +1,1 @@
+"""The tests under several versions of torch; run it with `python tests/versions`."""
