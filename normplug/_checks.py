@@ -114,15 +114,6 @@ def swap_options(caller: str, **options: Any) -> None:
             filters(name, value)
 
 
-def known(caller: str, options: Iterable[str], names: Sequence[str]) -> None:
-    """Refuse options that are not among `names`: typos, most likely."""
-    for option in options:
-        if option not in names:
-            raise TypeError(
-                f"normplug.{caller}: unknown option {option!r}; the options are {', '.join(names)}."
-            )
-
-
 def path(caller: str, name: str, value: Any) -> None:
     """Refuse what is neither None nor a path."""
     if not isinstance(value, (str, os.PathLike, type(None))):
@@ -330,17 +321,6 @@ def trailing(caller: str, x: Tensor, shape: Sequence[int], **vectors: Tensor | N
         if vector is not None and vector.shape != shape:
             rule = f"of shape normalized_shape = {shape}"
             raise ValueError(_must(caller, name, rule, str(tuple(vector.shape))))
-
-
-def components(caller: str, parts: Sequence[Tensor], shape: Sequence[int]) -> None:
-    """Refuse a nested input without components, and components that do not end in `shape`."""
-    if not parts:
-        raise ValueError(
-            f"normplug.{caller}: a nested input needs at least one component; got none. Skip the "
-            "call."
-        )
-    for part in parts:
-        trailing(caller, part, shape)
 
 
 def _sizes(x: Tensor) -> tuple[Any, ...]:

@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from normplug.bench import architectures
 
 
 class Batch(NamedTuple):
@@ -184,7 +185,6 @@ class Case(NamedTuple):
         return f"{self.model}, batch {self.batch}"
 
 
-# A library is imported where it is used: the command line names the models without it.
 EXTRAS = {  # library -> the extra that brings it
     "torchvision": "bench",
     "transformers": "zoo",
@@ -193,138 +193,8 @@ EXTRAS = {  # library -> the extra that brings it
 }
 
 
-def _torchvision(name: str, **options: Any) -> Any:
-    from torchvision.models import get_model
-
-    return get_model(name, **options)
-
-
-def _resnet18_cifar() -> nn.Module:
-    """With the stem of He et al. 2015 (arXiv:1512.03385), section 4.2: no stride, no max-pool."""
-    net = _torchvision("resnet18", num_classes=10)
-    net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
-    net.maxpool = nn.Identity()
-    return net
-
-
-def _vit_b_16() -> nn.Module:
-    net = _torchvision("vit_b_16")
-    # torchvision starts the head at zero: all gradients in the body would be zero, too.
-    nn.init.trunc_normal_(net.heads.head.weight, std=0.02)
-    return net
-
-
-def _encoder() -> nn.Module:
-    """As wide as the name says, with 8 heads; the rest is torch's default."""
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(256, 8, batch_first=True), 6)
-
-
-class _Part(nn.Module):
-    """A network of keyword arguments and several results: called by position, it returns one.
-
-    Args:
-        net: the network.
-        result: the result's name.
-        *names: of the arguments.
-    """
-
-    def __init__(self, net: nn.Module, result: str, *names: str) -> None:
-        super().__init__()
-        self.net = net
-        self.result = result
-        self.names = names
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        arguments = dict(zip(self.names, inputs, strict=True))
-        return getattr(self.net(**arguments), self.result)
-
-
-def _bert_base() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return _Part(BertForMaskedLM(BertConfig()), "logits", "input_ids")
-
-
-def _gpt2() -> nn.Module:
-    # In transformers 5 its forward waits for the GPU once, to look for packed sequences.
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return _Part(GPT2LMHeadModel(GPT2Config(use_cache=False)), "logits", "input_ids")
-
-
-def _llama(**sizes: Any) -> nn.Module:
-    # It waits for the GPU once, as GPT-2 does.
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes |= {"use_cache": False, "attn_implementation": "sdpa"}
-    return _Part(LlamaForCausalLM(LlamaConfig(**sizes)), "logits", "input_ids")
-
-
-def _t5_small(**sizes: Any) -> nn.Module:
-    """The sizes that are not given are T5Config's own, which are t5-small's."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    net = T5ForConditionalGeneration(T5Config(**sizes, use_cache=False))
-    return _Part(net, "logits", "input_ids", "decoder_input_ids")
-
-
-def _unet2d(**sizes: Any) -> nn.Module:
-    """The sizes that are not given are the class's own."""
-    from diffusers import UNet2DModel
-
-    net: Any = UNet2DModel(**sizes)  # diffusers imports its classes late: a type checker sees none
-    return _Part(net, "sample", "sample", "timestep")
-
-
-class UNet3d(nn.Module):
-    """A plain U-Net of volumes, built as nnU-Net's (Isensee et al. 2021, arXiv:1904.08128).
-
-    Two convolutions a stage, each with an InstanceNorm and a LeakyReLU; stride 2 on the way down,
-    and a transposed convolution on the way up.
-
-    Args:
-        inputs: channels of the input.
-        classes: channels of the output.
-        widths: channels of each stage, from the finest.
-    """
-
-    def __init__(self, inputs: int, classes: int, widths: Sequence[int]) -> None:
-        super().__init__()
-        steps = list(pairwise(widths))
-        self.first = _stage(inputs, widths[0])
-        self.down = nn.ModuleList(_stage(fine, coarse, stride=2) for fine, coarse in steps)
-        self.up = nn.ModuleList(
-            nn.ConvTranspose3d(coarse, fine, 2, stride=2) for fine, coarse in reversed(steps)
-        )
-        self.merge = nn.ModuleList(_stage(2 * fine, fine) for fine, _ in reversed(steps))
-        self.head = nn.Conv3d(widths[0], classes, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, inputs, D, H, W) to (N, classes, D, H, W); all stages but the first halve D, H, W."""
-        x = self.first(x)
-        finer = []
-        for down in self.down:
-            finer.append(x)
-            x = down(x)
-        for up, merge in zip(self.up, self.merge, strict=True):
-            x = merge(torch.cat((up(x), finer.pop()), 1))
-        return self.head(x)
-
-
-def _stage(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
-    blocks = []
-    for channels, step in ((inputs, stride), (outputs, 1)):
-        blocks += [
-            nn.Conv3d(channels, outputs, 3, step, padding=1),
-            nn.InstanceNorm3d(outputs, affine=True),
-            nn.LeakyReLU(inplace=True),
-        ]
-    return nn.Sequential(*blocks)
-
-
 def _cnn(name: str, *batches: int) -> Model:
-    return Images(partial(_torchvision, name), batches, "torchvision")
+    return Images(partial(architectures.from_torchvision, name), batches, "torchvision")
 
 
 def _transformer(build: Callable[[], nn.Module], batch: int) -> Model:
@@ -333,20 +203,22 @@ def _transformer(build: Callable[[], nn.Module], batch: int) -> Model:
 
 MODELS = {
     "resnet50": _cnn("resnet50", 256, 32),
-    "resnet18-cifar": Images(_resnet18_cifar, (512, 128), "torchvision", image_size=32, classes=10),
-    "vit_b_16": _transformer(_vit_b_16, 128),
+    "resnet18-cifar": Images(
+        architectures.resnet18_cifar, (512, 128), "torchvision", image_size=32, classes=10
+    ),
+    "vit_b_16": _transformer(architectures.vit_b_16, 128),
     "convnext_tiny": _cnn("convnext_tiny", 128),
     "efficientnet_b0": _cnn("efficientnet_b0", 128),
     "mobilenet_v3_large": _cnn("mobilenet_v3_large", 256),
     "regnet_y_1_6gf": _cnn("regnet_y_1_6gf", 128),
     "densenet121": _cnn("densenet121", 64),
-    "swin_t": _transformer(partial(_torchvision, "swin_t"), 128),
-    "encoder_6x256": Vectors(_encoder, (64,), length=128, classes=256),
-    "bert_base": Text(_bert_base, (32,), "transformers", length=512, classes=30522),
-    "gpt2": Text(_gpt2, (16,), "transformers", length=1024, classes=50257),
+    "swin_t": _transformer(partial(architectures.from_torchvision, "swin_t"), 128),
+    "encoder_6x256": Vectors(architectures.encoder, (64,), length=128, classes=256),
+    "bert_base": Text(architectures.bert_base, (32,), "transformers", length=512, classes=30522),
+    "gpt2": Text(architectures.gpt2, (16,), "transformers", length=1024, classes=50257),
     "llama_16x1024": Text(
         partial(
-            _llama,
+            architectures.llama,
             num_hidden_layers=16,
             hidden_size=1024,
             num_attention_heads=16,
@@ -359,11 +231,11 @@ MODELS = {
         classes=32000,
     ),
     "t5_small": Translation(
-        _t5_small, (32,), "transformers", length=512, target_length=128, classes=32128
+        architectures.t5_small, (32,), "transformers", length=512, target_length=128, classes=32128
     ),
-    "unet2d": Noise(_unet2d, (16,), "diffusers", image_size=64),
+    "unet2d": Noise(architectures.unet2d, (16,), "diffusers", image_size=64),
     "nnunet3d": Volumes(
-        partial(UNet3d, 1, 3, (32, 64, 128, 256, 320, 320)), (2,), size=128, classes=3
+        partial(architectures.UNet3d, 1, 3, (32, 64, 128, 256, 320, 320)), (2,), size=128, classes=3
     ),
 }
 

@@ -131,7 +131,14 @@ def _layer_norm(
 def _strided_layer_norm(caller: str, t: Tensors, spec: LayerNormSpec, backend: str) -> Any:
     """As `_layer_norm`, of a nested tensor of the older layout: one tensor of all its rows."""
     total = t.x if t.residual is None else t.x + t.residual
-    _checks.components(caller, total.unbind(), spec.normalized_shape)
+    parts = total.unbind()
+    if not parts:
+        raise ValueError(
+            f"normplug.{caller}: a nested input needs at least one component; got none. Skip the "
+            "call."
+        )
+    for part in parts:
+        _checks.trailing(caller, part, spec.normalized_shape)
     rows = t._replace(x=nested.rows(total, spec.normalized_shape), residual=None)
     y = nested.of_rows(_layer_norm(caller, rows, spec, backend), total)
     return y if t.residual is None else (y, total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -46,7 +47,7 @@ class SwapNorms(Callback):
     def __init__(self, mode: ModesLike = "golden", **options: Any) -> None:
         rule = read(mode)
         self.mode = rule.mode if isinstance(rule, One) else rule
-        _checks.known("lightning.SwapNorms", options, _OPTIONS)
+        _refuse_unknown(options)
         _checks.swap_options("lightning.SwapNorms", **options)
         self.options = options
         self._model: LightningModule | None = None
@@ -132,3 +133,12 @@ class SwapNorms(Callback):
         if self._model is not pl_module:
             self._swap(pl_module)
         refuse("lightning.SwapNorms", pl_module, record.findings(pl_module))
+
+
+def _refuse_unknown(options: Iterable[str]) -> None:
+    for option in options:
+        if option not in _OPTIONS:
+            raise TypeError(
+                f"normplug.lightning.SwapNorms: unknown option {option!r}; the options are "
+                f"{', '.join(_OPTIONS)}."
+            )

@@ -14,8 +14,9 @@ import torch
 from normplug import native
 from normplug.bench import first_step, groups, models
 from normplug.bench.__main__ import main
+from normplug.bench.architectures import UNet3d
 from normplug.bench.models import USUAL
-from normplug.bench.nets import MODELS, Case, Text, UNet3d
+from normplug.bench.nets import MODELS, Case, Text
 from normplug.bench.results import MODELS as KIND
 from normplug.bench.results import STEP, Results
 from normplug.bench.table import render

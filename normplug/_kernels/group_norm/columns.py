@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.activation import activate
-from normplug._kernels.batch_norm.slabs import (
-    after_parts,
-    column_totals,
-    lane_counts,
-    load_tile,
-    publish_part,
-    ready_flag,
-    tile_rows,
-    write_tile,
+from normplug._kernels.batch_norm.slabs import load_tile, publish_part, ready_flag, write_tile
+from normplug._kernels.group_norm.items import (
+    CHANNELS_AT_ONCE,
+    GROUPS_AT_ONCE,
+    behind_parts,
+    channels_of_groups,
+    item_moments,
+    item_of,
+    last_slab,
 )
 from normplug._kernels.group_norm.shared import (
     gradient_before,
@@ -42,122 +42,6 @@ from normplug._kernels.waiting import arrive, wait
 #   SINGLE               an item is a whole slab of a sample
 #   SOLO                 it is a whole sample, which its program writes, too
 _SIZES = ["N", "G", "CHANNELS", "S", "WIDTH_UNITS", "SLABS", "K", "ROWS_EACH", "LAG"]
-# Groups that a program finishes at a time, and channels of each.
-_GROUPS, _CHANNELS = tl.constexpr(32), tl.constexpr(64)
-
-
-@triton.jit
-def _item(
-    turn, SLABS, K, S, ROWS_EACH, C, BC: tl.constexpr, REVERSE: tl.constexpr
-):  # fmt: skip
-    """Whose turn it is: a sample, its slab and item, the item's rows, and the slab's channels.
-
-    In REVERSE, the last item of a sample comes first.
-    """
-    sample = turn // (SLABS * K)
-    place = turn - sample * (SLABS * K)
-    if REVERSE:
-        place = SLABS * K - 1 - place
-    k = place // SLABS
-    slab = place - k * SLABS
-    start = k * ROWS_EACH
-    columns = slab * BC + tl.arange(0, BC)
-    return sample, slab, k, start, tl.minimum(start + ROWS_EACH, S), columns, columns < C
-
-
-@triton.jit
-def _behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SINGLE: tl.constexpr):
-    """What lies in `partial` behind the parts of items; a SINGLE one publishes none."""
-    if SINGLE:
-        behind_ptr = partial_ptr
-    else:
-        behind_ptr = after_parts(partial_ptr, UNITS, K, BC)
-    return behind_ptr
-
-
-@triton.jit
-def _last_slab(counters_ptr, sample, N, SLABS, K):
-    """Whether this program is the last to merge a slab of a sample."""
-    last = SLABS == 1
-    if not last:
-        counter = ready_flag(counters_ptr, N + sample, N * SLABS, K)
-        last = arrive(counter) == SLABS - 1
-        if last:
-            tl.atomic_xchg(counter, 0, sem="relaxed")
-    return last
-
-
-@triton.jit
-def _of_group(first, channel, G, CHANNELS):
-    """Channels of some groups, from the `channel`-th of each on, and which of them exist."""
-    groups = first + tl.arange(0, _GROUPS)
-    within = channel + tl.arange(0, _CHANNELS)
-    live = (groups < G)[:, None] & (within < CHANNELS)[None, :]
-    return groups[:, None] * CHANNELS + within[None, :], live
-
-
-@triton.jit
-def _lane_sums(
-    x, shift, row, end, U: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
-    """Each lane's sums of distances from `shift`, and of their squares."""
-    d = x - tl.expand_dims(shift, STEP_AXIS)
-    if not WHOLE:
-        d = tl.where((tile_rows(row, U, BT) < end)[:, :, None], d, 0.0)
-    return tl.sum(d, axis=STEP_AXIS), tl.sum(d * d, axis=STEP_AXIS)
-
-
-@triton.jit
-def _first_sums(
-    x_ptr, columns, live, row, end, C, U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """The mean of each lane's first rows, and the sums of their distances from it."""
-    x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, False).to(ACC)
-    if WHOLE:
-        mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
-    else:
-        there = (tile_rows(row, U, BT) < end)[:, :, None]
-        count = tl.maximum(lane_counts(tl.minimum(end - row, U * BT), BT, ACC), 1.0)
-        mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / count
-    a, b = _lane_sums(x, mean, row, end, U, BT, WHOLE)
-    return mean, a, b
-
-
-@triton.jit
-def _item_moments(
-    x_ptr, columns, live, start, end, C, U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
-    ACC: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Each column's mean, and sum of squared distances from it, over rows start to end.
-
-    Each lane adds up distances from the mean of its first U rows. That mean is no further from the
-    lane's than sqrt(rows / U) standard deviations, so hardly anything cancels.
-    """
-    R: tl.constexpr = U * BT
-    if start + R <= end:
-        shift, a, b = _first_sums(x_ptr, columns, live, start, end, C, U, BT, ACC, EVEN, WIDE, True)
-    else:
-        shift, a, b = _first_sums(
-            x_ptr, columns, live, start, end, C, U, BT, ACC, EVEN, WIDE, False
-        )
-    whole = (end - start) // R
-    for tile in tl.range(1, whole, num_stages=STAGES):
-        row = start + tile * R
-        x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, True, WIDE, False).to(ACC)
-        more_a, more_b = _lane_sums(x, shift, row, end, U, BT, True)
-        a += more_a
-        b += more_b
-    row = start + whole * R
-    if (row < end) & (whole > 0):
-        x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, False, WIDE, False).to(ACC)
-        more_a, more_b = _lane_sums(x, shift, row, end, U, BT, False)
-        a += more_a
-        b += more_b
-    counts = lane_counts(end - start, BT, ACC)
-    mean = a / tl.maximum(counts, 1.0)
-    m2 = tl.maximum(b - a * mean, 0.0)
-    return column_totals(shift + mean, m2, counts, (end - start).to(ACC))
 
 
 @triton.jit
@@ -166,15 +50,15 @@ def _finish_forward(
 ):
     """Save the statistics of a sample's groups, from the moments of its channels."""
     n = S.to(ACC)
-    for first in range(0, G, _GROUPS):
+    for first in range(0, G, GROUPS_AT_ONCE):
         count = tl.full([], 0.0, ACC)  # channels of each group that are merged
-        mean = tl.zeros([_GROUPS], ACC)
-        m2 = tl.zeros([_GROUPS], ACC)
-        for channel in range(0, CHANNELS, _CHANNELS):
-            at, live = _of_group(first, channel, G, CHANNELS)
+        mean = tl.zeros([GROUPS_AT_ONCE], ACC)
+        m2 = tl.zeros([GROUPS_AT_ONCE], ACC)
+        for channel in range(0, CHANNELS, CHANNELS_AT_ONCE):
+            at, live = channels_of_groups(first, channel, G, CHANNELS)
             means = tl.load(moments_ptr + at, mask=live, other=0.0, cache_modifier=".cg")
             m2s = tl.load(moments_ptr + C + at, mask=live, other=0.0, cache_modifier=".cg")
-            more = tl.minimum(CHANNELS - channel, _CHANNELS).to(ACC)
+            more = tl.minimum(CHANNELS - channel, CHANNELS_AT_ONCE).to(ACC)
             chunk_mean = tl.sum(means, axis=1) / more
             spread = tl.where(live, means - chunk_mean[:, None], 0.0)
             fraction = more / (count + more)
@@ -183,7 +67,7 @@ def _finish_forward(
             m2 += n * difference * difference * count * fraction
             mean += difference * fraction
             count += more
-        groups = first + tl.arange(0, _GROUPS)
+        groups = first + tl.arange(0, GROUPS_AT_ONCE)
         save_statistics(
             stats_ptr, sample * G + groups, groups < G, GROUPS, mean, m2, n * CHANNELS, eps, ACC
         )
@@ -259,8 +143,10 @@ def group_norm_columns_forward(
     GROUPS = N * G
     UNITS = N * SLABS
     if t < UNITS * K:
-        sample, slab, k, start, end, columns, live = _item(t, SLABS, K, S, ROWS_EACH, C, BC, False)
-        mean, m2 = _item_moments(
+        sample, slab, k, start, end, columns, live = item_of(
+            t, SLABS, K, S, ROWS_EACH, C, BC, False
+        )
+        mean, m2 = item_moments(
             x_ptr + sample.to(tl.int64) * S * C, columns, live, start, end, C, U, BT, STAGES, ACC,
             EVEN, WIDE,
         )  # fmt: skip
@@ -269,11 +155,11 @@ def group_norm_columns_forward(
             1, BC, ACC, True, SINGLE,
         )  # fmt: skip
         if last:
-            moments_ptr = _behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
+            moments_ptr = behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
             moments_ptr += sample.to(tl.int64) * (2 * C)
             tl.store(moments_ptr + columns, mean, mask=live)
             tl.store(moments_ptr + C + columns, m2, mask=live)
-            if _last_slab(counters_ptr, sample, N, SLABS, K):
+            if last_slab(counters_ptr, sample, N, SLABS, K):
                 tl.debug_barrier()
                 _finish_forward(moments_ptr, stats_ptr, sample, G, CHANNELS, GROUPS, S, C, eps, ACC)
                 if not SOLO:
@@ -287,7 +173,7 @@ def group_norm_columns_forward(
             )  # fmt: skip
     if not SOLO:
         if t >= LAG:
-            sample, slab, k, start, end, columns, live = _item(
+            sample, slab, k, start, end, columns, live = item_of(
                 t - LAG, SLABS, K, S, ROWS_EACH, C, BC, True
             )
             wait(ready_flag(counters_ptr, sample, UNITS, K), 1, SLABS * K)
@@ -378,17 +264,17 @@ def _finish_backward(
 ):  # fmt: skip
     """Save the means of g and of g * xhat over a sample's groups, where g = dz * weight."""
     n = (S * CHANNELS).to(ACC)
-    for first in range(0, G, _GROUPS):
-        g = tl.zeros([_GROUPS], ACC)
-        gx = tl.zeros([_GROUPS], ACC)
-        for channel in range(0, CHANNELS, _CHANNELS):
-            at, live = _of_group(first, channel, G, CHANNELS)
+    for first in range(0, G, GROUPS_AT_ONCE):
+        g = tl.zeros([GROUPS_AT_ONCE], ACC)
+        gx = tl.zeros([GROUPS_AT_ONCE], ACC)
+        for channel in range(0, CHANNELS, CHANNELS_AT_ONCE):
+            at, live = channels_of_groups(first, channel, G, CHANNELS)
             weight = load_vector(weight_ptr, at, live, 1.0, ACC, WEIGHT)
             dz_xhat = tl.load(sums_ptr + at, mask=live, other=0.0, cache_modifier=".cg")
             dz = tl.load(sums_ptr + C + at, mask=live, other=0.0, cache_modifier=".cg")
             g += tl.sum(dz * weight, axis=1)
             gx += tl.sum(dz_xhat * weight, axis=1)
-        groups = first + tl.arange(0, _GROUPS)
+        groups = first + tl.arange(0, GROUPS_AT_ONCE)
         tl.store(means_ptr + sample * G + groups, g / n, mask=groups < G)
         tl.store(means_ptr + GROUPS + sample * G + groups, gx / n, mask=groups < G)
 
@@ -414,11 +300,13 @@ def group_norm_columns_backward(
     GROUPS = N * G
     UNITS = N * SLABS
     R: tl.constexpr = U * BT
-    means_ptr = _behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
+    means_ptr = behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
     sums_ptr = means_ptr + 2 * GROUPS
     done_ptr = ready_flag(counters_ptr, UNITS, UNITS, K)
     if t < UNITS * K:
-        sample, slab, k, start, end, columns, live = _item(t, SLABS, K, S, ROWS_EACH, C, BC, False)
+        sample, slab, k, start, end, columns, live = item_of(
+            t, SLABS, K, S, ROWS_EACH, C, BC, False
+        )
         groups = sample * G + columns // CHANNELS
         mean, rstd = load_statistics(stats_ptr, groups, live, GROUPS)
         scale, bias = _affine(rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
@@ -448,7 +336,7 @@ def group_norm_columns_backward(
             tl.store(own_ptr + columns, dz_xhat, mask=live)
             tl.store(own_ptr + C + columns, dz, mask=live)
             if DX:
-                if _last_slab(counters_ptr, sample, N, SLABS, K):
+                if last_slab(counters_ptr, sample, N, SLABS, K):
                     tl.debug_barrier()
                     _finish_backward(
                         own_ptr, weight_ptr, means_ptr, sample, G, CHANNELS, GROUPS, S, C, ACC,
@@ -467,7 +355,7 @@ def group_norm_columns_backward(
     u = t - LAG
     if DX and not SOLO:
         if (u >= 0) & (u < UNITS * K):
-            sample, slab, k, start, end, columns, live = _item(
+            sample, slab, k, start, end, columns, live = item_of(
                 u, SLABS, K, S, ROWS_EACH, C, BC, True
             )
             groups = sample * G + columns // CHANNELS

@@ -1,0 +1,135 @@
+"""What a program of `columns` reads: its item's rows, and the moments of their channels.
+
+Sizes and constants are those that `columns` explains.
+"""
+
+import triton
+import triton.language as tl
+
+from normplug._kernels.batch_norm.slabs import (
+    after_parts,
+    column_totals,
+    lane_counts,
+    load_tile,
+    ready_flag,
+    tile_rows,
+)
+from normplug._kernels.primitives import STEP_AXIS
+from normplug._kernels.waiting import arrive
+
+# Groups that a program finishes at a time, and channels of each.
+GROUPS_AT_ONCE, CHANNELS_AT_ONCE = tl.constexpr(32), tl.constexpr(64)
+
+
+@triton.jit
+def item_of(
+    turn, SLABS, K, S, ROWS_EACH, C, BC: tl.constexpr, REVERSE: tl.constexpr
+):  # fmt: skip
+    """Whose turn it is: a sample, its slab and item, the item's rows, and the slab's channels.
+
+    In REVERSE, the last item of a sample comes first.
+    """
+    sample = turn // (SLABS * K)
+    place = turn - sample * (SLABS * K)
+    if REVERSE:
+        place = SLABS * K - 1 - place
+    k = place // SLABS
+    slab = place - k * SLABS
+    start = k * ROWS_EACH
+    columns = slab * BC + tl.arange(0, BC)
+    return sample, slab, k, start, tl.minimum(start + ROWS_EACH, S), columns, columns < C
+
+
+@triton.jit
+def behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SINGLE: tl.constexpr):
+    """What lies in `partial` behind the parts of items; a SINGLE one publishes none."""
+    if SINGLE:
+        behind_ptr = partial_ptr
+    else:
+        behind_ptr = after_parts(partial_ptr, UNITS, K, BC)
+    return behind_ptr
+
+
+@triton.jit
+def last_slab(counters_ptr, sample, N, SLABS, K):
+    """Whether this program is the last to merge a slab of a sample."""
+    last = SLABS == 1
+    if not last:
+        counter = ready_flag(counters_ptr, N + sample, N * SLABS, K)
+        last = arrive(counter) == SLABS - 1
+        if last:
+            tl.atomic_xchg(counter, 0, sem="relaxed")
+    return last
+
+
+@triton.jit
+def channels_of_groups(first, channel, G, CHANNELS):
+    """Channels of some groups, from the `channel`-th of each on, and which of them exist."""
+    groups = first + tl.arange(0, GROUPS_AT_ONCE)
+    within = channel + tl.arange(0, CHANNELS_AT_ONCE)
+    live = (groups < G)[:, None] & (within < CHANNELS)[None, :]
+    return groups[:, None] * CHANNELS + within[None, :], live
+
+
+@triton.jit
+def _lane_sums(
+    x, shift, row, end, U: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Each lane's sums of distances from `shift`, and of their squares."""
+    d = x - tl.expand_dims(shift, STEP_AXIS)
+    if not WHOLE:
+        d = tl.where((tile_rows(row, U, BT) < end)[:, :, None], d, 0.0)
+    return tl.sum(d, axis=STEP_AXIS), tl.sum(d * d, axis=STEP_AXIS)
+
+
+@triton.jit
+def _first_sums(
+    x_ptr, columns, live, row, end, C, U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The mean of each lane's first rows, and the sums of their distances from it."""
+    x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, False).to(ACC)
+    if WHOLE:
+        mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
+    else:
+        there = (tile_rows(row, U, BT) < end)[:, :, None]
+        count = tl.maximum(lane_counts(tl.minimum(end - row, U * BT), BT, ACC), 1.0)
+        mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / count
+    a, b = _lane_sums(x, mean, row, end, U, BT, WHOLE)
+    return mean, a, b
+
+
+@triton.jit
+def item_moments(
+    x_ptr, columns, live, start, end, C, U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Each column's mean, and sum of squared distances from it, over rows start to end.
+
+    Each lane adds up distances from the mean of its first U rows. That mean is no further from the
+    lane's than sqrt(rows / U) standard deviations, so hardly anything cancels.
+    """
+    R: tl.constexpr = U * BT
+    if start + R <= end:
+        shift, a, b = _first_sums(x_ptr, columns, live, start, end, C, U, BT, ACC, EVEN, WIDE, True)
+    else:
+        shift, a, b = _first_sums(
+            x_ptr, columns, live, start, end, C, U, BT, ACC, EVEN, WIDE, False
+        )
+    whole = (end - start) // R
+    for tile in tl.range(1, whole, num_stages=STAGES):
+        row = start + tile * R
+        x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, True, WIDE, False).to(ACC)
+        more_a, more_b = _lane_sums(x, shift, row, end, U, BT, True)
+        a += more_a
+        b += more_b
+    row = start + whole * R
+    if (row < end) & (whole > 0):
+        x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, False, WIDE, False).to(ACC)
+        more_a, more_b = _lane_sums(x, shift, row, end, U, BT, False)
+        a += more_a
+        b += more_b
+    counts = lane_counts(end - start, BT, ACC)
+    mean = a / tl.maximum(counts, 1.0)
+    m2 = tl.maximum(b - a * mean, 0.0)
+    return column_totals(shift + mean, m2, counts, (end - start).to(ACC))
