@@ -70,7 +70,7 @@ def step(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(native, "_extension", None)
     monkeypatch.setattr(native, "_started", True)
-    monkeypatch.setattr(eligible, "refusal_of_device", lambda x: None)
+    monkeypatch.setattr(eligible, "refusal_of_device", lambda *tensors: None)
     for module in (eager, pooled):
         monkeypatch.setattr(module, "machine_of", lambda x: (132, True))
     monkeypatch.setattr(
