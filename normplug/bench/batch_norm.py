@@ -80,24 +80,14 @@ def eager_bn(
     running_mean: Tensor,
     running_var: Tensor,
     num_batches_tracked: Tensor,
+    cudnn: bool = False,
 ) -> Tensor:
-    """What `nn.BatchNorm2d` does."""
-    num_batches_tracked.add_(1)
-    return F.batch_norm(x, running_mean, running_var, weight, bias, True, MOMENTUM, EPS)
-
-
-def cudnn_bn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches_tracked: Tensor,
-) -> Tensor:
-    """The same by cuDNN, which eager takes in some dtypes only."""
+    """What `nn.BatchNorm2d` does; `cudnn`: by cuDNN, which it takes in some dtypes only."""
     num_batches_tracked.add_(1)
     running = (running_mean, running_var)
-    return torch.cudnn_batch_norm(x, weight, bias, *running, True, MOMENTUM, EPS)[0]
+    if cudnn:
+        return torch.cudnn_batch_norm(x, weight, bias, *running, True, MOMENTUM, EPS)[0]
+    return F.batch_norm(x, *running, weight, bias, True, MOMENTUM, EPS)
 
 
 def relu_after(norm: Norm, **tensors: Tensor) -> Tensor:
@@ -200,7 +190,7 @@ def _op(
         truth=partial(truth, activation=activation),
         refusal=refusal,
         eager_facts=aten_backend,
-        rivals={"cudnn": lambda: around(cudnn_bn)},
+        rivals={"cudnn": lambda: around(partial(eager_bn, cudnn=True))},
     )
 
 
