@@ -1,4 +1,4 @@
-"""Measure what norms cost on a GPU; make tables and pictures of the results."""
+"""Measure what norms cost, and make tables and plots of the results."""
 
 import argparse
 import sys
@@ -22,12 +22,12 @@ from normplug.bench.table import render
 from normplug.bench.trace import trace
 
 ALL = "all"
-SUITE = "headline"  # unless another is named
+SUITE = "headline"  # the default
 Shown = TypeVar("Shown")
 
 
 def kernels(arguments: argparse.Namespace) -> None:
-    """Measure a suite, or shapes of one's own."""
+    """Measure a suite, or the shapes of the command line."""
     cases = _cases(arguments)
     if not cases:
         raise SystemExit(f"normplug.bench: no case of {_source(arguments)} passes the filters.")
@@ -49,7 +49,7 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
         suite = arguments.suite or SUITE
         return select(suite, arguments.op, arguments.dtype, arguments.only)
     if arguments.suite:
-        raise SystemExit("normplug.bench: --shape and --suite both say what to measure; give one.")
+        raise SystemExit("normplug.bench: --shape and --suite exclude each other; give only one.")
     try:
         cases = own_cases(arguments.shape, arguments.op, arguments.dtype)
     except ValueError as error:
@@ -58,15 +58,15 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def _providers(arguments: argparse.Namespace) -> list[str]:
-    """The providers to measure; print which are left out, as they are not installed."""
+    """The providers to measure; print those that are left out since they are not installed."""
     usual = (*PROVIDERS, *rivals.PACKAGES, *((CPU,) if arguments.suite in WITH_CPU else ()))
     asked = arguments.provider or usual
     missing = rivals.missing(asked)
     if missing:
         named = ", ".join(f"{name} ({package.distribution})" for name, package in missing.items())
-        print(f"normplug.bench: left out, as not installed: {named}", file=sys.stderr)
+        print(f"normplug.bench: not installed, and left out: {named}", file=sys.stderr)
     if len(missing) == len(asked):
-        raise SystemExit("normplug.bench: no provider is left.")
+        raise SystemExit("normplug.bench: none of the providers is installed.")
     return [name for name in asked if name not in missing]
 
 
@@ -132,7 +132,7 @@ def table(arguments: argparse.Namespace) -> None:
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Draw the picture of a JSON file."""
+    """Plot a JSON file."""
     with needs("normplug.bench plot", "bench", SystemExit):
         from normplug._report.figures import save_figure
         from normplug.bench.plot import draw
@@ -169,13 +169,13 @@ def _add_choices(command: argparse.ArgumentParser, **options: Iterable[str]) -> 
             f"--{name}",
             choices=tuple(choices),
             action="append",
-            help="may be repeated; default: all",
+            help=f"only this {name}; may be repeated; default: all",
         )
 
 
 def _add_outputs(command: argparse.ArgumentParser) -> None:
-    for name, what in (("json", "all rows, written after each"), ("markdown", "the table")):
-        command.add_argument(f"--{name}", metavar="FILE", type=Path, help=what)
+    for name, what in (("json", "all rows, written after each one"), ("markdown", "the table")):
+        command.add_argument(f"--{name}", metavar="FILE", type=Path, help=f"output: {what}")
 
 
 def _shown(
@@ -199,15 +199,15 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m normplug.bench", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("kernels", help="time the norms next to torch's own")
+    command = commands.add_parser("kernels", help="time each norm next to the same work by others")
     command.set_defaults(command=kernels)
-    command.add_argument("--suite", choices=SUITES, help=f"default: {SUITE}")
+    command.add_argument("--suite", choices=SUITES, help=f"the cases to time; default: {SUITE}")
     command.add_argument(
         "--shape",
         metavar="SIZES",
         type=sizes,
         action="append",
-        help="such as 512x8192: measure this instead of a suite; may be repeated",
+        help="time this shape, such as 512x8192, instead of a suite; may be repeated",
     )
     providers = (*PROVIDERS, *rivals.PACKAGES, CPU)
     _add_choices(command, op=OPS, dtype=DTYPES, provider=providers)
@@ -219,10 +219,13 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_outputs(command)
     command.add_argument(
-        "--trace", metavar="FILE", type=Path, help="a Chrome trace of torch's calls and ours"
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="output: a Chrome trace, with one call of torch and one of normplug per case",
     )
 
-    command = commands.add_parser("models", help="time whole training steps, swapped and not")
+    command = commands.add_parser("models", help="time whole training steps, swapped and stock")
     command.set_defaults(command=models)
     for name, choices, default in (
         ("rows", nets.MODELS, (ALL,)),
@@ -237,47 +240,58 @@ def parser() -> argparse.ArgumentParser:
             help=f"{ALL}, or some of {', '.join(choices)}; default: {' '.join(default)}",
         )
     command.add_argument(
-        "--batch", metavar="N", type=number, help="samples a step; default: each model's own"
+        "--batch", metavar="N", type=number, help="samples per step; default: each model's own"
     )
     command.add_argument(
-        "--rounds", metavar="N", type=number, default=steps.ROUNDS, help="turns of each arm"
+        "--rounds",
+        metavar="N",
+        type=number,
+        default=steps.ROUNDS,
+        help=f"how often each arm is timed; default: {steps.ROUNDS}",
     )
     command.add_argument(
         "--first-step",
         action="store_true",
-        help="time only the first step, in a process of its own with no compiled kernel",
+        help="time only the first step of each arm, in a new process with an empty kernel cache",
     )
     _add_outputs(command)
     command.add_argument(
-        "--profile", metavar="FILE.json", type=Path, help="GPU time by kind of kernel; see `table`"
+        "--profile",
+        metavar="FILE.json",
+        type=Path,
+        help="output: the GPU time of each kind of kernel, which `table` shows",
     )
 
-    command = commands.add_parser("host", help="time single calls back to back")
+    command = commands.add_parser("host", help="time single calls back to back, on the host")
     command.set_defaults(command=single_calls)
     _add_choices(command, provider=host.PROVIDERS)
     command.add_argument(
         "--only", metavar="TEXT", default="", help="only cases whose name contains this"
     )
     command.add_argument(
-        "--calls", metavar="N", type=number, default=host.CALLS, help="at most, in a repeat"
+        "--calls",
+        metavar="N",
+        type=number,
+        default=host.CALLS,
+        help=f"the most calls in a repeat; default: {host.CALLS}",
     )
     command.add_argument(
-        "-o", "--out", metavar="FILE.json", type=Path, help="all rows, written after each"
+        "-o", "--out", metavar="FILE.json", type=Path, help="all rows, written after each one"
     )
 
-    command = commands.add_parser("table", help="make the Markdown table of a JSON file")
+    command = commands.add_parser("table", help="make a Markdown table of a JSON file")
     command.set_defaults(command=table)
     command.add_argument("file", metavar="FILE.json", type=Path)
     command.add_argument("-o", "--out", metavar="FILE.md", type=Path, help="default: print it")
 
-    command = commands.add_parser("plot", help="draw the picture of a JSON file")
+    command = commands.add_parser("plot", help="plot a JSON file")
     command.set_defaults(command=plot)
     command.add_argument("file", metavar="FILE.json", type=Path)
     command.add_argument(
-        "-o", "--out", metavar="FILE.png", type=Path, help="default: beside the JSON file"
+        "-o", "--out", metavar="FILE.png", type=Path, help="default: next to the JSON file"
     )
     command.add_argument(
-        "--norm", choices=NORMS, help="of a file of kernels; default: the first that it has"
+        "--norm", choices=NORMS, help="for a file of kernels; default: the first norm in it"
     )
     _add_choices(command, dtype=DTYPES)
 

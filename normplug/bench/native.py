@@ -12,9 +12,9 @@ __all__ = ["build", "python_way", "status"]
 
 
 def build() -> None:
-    """Build it now; if that fails, print that calls go the Python way."""
+    """Build it now; if that fails, print that calls run through Python."""
     if subprocess.run([sys.executable, "-m", "normplug.native", "build"]).returncode:
-        message = "normplug.bench: the C++ host path was not built; calls go the Python way"
+        message = "normplug.bench: the host path in C++ was not built; calls run through Python"
         print(message, file=sys.stderr, flush=True)
 
 

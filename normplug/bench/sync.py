@@ -1,4 +1,4 @@
-"""Measure training steps of a ResNet-50 over several processes, by what synchronises its norms.
+"""Time training steps of a ResNet-50 over several processes, for each way to synchronise its norms.
 
 Run it in each process: `python -m torch.distributed.run --nproc_per_node 2 -m normplug.bench sync`.
 All arms start from the same weights, are in memory together, and take turns.
@@ -27,7 +27,7 @@ from normplug.bench.nets import MODELS, Images
 from normplug.bench.results import Results
 
 MODEL = "resnet50"
-BATCHES = (128, 32)  # images a process and step
+BATCHES = (128, 32)  # images per process and step
 SIZE = 224  # pixels of an image's side
 WARM_UPS = 10  # steps, compilation among them
 ROUNDS, TURN = 10, 10  # rounds of turns, measured steps in each
@@ -63,18 +63,18 @@ def add_command(commands: Any, number: Callable[[str], int]) -> None:
         metavar="N",
         type=number,
         action="append",
-        help=f"images a process; may be repeated; default: {', '.join(map(str, BATCHES))}",
+        help=f"images per process; may be repeated; default: {', '.join(map(str, BATCHES))}",
     )
     for name, default, what in (
         ("size", SIZE, "pixels of an image's side"),
-        ("warm-ups", WARM_UPS, "steps before the first turn"),
-        ("rounds", ROUNDS, "turns of each arm"),
-        ("turn", TURN, "steps in a turn"),
+        ("warm-ups", WARM_UPS, "steps before the first round"),
+        ("rounds", ROUNDS, "how often each arm is timed"),
+        ("turn", TURN, "steps that are timed at once"),
     ):
         help_text = f"{what}; default: {default}"
         command.add_argument(f"--{name}", metavar="N", type=number, default=default, help=help_text)
     command.add_argument(
-        "-o", "--out", metavar="FILE.json", type=Path, help="all rows, written after each"
+        "-o", "--out", metavar="FILE.json", type=Path, help="all rows, written after each one"
     )
 
 
@@ -124,7 +124,7 @@ def run(
                     {"batch": batch, "arm": arm, "ms": ms, "median_ms": statistics.median(times)}
                 )
                 if first:
-                    print(f"batch {batch} a process | {arm} {ms:.2f} ms", flush=True)
+                    print(f"batch {batch} per process | {arm} {ms:.2f} ms", flush=True)
     finally:
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""`python -m normplug.compare DIR [--out DIR]`: print the table, write it and the plots."""
+"""Compare the runs of a directory: print the table, and write it and the plots."""
 
 import argparse
 import sys
@@ -9,10 +9,10 @@ from normplug.compare import compare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 1 where a run is missing, unfinished or failed."""
+    """Run the command line; the exit status is 1 if a run is missing, unfinished or failed."""
     parser = argparse.ArgumentParser(prog="python -m normplug.compare", description=__doc__)
     parser.add_argument("directory", metavar="DIR", help="searched at any depth for result.json")
-    parser.add_argument("--out", metavar="DIR", help="where tables and plots go (default: DIR)")
+    parser.add_argument("--out", metavar="DIR", help="for tables and plots; default: the first DIR")
     arguments = parser.parse_args(argv)
     try:
         comparison = compare(arguments.directory, arguments.out)

@@ -1,12 +1,12 @@
 """The host path in C++; `_ops` and `functional` call it, and all else may ask for its `status`.
 
 A call of a norm costs the host 25 us in Python before its kernel runs, and an autograd function in
-Python as much again. `host_path.cpp` does the same without Python, by the same programs, so that
-results are equal to the bit. It is compiled in the background when a kernel is first wanted, and
-kept; until then, and wherever it cannot be compiled, calls go the Python way.
+Python as much again. `host_path.cpp` does the same without Python, by the same programs, so the
+results have the same bits. It is compiled in the background when a kernel is first needed, and the
+file is kept. Until then, and wherever it cannot be compiled, calls run through Python.
 
-The environment's `NORMPLUG_NATIVE` is "auto" (the default), "0" for the Python way, or "1" to wait
-for the compiler at the first call, and to fail if it fails.
+The environment variable `NORMPLUG_NATIVE` is "auto" (the default), "0" for Python, or "1" to wait
+for the compiler at the first call, and to raise an error if it fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("normplug")
 
 
 class Status(NamedTuple):
-    """Which way calls go.
+    """Whether calls run through C++ or Python, and why.
 
     Attributes:
         way: "C++" or "Python".
@@ -46,7 +46,7 @@ class Status(NamedTuple):
 
     def __str__(self) -> str:
         file = "" if self.library is None else f" ({self.library})"
-        line = f"normplug: calls go the {self.way} way: {self.why}{file}."
+        line = f"normplug: calls run through {self.way}: {self.why}{file}."
         if not any(self.kernels.values()):
             return line
         here, workers, cache = (self.kernels[name] for name in ("here", "workers", "cache"))
@@ -56,7 +56,7 @@ class Status(NamedTuple):
         )
 
 
-_NOT_WANTED = Status("Python", "no kernel was wanted yet", None)
+_NOT_WANTED = Status("Python", "no kernel has been needed yet", None)
 _OFF = Status("Python", "NORMPLUG_NATIVE is 0", None)
 
 _loaded: ModuleType | None = None
@@ -73,7 +73,7 @@ _plans: dict[Any, Any] = {}
 
 
 def status() -> Status:
-    """Which way calls go now, and why; and where the kernels came from."""
+    """Whether calls now run through C++ or Python, and why; and where the kernels came from."""
     return _status._replace(kernels=dict(_kernels))
 
 
@@ -98,7 +98,7 @@ def build() -> Path:
 
 @contextmanager
 def python_way() -> Iterator[None]:
-    """Send the calls of all threads the Python way for a while, to compare the two."""
+    """Run the calls of all threads through Python inside a `with` block, to compare the two."""
     global _extension, _paused
     _pause(1)
     try:
@@ -151,7 +151,7 @@ def _start_in_background() -> None:
     except Exception as error:  # whatever it is, calls go on
         _say(_failed(error))
         return
-    _say(Status("Python", "the C++ way is being compiled", None), logging.DEBUG)
+    _say(Status("Python", "the host path in C++ is being compiled", None), logging.DEBUG)
     threading.Thread(target=_finish, args=(process, library), daemon=True).start()
 
 
@@ -187,7 +187,7 @@ def _load(library: Path) -> None:
         _extension = None if _paused else _loaded
         while _callbacks:
             _callbacks.pop(0)()
-    _say(Status("C++", "it is compiled", library), logging.DEBUG)
+    _say(Status("C++", "the host path is compiled", library), logging.DEBUG)
 
 
 def _say(now: Status, level: int = logging.WARNING) -> None:
@@ -272,7 +272,7 @@ def note(plan: Any) -> None:
 
 
 def run(plan: Any, t: Any) -> Any:
-    """The result of a call by its plan; None where calls go the Python way."""
+    """The result of a call by its plan; None where calls run through Python."""
     return None if _extension is None else _extension.run(_plan_of(_extension, plan), t)
 
 

@@ -1,4 +1,4 @@
-"""`python -m normplug.native build|status`; it fails unless the host path is compiled."""
+"""Compile the host path in C++, or show where it is; exit status 1 unless it is compiled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "command",
         choices=("build", "status"),
-        help="build: compile the host path and wait for it; status: say where it is, or why not",
+        help="build: compile it and wait; status: print where it is, or why there is none",
     )
     command = parser.parse_args(arguments).command
     try:

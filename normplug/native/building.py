@@ -38,7 +38,7 @@ def library() -> Path:
         RuntimeError: it cannot be compiled here.
     """
     if sys.platform != "linux":
-        raise RuntimeError(f"the C++ way needs Linux, and this is {sys.platform}")
+        raise RuntimeError(f"the host path in C++ needs Linux; this is {sys.platform}")
     needs = _digest(
         *(path.read_text() for path in _sources()),
         torch.__version__,

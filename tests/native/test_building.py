@@ -14,7 +14,7 @@ import pytest
 from normplug import native
 from normplug.native import __main__, building
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere calls go the Python way")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere calls run through Python")
 
 SCRIPT = """#!/bin/sh
 if [ "$1" = --version ]; then echo {version}; exit; fi
@@ -89,7 +89,7 @@ def start():
     """Want a kernel, and wait for what that starts: the status."""
     native.start()
     deadline = time.monotonic() + 60
-    while native.status().why == "the C++ way is being compiled":
+    while native.status().why == "the host path in C++ is being compiled":
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return native.status()
@@ -103,11 +103,11 @@ def warnings(caplog):
 
 
 def test_it_is_compiled_when_a_kernel_is_wanted(compiler, loads, folder, caplog):
-    assert str(native.status()) == "normplug: calls go the Python way: no kernel was wanted yet."
+    assert str(native.status()) == "normplug: calls run through Python: no kernel has been needed yet."
     status = start()
     assert status.way == "C++"
     assert [status.library] == [*folder.iterdir()]
-    assert str(status) == f"normplug: calls go the C++ way: it is compiled ({status.library})."
+    assert str(status) == f"normplug: calls run through C++: the host path is compiled ({status.library})."
     native.start()
     assert compiler.count() == 1
     assert not warnings(caplog)
@@ -413,8 +413,8 @@ def test_an_import_starts_nothing_and_a_build_outlives_its_process(compiler, tmp
     )
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.splitlines()
-    assert first == "no kernel was wanted yet;1"
-    assert second == "the C++ way is being compiled"
+    assert first == "no kernel has been needed yet;1"
+    assert second == "the host path in C++ is being compiled"
     library = building.library()
     assert not library.exists()
     gate.touch()
