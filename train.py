@@ -1,9 +1,9 @@
-"""Train a network with one kind of norm; report how good it is and what it cost.
+"""Train a network whose norms are in one mode; report its accuracy or loss, and what it cost.
 
     python train.py mode=golden
     python train.py -m mode=baseline,standard,golden seed=0,1,2
 
-The configuration is in configs/; `python train.py --help` lists it.
+The configuration is in configs/; `python train.py --help` lists all options.
 """
 
 from pathlib import Path

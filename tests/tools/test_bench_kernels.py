@@ -380,7 +380,7 @@ def test_shapes_of_ones_own_are_measured_in_place_of_a_suite(monkeypatch):
     [
         (["--shape", "512x"], "argument --shape: must be sizes of at least 1, .*; got '512x'"),
         (["--shape", "4x0"], "must be sizes of at least 1"),
-        (["--shape", "4x8", "--suite", "small"], "--shape and --suite both say"),
+        (["--shape", "4x8", "--suite", "small"], "--shape and --suite exclude each other"),
         (["--shape", "8", "--op", "ln"], r"ln takes \(\*rows, width\) .*; got --shape 8\."),
         (["--shape", "4x8", "--op", "gn"], r"gn takes \(N, C, \*space\) of 3 to 5 .*shape 4x8"),
         (["--shape", "4x8x2x2", "--op", "in3d"], r"in3d takes \(N, C, D, H, W\)"),
