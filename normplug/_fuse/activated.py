@@ -1,4 +1,4 @@
-"""Norms and the activations after them become one call.
+"""Make one call of a norm and the activation after it.
 
 Two patterns are edited:
 
@@ -7,9 +7,9 @@ Two patterns are edited:
     x = self.norm(x)
     x = self.act(x)
 
-In the second nothing else may read the norm's result. Where several branches lead to the activation
-each may have a norm. The call itself asks whether it may take the place of both. If it does not,
-the activation runs where it was written.
+In the second, nothing else may read the norm's result. If several branches lead to the activation,
+each may have a norm. The call decides when it runs whether it does both. If not, the activation
+runs where it was written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from normplug._fuse import calls, syntax
 from normplug._fuse.flow import Branch, Flow, Next, Rest, chosen
 
-# What edited statements call, by the names that they have for it.
+# What edited statements call, by the name that they use.
 CALLED = {
     "_normplug_activated_norm": calls.activated_norm,
     "_normplug_norm_then": calls.norm_then,
@@ -29,8 +29,8 @@ CALLED = {
 _ACTIVATED_NORM, _NORM_THEN = CALLED
 # `except*` came with Python 3.11.
 _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
-# The variable that tells whether a norm's result is activated, from its statement to the
-# activation's.
+# The variable that says, from the norm's statement to the activation's, whether the activation has
+# been applied.
 _DONE = "_normplug_done"
 
 
@@ -39,8 +39,8 @@ class Activated(NamedTuple):
 
     Attributes:
         branch: the branches that it is in.
-        child: the name of the activation, if it is a child of the module.
-        function: the name of what a function computes, if the activation is one.
+        child: the name of the activation, if it is a child of the module; else "".
+        function: the name of the activation, if it is a function; else None.
     """
 
     branch: Branch
@@ -55,8 +55,8 @@ class Activations:
     Attributes:
         flow: the forward's statements.
         definition: the forward.
-        found: for each norm in edited calls, by name, what is known of each call.
-        results: the expressions that give the results of edited calls.
+        found: the edited calls of each norm, by its name.
+        results: the expressions for the results of edited calls.
     """
 
     flow: Flow
@@ -91,7 +91,7 @@ class Activations:
         for call, reader in readers.items():
             self.results.append(ast.IfExp(syntax.load(_DONE), call.args[0], call))
             syntax.replace(reader.statement, call, self.results[-1])
-            if not any(reader.statement is norm for norm, _ in self._norms):  # it assigns to DONE
+            if not any(reader.statement is norm for norm, _ in self._norms):  # else it sets _DONE
                 place = reader.body.index(reader.statement) + 1
                 reader.body.insert(place, _not_done(reader.statement))
         for statement, found in self._norms:
@@ -113,7 +113,7 @@ class Activations:
         return self.flow.child_called(node, self.flow.parts.activated)
 
     def _is_activation(self, node: Any) -> bool:
-        """Whether a node calls an activation with one argument, and that by position."""
+        """Whether a node calls an activation with one positional argument."""
         if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
             return False
         if isinstance(node.args[0], ast.Starred):
@@ -122,17 +122,17 @@ class Activations:
         return bool(own) or self.flow.function(node.func) is not None
 
     def _activates(self, statement: ast.stmt, node: Any, held: set[str]) -> bool:
-        """Whether a node activates a variable that has a norm's result, and alone reads it."""
+        """Whether a node activates a norm's result, held by a variable that only it reads."""
         if not self._is_activation(node) or not syntax.is_name(node.args[0], held):
             return False
         name = node.args[0].id
         return len(syntax.reads(statement, name)) == 1 and self._is_last(statement, name)
 
     def _is_last(self, statement: ast.stmt, name: str) -> bool:
-        """Whether nothing reads a variable's value after a statement that reads it."""
+        """Whether a statement is the last to read a variable's value."""
         if syntax.assigned(statement)[0] == name or len(syntax.reads(self.definition, name)) == 1:
             return True
-        # A return is followed by what `finally` says, and by functions that have the variable.
+        # After a return, `finally` runs, and so may functions that captured the variable.
         return isinstance(statement, ast.Return) and not any(
             isinstance(node, (*_TRIES, *syntax.SCOPES)) and node is not self.definition
             for node in ast.walk(self.definition)

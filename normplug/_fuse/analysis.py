@@ -255,7 +255,7 @@ def _check(module: nn.Module) -> None:
 
 
 def _parts(module: nn.Module) -> Parts:
-    """The children that edits of a module are about."""
+    """The children that edits of a module concern."""
     summed, activated, activations = list[str](), list[str](), list[str]()
     for name, child in module._modules.items():
         if isinstance(child, TargetVarianceNorm):

@@ -81,7 +81,7 @@ def norm_add_activation(
 
 
 def norm_then(norm: Any, x: Any, activation: Any) -> tuple[Any, bool]:
-    """A norm, and the activation after it if they are one call; and whether it was applied.
+    """The norm of x, activated if both can be one call; and whether it was activated.
 
     Args:
         norm: what is called as a norm.
@@ -95,7 +95,7 @@ def norm_then(norm: Any, x: Any, activation: Any) -> tuple[Any, bool]:
 
 
 def activated_norm(activation: Any, norm: Any, x: Any) -> Any:
-    """`activation(norm(x))`; the arguments are those of `norm_then`."""
+    """`activation(norm(x))`, with the arguments of `norm_then`."""
     y, done = norm_then(norm, x, activation)
     return y if done else activation(y)
 

@@ -31,9 +31,9 @@ from normplug._fuse.statements import Editor
 from normplug._fuse.sums import Summed
 from normplug._fuse.syntax import SCOPES, is_name
 
-# What edited forwards call, by the names that they have for it.
+# What edited forwards call, by the name that they use.
 _CALLED = {**statements.CALLED, **readers.CALLED}
-# Where a norm is in an edited call.
+# An edited call of a norm.
 Place = Summed | Activated
 
 
@@ -48,8 +48,8 @@ class Edited:
         original: the class's forward.
         forward: that function, edited.
         chain: the original, and the functions that its decorators wrap.
-        found: for each norm in edited calls, by name, where these are.
-        left: for each norm, by name, why each call of it would be left.
+        found: the edited calls of each norm, by its name.
+        left: for each norm, by name, why each call of it would not be edited.
     """
 
     cls: type[nn.Module]
@@ -66,9 +66,9 @@ class Edited:
         return self.cls.forward is self.original
 
     def label(self, norm: str, module: nn.Module) -> tuple[str, str]:
-        """What a norm of a module is in one call with, given its name; and else "", and why not.
+        """What a norm of a module, given by name, is fused with; if nothing, "" and the reason.
 
-        The reason is "" where only a trace could fuse it.
+        The reason is "" if only a trace could fuse it.
         """
         state = vars(module)
         for place in self.found.get(norm, ()):
@@ -83,7 +83,7 @@ class Edited:
             if name is not None:
                 return _activations.label(name), ""
         whys = (text for branch, text in self.left[norm] if may_hold(branch, state))
-        return "", next(whys, "its module's attributes rule its call out")
+        return "", next(whys, "its module's attributes exclude its call")
 
     def contents(self) -> tuple[Any, ...]:
         """What `edit` takes."""
@@ -99,7 +99,7 @@ def edit(cls: type[nn.Module], parts: tuple[tuple[str, ...], ...], recompute: bo
 
     Args:
         cls: the class.
-        parts: the children that it is about, as `Parts` has them.
+        parts: the children that it concerns: the fields of `Parts`.
         recompute: let the modules that read the results of the calls recompute them.
 
     Raises:
@@ -157,7 +157,7 @@ def _definition(function: types.FunctionType) -> ast.FunctionDef:
     except (SyntaxError, StopIteration):
         code = None
     if described(code) != described(function.__code__):
-        raise Untraceable("its forward is not what its source says")
+        raise Untraceable("its forward does not match its source")
     return definition
 
 

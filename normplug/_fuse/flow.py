@@ -1,9 +1,9 @@
-"""What runs next in a forward, where nothing in between can matter.
+"""Find which call reads a value next, if nothing that runs in between has an effect.
 
-A value and its reader become one call only if the order of what runs between them does not matter.
-So variables may be assigned to variables there, and there may be an `if` whose test only asks for
-a variable, an attribute of the module or None. The statement that makes the value asks the same, to
-know which reader comes next, if one does.
+A value and its reader become one call only if nothing between them has an effect. So only two
+things may come between: assignments from variable to variable, and an `if` whose test reads only
+variables, attributes of the module and None. The statement that makes the value evaluates the same
+tests, to find which reader comes next, if any.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import nn
 from normplug import _activations
 from normplug._fuse import syntax
 
-# How many times a value's statement may ask which reader comes next.
+# How many tests may lie between a value and its reader.
 _MAX_TESTS = 4
 
 
 class Parts(NamedTuple):
-    """The children of a module that edits are about, by name.
+    """The children of a module that edits concern, by name.
 
     Attributes:
-        summed: the norms that an addition before them can be fused with.
-        activated: the norms that an activation after them can be fused with.
+        summed: the norms that can be fused with an addition before them.
+        activated: the norms that can be fused with an activation after them.
         activations: the activations.
     """
 
@@ -44,8 +44,8 @@ class Need(NamedTuple):
 
     Attributes:
         name: of the attribute.
-        value: what a test compares it with; None where the test asks whether it is true.
-        holds: the result of the test.
+        value: what the test compares it with; None if the test is the attribute itself.
+        holds: the result that the test must have.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Need(NamedTuple):
     holds: bool
 
     def may_hold(self, state: dict[str, Any]) -> bool:
-        """Whether it may be so, given the module's `__dict__`: what is not known there may be."""
+        """Whether the module's `__dict__` allows it; what is not in there is allowed."""
         if self.name not in state:
             return True
         value = state[self.name]
@@ -72,7 +72,7 @@ def may_hold(branch: Branch, state: dict[str, Any]) -> bool:
 
 
 class Rest(NamedTuple):
-    """What runs next: the statements of `body` from a place on, and then those of `after`."""
+    """What runs next: the statements of `body` from `place` on, and then those of `after`."""
 
     body: list[ast.stmt]
     place: int
@@ -81,7 +81,7 @@ class Rest(NamedTuple):
 
 @dataclass(eq=False)
 class Reader:
-    """The call that reads a value, which is in a statement of `body`."""
+    """A call that reads a value, in a statement of `body`."""
 
     body: list[ast.stmt]
     statement: ast.stmt
@@ -90,7 +90,7 @@ class Reader:
 
 @dataclass(eq=False)
 class Choice:
-    """What reads a value where a test is true, and where it is false."""
+    """What reads a value if a test is true, and if it is false."""
 
     test: ast.expr
     true: Next
@@ -107,8 +107,8 @@ class Flow:
 
     Attributes:
         cls: the class whose forward it is.
-        me: the name of the module itself.
-        parts: the children that edits are about.
+        me: the name of the module itself, usually "self".
+        parts: the children that edits concern.
         globals: the forward's globals.
         local: the names of its variables.
     """
@@ -126,17 +126,17 @@ class Flow:
         is_reader: Callable[[ast.stmt, Any, set[str]], bool],
         aliases: bool,
     ) -> Next:
-        """What reads a value next, if nothing that runs before it matters.
+        """What reads a value next, if nothing that runs before it has an effect.
 
         Args:
-            rest: the statements after that which makes the value.
-            target: the variable that has the value.
-            is_reader: whether a call in a statement reads one of some variables.
-            aliases: whether further variables may have the value.
+            rest: the statements after the one that makes the value.
+            target: the variable that holds the value.
+            is_reader: (statement, call, variables) -> whether the call reads one of the variables.
+            aliases: whether the value may be assigned to other variables.
         """
 
         def find(rest: Rest | None, held: set[str], known: set[str], tests: int) -> Next:
-            # known: the variables assigned since, about which no test may ask.
+            # known: the variables assigned since, which no test may read.
             while rest is not None:
                 body, place, after = rest
                 if place == len(body):
@@ -164,7 +164,7 @@ class Flow:
         return find(rest, {target}, {target}, _MAX_TESTS)
 
     def readers(self, found: Next, needed: Branch = ()) -> Iterator[tuple[Reader, Branch]]:
-        """The readers that a value may have, each with what is needed for it."""
+        """The readers that a value may have, each with the attributes that it needs."""
         if isinstance(found, Reader):
             yield found, needed
         elif found is not None:
@@ -172,12 +172,12 @@ class Flow:
             yield from self.readers(found.false, needed + self.needed(found.test, False))
 
     def first_effect(self, node: Any) -> Any:
-        """The first part of an expression that does more than name a value; None if none does."""
+        """The first part of an expression that has an effect; None if it only names values."""
         if node is None or isinstance(node, (ast.Name, ast.Constant)) or self._is_stored(node):
             return None
         parts: list[Any] = []
         if isinstance(node, ast.Call):
-            named = self.function(node.func) is not None  # then naming it has no effect
+            named = self.function(node.func) is not None  # reading its name has no effect
             parts = [*([] if named else [node.func]), *syntax.arguments(node)]
         elif isinstance(node, ast.BinOp):
             parts = [node.left, node.right]
@@ -189,10 +189,10 @@ class Flow:
         return None if isinstance(node, ast.Tuple) else node
 
     def is_plain(self, test: ast.expr, known: set[str]) -> bool:
-        """Whether a test may be asked twice.
+        """Whether a test may be evaluated twice.
 
-        It may ask for variables that are not in `known`, attributes and None, and whether an
-        attribute is a certain text.
+        It may read variables that are not in `known`, attributes and None, and compare an
+        attribute with a string.
         """
         if isinstance(test, ast.BoolOp):
             return all(self.is_plain(part, known) for part in test.values)
@@ -209,12 +209,12 @@ class Flow:
             return test.id not in known
         if isinstance(test, ast.Constant):
             return True
-        # A class's own `__getattr__` may do more at each look, as warn of an old name.
+        # A class's own `__getattr__` may have effects, such as a warning about an old name.
         looks: Any = self.cls.__getattr__
         return self._is_stored(test) and looks is nn.Module.__getattr__
 
     def needed(self, test: ast.expr, result: bool) -> Branch:
-        """What attributes must be for this result of a test."""
+        """What the attributes must be for this result of a test."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) == result:
             return tuple(part for value in test.values for part in self.needed(value, result))
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -243,9 +243,9 @@ class Flow:
         return isinstance(node, ast.Attribute) and syntax.is_name(node.value, {self.me})
 
     def child_called(self, node: Any, names: tuple[str, ...]) -> str:
-        """The name in `names` of the child that a node calls with one argument; "" if it does not.
+        """The child in `names` that a node calls with one positional argument; "" if none.
 
-        That is an argument by position, and no sequence of arguments.
+        The argument is not starred.
         """
         if not isinstance(node, ast.Call) or not self.is_own(node.func):
             return ""
@@ -255,7 +255,7 @@ class Flow:
         return name if plain and name in names else ""
 
     def function(self, node: ast.expr) -> str | None:
-        """The name of the activation that a function in the forward's globals computes, or None."""
+        """The name of the activation, if a node is such a function of the globals; else None."""
         value = self._global(node)
         return _activations.of_function(value) if isinstance(value, _FUNCTIONS) else None
 
@@ -273,7 +273,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def chosen(found: Next) -> ast.expr:
-    """An expression for the function that reads a value next, or None."""
+    """An expression for the function that reads a value next; `None` if there is none."""
     if found is None:
         return ast.Constant(None)
     if isinstance(found, Reader):

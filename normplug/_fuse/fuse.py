@@ -17,38 +17,42 @@ from normplug._table import shown
 
 
 def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
-    """Run normplug's layers together with what stands around them, where that is safe.
+    """Run normplug's layers together with the operations next to them, where that is safe.
 
-    Each of these becomes one call: BatchNorm and the activation after it; BatchNorm, a residual
-    addition and the activation after that (ReLU, LeakyReLU, ReLU6, SiLU, Hardswish, exact GELU);
-    BatchNorm, ReLU and max pooling; GroupNorm or InstanceNorm and the activation after it; a
-    residual addition and the LayerNorm after it; the bias of a convolution and the LayerNorm over
-    its channels, moved last. On CUDA the call is one kernel a direction, or two with max pooling,
-    and keeps less for the backward. Under torch.compile it takes what was measured faster;
-    elsewhere it is PyTorch's operations, one by one. Max pooling runs in the kernel for
-    channels_last input, and compares values before they are rounded.
+    Each of these becomes one call:
+
+    - BatchNorm and the activation after it, with or without a residual addition in between
+    - BatchNorm, ReLU and max pooling
+    - GroupNorm or InstanceNorm and the activation after it
+    - a residual addition and the LayerNorm or RMSNorm after it
+    - the bias of a convolution and the LayerNorm over its channels, moved last
+
+    The activations are ReLU, LeakyReLU, ReLU6, SiLU, Hardswish and exact GELU. On CUDA the call is
+    one kernel per direction, or two with max pooling, and keeps less for the backward. Under
+    torch.compile it runs as what was measured to be faster. Elsewhere it runs as PyTorch's
+    operations, one by one. Max pooling runs in the kernel for channels_last input, and compares
+    values before they are rounded.
 
     In place: the modules that call the norms get a subclass of their class, with another forward.
-    Modules, parameters, buffers, hooks, names and flags stay, so that checkpoints, optimizers and
-    aliases stay valid. torch.fx traces the forward, and only if its source shows that it depends on
-    nothing but its inputs and the module's attributes, which each call compares. A module runs as
-    it is written if it has changed since, itself or in a module that its forward reaches; if it
-    gets hooks; and if it is called with arguments that the fused calls do not take. One call then
-    still serves a norm whose source has the addition right before it, or the activation right after
-    it: such statements are edited in a copy of the forward, which takes any arguments. So are those
-    of a forward that cannot be traced. Nothing of torch is patched, so that other threads can run
-    other models meanwhile.
+    Modules, parameters, buffers, hooks, names and flags stay, so checkpoints, optimizers and
+    aliases stay valid. torch.fx traces a forward only if its source shows that it depends on
+    nothing but its inputs and the module's attributes; each call compares these attributes. The
+    trace is not used if the module, or a module that its forward uses, has changed since; if it
+    gets hooks; or for arguments that are not tensors. Such calls, and forwards that cannot be
+    traced, run a copy of the source, which takes any arguments. In the copy, an addition right
+    before a norm or an activation right after it is one call with the norm. Nothing in torch is
+    patched, so other threads can run other models meanwhile.
 
     `recompute=True` saves memory: the next layer's backward recomputes the norm's output, bit for
-    bit, instead of storing it, for one more read and write of it. It applies to BatchNorm with an
-    activation, to an addition with LayerNorm, and to every second of a chain of residual blocks,
-    if only modules and fused additions read the output. The flag has no effect on the CPU, under
-    torch.compile, and inside activation checkpointing or other
+    bit, instead of storing it. This costs one more read and write of the output. It applies to
+    BatchNorm with an activation, to an addition with LayerNorm or RMSNorm, and to every second
+    block in a chain of residual blocks, if only modules and fused additions read the output. It has
+    no effect on the CPU, under torch.compile, and inside activation checkpointing or other
     `torch.autograd.graph.saved_tensors_hooks`. The last call of `fuse` decides.
 
-    Copies and pickles are fused as the model is, with the same flag, and are not traced again. If
-    torch, normplug or the code of a fused forward has changed, a loaded pickle runs as its modules
-    are written, and warns once: call `fuse` again. So do pickles of earlier versions of normplug.
+    Copies and pickles of a fused model are fused in the same way, and are not traced again. If
+    torch, normplug or the code of a fused forward has changed, a loaded pickle runs its modules'
+    own forwards and warns once: call `fuse` again. So do pickles of earlier versions of normplug.
 
     Args:
         model: a module that `normplug.swap` has swapped, or that has normplug's layers.
@@ -59,7 +63,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
 
     Raises:
         TypeError: `model` is not a module, or is TorchScript.
-        NotImplementedError: `recompute`, and torch is older than 2.8.
+        NotImplementedError: `recompute` is set, and torch is older than 2.8.
 
     Warns:
         UserWarning: there was nothing to fuse; the warning says why.
@@ -97,7 +101,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
 
 
 def unfuse(model: nn.Module) -> nn.Module:
-    """Undo `fuse`: every module has the class and the forward again that it had.
+    """Undo `fuse`: every module gets back the class and the forward that it had.
 
     Args:
         model: any module.
@@ -108,7 +112,7 @@ def unfuse(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: `model` is not a module, or is TorchScript.
         ValueError: the forward of a fused module has been replaced on the instance since. The model
-            is as before.
+            stays as it was.
     """
     _checks.module("unfuse", model)
     release(releasable("unfuse", fused_modules(model)))
@@ -116,15 +120,15 @@ def unfuse(model: nn.Module) -> nn.Module:
 
 
 def fusions(model: nn.Module) -> Fusions:
-    """List what `fuse` has fused in a model, what it has left, and why; change nothing.
+    """List what `fuse` has fused in a model, and why the other norms are not fused.
 
-    For a model that has not been fused, list what `fuse` would do.
+    For a model that has not been fused, list what `fuse` would do. The model does not change.
 
     Args:
         model: any module, fused or not.
 
     Returns:
-        A `Fusions`: printable, and iterable over one `Fused` a norm layer.
+        A `Fusions`: print it for a table, or iterate over its rows, one `Fused` per norm layer.
 
     Raises:
         TypeError: `model` is not a module, or is TorchScript.
@@ -148,9 +152,9 @@ def releasable(caller: str, fused: dict[str, nn.Module]) -> list[nn.Module]:
     patched = [shown(path) for path, m in fused.items() if _convert.is_patched(m)]
     if patched:
         raise ValueError(
-            f"normplug.{caller}: the forward of {', '.join(patched)}, which is fused, was replaced "
-            "on the instance since, by a patch or accelerate's hooks; remove that first, as with "
-            "accelerate.hooks.remove_hook_from_module(model, recurse=True)."
+            f"normplug.{caller}: the forward of {', '.join(patched)}, which is fused, has since "
+            "been replaced on the instance, by a patch or by accelerate's hooks. Remove these "
+            "first, e.g. with accelerate.hooks.remove_hook_from_module(model, recurse=True)."
         )
     return list(fused.values())
 

@@ -35,8 +35,8 @@ class Fused(nn.Module):
         _convert.assign_class(self, cls)
         if FUSION in state:
             warnings.warn(
-                f"normplug: a {cls.__name__} was fused with other versions or other code, and runs "
-                "as it is written. Call normplug.fuse(model) again.",
+                f"normplug: a {cls.__name__} was fused with other versions or other code, and is "
+                "not fused now. Call normplug.fuse(model) again.",
                 stacklevel=2,
             )
 

@@ -1,4 +1,4 @@
-"""Why a norm of a forward is in no edited call, as the forward's source tells."""
+"""Why a norm is in no edited call, read from the source of the forward."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from normplug._fuse.flow import Branch, Flow
 
 _MOST = 40  # characters of source in a reason
 
-# What `sites` finds in traces, too.
-IN_PLACE = "the addition before it is in place, and others may see that"
+# `sites` finds these in traces, too.
+IN_PLACE = "the addition before it is in place, and other code may read its result"
 FROM_OUTSIDE = (
     "its input is an argument of the forward; an addition before that is in another module"
 )
 
 
 class Reason(NamedTuple):
-    """Why a call of a norm is left, in the branches that it is in.
+    """Why a call of a norm is not edited, and the branches that it is in.
 
-    text: "" where only a trace could fuse it.
+    text: "" if only a trace could fuse it.
     """
 
     branch: Branch
@@ -29,7 +29,7 @@ class Reason(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a statement is: in which body, and in which statement that body is."""
+    """Where a statement is: its body, the statement around that body, and the branches."""
 
     body: list[ast.stmt]
     around: ast.stmt | None
@@ -37,7 +37,7 @@ class _Place(NamedTuple):
 
 
 class Reasons:
-    """The reasons of a forward.
+    """The reasons for the norms of a forward.
 
     Args:
         flow: its statements, before they are edited.
@@ -58,7 +58,7 @@ class Reasons:
                 self._note(block, statement, branch + needed)
 
     def all(self) -> dict[str, list[Reason]]:
-        """For each norm, by name, why each call of it would be left."""
+        """For each norm, by name, why each call of it would not be edited."""
         parts = self._flow.parts
         return {
             **{name: list(self._of(name, self._before)) for name in parts.summed},
@@ -81,7 +81,7 @@ class Reasons:
         return self._flow.is_own(node) and node.attr == name
 
     def _passed(self, name: str) -> str:
-        """What a forward that does not call a norm passes to another function."""
+        """What a forward that does not call a norm passes to another function instead."""
         for node in ast.walk(self._definition):
             if self._names(node, name):
                 return f"its forward passes self.{name} to another function"
@@ -91,7 +91,7 @@ class Reasons:
         return ""
 
     def _before(self, statement: ast.stmt, call: ast.Call) -> str:
-        """What stands before a norm that takes sums."""
+        """What comes before a norm that can be fused with an addition."""
         value: Any = call.args[0]
         assigning: ast.stmt | None = statement
         while isinstance(value, (ast.Name, ast.Subscript)):
@@ -136,7 +136,7 @@ class Reasons:
             yield from self._earlier(around)
 
     def _after(self, statement: ast.stmt, call: ast.Call) -> str:
-        """What stands after a norm that takes an activation."""
+        """What comes after a norm that can be fused with an activation."""
         later, reader = statement, _reader(statement, call)
         target, value = syntax.assigned(statement)
         if reader is None and value is call and target is not None:
@@ -166,7 +166,7 @@ class Reasons:
 
 
 def _reader(statement: ast.stmt, node: ast.AST) -> Any:
-    """The expression of a statement that a part of it is an operand of; None for the whole."""
+    """The expression in a statement that a node is an operand of; None if there is none."""
     for parent in syntax.expressions(statement):
         if any(child is node for child in ast.iter_child_nodes(parent)):
             return parent
@@ -174,7 +174,7 @@ def _reader(statement: ast.stmt, node: ast.AST) -> Any:
 
 
 def _shown(node: ast.expr) -> str:
-    """An expression's source, without a call's arguments."""
+    """An expression's source, without the arguments of a call."""
     text = ast.unparse(node.func if isinstance(node, ast.Call) else node)
     text = text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
     return f"{text}(...)" if isinstance(node, ast.Call) else text

@@ -19,14 +19,14 @@ NOT_SWAPPED = "not swapped"
 
 
 class Fused(NamedTuple):
-    """One norm layer, and what it runs together with.
+    """One norm layer, and what it is fused with.
 
     Attributes:
         path: its name in the model; "" is the model itself.
-        kind: its class's name.
-        label: what it is fused with; None if it is called by itself.
-        owner: the module whose forward makes that call.
-        note: why it is called by itself; "" otherwise.
+        kind: the name of its class.
+        label: what it is fused with; None if it is not fused.
+        owner: the module whose forward makes the fused call.
+        note: why it is not fused; "" otherwise.
     """
 
     path: str
@@ -90,7 +90,7 @@ def _now(
     if not isinstance(norm, TargetVarianceNorm):
         return None, "", NOT_SWAPPED
     if row is None or row.note == NOT_SWAPPED:
-        return None, "", "normplug.fuse has not seen it"
+        return None, "", "it was added or swapped after normplug.fuse"
     if row.label is None:
         return None, "", row.note
     owner = modules.get(row.owner)
@@ -101,7 +101,7 @@ def _now(
         return None, "", f"{name} is no longer fused"
     label = fusion.label(owner, row.path[len(row.owner) :].lstrip("."), row.label)
     if not label:
-        return None, "", f"{name} has changed since normplug.fuse, and runs as it is written"
+        return None, "", f"{name} has changed since normplug.fuse, and is not fused now"
     return label, row.owner, ""
 
 

@@ -1,4 +1,4 @@
-"""Which statements of a forward are edited: those that `sums` and `activated` know."""
+"""Edit the statements of a forward that match the patterns of `sums` and `activated`."""
 
 from __future__ import annotations
 

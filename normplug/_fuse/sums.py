@@ -1,4 +1,4 @@
-"""Sums and their norms become one call.
+"""Make one call of a sum and the norm after it.
 
 Two patterns are edited:
 
@@ -7,7 +7,7 @@ Two patterns are edited:
     x = a + b
     y = self.norm(x)
 
-The call itself asks whether it may take the place of the sum and the norm.
+The call decides when it runs whether it does both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from normplug._fuse import calls, syntax
 from normplug._fuse.flow import Branch, Flow, Next, Reader, Rest, chosen
 
-# What edited statements call, by the names that they have for it.
+# What edited statements call, by the name that they use.
 CALLED = {"_normplug_add_norm": calls.add_norm, "_normplug_sum_norm": calls.sum_norm}
 _ADD_NORM, _SUM_NORM = CALLED
 # The variable that has a norm's result, from the sum's statement to the norm's.
@@ -35,7 +35,7 @@ class Summed(NamedTuple):
 
 @dataclass(eq=False)
 class _Sum:
-    """A statement of `body` that assigns a sum, and the norms that may normalise it."""
+    """A statement of `body` that assigns a sum, and the norms that may read it."""
 
     body: list[ast.stmt]
     statement: ast.stmt
@@ -48,9 +48,9 @@ class Sums:
 
     Attributes:
         flow: the forward's statements.
-        found: for each norm in edited calls, by name, what is known of each call.
-        in_place: the norms left since the addition before them is in place.
-        results: the expressions that give the results of edited calls.
+        found: the edited calls of each norm, by its name.
+        in_place: the norms that are left because the addition before them is in place.
+        results: the expressions for the results of edited calls.
     """
 
     flow: Flow
@@ -99,10 +99,10 @@ class Sums:
             body.insert(0, syntax.assignment([_RESULT], ast.Constant(None), body[0]))
 
     def _edit_norm(self, norm: Reader, alone: bool) -> None:
-        """Put a result in the place of a norm's call; alone: it always comes from one sum."""
+        """Replace a norm's call by its result; alone: the result always comes from one sum."""
         node = norm.call
         if not any(node is part for part in ast.walk(norm.statement)):
-            return  # the norm of another sum, too
+            return  # edited already, for another sum
         value: ast.expr = syntax.load(_RESULT)
         if not alone:
             missing = ast.Compare(value, [ast.Is()], [ast.Constant(None)])
@@ -111,8 +111,8 @@ class Sums:
         self.results.append(value)
         syntax.replace(norm.statement, node, value)
         if any(norm.statement is each.statement for each in self._sums):
-            return  # it assigns another result
-        # The result is let go as early as it was.
+            return  # it assigns the next result
+        # Free the result's memory as early as before.
         done = syntax.assignment([_RESULT], ast.Constant(None), norm.statement)
         norm.body.insert(norm.body.index(norm.statement) + 1, done)
 

@@ -42,32 +42,31 @@ def swap(
     In place, by assignment of each layer's `__class__`: modules, parameters and buffers stay the
     same objects. So hooks, aliases, shared layers and an optimizer that was built before stay
     valid. Layers that are normplug's already take the new mode. Subclasses of the torch classes
-    stay as they are, since their forward is their own. Of timm, torchvision, transformers and
-    diffusers it takes some of these, and RMSNorms. `normplug.plan` lists what is taken and what
-    is left.
+    stay as they are, since they may have their own forward; known norms of timm, torchvision,
+    transformers and diffusers are taken. `normplug.plan` lists what is taken and what stays.
 
     On CUDA, Triton compiles a kernel for each class of shapes at the first step that needs it, and
-    keeps it in `~/.triton/cache` or `TRITON_CACHE_DIR`. Without one there, the first step of
-    ResNet-50, MobileNetV3-L or ViT-B/16 takes 5 to 14 seconds more on an H100, 6 to 39 if fused.
+    keeps it in `~/.triton/cache` or `TRITON_CACHE_DIR`. With an empty cache the first step takes
+    seconds longer.
 
     Args:
         model: any module; it may itself be a norm layer.
         mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`. For a
             mode per layer: `normplug.by_depth(schedule)`; a callable (path, module) -> mode; or a
-            mapping of filters, as `include` takes them, to modes, where the first that matches a
-            layer counts.
-        include: take only what matches, as in `normplug.plan`.
-        exclude: leave what matches, as in `normplug.plan`; wins over `include`.
-        track_running_stats: give LayerNorm, RMSNorm and GroupNorm running statistics to watch; None
-            gives them to LayerNorm only. BatchNorm and InstanceNorm keep their own setting.
-        preserve_output: divide each weight by sqrt(tv), so that the model computes what it did
-            and only its parametrisation changes: for swapping into a trained model. A layer
-            without a weight gets a frozen one, with the dtype and device of its own tensors or of
-            the nearest parameter.
+            mapping from filters, as for `include`, to modes. The first filter that matches a layer
+            counts.
+        include: take only layers that match, as in `normplug.plan`.
+        exclude: leave layers that match, as in `normplug.plan`; wins over `include`.
+        track_running_stats: whether LayerNorm, RMSNorm and GroupNorm get running statistics to
+            watch; None gives them to LayerNorm only. BatchNorm and InstanceNorm keep their own
+            setting.
+        preserve_output: divide each weight by sqrt(tv). The model then computes what it did before,
+            and only its parametrisation changes: for trained models. A layer without a weight gets
+            a frozen one, with the dtype and device of its own tensors or of the nearest parameter.
         sync: make every BatchNorm a `normplug.SyncBatchNorm` over all processes, until `unswap`.
             With False, SyncBatchNorms stay synchronised in the process group that they have.
-        autocast_output: what LayerNorm, RMSNorm and GroupNorm return under autocast: "low", the
-            autocast dtype, or "float32", torch's rule.
+        autocast_output: the dtype that LayerNorm, RMSNorm and GroupNorm return under autocast:
+            "low", the autocast dtype, or "float32", torch's rule.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -75,9 +74,9 @@ def swap(
 
     Raises:
         ValueError: an unknown mode, autocast_output or backend; a layer that gets no mode; an
-            `include` pattern or one of `mode` that matches nothing; `preserve_output` where a
-            weight cannot be divided. The model stays as it was.
-        TypeError: `model` is no module, or TorchScript; an option of another type.
+            `include` pattern or one of `mode` that matches nothing; `preserve_output` with a
+            weight that cannot be divided. The model stays as it was.
+        TypeError: `model` is not a module, or is TorchScript; an option of another type.
 
     Warns:
         UserWarning: there was nothing to swap, with what was seen instead; layers of an earlier
@@ -134,10 +133,10 @@ def swap(
 def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     """Make every normplug layer the stock layer that it was, in place, with the same outputs.
 
-    sqrt(tv) is multiplied into each weight, so that the model computes what it did and needs no
+    Each weight is multiplied by sqrt(tv), so the model computes what it did before. It needs no
     normplug to be loaded, exported, fused or quantised. A layer without a weight gets a frozen
     one, as from `swap(preserve_output=True)`. Running statistics that are only watched are removed.
-    What `normplug.fuse` has fused is undone, too.
+    This also undoes `normplug.fuse`.
 
     Args:
         model: any module.
@@ -148,7 +147,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         `model` itself.
 
     Raises:
-        TypeError: `model` is no module, or TorchScript.
+        TypeError: `model` is not a module, or is TorchScript.
         ValueError: a weight that cannot be multiplied (parametrized, computed, or shared with a
             layer that would change), or a forward that was replaced on the instance of a layer or
             of a fused module. The model stays as it was.
@@ -191,12 +190,12 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
 @contextmanager
 def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Iterator[nn.Module]:
-    """Swap for the length of a `with` block, and put every layer back after it.
+    """Swap inside a `with` block, and put every layer back after it.
 
-    After the block, even on an exception, each layer has its former class, attributes and buffers,
-    and its own mode and options if it had any. Parameters and BatchNorm's statistics stay as the
-    block left them. Weights trained in golden then sit in stock layers, and the outputs differ;
-    with `preserve_output=True` the outputs stay the same on entry and exit.
+    After the block, even after an exception, each layer has its former class, attributes and
+    buffers, and its former mode and options if it had any. Parameters and BatchNorm's statistics
+    stay as the block left them. So stock layers then have weights that were trained in golden, and
+    the outputs differ; with `preserve_output=True` entry and exit leave the outputs unchanged.
 
     Args:
         model: any module.

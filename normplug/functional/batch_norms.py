@@ -36,45 +36,49 @@ def batch_norm(
 
         y = activation(weight * sqrt(tv) * (input - mean) / sqrt(var + eps) + bias + residual)
 
-    In training, mean and biased var are the batch's, and the running statistics move towards the
+    In training, mean and biased var are the batch's. The running statistics move towards the
     batch's mean and *unbiased* variance of the input, as in `torch.nn.functional.batch_norm`. In
-    eval they are the running statistics. An empty batch leaves the running statistics untouched.
+    evaluation, mean and var are the running statistics. An empty batch leaves the running
+    statistics untouched.
 
     Args:
-        input: (N, C) or (N, C, *space); float16, bfloat16, float32 or float64. Contiguous and
-            channels_last (channels innermost, for any number of dims) are taken as they are; the
-            kernels copy other strides once, and dy or `residual` where laid out otherwise.
+        input: (N, C) or (N, C, *space); float16, bfloat16, float32 or float64. The kernels read
+            contiguous and channels_last tensors (of any number of dimensions) without a copy, and
+            copy tensors of other strides once. They also copy dy and `residual` once if their
+            layout is not that of `input`.
         running_mean: (C,), updated in place in training, or None.
         running_var: (C,), updated in place in training, or None.
         weight: (C,), or None for ones. May be float32 beside a half `input`.
         bias: (C,), or None for zeros, in the dtype of `weight`.
-        training: use the batch's statistics rather than the running ones.
+        training: use the batch's statistics instead of the running ones.
         momentum: weight of the new batch in the running statistics; None averages over all
-            batches equally, counted by `num_batches_tracked`.
+            batches equally, as counted by `num_batches_tracked`.
         eps: above 0, added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         residual: added before the activation; shaped like `input`, or None.
-        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu"; a
-            pair as ("leaky_relu", 0.2) sets its slope below 0, which is 0.01 otherwise.
-        num_batches_tracked: integer scalar, raised by one where running statistics move, or None.
-        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's); the environment's
-            `NORMPLUG_BACKEND` sets "auto", which takes what was measured faster and can run.
+        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu". A
+            pair such as ("leaky_relu", 0.2) sets the slope below 0; the default is 0.01.
+        num_batches_tracked: integer scalar, raised by one when the running statistics are updated,
+            or None.
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes the one
+            that was measured to be faster, if it can run; the environment variable
+            `NORMPLUG_BACKEND` sets another default.
 
     Returns:
         Shaped like `input`, in its dtype (promoted with that of `residual`).
 
     Raises:
-        ValueError: shapes or devices that do not fit, one value a channel in training, evaluation
+        ValueError: shapes or devices that do not fit, one value per channel in training, evaluation
             without running statistics, an eps of 0 or below, an unknown mode, activation or
             backend.
         TypeError: an argument of another type, or tensors that are not floating point.
-        NotImplementedError: backend "triton" where the kernels cannot run, saying why.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
 
     Precision: sums are float32 (float64 for float64 input). With tv other than 1, the torch backend
     rounds weight * sqrt(tv) to the dtype of `weight`; the kernels do not.
-    Differentiable twice, by `input`, `weight`, `bias` and `residual`. By the kernels, equal calls
-    give equal bits, and what is kept for the backward is `input` and two numbers a channel, with
-    `residual` and relu one bit an element more, with `residual` and another activation `residual`.
+    Differentiable twice, by `input`, `weight`, `bias` and `residual`. The kernels give the same
+    bits each time. For the backward they keep `input` and two numbers per channel; with `residual`
+    and relu also one bit per element, and with `residual` and another activation also `residual`.
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]])
@@ -94,13 +98,13 @@ def _batch_norm(
     single: bool = False,
     caller: str = "functional.batch_norm",
 ) -> Tensor:
-    """`batch_norm`, and the max pooling after it that `spec` may name.
+    """`batch_norm`, and the max pooling after it if `spec` has one.
 
-    The kernels pool in the same launch, for channels_last input. If values tie after rounding, the
-    gradient goes to the one that was largest before rounding. They save `input` and, of each
-    window, its largest value before the norm and a byte.
+    For channels_last input the kernels pool, too. If values tie after rounding, the gradient goes
+    to the one that was largest before rounding. The kernels save `input` and, for each window, its
+    largest value before the norm and a byte.
 
-    single: whether a compiler would have nothing to fuse it with.
+    single: whether there is nothing that a compiler could fuse it with.
     caller: for errors.
     """
     eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
@@ -135,19 +139,19 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 
         mean = mean(x)        var = mean((x - mean)^2)
 
-    A diagnostic: in a forward hook it shows the output of any layer. On CUDA a kernel reads `x`
-    once, unless it needs a gradient: pass `output.detach()`.
+    A diagnostic: called in a forward hook, it shows the statistics of any layer's output. On CUDA
+    one kernel reads `x` once if no gradient is needed: pass `output.detach()`.
 
     Args:
-        x: (N, C) or (N, C, *space), floating point. For features that come last, as in a
-            transformer, `x.flatten(0, -2)`.
+        x: (N, C) or (N, C, *space), floating point. If the features come last, as in a
+            transformer, pass `x.flatten(0, -2)`.
 
     Returns:
         (mean, var), each (C,), float32 (float64 for float64 input); nan for an empty batch.
 
     Raises:
-        ValueError: where `x` has no channel dimension.
-        TypeError: where `x` is no tensor, or not floating point.
+        ValueError: `x` has no channel dimension.
+        TypeError: `x` is not a tensor, or not floating point.
 
     Example:
         >>> channel_stats(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))

@@ -33,40 +33,43 @@ def group_norm(
 
         y = activation(weight * sqrt(tv) * (input - mean) / sqrt(var + eps) + bias)
 
-    The C channels make `num_groups` groups of adjacent ones. mean and biased var are those of a
-    sample's group, over its channels and space, in training and evaluation alike.
+    The C channels form `num_groups` groups of adjacent channels. mean and biased var are those of
+    a group of one sample, over its channels and space, both in training and in evaluation.
 
     Args:
-        input: (N, C) or (N, C, *space); float16, bfloat16, float32 or float64. The kernels take
-            contiguous and channels_last input as it is, and copy other strides once, in dy too.
+        input: (N, C) or (N, C, *space); float16, bfloat16, float32 or float64. The kernels read
+            contiguous and channels_last tensors without a copy, and copy tensors of other strides
+            once; the same holds for dy.
         num_groups: a divisor of C.
         weight: (C,), or None for ones. May be float32 beside a half `input`.
         bias: (C,), or None for zeros.
         eps: 0 or above, added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu"; a
-            pair as ("leaky_relu", 0.2) sets its slope below 0, which is 0.01 otherwise.
-        autocast_output: under autocast, "float32" returns what `torch.nn.functional.group_norm`
-            does (float32 on CUDA); "low" returns the autocast dtype. Sums are float32 in both.
-        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's); the environment's
-            `NORMPLUG_BACKEND` sets "auto", which takes what was measured faster and can run.
+        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu". A
+            pair such as ("leaky_relu", 0.2) sets the slope below 0; the default is 0.01.
+        autocast_output: the dtype of the result under autocast. "float32" follows
+            `torch.nn.functional.group_norm` (float32 on CUDA); "low" is the autocast dtype. Sums
+            are float32 in both.
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes the one
+            that was measured to be faster, if it can run; the environment variable
+            `NORMPLUG_BACKEND` sets another default.
 
     Returns:
-        Shaped like `input`, in its dtype (under autocast: see `autocast_output`). The kernels lay
-        it out as `input` is, where that is contiguous or channels_last.
+        Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
+        it has the layout of `input` if that is contiguous or channels_last.
 
     Raises:
         ValueError: shapes or devices that do not fit, a `num_groups` that does not divide C, a
             single group of a single value, an eps below 0, an unknown mode, activation,
             autocast_output or backend.
         TypeError: an argument of another type, or tensors that are not floating point.
-        NotImplementedError: backend "triton" where the kernels cannot run, saying why.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
 
-    Precision: sums are float32 (float64 where a tensor is). The torch backend promotes mixed dtypes
-    and rounds the result back, which costs a copy of `input`, and rounds weight * sqrt(tv); the
-    kernels do not.
-    Differentiable twice, by `input`, `weight` and `bias`. By the kernels, equal calls give equal
-    bits, and what is kept for the backward is `input` and two numbers a group.
+    Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
+    and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv). The
+    kernels do neither.
+    Differentiable twice, by `input`, `weight` and `bias`. The kernels give the same bits each time.
+    For the backward they keep `input` and two numbers per group.
 
     Example:
         >>> group_norm(torch.tensor([[1.0, 3.0, 5.0, 5.1]]), 2, mode="standard").round()
@@ -96,10 +99,10 @@ def instance_norm(
 
         y = activation(weight * sqrt(tv) * (input - mean) / sqrt(var + eps) + bias)
 
-    With `use_input_stats`, mean and biased var are those of a sample's channel, and the running
-    statistics, if given, move towards the samples' average of mean and of *unbiased* variance, as
-    in `torch.nn.functional.instance_norm`. Without, they are the running statistics, as in
-    `batch_norm` in evaluation. An empty batch leaves the running statistics untouched.
+    With `use_input_stats`, mean and biased var are those of a channel of one sample. The running
+    statistics, if given, move towards the averages over samples of mean and *unbiased* variance,
+    as in `torch.nn.functional.instance_norm`. Without it, mean and var are the running statistics,
+    as in `batch_norm` in evaluation. An empty batch leaves the running statistics untouched.
 
     Args:
         input: (N, C, *space); dtypes and layouts as in `group_norm`.
@@ -107,7 +110,7 @@ def instance_norm(
         running_var: (C,), updated in place with `use_input_stats`, or None.
         weight: (C,), or None for ones. May be float32 beside a half `input`.
         bias: (C,), or None for zeros, in the dtype of `weight`.
-        use_input_stats: use the input's statistics rather than the running ones.
+        use_input_stats: use the input's statistics instead of the running ones.
         momentum: weight of the new batch in the running statistics.
         eps: added to the variance before the root; 0 or above with `use_input_stats`, else above 0.
         mode: as in `group_norm`.
@@ -115,8 +118,8 @@ def instance_norm(
         backend: as in `group_norm`.
 
     Returns:
-        Shaped like `input`, in its dtype, under autocast too. The kernels lay it out as `input` is,
-        where that is contiguous or channels_last; PyTorch makes it contiguous.
+        Shaped like `input`, in its dtype, under autocast too. From the kernels it has the layout of
+        `input` if that is contiguous or channels_last; from PyTorch it is contiguous.
 
     Raises:
         ValueError: as in `group_norm`; a single spatial position, whose variance is always 0; no
@@ -124,8 +127,8 @@ def instance_norm(
         TypeError: as in `group_norm`.
         NotImplementedError: as in `group_norm`.
 
-    Precision and gradients are those of `group_norm` with a group for each channel; but without
-    promotion: PyTorch takes float32 parameters beside a half `input`.
+    Precision and gradients are those of `group_norm` with one group per channel, except that the
+    torch backend does not promote: PyTorch takes float32 parameters beside a half `input`.
 
     Example:
         >>> instance_norm(torch.tensor([[[1.0, 3.0], [5.0, 5.1]]]), mode="standard").round()

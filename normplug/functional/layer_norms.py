@@ -37,16 +37,17 @@ def layer_norm(
 
         y = weight * sqrt(tv) * (h - mean) / sqrt(var + eps) + bias        h = input + input_bias
 
-    mean and biased var are those of the row. The running statistics, where given, are watched and
-    never used: they move towards the rows' mean of mean and of var, and an empty batch leaves
-    them untouched.
+    mean and biased var are those of the row. The running statistics, if given, are only watched:
+    they move towards the averages over rows of mean and var, and no result depends on them. An
+    empty batch leaves them untouched.
 
     Args:
-        input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64. The kernels take
-            rows of adjacent values, evenly spaced or at two strides (a batch and a sequence that
-            have changed places), as they are, in dy too, and copy others once. Or a nested tensor
-            whose components are of such shapes; its statistics are those of all their rows.
-        normalized_shape: the trailing dimensions that make a row.
+        input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64. The kernels read
+            rows of adjacent values without a copy if the rows have one stride, or two (as after a
+            transpose of batch and sequence); they copy other tensors once. The same holds for dy.
+            A nested tensor whose components have such shapes works too; its running statistics
+            average over the rows of all components.
+        normalized_shape: the trailing dimensions that form a row.
         weight: `normalized_shape`, or None for ones. May be float32 beside a half `input`.
         bias: `normalized_shape`, or None for zeros.
         eps: 0 or above, added to the variance before the root.
@@ -54,31 +55,32 @@ def layer_norm(
         input_bias: `normalized_shape`, added to the input before it is normalised, or None.
         running_mean: scalar tensor, updated in place, or None.
         running_var: scalar tensor, updated in place, or None.
-        num_batches_tracked: integer scalar tensor, raised by one where they move, or None.
+        num_batches_tracked: integer scalar tensor, raised by one when they are updated, or None.
         momentum: weight of the new batch in the running statistics; None averages over all
             batches equally.
-        autocast_output: under autocast, "float32" returns what `torch.nn.functional.layer_norm`
-            does (float32 on CUDA); "low" returns the autocast dtype, which the next linear layer
-            would cast to anyway. Sums are float32 in both.
-        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's); the environment's
-            `NORMPLUG_BACKEND` sets "auto", which takes what was measured faster and can run.
+        autocast_output: the dtype of the result under autocast. "float32" follows
+            `torch.nn.functional.layer_norm` (float32 on CUDA); "low" is the autocast dtype, which
+            the next linear layer would cast to anyway. Sums are float32 in both.
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes the one
+            that was measured to be faster, if it can run; the environment variable
+            `NORMPLUG_BACKEND` sets another default.
 
     Returns:
-        Shaped like `input`, in its dtype (under autocast: see `autocast_output`). The kernels make
-        it contiguous, and lay the gradient of a dense `input` out as that. A nested tensor gives a
-        nested tensor of the same layout.
+        Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
+        it is contiguous, and the gradient of a dense `input` has the layout of `input`. A nested
+        tensor gives a nested tensor of the same layout.
 
     Raises:
         ValueError: shapes or devices that do not fit, running statistics without a counter, an eps
             below 0, an unknown mode, autocast_output or backend.
         TypeError: an argument of another type, or tensors that are not floating point.
-        NotImplementedError: backend "triton" where the kernels cannot run, saying why.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
 
-    Precision: sums are float32 (float64 where a tensor is). The torch backend promotes mixed dtypes
-    and rounds the result back, which costs a copy of `input`, and rounds weight * sqrt(tv) and
-    input + input_bias; the kernels do not.
-    Differentiable twice, by `input`, `weight`, `bias` and `input_bias`. By the kernels, equal calls
-    give equal bits, and what is kept for the backward is `input` and two numbers a row.
+    Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
+    and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv) and
+    input + input_bias. The kernels do neither.
+    Differentiable twice, by `input`, `weight`, `bias` and `input_bias`. The kernels give the same
+    bits each time. For the backward they keep `input` and two numbers per row.
 
     Example:
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), mode="standard").round()
@@ -96,9 +98,9 @@ def layer_norm(
 def _layer_norm(
     caller: str, t: Tensors, spec: LayerNormSpec, backend: str, *, channels_first: bool = False
 ) -> Any:
-    """`layer_norm`, or `add_layer_norm` where there is a residual.
+    """`layer_norm`, or `add_layer_norm` if there is a residual.
 
-    channels_first: the input is a view of images whose channels come first.
+    channels_first: whether the input is a view of images whose channels come first.
     """
     eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
     if eager:
@@ -129,13 +131,13 @@ def _layer_norm(
 
 
 def _strided_layer_norm(caller: str, t: Tensors, spec: LayerNormSpec, backend: str) -> Any:
-    """As `_layer_norm`, of a nested tensor of the older layout: one tensor of all its rows."""
+    """`_layer_norm` of a nested tensor in torch's older layout, as one tensor of all its rows."""
     total = t.x if t.residual is None else t.x + t.residual
     parts = total.unbind()
     if not parts:
         raise ValueError(
-            f"normplug.{caller}: a nested input needs at least one component; got none. Skip the "
-            "call."
+            f"normplug.{caller}: a nested input needs at least one component; got none. Do not "
+            "normalise an empty batch."
         )
     for part in parts:
         _checks.trailing(caller, part, spec.normalized_shape)
@@ -166,8 +168,8 @@ def add_layer_norm(
 
     Args:
         x: (*rows, *normalized_shape), a block's output.
-        residual: shaped like `x`, the stream it is added to. Where both take two strides, the
-            kernels copy it unless it lies as `x` does.
+        residual: shaped like `x`: the stream that it is added to. If the rows of both have two
+            strides, the kernels copy it unless its layout is that of `x`.
         normalized_shape: as in `layer_norm`.
         weight: as in `layer_norm`.
         bias: as in `layer_norm`.
@@ -182,15 +184,15 @@ def add_layer_norm(
 
     Returns:
         (y, total), both shaped like `x`, in the promoted dtype of `x` and `residual` (y under
-        autocast: see `autocast_output`). It is the rounded total that is normalised.
+        autocast: see `autocast_output`). y is the norm of the rounded total.
 
     Raises:
-        ValueError: as in `layer_norm`, and where `residual` is not shaped like `x`.
+        ValueError: as in `layer_norm`, and if `residual` is not shaped like `x`.
         TypeError: as in `layer_norm`.
         NotImplementedError: as in `layer_norm`.
 
-    Differentiable twice, by `x`, `residual`, `weight` and `bias`. By the kernels, both steps are
-    one launch, and `total` is kept for the backward.
+    Differentiable twice, by `x`, `residual`, `weight` and `bias`. The kernels do both steps in one
+    launch, and keep `total` for the backward.
 
     Example:
         >>> y, total = add_layer_norm(torch.ones(1, 2), torch.tensor([[0.0, 2.0]]), (2,))

@@ -33,48 +33,49 @@ def rms_norm(
 
         y = (weight + weight_offset) * sqrt(tv) * input / sqrt(mean(input^2) + eps)
 
-    The rows are not centred, so the target variance tv of `mode` is a target *second moment*:
-    mean(y^2) of a row where the factor before sqrt(tv) is 1. For rows of mean 0 both are the same.
+    The rows are not centred, so the target variance tv of `mode` is a target *second moment*: the
+    mean of y^2 over a row if weight + weight_offset is 1. For rows of mean 0 it is their variance.
 
     Args:
         input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64, laid out as in
             `layer_norm`, or nested.
-        normalized_shape: the trailing dimensions that make a row.
+        normalized_shape: the trailing dimensions that form a row.
         weight: `normalized_shape`, or None for a factor of one. May be float32 beside a half
             `input`.
         eps: 0 or above, added to the second moment before the root; None for the machine epsilon
-            of float32, or of float64 where `input` is float64, as in torch since 2.7.
+            of float32 (of float64 for float64 `input`), as in torch since 2.7.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        weight_offset: added to `weight` in the dtype of sums; 1 for Gemma, whose weights start
+        weight_offset: added to `weight` in the dtype of the sums; 1 for Gemma, whose weights start
             at 0.
         running_var: scalar tensor, updated in place, or None. It moves towards the mean of
             input^2 over all rows: the *second moment*. No result depends on it, and an empty batch
             leaves it untouched.
-        num_batches_tracked: integer scalar tensor, raised by one where `running_var` moves, or
+        num_batches_tracked: integer scalar tensor, raised by one when `running_var` is updated, or
             None.
         momentum: weight of the new batch in `running_var`; None averages over all batches equally.
-        autocast_output: under autocast, "float32" returns what `torch.nn.functional.rms_norm`
-            does (on CUDA float32 in torch 2.15, and the dtype of `input` in 2.11); "low" returns
-            the autocast dtype, which the next linear layer would cast to anyway.
-        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's); the environment's
-            `NORMPLUG_BACKEND` sets "auto", which takes the kernels where they can run.
+        autocast_output: the dtype of the result under autocast. "float32" follows
+            `torch.nn.functional.rms_norm` (on CUDA: float32 in torch 2.15, the dtype of `input` in
+            2.11); "low" is the autocast dtype, which the next linear layer would cast to anyway.
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes the
+            kernels if they can run; the environment variable `NORMPLUG_BACKEND` sets another
+            default.
 
     Returns:
-        Shaped like `input`, in its dtype (under autocast: see `autocast_output`). The kernels make
-        it contiguous.
+        Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
+        it is contiguous.
 
     Raises:
         ValueError: shapes or devices that do not fit, an eps below 0, an unknown mode, backend or
             autocast_output.
         TypeError: an argument of another type, or tensors that are not floating point.
-        NotImplementedError: backend "triton" where the kernels cannot run, saying why.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
 
     Precision: sums are float32 (float64 for float64 input), and the result is rounded once. With tv
     other than 1, the torch backend rounds weight * sqrt(tv) to the dtype of `weight`; the kernels
-    do not. By the kernels, equal calls give equal bits, and the bits of a row of y depend neither
-    on the other rows nor, where these are laid out alike, on how many there are.
-    Differentiable twice, by `input` and `weight`. The kernels keep `input` and one number a row for
-    the backward.
+    do not. The kernels give the same bits each time. The bits of a row of y do not depend on the
+    other rows, nor, for the same layout, on their number.
+    Differentiable twice, by `input` and `weight`. For the backward the kernels keep `input` and one
+    number per row.
 
     Example:
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), (2,), mode="standard")
@@ -107,7 +108,7 @@ def add_rms_norm(
 
     Args:
         x: (*rows, *normalized_shape), a block's output.
-        residual: shaped like `x`, the stream it is added to; laid out as in `add_layer_norm`.
+        residual: shaped like `x`: the stream that it is added to; strides as in `add_layer_norm`.
         normalized_shape: as in `rms_norm`.
         weight: as in `rms_norm`.
         eps: as in `rms_norm`.
@@ -121,15 +122,15 @@ def add_rms_norm(
 
     Returns:
         (y, total), both shaped like `x`, in the promoted dtype of `x` and `residual` (y under
-        autocast: see `autocast_output`). It is the rounded total that is normalised.
+        autocast: see `autocast_output`). y is the norm of the rounded total.
 
     Raises:
-        ValueError: as in `rms_norm`, and where `residual` is not shaped like `x`.
+        ValueError: as in `rms_norm`, and if `residual` is not shaped like `x`.
         TypeError: as in `rms_norm`.
         NotImplementedError: as in `rms_norm`.
 
-    Differentiable twice, by `x`, `residual` and `weight`. By the kernels, both steps are one
-    launch, and `total` is kept for the backward.
+    Differentiable twice, by `x`, `residual` and `weight`. The kernels do both steps in one launch,
+    and keep `total` for the backward.
 
     Example:
         >>> y, total = add_rms_norm(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]), (2,))
@@ -161,8 +162,8 @@ def _spec(
 def autocast_of_rms_norm(
     x: Tensor, autocast_output: str, is_cast: bool = RMS_NORM_AUTOCASTS
 ) -> torch.dtype | None:
-    """The dtype that autocast has set where x is; None where it is off, or has no say.
+    """The dtype of autocast on the device of x; None if it is off, or does not apply.
 
-    is_cast: whether autocast has the stock norm compute and return float32.
+    is_cast: whether autocast makes the stock norm compute and return float32.
     """
     return autocast_dtype(x) if is_cast or autocast_output == "low" else None

@@ -47,7 +47,7 @@ class Resnet(nn.Module):
 WAYS = {"add": 2, "other": 2, "scale": 1, "none": 1}
 NOTES = {
     "scale": (None, "Resnet: no activation comes right after it"),
-    "none": (None, "Resnet: its module's attributes rule its call out"),
+    "none": (None, "Resnet: its module's attributes exclude its call"),
 }
 
 
@@ -235,7 +235,7 @@ def test_what_follows_the_norm_is_told_where_that_is_no_activation():
     model = fuse(swapped(Resnet()))
     model.act = nn.Mish()
     assert {row.note for row in fusions(model)} == {
-        "Resnet has changed since normplug.fuse, and runs as it is written"
+        "Resnet has changed since normplug.fuse, and is not fused now"
     }
 
 

@@ -59,13 +59,13 @@ def test_what_has_changed_since_is_told_without_a_trace(traces):
     unfuse(model[1])
     model[2].down = swap(nn.Sequential(nn.BatchNorm2d(8)))
     notes = {row.path: row.note for row in fusions(model)}
-    changed = "Block has changed since normplug.fuse, and runs as it is written"
+    changed = "Block has changed since normplug.fuse, and is not fused now"
     assert notes == {
         # The first norm and its activation are one statement, which depends on nothing else.
         **dict.fromkeys(["0.bn1", "2.bn1"], ""),
         **dict.fromkeys(["0.bn2", "2.bn2"], changed),
         **dict.fromkeys(["1.bn1", "1.bn2"], "Block is no longer fused"),
-        "2.down.0": "normplug.fuse has not seen it",
+        "2.down.0": "it was added or swapped after normplug.fuse",
         **dict.fromkeys(["3.bn1", "3.bn2"], ""),
     }
     assert traces() == before
