@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from normplug import (
-    _fuse,  # noqa: F401 - it makes modules that pickles ask for
+    _fuse,  # noqa: F401 - it makes the modules that older pickles name
     functional,
 )
 from normplug._swap.check import check
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`fuse`, `fusions` and `unfuse`, whose room takes a quarter of the import of the package."""
+    """Import `fuse`, `fusions` and `unfuse` on first use, which saves a quarter of the import."""
     if name not in ("fuse", "fusions", "unfuse"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from normplug._fuse import fuse as room

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# What `activation=` takes: a name; a pair of a name and a slope; None for no activation.
+# What `activation=` takes: a name, a pair of a name and a slope, or None for no activation.
 ActivationLike = str | tuple[str, float] | None
 
 
@@ -19,14 +19,14 @@ class Activation(NamedTuple):
 
     Attributes:
         name: what `activation=` takes.
-        kernel_code: what kernels are compiled with; 0 stands for no activation. One with a slope
-            has none of its own: kernels are compiled with minus the slope.
-        function: computes it; if it has a slope, that is the second argument.
+        kernel_code: the constant that kernels are compiled with; 0 is no activation. For an
+            activation with a slope the constant is minus the slope, and this field is unused.
+        function: computes it; the slope, if it has one, is the second argument.
         module: its torch class.
-        settings: attributes of such a module, and the values without which it computes otherwise.
-        aliases: other functions that compute it, and the names of such methods of a tensor.
-        slope: the name of the slope, as an attribute of the module and an argument of the function,
-            if it has one.
+        settings: attributes that such a module must have, and their values.
+        aliases: other functions that compute it, and names of methods of a tensor that do.
+        slope: the name of the slope, as an attribute of the module and an argument of the function;
+            "" if it has none.
     """
 
     name: str
@@ -49,13 +49,13 @@ ACTIVATIONS = {
         Activation("leaky_relu", 0, F.leaky_relu, nn.LeakyReLU, slope="negative_slope"),
     )
 }
-SLOPE = 0.01  # where no slope is said, as in torch
+SLOPE = 0.01  # the default, as in torch
 _BY_MODULE = {a.module: a for a in ACTIVATIONS.values()}
 _BY_FUNCTION = {f: name for name, a in ACTIVATIONS.items() for f in (a.function, *a.aliases)}
 
 
 def parts(activation: ActivationLike) -> tuple[str | None, float]:
-    """The name of an activation, and its slope if it has one: what operators take."""
+    """The name of an activation and its slope, as operators take them."""
     return activation if isinstance(activation, tuple) else (activation, SLOPE)
 
 
@@ -74,7 +74,7 @@ def apply(activation: ActivationLike, z: Tensor) -> Tensor:
 
 
 def kernel_code(activation: ActivationLike) -> float:
-    """What kernels are compiled with."""
+    """The constant that kernels are compiled with."""
     name, slope = parts(activation)
     if name is None:
         return 0
@@ -83,7 +83,7 @@ def kernel_code(activation: ActivationLike) -> float:
 
 
 def label(activation: ActivationLike) -> str:
-    """What reports show."""
+    """The name in reports; "" for None."""
     name, _ = parts(activation)
     return "" if name is None else ACTIVATIONS[name].module.__name__
 
@@ -94,7 +94,7 @@ def is_slope(value: Any) -> bool:
 
 
 def of_module(module: nn.Module) -> ActivationLike:
-    """The activation that a module computes as it is set now, or None."""
+    """The activation that a module computes with its current settings, or None."""
     activation = _BY_MODULE.get(type(module))
     if activation is None:
         return None

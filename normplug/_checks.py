@@ -57,7 +57,7 @@ def activation(caller: str, chosen: _activations.ActivationLike) -> None:
         name = chosen[0] if len(chosen) == 2 and isinstance(chosen[0], str) else ""
         known = _activations.ACTIVATIONS.get(name)
         if known is None or not known.slope or not _activations.is_slope(chosen[1]):
-            rule = "a pair as ('leaky_relu', slope), with a finite slope above 0"
+            rule = "a pair such as ('leaky_relu', 0.2), with a finite slope above 0"
             raise ValueError(_must(caller, "activation", rule, repr(chosen)))
     elif chosen is not None:
         _one_of(caller, "activation", chosen, ACTIVATIONS[1:], "None or one of")

@@ -1,6 +1,6 @@
 """Activations that a kernel applies to the norm's result, and relu's signs as bits.
 
-ACTIVATION is what `_activations.kernel_code` gives: below 0 it is minus the slope of leaky relu.
+ACTIVATION comes from `_activations.kernel_code`. If it is below 0, it is minus leaky relu's slope.
 """
 
 import triton
@@ -11,8 +11,8 @@ import triton.language as tl
 def _sigmoid(z):
     """1 / (1 + exp(-z)), to a few units in the last place.
 
-    The square of a reciprocal root takes half the instructions of a division, of which SiLU's
-    kernels would otherwise have more than the GPU can issue while it waits for memory.
+    The square of a reciprocal root takes half the instructions of a division. With the division,
+    SiLU's kernels have more instructions than the GPU can issue while it waits for memory.
     """
     if z.dtype == tl.float64:
         gate = tl.sigmoid(z)
@@ -44,9 +44,10 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activation_gradient(dy, z, ACTIVATION: tl.constexpr):
-    """The gradient dy times the slope of the activation at z.
+    """The gradient dy times the derivative of the activation at z.
 
-    Where relu, relu6 and leaky relu bend it is that of the values below the bend, or at 6 above it.
+    At the kink of relu and leaky relu this is the derivative below it, and at 6 of relu6 the one
+    above.
     """
     if ACTIVATION < 0:
         dz = tl.where(z > 0, dy, dy * -ACTIVATION)

@@ -1,14 +1,14 @@
-"""Having kernels compiled in other processes, before they are needed.
+"""Other processes compile kernels before they are needed.
 
-A step that finds no compiled kernel compiles them one after another, each in one to four seconds.
-But a backward's kernel is known when its forward is set up, and other processes can compile it
-until then. They put it into Triton's cache on disk, where this process finds it. `ahead_server` is
-the process that forks them. It is started when a kernel is wanted that is not in the cache, and
-ends when this process does, or with nothing left to do. Whatever it fails to do, this process does.
+Without this, the first step compiles its kernels one after another, each in one to four seconds.
+But when a forward is set up, the kernel of its backward is already known, so other processes can
+compile it meanwhile. They put it into Triton's cache on disk, where this process finds it.
+`ahead_server` is the process that forks them. It starts when a needed kernel is not in the cache.
+It ends with this process, or when it has nothing left to do. If it fails, this process compiles.
 
-The environment's `NORMPLUG_COMPILE_WORKERS` says how many kernels it may compile at once: 0 for
-none; by default one less than there are cores, at most 15. The processes of a torchrun share the
-cores.
+The environment variable `NORMPLUG_COMPILE_WORKERS` says how many kernels are compiled at once; 0
+turns it off. The default is one less than the number of cores, at most 15. The processes of a
+torchrun share the cores.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def kernel_modules() -> list[str]:
 
 
 class Server:
-    """The process that forks workers, and how far they are with its jobs."""
+    """The process that forks workers, and the states of their jobs."""
 
     def __init__(self, workers: int) -> None:
         package = Path(__file__).parent.parent
         start = (workers, str(package), sys.path, kernel_modules())
-        self.states: dict[int, str] = {}  # of kernels, by number
-        self._sent = 0  # kernels and launchers
-        self._launched: set[tuple[Any, ...]] = set()  # kernels and signatures
+        self.states: dict[int, str] = {}  # number -> state of a kernel
+        self._sent = 0  # how many kernels and launchers
+        self._launched: set[tuple[Any, ...]] = set()  # kernels and signatures with a launcher
         self._said = b""
         self._process = subprocess.Popen(
             [sys.executable, "-I", ahead_server.__file__, pickle.dumps(start).hex()],
@@ -110,7 +110,7 @@ class Server:
         os.set_blocking(self._answers, False)
 
     def take(self, job: Job) -> int | None:
-        """Begin a job, and before it what launches its kernel; its number, or None on failure."""
+        """Begin a job, after the launcher of its kernel; return its number, or None on failure."""
         name = (job.kernel.__module__, job.kernel.__name__)
         launched = (*name, *job.signature.items())
         if launched not in self._launched:
@@ -176,7 +176,7 @@ class Ahead:
         self._given: dict[str, tuple[Server, int | None]] = {}  # jobs, by number
         self._kept: set[str] = set()  # in Triton's cache
         self._settled: dict[str, str | None] = {}  # the key in Triton's cache
-        self._met_nothing: bool | None = None  # the first job met an empty cache
+        self._met_nothing: bool | None = None  # whether the cache was empty at the first job
 
     def expect(self, job: Job) -> bool:
         """Have a kernel compiled that will be launched later.
@@ -191,7 +191,7 @@ class Ahead:
             if self._met_nothing is None:
                 self._met_nothing = _is_empty()
             if key not in self._given:
-                # A kernel's name takes time, which an empty cache makes needless.
+                # Computing a kernel's name takes time, and is needless if the cache was empty.
                 if not self._met_nothing and _is_kept(_name(job)):
                     self._kept.add(key)
                     return False
@@ -282,7 +282,7 @@ def _name(job: Job) -> str:
 
 
 def _is_empty() -> bool:
-    """Whether Triton's cache is a directory with nothing in it, or one that is not there yet."""
+    """Whether Triton's cache is a directory that is empty or does not exist yet."""
     from triton import knobs
     from triton.runtime.cache import FileCacheManager
 

@@ -90,14 +90,14 @@ def compile_now(
 
 
 def build_launcher(module: str, name: str, arguments: tuple[Any, ...]) -> None:
-    """Build what launches kernels of one signature, where Triton makes C code of it.
+    """Build the launcher of kernels of one signature, if Triton compiles launchers from C.
 
-    Triton keeps that in its cache, too. Version 3.6 compiles it at the first launch, in half a
+    Triton keeps it in its cache, too. Version 3.6 compiles it at the first launch, in half a
     second. Version 3.9 has one launcher for all signatures.
 
     Args:
         module: where the kernel is defined.
-        name: of the kernel.
+        name: the name of the kernel.
         arguments: as in `compile_now`.
     """
     import triton
@@ -109,7 +109,7 @@ def build_launcher(module: str, name: str, arguments: tuple[Any, ...]) -> None:
 
 
 class _Metadata:
-    """Stands for that of a kernel which is not compiled: no code of a launcher depends on it."""
+    """A stand-in for the metadata of a compiled kernel, which a launcher does not depend on."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -130,7 +130,7 @@ def _start(package: str, path: list[str], modules: list[str]) -> None:
     sys.modules["normplug"] = root
     for module in modules:
         importlib.import_module(module)
-    # It hashes all of Triton, for the names of kernels. Here it does so once for all workers.
+    # The names of kernels need a hash of all of Triton. It is computed here, once for all workers.
     from triton.runtime.cache import triton_key
 
     triton_key()

@@ -174,7 +174,7 @@ class Launch:
         return ahead.settle(self.job([tensor.dtype for tensor in tensors]))
 
     def job(self, dtypes: Sequence[torch.dtype]) -> ahead.Job:
-        """What Triton compiles for tensors of these dtypes that lie at multiples of 16 bytes."""
+        """What Triton compiles for tensors of these dtypes at addresses divisible by 16."""
         names, count = self._kernel.arg_names, len(dtypes)
         signature = dict.fromkeys(names, "constexpr")
         signature |= {n: "*" + _TYPES[dtype] for n, dtype in zip(names, dtypes, strict=False)}

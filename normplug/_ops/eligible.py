@@ -82,7 +82,7 @@ def refusal_now() -> str | None:
 
 
 def refusal_of_device(x: Tensor, *others: Tensor) -> str | None:
-    """Why no kernel can run where x is, on it and others; None where one can."""
+    """Why no kernel can run on the device of x, with these tensors; None if one can."""
     from normplug._kernels.launch import BUILDS, INTERPRETED
 
     if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):

@@ -114,9 +114,9 @@ class Plan(ABC):
         return found
 
     def usual_backward(self, t: Sequence[Tensor | None], forward: Program) -> Program | None:
-        """The program of the backward that is usual after this forward; None if there is none.
+        """The program of the usual backward of this forward; None if there is none.
 
-        It asks for all gradients that there are, and its dy lies as y does.
+        It computes all gradients, and assumes that dy has the layout of y.
         """
         needs = tuple(a is not None and a.requires_grad for a in t[:_INPUTS])
         if not any(needs):

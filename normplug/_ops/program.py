@@ -140,11 +140,11 @@ class Program:
             note_changes([slots[place] for place in self.moves])
 
     def jobs(self, accumulator: torch.dtype, after: int = 0) -> list[ahead.Job]:
-        """What there is to compile.
+        """The kernels to compile.
 
         Args:
             accumulator: the dtype of partial results.
-            after: how many of the kernels are left out, from the first on.
+            after: how many kernels to leave out, counted from the first.
         """
         dtypes = {PARTIAL: accumulator, COUNTERS: torch.int64, **self._dtypes}
         return [
@@ -153,7 +153,7 @@ class Program:
         ]
 
     def expect(self, accumulator: torch.dtype, after: int = 0) -> bool:
-        """Have the kernels compiled meanwhile; the arguments are those of `jobs`.
+        """Have other processes compile the kernels; the arguments are those of `jobs`.
 
         Returns:
             Whether one of them is being compiled.

@@ -13,7 +13,7 @@ from normplug.reference import accumulator_dtype
 # Roundings in the dtype of sums: of mean, rstd, weight * sqrt(tv) and the sums of gradients, and as
 # many in a truth that is itself float64.
 ROUNDINGS_OF_SUMS = 8
-# The difference from torch that results in float32 or float64 are expected to keep to.
+# The largest difference from torch that is expected in float32 and float64.
 NEAR, NEAR_DTYPES = 1e-7, ("float32", "float64")
 
 
@@ -84,9 +84,9 @@ def require_accurate(
 def largest_difference(
     outputs: Mapping[str, Tensor], expected: Mapping[str, Tensor], names: Collection[str]
 ) -> float:
-    """How far any element of the named outputs is from what is expected.
+    """The largest difference of any element of the named outputs from what is expected.
 
-    In parts of the largest element of its output; absolute where that is 0.
+    It is relative to the largest element of the same output, or absolute if that is 0.
     """
     parts = []
     for name in names:

@@ -1,6 +1,6 @@
-"""Architectures of other libraries, and some of the bench's own, with random weights.
+"""Architectures of other libraries and of the bench itself, with random weights.
 
-A library is imported where it is used: the command line names the models without it.
+A library is imported where it is used, so the command line can list the models without it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 
 def from_torchvision(name: str, **options: Any) -> Any:
-    """A model of torchvision's list."""
+    """A model of torchvision, by name."""
     from torchvision.models import get_model
 
     return get_model(name, **options)
 
 
 def resnet18_cifar() -> nn.Module:
-    """With the stem of He et al. 2015 (arXiv:1512.03385), section 4.2: no stride, no max-pool."""
+    """A ResNet-18 with the stem of He et al. 2015 (arXiv:1512.03385): no stride, no max pooling."""
     net = from_torchvision("resnet18", num_classes=10)
     net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
@@ -30,25 +30,25 @@ def resnet18_cifar() -> nn.Module:
 
 
 def vit_b_16() -> nn.Module:
-    """With a head that is not zero."""
+    """A ViT-B/16 whose head does not start at zero."""
     net = from_torchvision("vit_b_16")
-    # torchvision starts the head at zero: all gradients in the body would be zero, too.
+    # torchvision starts the head at zero, so all gradients in the body would be zero, too.
     nn.init.trunc_normal_(net.heads.head.weight, std=0.02)
     return net
 
 
 def encoder() -> nn.Module:
-    """As wide as the name says, with 8 heads; the rest is torch's default."""
+    """An encoder of 6 layers, 256 wide, with 8 heads; the rest is torch's default."""
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(256, 8, batch_first=True), 6)
 
 
 class Part(nn.Module):
-    """A network of keyword arguments and several results: called by position, it returns one.
+    """Call a network of keyword arguments by position, and return one of its results.
 
     Args:
         net: the network.
-        result: the result's name.
-        *names: of the arguments.
+        result: the name of the result to return.
+        *names: the names of the arguments, in order.
     """
 
     def __init__(self, net: nn.Module, result: str, *names: str) -> None:
@@ -58,20 +58,20 @@ class Part(nn.Module):
         self.names = names
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The result of the arguments named, in their order."""
+        """The result for the named arguments."""
         arguments = dict(zip(self.names, inputs, strict=True))
         return getattr(self.net(**arguments), self.result)
 
 
 def bert_base() -> nn.Module:
-    """Scores of the masked tokens (N, T) -> (N, T, 30522)."""
+    """BERT-base: scores of the masked tokens, (N, T) -> (N, T, 30522)."""
     from transformers import BertConfig, BertForMaskedLM
 
     return Part(BertForMaskedLM(BertConfig()), "logits", "input_ids")
 
 
 def gpt2() -> nn.Module:
-    """Scores of the next tokens (N, T) -> (N, T, 50257)."""
+    """GPT-2: scores of the next tokens, (N, T) -> (N, T, 50257)."""
     # In transformers 5 its forward waits for the GPU once, to look for packed sequences.
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -79,7 +79,7 @@ def gpt2() -> nn.Module:
 
 
 def llama(**sizes: Any) -> nn.Module:
-    """Of the sizes of a LlamaConfig: (N, T) -> (N, T, vocab_size)."""
+    """A Llama of these sizes (see LlamaConfig): (N, T) -> (N, T, vocab_size)."""
     # It waits for the GPU once, as GPT-2 does.
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -88,7 +88,7 @@ def llama(**sizes: Any) -> nn.Module:
 
 
 def t5_small(**sizes: Any) -> nn.Module:
-    """The sizes that are not given are T5Config's own, which are t5-small's."""
+    """T5-small, or a T5 of other sizes (see T5Config)."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     net = T5ForConditionalGeneration(T5Config(**sizes, use_cache=False))
@@ -96,7 +96,7 @@ def t5_small(**sizes: Any) -> nn.Module:
 
 
 def unet2d(**sizes: Any) -> nn.Module:
-    """The sizes that are not given are the class's own."""
+    """diffusers' UNet2DModel with its default sizes, or others."""
     from diffusers import UNet2DModel
 
     net: Any = UNet2DModel(**sizes)  # diffusers imports its classes late: a type checker sees none
@@ -104,10 +104,10 @@ def unet2d(**sizes: Any) -> nn.Module:
 
 
 class UNet3d(nn.Module):
-    """A plain U-Net of volumes, built as nnU-Net's (Isensee et al. 2021, arXiv:1904.08128).
+    """A plain U-Net for volumes, like that of nnU-Net (Isensee et al. 2021, arXiv:1904.08128).
 
-    Two convolutions a stage, each with an InstanceNorm and a LeakyReLU; stride 2 on the way down,
-    and a transposed convolution on the way up.
+    Each stage has two convolutions, each with an InstanceNorm and a LeakyReLU. The way down has
+    strides of 2, and the way up transposed convolutions.
 
     Args:
         inputs: channels of the input.

@@ -1,4 +1,4 @@
-"""Panels of horizontal bars, in groups, as `plot` draws them."""
+"""Panels of grouped horizontal bars, for `plot`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 
 from normplug._report.figures import Style, legend_below
 
-INCH_A_BAR, BETWEEN_CASES = 0.17, 0.8  # the second in bars
+INCH_A_BAR, BETWEEN_CASES = 0.17, 0.8  # inches; heights of a bar
 
 
 class Bar(NamedTuple):
-    """A length, and the range of the middle of its samples if it is known."""
+    """A length, and the range of the middle 60% of its samples if it is known."""
 
     length: float
     spread: tuple[float, float] | None = None
@@ -32,15 +32,15 @@ def draw_panels(
     unit: str,
     form: str,
 ) -> list[Axes]:
-    """Draw panels of bars, row by row, each as high as its bars; the figure grows to fit.
+    """Draw rows of panels of bars. The figure becomes as high as they need.
 
     Args:
-        figure: it has no panels.
-        panels: the bars of each; those of a row show the same cases at the same heights.
-        titles: of the panels.
-        looks: series -> its look, in the order of drawing from top to bottom.
-        unit: of the lengths.
-        form: how a length is written beside its bar.
+        figure: a figure without panels.
+        panels: the bars of each panel; panels in a row show the same cases at the same heights.
+        titles: the titles of the panels.
+        looks: series -> its look, in order from top to bottom.
+        unit: the unit of the lengths.
+        form: the format of the length that is written beside each bar.
     """
     rows = [_places(row, looks) for row in panels]
     heights = [INCH_A_BAR * (1 + max(at for _, _, at in places)) + 0.1 for places in rows]
@@ -66,7 +66,7 @@ def draw_panels(
 
 
 def _places(panels: Iterable[Bars], looks: Collection[str]) -> list[tuple[str, str, float]]:
-    """(case, series, y) of each bar that any of the panels has, from top to bottom."""
+    """(case, series, y) of each bar in any of the panels, from top to bottom."""
     there: dict[str, set[str]] = {}
     for bars in panels:
         for case, found in bars.items():
@@ -87,7 +87,7 @@ def _draw_bars(
     looks: Mapping[str, Style],
     form: str,
 ) -> None:
-    """The bars of a panel, each with its length beside it."""
+    """Draw the bars of a panel, each with its length beside it."""
     for name, look in looks.items():
         found = [
             (at, bars[case][name])

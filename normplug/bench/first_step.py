@@ -1,4 +1,4 @@
-"""How long the first training step takes, in a process of its own that finds no compiled kernel.
+"""Time the first training step, in a new process with empty kernel caches.
 
 Run as a module, it is that process, and prints the seconds and where the kernels came from:
 `python -m normplug.bench.first_step MODEL BATCH ARM DEVICE`.
@@ -46,7 +46,7 @@ def run(cases: Sequence[Case], arms: Sequence[str], results: Results) -> bool:
 
 
 def in_a_process(case: Case, arm: str, device: str) -> Row:
-    """What `measured` finds with empty caches of kernels.
+    """Run `measured` in a new process with empty kernel caches.
 
     Raises:
         RuntimeError: the process failed; the message is the last line that it wrote.
@@ -64,7 +64,7 @@ def in_a_process(case: Case, arm: str, device: str) -> Row:
 def measured(model: str, batch: str, arm: str, device: str) -> Row:
     """Seconds of a first step in this process, and how many kernels came from where.
 
-    The device is in use before. The kernels are those of `normplug.native.status()`.
+    The device is initialised before. `normplug.native.status()` counts the kernels.
     """
     torch.manual_seed(SEED)
     made = MODELS[model]

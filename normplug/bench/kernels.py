@@ -1,4 +1,4 @@
-"""Measure the norms next to what torch and other packages have for the same work."""
+"""Time the norms next to the same work by torch and other packages."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ CPU = "cpu"  # the provider that is torch eager on the processor
 
 
 class Candidate(NamedTuple):
-    """What is timed.
+    """A function to time.
 
     Attributes:
-        function: takes a problem's tensors by name.
+        function: it takes a problem's tensors by name.
         differences: direction -> the largest difference from eager; empty for eager itself.
     """
 
@@ -50,10 +50,10 @@ class Candidate(NamedTuple):
 def own_cases(
     shapes: Sequence[Shape], ops: Sequence[str] | None, dtypes: Sequence[str] | None
 ) -> list[Case]:
-    """Every operation that fits a shape, in each of its layouts and in every dtype.
+    """Every operation that takes a shape, in each layout and dtype.
 
     Raises:
-        ValueError: one of `ops` does not fit one of the shapes, or none fits it.
+        ValueError: one of `ops` does not take one of the shapes, or no operation does.
     """
     cases = []
     for shape in shapes:
@@ -145,9 +145,9 @@ def measure(
 def accurate_candidates(
     case: Case, op: Op, problem: Problem, providers: Collection[str]
 ) -> dict[str, Candidate]:
-    """Ours that have a kernel for the problem, torch's, and the rivals whose results are right.
+    """The functions to time: normplug's with a kernel for the problem, torch's, and correct rivals.
 
-    Ours are timed in mode golden, and compared with eager in mode standard.
+    normplug is timed in mode golden, and compared with eager in mode standard.
     """
     stock = problem.outputs(op.eager)
     yardstick = relative_errors(stock, op.truth(problem, 1.0))

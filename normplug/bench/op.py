@@ -57,13 +57,13 @@ class Op:
         name: as in `Case.op`.
         passes: direction -> the fewest passes over the input's bytes.
         make: makes the tensors of a case on a device.
-        normplug: our function, golden unless `mode` says else; takes a problem's tensors by name,
-            and `backend`.
+        normplug: normplug's function, in mode golden unless `mode` is given; it takes a problem's
+            tensors by name, and `backend`.
         eager: the stock norm in separate calls of torch; takes a problem's tensors by name.
         truth: a problem's exact outputs for a target variance.
         refusal: why the operation does not take a shape; None if it does.
         eager_facts: more keys for the rows of `eager`.
-        rivals: provider -> loads its stock norm, which is called as `eager`.
+        rivals: provider -> a function that loads its stock norm, which is called like `eager`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Pictures of what was measured: kernels, whole training steps and single calls."""
+"""Plots of measurements: kernels, whole training steps and single calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from normplug.bench.suites import NORMS, WIDTHS_ROWS, shape_name
 Row = Mapping[str, Any]
 
 OP = "ln"
-# How an operation is called in a picture.
+# The names of operations in plots.
 NAMES = {
     "bn": "BatchNorm",
     "bn_relu": "BatchNorm + ReLU",
@@ -31,7 +31,7 @@ NAMES = {
     "gn_silu": "GroupNorm + SiLU",
     "in3d": "InstanceNorm3d",
 }
-# In the order of drawing: in lines, normplug is on top of what it equals.
+# In the order of drawing, so that the line of normplug is on top.
 STYLES = {
     "eager": FIXED["baseline"]._replace(colour="#BDBDBD", hatch="..."),  # paler than golden
     "compile": FIXED["standard"]._replace(hatch="////"),
@@ -66,12 +66,12 @@ LAYOUTS = {
 def draw(
     content: Mapping[str, Any], norm: str | None = None, dtypes: Collection[str] = ()
 ) -> Figure:
-    """The picture of a JSON file that `normplug.bench kernels`, `models` or `host` writes.
+    """Plot a JSON file that `normplug.bench kernels`, `models` or `host` has written.
 
     Args:
-        content: of the file.
-        norm: of kernels, a key of `NORMS`; None for the first that the file has.
-        dtypes: of kernels and single calls: those to draw; all if there is none.
+        content: the content of the file.
+        norm: for kernels: a key of `NORMS`; None for the first norm in the file.
+        dtypes: for kernels and single calls: the dtypes to draw; empty for all.
 
     Raises:
         ValueError: it has no row to draw.
@@ -99,7 +99,7 @@ def kernel_figure(content: Mapping[str, Any], norm: str | None = None) -> Figure
 
 
 def speed_figure(content: Mapping[str, Any]) -> Figure:
-    """LayerNorm's GB/s by width: a column a direction, a row a dtype, a line a provider.
+    """LayerNorm's GB/s by width: a column per direction, a row per dtype, a line per provider.
 
     Raises:
         ValueError: `content` has no row to draw.
@@ -128,7 +128,7 @@ def speed_figure(content: Mapping[str, Any]) -> Figure:
 
 
 def shape_figure(content: Mapping[str, Any], norm: str) -> Figure:
-    """A norm's speed by shape: a column a direction, a row a layout, a bar a provider."""
+    """A norm's speed by shape: a column per direction, a row per layout, a bar per provider."""
     rows = content["rows"]
     names = _in_order(rows, "provider")
     twin = "normplug-triton" if "normplug" in names else None  # it runs the same kernels
@@ -173,7 +173,7 @@ def shape_figure(content: Mapping[str, Any], norm: str) -> Figure:
 
 
 def step_figure(content: Mapping[str, Any]) -> Figure:
-    """The speed of training steps over eager: a group of bars a case, a bar an arm.
+    """The speed of training steps over eager: a group of bars per case, a bar per arm.
 
     A second panel compares the times in which the GPU is busy, if the rows have them.
 
@@ -214,7 +214,7 @@ def step_figure(content: Mapping[str, Any]) -> Figure:
 
 
 def host_figure(content: Mapping[str, Any]) -> Figure:
-    """The wall time of single calls: a column a direction, a group of bars a case."""
+    """The wall time of single calls: a column per direction, a group of bars per case."""
     rows, how = content["rows"], content["settings"]
     directions = _in_order(rows, "direction")
     panels = [
@@ -248,7 +248,7 @@ def _origin(content: Mapping[str, Any]) -> str:
 def _grouped(
     rows: Iterable[Row], name: Callable[[Row], str], bar: Callable[[Row], Bar]
 ) -> dict[str, dict[str, Bar]]:
-    """The bars of kernels and single calls: the cases by name, a bar a provider."""
+    """The bars of kernels and single calls: case -> provider -> bar."""
     groups: dict[str, dict[str, Bar]] = {}
     for row in rows:
         groups.setdefault(name(row), {})[row["provider"]] = bar(row)
@@ -256,7 +256,7 @@ def _grouped(
 
 
 def _over_eager(rows: Mapping[str, Row], key: str, arms: Collection[str]) -> dict[str, Bar]:
-    """Arm -> the speed over eager by the time of this key; steps have a spread."""
+    """Arm -> its speed over eager, from the time under `key`; whole steps have a spread."""
     found = {arm: row for arm, row in rows.items() if arm in arms and row.get(key)}
     eager = rows["eager"].get(key)
     if not eager:
@@ -273,7 +273,7 @@ def _over_eager(rows: Mapping[str, Row], key: str, arms: Collection[str]) -> dic
 def _draw_lines(
     axes: Axes, rows: Iterable[Row], providers: Iterable[str], copy_gbps: float
 ) -> None:
-    """One panel; a provider without a row here is in the legend all the same."""
+    """Draw one panel; providers without a row here are in the legend, too."""
     for provider in providers:
         points = {row["shape"][1]: row["gbps"] for row in rows if row["provider"] == provider}
         x = sorted(points)

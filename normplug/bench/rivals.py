@@ -16,7 +16,7 @@ from normplug.bench.op import Function
 
 
 class Package(NamedTuple):
-    """A package with norms: what is imported, and what pip installs."""
+    """A package with norms: the name to import, and the name to install."""
 
     module: str
     distribution: str
@@ -32,7 +32,7 @@ DISTRIBUTIONS = tuple(package.distribution for package in PACKAGES.values())
 
 
 def missing(providers: Iterable[str]) -> dict[str, Package]:
-    """Those of the providers whose package is not installed."""
+    """The providers whose package is not installed."""
     found = {name: PACKAGES[name] for name in providers if name in PACKAGES}
     return {name: package for name, package in found.items() if not find_spec(package.module)}
 
@@ -48,7 +48,7 @@ def liger_layer_norm(eps: float) -> Function:
 
 
 def liger_group_norm(eps: float, groups: Callable[[Tensor], int]) -> Function:
-    """GroupNorm of Liger-Kernel, which takes space as one dimension, and contiguous."""
+    """GroupNorm of Liger-Kernel, which takes contiguous input with one dimension of space."""
     from liger_kernel.ops.group_norm import LigerGroupNormFunction
 
     def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def liger_add_rms_norm(eps: float) -> Function:
 
 
 def liger_llama(net: nn.Module) -> nn.Module:
-    """Let the Llamas in `net` normalise by Liger-Kernel, in place; the rest of them stays.
+    """Replace only the RMSNorms of the Llamas in `net` by Liger-Kernel's, in place.
 
     Raises:
         MissingPackage: Liger-Kernel or transformers is not installed.
@@ -104,7 +104,7 @@ def liger_llama(net: nn.Module) -> nn.Module:
 
 
 def flaggems_layer_norm(eps: float) -> Function:
-    """LayerNorm of FlagGems: its operators called by hand, as enabling them replaces eager's."""
+    """LayerNorm of FlagGems, called directly: enabling FlagGems would replace eager's operators."""
     import flag_gems
 
     class LayerNorm(torch.autograd.Function):
@@ -136,7 +136,7 @@ def flaggems_rms_norm(eps: float) -> Function:
 
 
 def quack_layer_norm(eps: float) -> Function:
-    """LayerNorm of QuACK: its two kernels, which take float32 parameters only."""
+    """LayerNorm of QuACK, from its two kernels, which take only float32 parameters."""
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
     class LayerNorm(torch.autograd.Function):
@@ -178,7 +178,7 @@ def quack_add_rms_norm(eps: float) -> Function:
 
 
 def timm_layer_norm(eps: float) -> Function:
-    """Timm's fast LayerNorm: apex's if that is installed, and torch's if not."""
+    """Timm's fast LayerNorm: apex's if it is installed, else torch's."""
     from timm.layers.fast_norm import fast_layer_norm
 
     def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def timm_layer_norm(eps: float) -> Function:
 
 
 def timm_rms_norm(eps: float) -> Function:
-    """Timm's fast RMSNorm: apex's if that is installed, and torch's if not."""
+    """Timm's fast RMSNorm: apex's if it is installed, else torch's."""
     from timm.layers.fast_norm import fast_rms_norm
 
     def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def timm_rms_norm(eps: float) -> Function:
 
 
 def timm_group_norm(eps: float, groups: Callable[[Tensor], int]) -> Function:
-    """Timm's fast GroupNorm, which is torch's without autocast's float32."""
+    """Timm's fast GroupNorm: torch's, but not in float32 under autocast."""
     from timm.layers.fast_norm import fast_group_norm
 
     def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ LAYER_NORMS = ("ln", "ln_stats", "add_ln", "bias_ln")
 RMS_NORMS = ("rms", "add_rms")
 ROW_NORMS = (*LAYER_NORMS, *RMS_NORMS)
 GROUP_NORMS = ("gn", "gn_silu", "in3d")
-NORMS = {  # as pictures call them
+NORMS = {  # by their names in plots
     "BatchNorm": BATCH_NORMS,
     "LayerNorm": LAYER_NORMS,
     "RMSNorm": RMS_NORMS,
@@ -99,7 +99,7 @@ class Case(NamedTuple):
 
 
 def shape_name(shape: Sequence[int]) -> str:
-    """As in 128x256x56x56."""
+    """The text of a shape, such as 128x256x56x56."""
     return "x".join(map(str, shape))
 
 
@@ -113,7 +113,7 @@ def layouts(op: str, shape: Shape) -> tuple[str, ...]:
 
 
 def _cases(ops: Iterable[str], shapes: Sequence[Shape], dtypes: Sequence[str]) -> tuple[Case, ...]:
-    """Every operation on every shape, in each of its layouts and in every dtype."""
+    """Every operation on every shape, in each layout and dtype."""
     return tuple(
         Case(op, layout, shape, dtype)
         for op in ops

@@ -19,9 +19,9 @@ CASE = ("model", "batch")
 Row = Mapping[str, Any]
 Time = Callable[[Row], float]
 
-OURS, TWIN = "normplug", "normplug-triton"  # the twin is compared only where normplug is not
+OURS, TWIN = "normplug", "normplug-triton"  # the twin is compared only if normplug is missing
 PEERS = ("eager", "compile", "liger")  # arms of others
-# Whose training steps are compared, like with like.
+# Arms of training steps that are compared.
 STEPS = (
     ("swap", "eager"),
     *(("swap+fuse", peer) for peer in PEERS),
@@ -29,7 +29,7 @@ STEPS = (
     ("swap+fuse+graph", "eager+graph"),
     ("no-norm", "eager"),
 )
-# What a row has, the caption of its table, its time, and the cell that shows it.
+# A key of the rows, the caption of its table, the time, and the format of a cell.
 STEP_TIMES: tuple[tuple[str, str, Time, str], ...] = (
     (
         "ms",
@@ -50,7 +50,7 @@ STEP_TIMES: tuple[tuple[str, str, Time, str], ...] = (
 
 
 def render(content: Mapping[str, Any]) -> str:
-    """The tables of what `normplug.bench kernels`, `models`, its `--profile` or `host` writes."""
+    """The tables of a file of `normplug.bench kernels`, `models`, `models --profile` or `host`."""
     if "copy_gbps" in content:
         return _kernels(content)
     if any("wall_us" in row for row in content["rows"]):
@@ -131,7 +131,7 @@ def _host(content: Mapping[str, Any]) -> str:
 
 
 def _profile(content: Mapping[str, Any]) -> str:
-    """A line for each arm, with the speed of its kernels over those of each peer."""
+    """A line per arm, with the speed of its kernels over those of each peer."""
     rows = content["rows"]
     totals = {_key(row, (*CASE, "arm")): sum(row["groups_ms"].values()) for row in rows}
     groups = list(dict.fromkeys(group for row in rows for group in row["groups_ms"]))
@@ -189,9 +189,9 @@ def _by_provider(
     columns: Sequence[str] = COLUMNS,
     time: Time | None = None,
 ) -> str:
-    """A line for each case of `kernels` or `host`, a column for each provider.
+    """A line per case of `kernels` or `host`, and a column per provider.
 
-    With `time`, also one for the speed of each of ours over each other provider.
+    With `time`, also a column for the speed of normplug over each other provider.
     """
     names = list(dict.fromkeys(row["provider"] for row in rows))
     ours = [name for name in names if name.startswith(OURS)]
@@ -208,15 +208,15 @@ def _pivot(
     pairs: Iterable[tuple[str, str]] = (),
     time: Time | None = None,
 ) -> str:
-    """A line for each combination of `columns`, a column for each value of `series`.
+    """A line per combination of `columns`, and a column per value of `series`.
 
     Args:
-        rows: what the table is of.
+        rows: the rows to show.
         columns: keys of the rows.
         series: a key of the rows.
-        cell: what is shown of a row.
-        pairs: two values of `series`; a column has the speed of the first over the second.
-        time: what is compared for the speed.
+        cell: the text for a row.
+        pairs: pairs of values of `series`: a column has the speed of the first over the second.
+        time: the time of a row, for the speed.
     """
     by_key: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:

@@ -208,7 +208,7 @@ def back_to_back(call: Call, count: int) -> HostTime:
 def cpu_us(call: Call, clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """Microseconds of each repetition of a call that uses no GPU, after a warm-up.
 
-    A slow call has fewer repetitions, but `TURN` at least.
+    A slow call is repeated less often, but at least `TURN` times.
     """
     call()
     samples: list[float] = []

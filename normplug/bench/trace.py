@@ -1,4 +1,4 @@
-"""A timeline of what torch's calls and ours put on the GPU."""
+"""A timeline of the GPU work of torch's calls and normplug's."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from normplug.bench.suites import Case
 
 
 def trace(cases: Iterable[Case], path: Path, device: str) -> None:
-    """Write a Chrome trace: a call of eager beside one of normplug, for each case and direction.
+    """Write a Chrome trace: for each case and direction, a call of eager and one of normplug.
 
-    Each is named after its case, direction and provider; calls before it warm up. Perfetto and
-    chrome://tracing show it.
+    Each call is named after its case, direction and provider, and runs after a warm-up. Perfetto
+    and chrome://tracing show the trace.
     """
     with profile() as profiler:
         for case in cases:

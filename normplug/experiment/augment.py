@@ -50,8 +50,8 @@ def crop_and_flip(images: Tensor, augment: Augment, generator: torch.Generator) 
     Args:
         images: (B, C, H, W).
         augment: how to augment.
-        generator: on the host, so that every device gets the same numbers. It draws them for the
-            whole batch, and they are copied without waiting for a GPU.
+        generator: of the host, so that every device gets the same numbers. The numbers of a whole
+            batch are drawn at once, and copied without waiting for the GPU.
 
     Returns:
         (B, C, H, W), new.

@@ -63,8 +63,8 @@ def build_trainer(
     The callbacks that every run needs are added to those of the configuration.
 
     Raises:
-        UserError: in a sweep, for a strategy that would repeat the sweep in every process; for
-            `graph=true` where it cannot be.
+        UserError: a sweep with a strategy that would repeat the sweep in every process, or
+            `graph=true` in a run that cannot use it.
     """
     settings = cfg.trainer.copy()
     parts: dict[str, Any] = {}

@@ -17,29 +17,29 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class GraphedLoss:
     """A training loss whose forward and backward are replayed as CUDA graphs.
 
-    The host launches two graphs instead of every kernel, and a step of many small kernels does not
-    wait for it. The kernels are those of the step without graphs.
+    The host launches two graphs instead of every kernel, so a step of many small kernels does not
+    wait for the host. The graphs run the same kernels as a step without them.
 
-    `torch.cuda.make_graphed_callables` records them as one node of autograd. So all else of
-    Lightning's automatic optimisation stays as it is: the precision, clipping, any optimizer with
-    any schedule, and callbacks that read the loss or the gradients. A graph of the whole step would
-    need manual optimisation, and an optimizer whose learning rate is a tensor. Recording by
-    `torch.compile(mode="reduce-overhead")` would replace the kernels as well.
+    `torch.cuda.make_graphed_callables` records them as one node of autograd. So the rest of
+    Lightning's automatic optimisation works as usual: precision, clipping, any optimizer with any
+    schedule, and callbacks that read the loss or the gradients. A graph of the whole step would
+    need manual optimisation, and an optimizer whose learning rate is a tensor.
+    `torch.compile(mode="reduce-overhead")` would also replace the kernels.
 
-    The first call records: it runs the step a few times, and then restores the buffers, such as
-    running statistics, and the state of the GPU's random numbers. Weights and buffers must keep
-    their places in memory from then on. Inputs of another shape run without a graph. So do
-    evaluation and the steps that a `VarianceLogger` measures, as they call the loss itself.
+    The first call records. It runs the step a few times, and then restores the buffers, such as
+    running statistics, and the random state of the GPU. From then on weights and buffers must keep
+    their addresses. Inputs of another shape run without a graph. So do evaluation and the steps
+    that a `VarianceLogger` measures, since they call `loss` directly.
 
     Args:
         loss: (inputs, targets) -> the loss of a batch; it reads the parameters of `net`.
-        net: whose parameters have gradients.
+        net: the module whose parameters get gradients.
     """
 
     def __init__(self, loss: Loss, net: nn.Module) -> None:
         self._loss = loss
         self._net = net
-        self._step: _Step | None = None  # once it is recorded
+        self._step: _Step | None = None  # None until it is recorded
         self._shapes: tuple[torch.Size, ...] = ()
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ class GraphedLoss:
         static = tuple(tensor.clone() for tensor in batch)
         with _restored(self._net, batch[0].device):
             torch.cuda.make_graphed_callables(step, static, allow_unused_input=True)
-        # The recorded graph of autograd would keep its nodes on the stream of the recording, and
-        # each gradient would then wait for that stream.
+        # Nodes of the recorded autograd graph belong to the stream of the recording. If they were
+        # kept, each gradient would wait for that stream.
         step.recorded.detach_()
         del step.recorded
         return step
@@ -63,12 +63,12 @@ class GraphedLoss:
     def release(self) -> None:
         """Give back the graphs and their memory."""
         if self._step is not None:
-            vars(self._step).pop("forward")  # a cycle, before torch 2.15
+            vars(self._step).pop("forward")  # a reference cycle before torch 2.15
             self._step = None
 
 
 class _Step(nn.Module):
-    """A loss as a module, since only those of a module's parameters are differentiated."""
+    """A loss as a module: `make_graphed_callables` gives gradients to a module's parameters."""
 
     def __init__(self, loss: Loss, net: nn.Module) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Step(nn.Module):
 
 @contextmanager
 def _restored(net: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put the net's buffers and the random numbers of its GPU back after a `with` block."""
+    """Restore the net's buffers and the random state of its GPU after a `with` block."""
     before = [(buffer, buffer.clone()) for buffer in net.buffers()]
     random = torch.cuda.get_rng_state(device)
     yield
@@ -92,20 +92,20 @@ def _restored(net: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def refuse_graph(trainer: Trainer) -> None:
-    """Refuse `graph=true` where a Trainer cannot use it.
+    """Refuse `graph=true` for a Trainer that cannot use it.
 
     Raises:
-        UserError: no GPU, several processes, or gradients that are added up over steps.
+        UserError: there is no GPU, there are several processes, or gradients accumulate.
     """
     device = trainer.strategy.root_device
     if device.type != "cuda":
-        why = f"needs an NVIDIA GPU, and this run is on {device}"
+        why = f"needs an NVIDIA GPU; this run is on {device}"
     elif trainer.world_size > 1:
-        why = f"is for one process, and this run has {trainer.world_size}"
+        why = f"needs a single process; this run has {trainer.world_size}"
     elif trainer.accumulate_grad_batches > 1:
         why = (
-            "overwrites the gradients in each step, and trainer.accumulate_grad_batches="
-            f"{trainer.accumulate_grad_batches} adds them up over several"
+            "overwrites the gradients in each step; trainer.accumulate_grad_batches="
+            f"{trainer.accumulate_grad_batches} adds them up over several steps"
         )
     else:
         return

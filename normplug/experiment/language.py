@@ -15,7 +15,9 @@ from normplug.experiment.learner import Learner
 from normplug.experiment.memory import Batch
 from normplug.experiment.models import GPT, Block
 
-DROP_TOKENS = 2**15  # of the test, on which each block is dropped; whole batches, on each process
+# Test tokens on which the loss without each block is measured, by each process; rounded up to whole
+# batches.
+DROP_TOKENS = 2**15
 
 
 class LanguageModel(Learner):
@@ -59,16 +61,16 @@ class LanguageModel(Learner):
             )
         self.tokens_per_character = dict(tokens_per_character)
         self.unigram_bits = unigram_bits
-        # Sums over tokens of the test: of the loss, and of the loss without each block.
+        # Per batch of the test, summed over its tokens: the loss, and the loss without each block.
         self._dropped: list[Tensor] = []
         self._dropped_tokens = 0
 
     def on_test_start(self) -> None:
-        """Forget the blocks that a former test dropped."""
+        """Forget what an earlier test measured."""
         self._dropped, self._dropped_tokens = [], 0
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss and measure; on the first tokens also the loss without each block of a GPT."""
+        """Log loss and measure; on the first tokens also the loss without each block of a GPT."""
         super().test_step(batch, batch_idx)
         if isinstance(self.net, GPT) and self._dropped_tokens < DROP_TOKENS:
             self._drop_blocks(self.net, *batch)

@@ -150,10 +150,10 @@ class Learner(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip as Lightning does, and for fused optimizers too.
+        """Clip as Lightning does, but with fused optimizers too.
 
-        Lightning refuses these in mixed precision, as they undo the scaling of the loss themselves.
-        In bf16-mixed nothing is scaled.
+        Lightning refuses fused optimizers in mixed precision, since they undo the scaling of the
+        loss themselves. In bf16-mixed the loss is not scaled.
         """
         plugin = self.trainer.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
@@ -179,7 +179,7 @@ class Learner(LightningModule):
             self._graphed = GraphedLoss(self._training_loss, self.net)
 
     def on_fit_end(self) -> None:
-        """Give the graphs back: the model moves to the host, and they would read where it was."""
+        """Free the graphs: the model moves to the host, and they read its old addresses."""
         if self._graphed is not None:
             self._graphed.release()
             self._graphed = None
@@ -224,7 +224,7 @@ def variance_loggers(trainer: Trainer) -> list[VarianceLogger]:
 
 
 def is_measured(trainer: Trainer, step: int) -> bool:
-    """Whether a `VarianceLogger` measures this optimizer step, the current or the latest one."""
+    """Whether a `VarianceLogger` measures this optimizer step, which is current or the latest."""
     return any(logger.logged_step == step for logger in variance_loggers(trainer))
 
 

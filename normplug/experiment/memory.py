@@ -1,4 +1,4 @@
-"""Parts of a data set that are in memory, on the host or on a GPU, and their batches."""
+"""Parts of a data set that are kept in memory, on the host or on a GPU, and their batches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
 class MemoryPart(Dataset[Batch], ABC):
-    """A part whose samples are tensors. A whole batch is a few operations where they are.
+    """A part whose samples are tensors, so that a few operations make a whole batch.
 
     Attributes:
-        held: the attributes that are these tensors.
+        held: the names of the attributes that are these tensors.
     """
 
     held: ClassVar[tuple[str, ...]]
@@ -42,7 +42,7 @@ class MemoryPart(Dataset[Batch], ABC):
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def to(self, device: torch.device) -> Self:
-        """Return the part on `device`: itself if it is there, else a copy."""
+        """Return the part on `device`: itself if it is there already, else a copy."""
         if self.device == device:
             return self
         moved = copy.copy(self)
@@ -55,18 +55,18 @@ class MemoryPart(Dataset[Batch], ABC):
 
 
 class Batches:
-    """The batches of a part in memory, one pass an epoch; what a DataLoader is to other parts.
+    """The batches of a part in memory, one pass per epoch: the counterpart of a DataLoader.
 
-    The sampler draws the order on the host, so that it is the same wherever the part is. The order
-    goes to the part's device once an epoch. A batch of a part on a GPU then copies nothing from the
-    host, and never makes it wait.
+    The sampler draws the order on the host, so the order does not depend on where the part is. It
+    is copied to the part's device once per epoch. After that, a batch of a part on a GPU copies
+    nothing from the host and never makes the host wait.
 
     Args:
         part: where the batches come from.
-        batches: what a batch is of; Lightning calls `set_epoch` of its sampler.
+        batches: the samples of each batch; Lightning calls `set_epoch` of its sampler.
 
     Attributes:
-        batch_sampler: the argument `batches`, by the name that a DataLoader has for it.
+        batch_sampler: the argument `batches`, under a DataLoader's name for it.
     """
 
     def __init__(self, part: MemoryPart, batches: BatchSampler) -> None:
@@ -81,5 +81,5 @@ class Batches:
         pin = torch.cuda.is_available() and not order.is_cuda
         for rows in order.split(self.batch_sampler.batch_size)[: len(self)]:
             inputs, targets = self.part.batch(rows)
-            # From pinned memory Lightning copies to the GPU without waiting.
+            # Lightning copies from pinned memory to the GPU without waiting.
             yield (inputs.pin_memory(), targets.pin_memory()) if pin else (inputs, targets)

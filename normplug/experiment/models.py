@@ -186,10 +186,10 @@ class Block(nn.Module):
 
     @contextlib.contextmanager
     def dropped(self) -> Iterator[None]:
-        """Make the block the identity for the length of a `with` block.
+        """Make the block the identity inside a `with` block.
 
-        What it adds to the residual stream is 0 then. Its weights are what changes, so that it
-        works in fused and in compiled models too.
+        The weights of its writers are set to 0, so that it adds 0 to the residual stream. This also
+        works in fused and in compiled models.
         """
         parameters = [p for writer in self.writers for p in writer.parameters()]
         kept = [p.detach().clone() for p in parameters]
@@ -273,11 +273,11 @@ def scale_norm_weights(net: nn.Module, gamma0: float | str) -> None:
     """Multiply the weight of every norm that a swap takes by `gamma0`.
 
     This makes the control arm of a target variance tv: mode standard with gamma0 = sqrt(tv) starts
-    as the same function, so the two arms differ in their parametrisation alone. A mode by depth,
+    as the same function, so the two arms differ only in their parametrisation. A mode by depth,
     such as "inverse_depth", stands for the square root of the target variance of each layer.
     """
     if isinstance(gamma0, str):
-        normplug.unswap(normplug.swap(net, mode_of(gamma0)))  # which leaves the factor in weight
+        normplug.unswap(normplug.swap(net, mode_of(gamma0)))  # this folds sqrt(tv) into each weight
         return
     for _, module in norm_layers(net):
         if isinstance(module.weight, nn.Parameter):

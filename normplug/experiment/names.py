@@ -16,11 +16,11 @@ LONGEST_NAME = 180  # bytes; file systems take 255
 
 
 def mean_inverse_depth(block: int, blocks: int) -> float:
-    """The mean of 1/l over all blocks, for each of them: as "1/l" is, but for the depth."""
+    """The mean of 1/l over all blocks, for each block: as "1/l", but independent of the depth."""
     return sum(1.0 / (number + 1) for number in range(blocks)) / blocks
 
 
-# Modes that set a target variance per layer: the words of `mode`, and the schedules they stand for.
+# Modes that set a target variance per layer: the values of `mode`, and their schedules.
 SCHEDULES: dict[str, str | Schedule] = {
     "inverse_depth": "1/l",
     "reversed_depth": "reversed",

@@ -283,9 +283,9 @@ def _norms_fused(model: Learner) -> int:
 
 
 def _input_variances(trainer: Trainer) -> dict[str, float]:
-    """The variance in each norm's input at the last step that was logged, by path.
+    """The variance of each norm's input at the last logged step, by path.
 
-    In a pre-norm model that is the variance of the residual stream by depth.
+    In a pre-norm model this is the variance of the residual stream by depth.
     """
     rows = (row for logger in variance_loggers(trainer) for row in logger.last)
     return {row.layer: row.input_variance for row in rows if math.isfinite(row.input_variance)}

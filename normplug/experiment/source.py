@@ -33,7 +33,7 @@ class Source(LightningDataModule, ABC):
         batch_size: samples a step on each device.
         device: where decoded data are kept: "cuda" in the memory of the run's GPU, "cpu" on the
             host. "auto" is the GPU if the run has one and the data take at most a quarter of its
-            free memory. Order and augmentation are the same on each.
+            free memory. Order and augmentation do not depend on it.
 
     Attributes:
         name: in reports.
@@ -76,11 +76,11 @@ class Source(LightningDataModule, ABC):
         return {}
 
     def set_parts(self, *parts: Dataset[Batch]) -> None:
-        """Set the training, validation and test part, on the device that keeps them.
+        """Set the training, validation and test part, moved to the device that keeps them.
 
         Raises:
-            ValueError: device="cuda" in a run without a GPU, or with data that are decoded for
-                every batch.
+            ValueError: `device` is "cuda" in a run without a GPU, or with data that are decoded
+                for every batch.
         """
         device = self._keeper(parts)
         self.train_part, self.val_part, self.test_part = (
@@ -123,12 +123,12 @@ class Source(LightningDataModule, ABC):
         sizes = [part.nbytes for part in parts if isinstance(part, MemoryPart)]
         if self.device == "cuda" and runs_on.type != "cuda":
             raise ValueError(
-                f"{self.caller}: device=cuda keeps the data in the memory of a GPU, and this run "
+                f"{self.caller}: device=cuda keeps the data in the memory of a GPU, but this run "
                 f"is on {runs_on}. Use data.device=auto, which takes a GPU if there is one."
             )
         if self.device == "cuda" and not sizes:
             raise ValueError(
-                f"{self.caller}: device=cuda keeps decoded data in the memory of a GPU, and these "
+                f"{self.caller}: device=cuda keeps decoded data in the memory of a GPU, but these "
                 "are decoded for every batch. Use data.device=auto, or a larger data.memory_gib."
             )
         if self.device == "cpu" or runs_on.type != "cuda":

@@ -13,9 +13,9 @@ ORDER, AUGMENTATION, MODEL = 0, 1, 2
 
 
 def stream(purpose: int, seed: int, epoch: int, *, shard: int = 0) -> torch.Generator:
-    """Return a new generator at the start of a stream.
+    """Return a new generator of the host, at the start of a stream.
 
-    It is the host's: a GPU's generator would draw other numbers.
+    A GPU's generator would draw other numbers.
 
     The purpose is `ORDER`, `AUGMENTATION` or `MODEL`; `shard` is the data-parallel process.
     """

@@ -33,7 +33,7 @@ def activation(pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
 def activation_backward(dy: Tensor, pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
     """The gradient of `activation` at `pre`.
 
-    As in torch, it is 0 where relu and relu6 bend, and slope * dy where leaky_relu does.
+    At the kinks it is, as in torch, 0 for relu and relu6, and slope * dy for leaky_relu.
     """
     if name is None:
         return dy

@@ -112,7 +112,7 @@ def test_a_graphed_loss_has_the_gradients_and_statistics_of_the_loss():
 
 
 def test_a_graph_is_refused_where_it_cannot_be(refuses):
-    assert "graph=true needs an NVIDIA GPU, and this run is on cpu. Leave" in refuses(
+    assert "graph=true needs an NVIDIA GPU; this run is on cpu. Leave" in refuses(
         *SMALL, "graph=true", "trainer.accelerator=cpu"
     )
     gpu = SimpleNamespace(root_device=torch.device("cuda", 0))

@@ -1,11 +1,11 @@
 """GroupNorm over channels_last (N, C, *space), where a sample is S rows of C adjacent channels.
 
-How programs wait for each other, `shared` explains; here a unit is a sample. It is cut into slabs
-of BC adjacent channels, wherever groups begin and end, and a slab into K items of ROWS_EACH rows.
-A tile is U * BT rows of a slab: BT lanes, each of which takes every BT-th row, in U steps (see
-`primitives`). A program reads the tiles of an item one after the other, and publishes what it
-found for each channel. The last program of a slab merges the slab's items, and the last one of a
-sample finds the statistics of the groups from those of their channels.
+`shared` explains how programs wait for each other; here a unit is a sample. It is cut into slabs
+of BC adjacent channels, which may begin or end inside a group. A slab is cut into K items of
+ROWS_EACH rows. A tile is U * BT rows of a slab: BT lanes, each of which takes every BT-th row, in U
+steps (see `primitives`). A program reads the tiles of an item one after the other, and publishes
+the moments of each channel. The last program of a slab merges the slab's items. The last one of a
+sample computes the statistics of the groups from those of their channels.
 """
 
 import triton
@@ -38,9 +38,9 @@ from normplug._kernels.waiting import arrive, wait
 #   SLABS, K, ROWS_EACH  slabs of a sample; items of a slab; rows of an item
 # Constants.
 #   U, BT, BC            a tile: U steps of BT rows, of BC columns
-#   STAGES               tiles under way at once in a loop over tiles
+#   STAGES               tiles that a loop over tiles has in flight
 #   SINGLE               an item is a whole slab of a sample
-#   SOLO                 it is a whole sample, which its program writes, too
+#   SOLO                 an item is a whole sample, which its program also writes
 _SIZES = ["N", "G", "CHANNELS", "S", "WIDTH_UNITS", "SLABS", "K", "ROWS_EACH", "LAG"]
 
 

@@ -1,6 +1,6 @@
-"""What a program of `columns` reads: its item's rows, and the moments of their channels.
+"""How a program of `columns` finds its item, and computes the moments of the item's channels.
 
-Sizes and constants are those that `columns` explains.
+`columns` explains the sizes and constants.
 """
 
 import triton
@@ -17,7 +17,7 @@ from normplug._kernels.batch_norm.slabs import (
 from normplug._kernels.primitives import STEP_AXIS
 from normplug._kernels.waiting import arrive
 
-# Groups that a program finishes at a time, and channels of each.
+# How many groups a program finishes at a time, and how many channels of each.
 GROUPS_AT_ONCE, CHANNELS_AT_ONCE = tl.constexpr(32), tl.constexpr(64)
 
 
@@ -25,9 +25,9 @@ GROUPS_AT_ONCE, CHANNELS_AT_ONCE = tl.constexpr(32), tl.constexpr(64)
 def item_of(
     turn, SLABS, K, S, ROWS_EACH, C, BC: tl.constexpr, REVERSE: tl.constexpr
 ):  # fmt: skip
-    """Whose turn it is: a sample, its slab and item, the item's rows, and the slab's channels.
+    """The item of a turn: its sample, slab and number, its rows, and the slab's channels.
 
-    In REVERSE, the last item of a sample comes first.
+    With REVERSE, the last item of a sample comes first.
     """
     sample = turn // (SLABS * K)
     place = turn - sample * (SLABS * K)
@@ -42,7 +42,7 @@ def item_of(
 
 @triton.jit
 def behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SINGLE: tl.constexpr):
-    """What lies in `partial` behind the parts of items; a SINGLE one publishes none."""
+    """The address behind the parts of items in `partial`; with SINGLE there are no parts."""
     if SINGLE:
         behind_ptr = partial_ptr
     else:
@@ -64,7 +64,7 @@ def last_slab(counters_ptr, sample, N, SLABS, K):
 
 @triton.jit
 def channels_of_groups(first, channel, G, CHANNELS):
-    """Channels of some groups, from the `channel`-th of each on, and which of them exist."""
+    """Channels of some groups, from the `channel`-th of each group on, and which of them exist."""
     groups = first + tl.arange(0, GROUPS_AT_ONCE)
     within = channel + tl.arange(0, CHANNELS_AT_ONCE)
     live = (groups < G)[:, None] & (within < CHANNELS)[None, :]
@@ -106,8 +106,8 @@ def item_moments(
 ):  # fmt: skip
     """Each column's mean, and sum of squared distances from it, over rows start to end.
 
-    Each lane adds up distances from the mean of its first U rows. That mean is no further from the
-    lane's than sqrt(rows / U) standard deviations, so hardly anything cancels.
+    Each lane sums distances from the mean of its first U rows. That mean is within sqrt(rows / U)
+    standard deviations of the lane's mean, so hardly anything cancels.
     """
     R: tl.constexpr = U * BT
     if start + R <= end:

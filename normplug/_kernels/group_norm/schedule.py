@@ -20,11 +20,11 @@ _SMALL_TILE = 4096  # values that a program takes of small units together
 _LAG_FORWARD, _LAG_BACKWARD = 48 << 10, 24 << 10
 _TILE_COST = 512  # values: what a tile costs beside them
 _SHORTEST_RUN = 64  # values side by side of a plane, of a tile that is not a whole plane
-# Of columns. Sweeps over tile, warps and lag on an H100 chose what follows.
-_SEGMENT_BYTES = 128  # of a row that a tile reads, where it does not read two of them as a whole
-_CACHED_TENSOR = 64 << 20  # bytes of a tensor most of which is still cached when it is read again
-_LAG_COLUMNS = 192 << 10  # as the lags of planes; programs wait for whole samples
-_SOLO_SAMPLE = 64 << 10  # bytes up to which one program is enough for a sample, if there are many
+# For columns: chosen by sweeps over tile, warps and lag on an H100.
+_SEGMENT_BYTES = 128  # of a row that a tile reads; rows of up to twice that are read whole
+_CACHED_TENSOR = 64 << 20  # bytes: most of such a tensor is still cached at its second read
+_LAG_COLUMNS = 192 << 10  # as the lags of planes, but programs wait for whole samples
+_SOLO_SAMPLE = 64 << 10  # bytes of a sample that one program takes, if there are many samples
 _FINISH = 64  # channels of a gradient that one program adds up
 
 
@@ -137,8 +137,8 @@ class PlanesBackward:
 class Columns:
     """`n` samples of `s` rows in slabs of `bc` channels, in items of `rows_each` rows.
 
-    A tile is `u` * `bt` rows. `lag` as in `PlanesBackward`; 0 says that an item is a whole sample,
-    which the program that read it writes.
+    A tile is `u` * `bt` rows. `lag` is as in `PlanesBackward`; 0 means that an item is a whole
+    sample, and the program that reads it also writes it.
     """
 
     n: int
@@ -161,7 +161,7 @@ class Columns:
 
     @property
     def unit(self) -> int:
-        """What divides the channels: the alignment that the compiler may assume."""
+        """A divisor of the channels: the alignment that the compiler may assume."""
         return unit_of(self.c)
 
     @property
@@ -333,7 +333,7 @@ def _columns(
 
 
 def _slab(c: int, itemsize: int) -> int:
-    """Channels of a slab: all, if they are few; else the most of those with the least padding."""
+    """Channels of a slab: all, if there are few; else the widest slab with the least padding."""
     most = _SEGMENT_BYTES // itemsize
     if c <= 2 * most:
         return max(power_of_2(c), 8)

@@ -217,10 +217,11 @@ def constants_of(
 
 
 def expect_likely(t: Tensors, spec: BatchNormSpec, machine: tuple[int, bool]) -> None:
-    """Have the kernels compiled of the calls that are likely after one.
+    """Have the kernels of likely later calls compiled.
 
-    What is needed first comes first: the layers' forwards, then their backwards from the last layer
-    on. But kernels of a single guess come after all others: most of these guesses are wrong.
+    They are compiled in the order of need: the forwards of the layers, then their backwards, from
+    the last layer on. Kernels of only one guess come after all others, since most of these guesses
+    are wrong.
     """
     forwards: list[ahead.Job] = []
     backwards: list[ahead.Job] = []
