@@ -96,7 +96,7 @@ def t5_small(**sizes: Any) -> nn.Module:
 
 
 def unet2d(**sizes: Any) -> nn.Module:
-    """diffusers' UNet2DModel with its default sizes, or others."""
+    """UNet2DModel of diffusers, with its default sizes or others."""
     from diffusers import UNet2DModel
 
     net: Any = UNet2DModel(**sizes)  # diffusers imports its classes late: a type checker sees none

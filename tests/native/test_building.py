@@ -14,7 +14,7 @@ import pytest
 from normplug import native
 from normplug.native import __main__, building
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere calls run through Python")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python does it")
 
 SCRIPT = """#!/bin/sh
 if [ "$1" = --version ]; then echo {version}; exit; fi
@@ -103,11 +103,13 @@ def warnings(caplog):
 
 
 def test_it_is_compiled_when_a_kernel_is_wanted(compiler, loads, folder, caplog):
-    assert str(native.status()) == "normplug: calls run through Python: no kernel has been needed yet."
+    why = "no kernel has been needed yet"
+    assert str(native.status()) == f"normplug: calls run through Python: {why}."
     status = start()
     assert status.way == "C++"
     assert [status.library] == [*folder.iterdir()]
-    assert str(status) == f"normplug: calls run through C++: the host path is compiled ({status.library})."
+    why = f"the host path is compiled ({status.library})"
+    assert str(status) == f"normplug: calls run through C++: {why}."
     native.start()
     assert compiler.count() == 1
     assert not warnings(caplog)
