@@ -116,7 +116,7 @@ class Net(nn.Module):
         x = self.first(x)
         if self.training and self.count >= self.step:
             x = x / torch.zeros_like(x)
-        self.count += self.training
+        self.count += int(self.training)
         return self.head(self.third(self.second(x)).mean((2, 3)))
 
 
