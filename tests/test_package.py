@@ -54,6 +54,15 @@ def test_imports_point_one_way():
                 assert height[other] < height[room], f"{room} imports {other}"
 
 
+def test_no_norms_kernels_import_those_of_another():
+    rooms = {path.parent.name for path in (ROOT / "_kernels").glob("*/__init__.py")}
+    assert len(rooms) >= 3
+    for path in (ROOT / "_kernels").glob("*/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("normplug._kernels."):
+                assert node.module.split(".")[2] not in rooms - {path.parent.name}, path
+
+
 def test_importing_needs_torch_only_and_swapping_touches_no_device():
     code = """
 import sys, torch, warnings

@@ -45,8 +45,8 @@ def find(key: tuple[Any, ...]) -> Any:
 
 
 def keep(key: tuple[Any, ...], value: Any) -> None:
-    """Keep what carries out calls with this key, so that they skip their checks."""
-    if not interposed():
+    """Keep what carries out calls with this key, unless that is (): they skip their checks."""
+    if key and not interposed():
         _put(key, value)
 
 

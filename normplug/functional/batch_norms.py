@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from normplug import _checks, native
-from normplug._ops import cache, sharded
-from normplug._ops.batch_norm import checks as batch_norm_checks
+from normplug import _checks
 from normplug._ops.batch_norm import route as batch_norm_route
-from normplug._ops.spec import BatchNormSpec, Tensors, others
+from normplug._ops.spec import BatchNormSpec, Tensors
+from normplug.functional.calls import carry_out
 from normplug.modes import ModeLike, target_variance
 from normplug.reference import accumulator_dtype
 
@@ -87,51 +84,7 @@ def batch_norm(
     """
     t = Tensors(input, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
     spec = BatchNormSpec(training, momentum, eps, target_variance(mode), activation)
-    return _batch_norm(t, spec, backend)
-
-
-def _batch_norm(
-    t: Tensors,
-    spec: BatchNormSpec,
-    backend: str,
-    *,
-    single: bool = False,
-    caller: str = "functional.batch_norm",
-) -> Tensor:
-    """`batch_norm`, and the max pooling after it if `spec` has one.
-
-    For channels_last input the kernels pool, too. If values tie after rounding, the gradient goes
-    to the one that was largest before rounding. The kernels save `input` and, for each window, its
-    largest value before the norm and a byte.
-
-    single: whether there is nothing that a compiler could fuse it with.
-    caller: for errors.
-    """
-    eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
-    if eager:
-        if (known := native.call(spec, backend, t)) is not None:
-            return known
-        key = cache.key_of(t, spec, backend)
-        if (call := cache.find(key)) is not None:
-            native.keep(spec, backend, t, call)
-            return call(t)
-    batch_norm_checks.check(caller, t, spec)
-    if sharded.is_sharded(t.x):
-
-        def call_own(own: Tensors) -> Any:
-            return _batch_norm(own, spec, backend, single=single, caller=caller)
-
-        return sharded.run(caller, t, spec.free_dims(t), call_own)
-    name = _checks.backend(caller, backend)
-    route = batch_norm_route.choose(caller, name, t, spec, single=single)
-    _checks.devices(caller, t.x, **others(t))
-    if route is None:
-        assert spec.pool is not None
-        return spec.pool(_batch_norm(t, spec.without_pool(), backend))
-    y = route(t, spec)
-    if eager:
-        cache.keep(key, route.bind(t, spec))
-    return y
+    return carry_out("functional.batch_norm", t, spec, backend)
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:

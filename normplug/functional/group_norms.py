@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from normplug import _checks, native
-from normplug._ops import cache, sharded
-from normplug._ops.group_norm import checks as group_norm_checks
-from normplug._ops.group_norm import route as group_norm_route
-from normplug._ops.spec import BatchNormSpec, GroupNormSpec, Tensors, others
+from normplug import _checks
+from normplug._ops.spec import BatchNormSpec, GroupNormSpec, Tensors
 from normplug.functional.autocast import autocast_dtype
-from normplug.functional.batch_norms import _batch_norm
+from normplug.functional.calls import carry_out
 from normplug.modes import ModeLike, target_variance
 
 
@@ -78,7 +72,7 @@ def group_norm(
     t = Tensors(input, None, weight, bias)
     tv, autocast = target_variance(mode), autocast_dtype(input)
     spec = GroupNormSpec(num_groups, eps, tv, activation, autocast, autocast_output)
-    return _group_norm("functional.group_norm", t, spec, backend)
+    return carry_out("functional.group_norm", t, spec, backend)
 
 
 def instance_norm(
@@ -141,35 +135,9 @@ def instance_norm(
     tv = target_variance(mode)
     if not use_input_stats:
         constant = BatchNormSpec(False, momentum, eps, tv, activation)
-        return _batch_norm(t, constant, backend, caller=caller)
+        return carry_out(caller, t, constant, backend)
     spec = GroupNormSpec(_channels(input), eps, tv, activation, momentum=momentum, instance=True)
-    return _group_norm(caller, t, spec, backend)
-
-
-def _group_norm(caller: str, t: Tensors, spec: GroupNormSpec, backend: str) -> Tensor:
-    """`group_norm`, or `instance_norm` with the statistics of the input."""
-    eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
-    if eager:
-        if (known := native.call(spec, backend, t)) is not None:
-            return known
-        key = cache.key_of(t, spec, backend)
-        if (call := cache.find(key)) is not None:
-            native.keep(spec, backend, t, call)
-            return call(t)
-    group_norm_checks.check(caller, t, spec)
-    if sharded.is_sharded(t.x):
-
-        def call_own(own: Tensors) -> Any:
-            return _group_norm(caller, own, spec, backend)
-
-        return sharded.run(caller, t, spec.free_dims(t), call_own)
-    name = _checks.backend(caller, backend)
-    route = group_norm_route.choose(caller, name, t, spec)
-    _checks.devices(caller, t.x, **others(t))
-    y = route(t, spec)
-    if eager:
-        cache.keep(key, route.bind(t, spec))
-    return y
+    return carry_out(caller, t, spec, backend)
 
 
 def _channels(x: Tensor) -> int:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from normplug import _checks, native
-from normplug._ops import cache, nested, sharded
-from normplug._ops.layer_norm import checks as layer_norm_checks
-from normplug._ops.layer_norm import route as layer_norm_route
-from normplug._ops.spec import LayerNormSpec, Tensors, others
+from normplug._ops.layer_norm import checks
+from normplug._ops.spec import LayerNormSpec, Tensors
 from normplug.functional.autocast import autocast_dtype
+from normplug.functional.calls import carry_out
 from normplug.modes import ModeLike, target_variance
 
 
@@ -90,60 +86,9 @@ def layer_norm(
     t = Tensors(
         input, None, weight, bias, input_bias, running_mean, running_var, num_batches_tracked
     )
-    tv, shape = target_variance(mode), layer_norm_checks.row_shape(caller, normalized_shape)
+    tv, shape = target_variance(mode), checks.row_shape(caller, normalized_shape)
     spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(input), autocast_output)
-    return _layer_norm(caller, t, spec, backend)
-
-
-def _layer_norm(
-    caller: str, t: Tensors, spec: LayerNormSpec, backend: str, *, channels_first: bool = False
-) -> Any:
-    """`layer_norm`, or `add_layer_norm` if there is a residual.
-
-    channels_first: whether the input is a view of images whose channels come first.
-    """
-    eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
-    if eager:
-        if (known := native.call(spec, backend, t)) is not None:
-            return known
-        key = cache.key_of(t, spec, backend)
-        if (call := cache.find(key)) is not None:
-            native.keep(spec, backend, t, call)
-            return call(t)
-    layer_norm_checks.check(caller, t, spec)
-    if nested.is_strided(t.x):
-        return _strided_layer_norm(caller, t, spec, backend)
-    vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
-    _checks.trailing(caller, t.x, spec.normalized_shape, **vectors)
-    if sharded.is_sharded(t.x):
-
-        def call_own(own: Tensors) -> Any:
-            return _layer_norm(caller, own, spec, backend, channels_first=channels_first)
-
-        return sharded.run(caller, t, spec.free_dims(t), call_own)
-    name = _checks.backend(caller, backend)
-    route = layer_norm_route.choose(caller, name, t, spec, channels_first=channels_first)
-    _checks.devices(caller, t.x, **others(t))
-    result = route(t, spec)
-    if eager:
-        cache.keep(key, route.bind(t, spec))
-    return result
-
-
-def _strided_layer_norm(caller: str, t: Tensors, spec: LayerNormSpec, backend: str) -> Any:
-    """`_layer_norm` of a nested tensor in torch's older layout, as one tensor of all its rows."""
-    total = t.x if t.residual is None else t.x + t.residual
-    parts = total.unbind()
-    if not parts:
-        raise ValueError(
-            f"normplug.{caller}: a nested input needs at least one component; got none. Do not "
-            "normalise an empty batch."
-        )
-    for part in parts:
-        _checks.trailing(caller, part, spec.normalized_shape)
-    rows = t._replace(x=nested.rows(total, spec.normalized_shape), residual=None)
-    y = nested.of_rows(_layer_norm(caller, rows, spec, backend), total)
-    return y if t.residual is None else (y, total)
+    return carry_out(caller, t, spec, backend)
 
 
 def add_layer_norm(
@@ -201,6 +146,6 @@ def add_layer_norm(
     """
     caller = "functional.add_layer_norm"
     t = Tensors(x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
-    tv, shape = target_variance(mode), layer_norm_checks.row_shape(caller, normalized_shape)
+    tv, shape = target_variance(mode), checks.row_shape(caller, normalized_shape)
     spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(x), autocast_output)
-    return _layer_norm(caller, t, spec, backend)
+    return carry_out(caller, t, spec, backend)

@@ -11,7 +11,7 @@ from normplug._ops.layer_norm import checks
 from normplug._ops.spec import LayerNormSpec, Tensors
 from normplug._torch import RMS_NORM_AUTOCASTS
 from normplug.functional.autocast import autocast_dtype
-from normplug.functional.layer_norms import _layer_norm
+from normplug.functional.calls import carry_out
 from normplug.modes import ModeLike, target_variance
 
 
@@ -84,7 +84,7 @@ def rms_norm(
     caller = "functional.rms_norm"
     t = Tensors(input, None, weight, None, None, None, running_var, num_batches_tracked)
     numbers = (normalized_shape, momentum, eps, mode, autocast_output, weight_offset)
-    return _layer_norm(caller, t, _spec(caller, input, *numbers), backend)
+    return carry_out(caller, t, _spec(caller, input, *numbers), backend)
 
 
 def add_rms_norm(
@@ -140,8 +140,7 @@ def add_rms_norm(
     caller = "functional.add_rms_norm"
     t = Tensors(x, residual, weight, None, None, None, running_var, num_batches_tracked)
     numbers = (normalized_shape, momentum, eps, mode, autocast_output, weight_offset)
-    result: tuple[Tensor, Tensor] = _layer_norm(caller, t, _spec(caller, x, *numbers), backend)
-    return result
+    return carry_out(caller, t, _spec(caller, x, *numbers), backend)
 
 
 def _spec(

@@ -63,7 +63,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         spec = BatchNormSpec(
             training, momentum, self._eps, self.target_variance, activation, pool, keeps_residual
         )
-        y = functional._batch_norm(t, spec, self.backend, single=single)
+        y = functional.carry_out("functional.batch_norm", t, spec, self.backend, single=single)
         if not compiling and self._probe is None:
             native.learn(self, spec, self.backend, t, input, residual, None, *others)
         return y

@@ -44,11 +44,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         mean, var, _ = self._statistics()
         t = Tensors(x, None, weight, bias, None, mean, var)
         spec = self._spec(x.shape[1], activation)
-        caller = "functional.instance_norm"
-        if isinstance(spec, BatchNormSpec):
-            y = functional._batch_norm(t, spec, self.backend, caller=caller)
-        else:
-            y = functional._group_norm(caller, t, spec, self.backend)
+        y = functional.carry_out("functional.instance_norm", t, spec, self.backend)
         if not compiling and self._probe is None:
             native.learn(self, spec, self.backend, t, input, None, None, activation)
         return y if x is input else y.squeeze(0)

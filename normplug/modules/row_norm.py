@@ -65,13 +65,8 @@ class RowNorm(WatchedRows):
     def _run(self, t: Tensors, autocast_output: str) -> Any:
         spec = self._spec(t.x, autocast_output)
         add = "" if t.residual is None else "add_"
-        y = functional._layer_norm(
-            f"functional.{add}{self._function}",
-            t,
-            spec,
-            self.backend,
-            channels_first=self._channels_first,
-        )
+        caller = f"functional.{add}{self._function}"
+        y = functional.carry_out(caller, t, spec, self.backend, single=self._channels_first)
         # A subclass may normalise in another way than its `forward` without it.
         plain = type(self)._normalise is RowNorm._normalise
         if plain and self._probe is None and not torch.compiler.is_compiling():

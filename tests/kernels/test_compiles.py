@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from normplug._kernels import launch, primitives  # noqa: E402
+from normplug._kernels import launch, tiles  # noqa: E402
 from normplug._kernels.batch_norm import launches as batch_norm  # noqa: E402
 from normplug._kernels.batch_norm import schedule as bn  # noqa: E402
 from normplug._kernels.group_norm import launches as group_norm  # noqa: E402
@@ -186,7 +186,7 @@ def threads_along_the_steps(made, dtype, tile, **others):
     ir = compiled(made, dtype, **others).asm["ttgir"]
     loads = re.findall(rf"tt\.load .*tensor<{tile}x!tt.ptr<\w+>, #(\w+)>", ir)
     assert loads
-    axis = primitives.STEP_AXIS.value
+    axis = tiles.STEP_AXIS.value
     for layout in set(loads):
         facts = re.search(rf"#{layout} = .*threadsPerWarp = \[(.*?)\], warpsPerCTA = \[(.*?)\]", ir)
         yield from (int(numbers.split(",")[axis]) for numbers in facts.groups())
@@ -194,7 +194,7 @@ def threads_along_the_steps(made, dtype, tile, **others):
 
 def tile_of(made, lanes):
     shape = [made._constants[name] for name in (lanes, "U", "BC")]
-    if primitives.STEP_AXIS.value == 0:
+    if tiles.STEP_AXIS.value == 0:
         shape[:2] = shape[1::-1]
     return "x".join(map(str, shape))
 

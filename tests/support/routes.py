@@ -15,7 +15,7 @@ from torch import Tensor
 
 from normplug import functional, native, target_variance
 from normplug._ops import cache, eligible, recompute
-from normplug._ops.spec import BatchNormSpec, GroupNormSpec, Pool, Tensors
+from normplug._ops.spec import BatchNormSpec, LayerNormSpec, Pool, Tensors
 
 __all__ = ["HAS_RECOMPUTE", "NEEDS_RECOMPUTE", "Pool"]
 
@@ -199,6 +199,14 @@ def refusal_to_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -
     return KERNELS.refusal(Tensors(x, None, *vectors[2:], None, *vectors[:2]), spec)
 
 
+def bound_max_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -> Tensor:
+    """BatchNorm, relu and max pooling as later calls on a GPU compute it; as above."""
+    t = Tensors(x, None, *vectors[2:], None, *vectors[:2])
+    spec = BatchNormSpec(True, 0.1, 1e-5, target_variance("golden"), "relu", pool)
+    choose = import_module("normplug._ops.batch_norm.route").choose
+    return choose("test", "triton", t, spec, False).bind(t, spec)(t)
+
+
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """By kernel, in the interpreter too."""
     from normplug._ops.batch_norm import eager
@@ -230,7 +238,7 @@ def batch_norm(
     spec = BatchNormSpec(
         training, momentum, eps, target_variance(mode), activation, pool, keeps_residual
     )
-    return functional._batch_norm(t, spec, backend)
+    return functional.carry_out("functional.batch_norm", t, spec, backend)
 
 
 def check_operators(
@@ -258,50 +266,35 @@ def check_operators(
 def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What norms compute in one call from now on, in order; on the CPU as on a GPU."""
     made: list[str] = []
-    batch_norm, layer_norm = functional._batch_norm, functional._layer_norm
-    group_norm = functional._group_norm
+    carry_out = functional.carry_out
 
-    def watched_batch_norm(t: Tensors, spec: BatchNormSpec, *args: Any, **options: Any) -> Tensor:
-        if spec.pool is not None:
-            before = len(made)
-            y = batch_norm(t, spec, *args, **options)
-            made[before:] = ["relu, max pool"]  # in place of the call that it may consist of
-            return y
-        if t.residual is not None:
+    def watched(caller: str, t: Tensors, spec: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(spec, LayerNormSpec):
+            made.extend(["add before"] * (t.residual is not None))
+            made.extend(["bias before"] * (t.input_bias is not None))
+        elif isinstance(spec, BatchNormSpec) and spec.pool is not None:
+            made.append("relu, max pool")
+        elif t.residual is not None:
             made.append(f"add, {spec.activation}")
         elif spec.activation is not None:
             made.append(spec.activation)
-        return batch_norm(t, spec, *args, **options)
-
-    def watched_group_norm(caller: str, t: Tensors, spec: GroupNormSpec, *args: Any) -> Tensor:
-        if spec.activation is not None:
-            made.append(spec.activation)
-        return group_norm(caller, t, spec, *args)
-
-    def watched_layer_norm(caller: str, t: Tensors, *args: Any, **options: Any) -> Any:
-        if t.residual is not None:
-            made.append("add before")
-        if t.input_bias is not None:
-            made.append("bias before")
-        return layer_norm(caller, t, *args, **options)
+        return carry_out(caller, t, spec, *args, **options)
 
     monkeypatch.setattr(eligible, "has_kernels", lambda caller, backend, x: True)
     # C++ would carry out what it knows without these functions.
     monkeypatch.setattr(native, "forward", lambda *arguments: None)
-    monkeypatch.setattr(functional, "_batch_norm", watched_batch_norm)
-    monkeypatch.setattr(functional, "_group_norm", watched_group_norm)
-    monkeypatch.setattr(functional, "_layer_norm", watched_layer_norm)
+    monkeypatch.setattr(functional, "carry_out", watched)
     return made
 
 
 def watch_input_biases(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     """The input biases of LayerNorms from now on."""
     biases: list[Tensor | None] = []
-    layer_norm = functional._layer_norm
+    carry_out = functional.carry_out
 
     def watched(caller: str, t: Tensors, *args: Any, **options: Any) -> Any:
         biases.append(t.input_bias)
-        return layer_norm(caller, t, *args, **options)
+        return carry_out(caller, t, *args, **options)
 
-    monkeypatch.setattr(functional, "_layer_norm", watched)
+    monkeypatch.setattr(functional, "carry_out", watched)
     return biases

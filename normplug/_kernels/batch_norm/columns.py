@@ -23,7 +23,6 @@ from normplug._kernels.activation import (
     unpack_bits,
 )
 from normplug._kernels.batch_norm.slabs import (
-    after_parts,
     assignment,
     bit_columns,
     channel_moments,
@@ -32,13 +31,11 @@ from normplug._kernels.batch_norm.slabs import (
     column_moments,
     dx_terms,
     joined_dx_terms,
-    load_tile,
-    publish_part,
-    ready_flag,
     slab_columns,
-    write_tile,
 )
-from normplug._kernels.primitives import SCALARS, STEP_AXIS, affine, as_tile, scalar
+from normplug._kernels.merging import after_parts, publish_part, ready_flag
+from normplug._kernels.primitives import SCALARS, affine, scalar
+from normplug._kernels.tiles import STEP_AXIS, as_tile, load_tile, write_tile
 from normplug._kernels.waiting import arrive, wait
 
 # The arguments of both kernels.

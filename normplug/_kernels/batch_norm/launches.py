@@ -14,6 +14,7 @@ from normplug._kernels.batch_norm import columns, merge, planes
 from normplug._kernels.batch_norm.schedule import Columns, Geometry, Planes
 from normplug._kernels.device import power_of_2
 from normplug._kernels.launch import Launch, scalars
+from normplug._kernels.merging import room_for_parts
 
 _FORWARD = (
     "x", "residual", "weight", "bias", "running_mean", "running_var", "tracked", "y", "bits",
@@ -255,5 +256,5 @@ def scratch(shape: Geometry) -> tuple[int, int]:
     """Counters and partial results that a launch needs."""
     if isinstance(shape, Planes):
         return shape.c, 2 * shape.tiles
-    items = shape.slabs * (shape.gathers + shape.batches)
-    return shape.slabs * (shape.batches + 2), items * 2 * shape.bch + 2 * shape.c
+    counters, parts = room_for_parts(shape.slabs, shape.gathers, shape.bch)
+    return counters, parts + 2 * shape.c

@@ -15,7 +15,8 @@ from normplug._kernels.activation import (
     positive,
     unpack_bits,
 )
-from normplug._kernels.primitives import SCALARS, merge_moments, merge_sums, scalar, tile_counts
+from normplug._kernels.merging import merge_moments, merge_sums, tile_counts
+from normplug._kernels.primitives import SCALARS, scalar
 from normplug._kernels.waiting import arrive, wait
 
 # The arguments of both kernels.

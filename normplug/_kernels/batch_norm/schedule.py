@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 
 from normplug._kernels.device import floor_2, needs_int64, power_of_2, unit_of
 
-FAN_IN = 32  # partial results of `columns` that one program merges
-
 _SMALL_PLANE = 100  # values: contiguous planes of up to so many are taken as columns
 _LAG_BYTES = 24 << 10  # a multiprocessor, between a tile's first read and its second
 _PHASED_SLAB = 64 << 20  # bytes from which items are faster than programs with rows of their own
@@ -101,11 +99,6 @@ class Columns:
     def writes(self) -> int:
         """Programs that write a slab, if other programs gather it."""
         return -(-self.rows // self.tile)
-
-    @property
-    def batches(self) -> int:
-        """Partial results of a slab after the first level of merging."""
-        return -(-self.gathers // FAN_IN)
 
     @property
     def bch(self) -> int:

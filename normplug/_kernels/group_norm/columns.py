@@ -3,7 +3,7 @@
 `shared` explains how programs wait for each other; here a unit is a sample. It is cut into slabs
 of BC adjacent channels, which may begin or end inside a group. A slab is cut into K items of
 ROWS_EACH rows. A tile is U * BT rows of a slab: BT lanes, each of which takes every BT-th row, in U
-steps (see `primitives`). A program reads the tiles of an item one after the other, and publishes
+steps (see `tiles`). A program reads the tiles of an item one after the other, and publishes
 the moments of each channel. The last program of a slab merges the slab's items. The last one of a
 sample computes the statistics of the groups from those of their channels.
 """
@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.activation import activate
-from normplug._kernels.batch_norm.slabs import load_tile, publish_part, ready_flag, write_tile
 from normplug._kernels.group_norm.items import (
     CHANNELS_AT_ONCE,
     GROUPS_AT_ONCE,
@@ -28,8 +27,9 @@ from normplug._kernels.group_norm.shared import (
     load_vector,
     save_statistics,
 )
-from normplug._kernels.layer_norm.shared import finish_columns
-from normplug._kernels.primitives import SCALARS, STEP_AXIS, as_stored, scalar
+from normplug._kernels.merging import finish_columns, publish_part, ready_flag
+from normplug._kernels.primitives import SCALARS, scalar
+from normplug._kernels.tiles import STEP_AXIS, load_tile, write_tile
 from normplug._kernels.waiting import arrive, wait
 
 # The arguments that `shared` does not explain.
@@ -93,7 +93,7 @@ def _normalise(
     """Write a tile of y. WHOLE: all its rows exist."""
     x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, True)
     z = (x.to(ACC) - mean[None, None, :]) * scale[None, None, :] + bias[None, None, :]
-    y = as_stored(activate(z, ACTIVATION), y_ptr)
+    y = activate(z, ACTIVATION)
     write_tile(y, y_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE)
 
 
@@ -226,7 +226,7 @@ def _write_dx(
         WHOLE, WIDE, True,
     )  # fmt: skip
     dx = dz * scale[None, None, :] - (centred * slope[None, None, :] + constant[None, None, :])
-    write_tile(as_stored(dx, dx_ptr), dx_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE)
+    write_tile(dx, dx_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE)
 
 
 @triton.jit

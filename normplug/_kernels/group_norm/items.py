@@ -6,15 +6,8 @@
 import triton
 import triton.language as tl
 
-from normplug._kernels.batch_norm.slabs import (
-    after_parts,
-    column_totals,
-    lane_counts,
-    load_tile,
-    ready_flag,
-    tile_rows,
-)
-from normplug._kernels.primitives import STEP_AXIS
+from normplug._kernels.merging import after_parts, ready_flag
+from normplug._kernels.tiles import STEP_AXIS, column_totals, lane_counts, load_tile, tile_rows
 from normplug._kernels.waiting import arrive
 
 # How many groups a program finishes at a time, and how many channels of each.

@@ -10,11 +10,11 @@ import torch
 import triton.language as tl
 
 from normplug._activations import ActivationLike, kernel_code
-from normplug._kernels.batch_norm.schedule import FAN_IN
 from normplug._kernels.device import unit_of
 from normplug._kernels.group_norm import columns, planes
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
 from normplug._kernels.launch import Launch, scalars
+from normplug._kernels.merging import room_for_parts
 
 _FORWARD = ("x", "weight", "bias", "y", "stats", "partial", "counters")
 _BACKWARD = (
@@ -154,7 +154,7 @@ def forward_scratch(shape: PlanesForward | Columns) -> tuple[int, int]:
     if isinstance(shape, Columns):
         counters, parts = _column_parts(shape)
         return counters, parts + 2 * shape.n * shape.c
-    return (0, 0) if shape.held else _parts(shape.n * shape.groups, shape.k, 1)
+    return (0, 0) if shape.held else room_for_parts(shape.n * shape.groups, shape.k, 1)
 
 
 def backward_scratch(
@@ -168,19 +168,13 @@ def backward_scratch(
     sums = shape.parts * (dweight + dbias) * shape.groups * shape.channels
     if shape.held:
         return 1, sums
-    counters, parts = _parts(shape.n * shape.groups, shape.k, 1)
+    counters, parts = room_for_parts(shape.n * shape.groups, shape.k, 1)
     return counters + 1, parts + 2 * shape.n * shape.groups + sums
 
 
 def _column_parts(shape: Columns) -> tuple[int, int]:
-    counters, parts = _parts(shape.units, shape.k, shape.bc)
+    counters, parts = room_for_parts(shape.units, shape.k, shape.bc)
     return counters, 0 if shape.k == 1 else parts
-
-
-def _parts(units: int, k: int, numbers: int) -> tuple[int, int]:
-    """What `slabs.publish_part` needs for units of k tiles, each with two rows of `numbers`."""
-    batches = -(-k // FAN_IN)
-    return units * (batches + 2), units * (k + batches) * 2 * numbers
 
 
 def _column_sizes(shape: Columns) -> dict[str, int]:

@@ -13,19 +13,17 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.activation import activate
-from normplug._kernels.batch_norm.slabs import after_parts, publish_part, ready_flag
 from normplug._kernels.group_norm.shared import (
     finish_sums,
     gradient_before,
     load_statistics,
-    load_tile,
     load_vector,
     publish_sums,
     save_statistics,
-    store_tile,
-    sum_both,
 )
-from normplug._kernels.primitives import SCALARS, scalar, tile_counts
+from normplug._kernels.merging import after_parts, publish_part, ready_flag, tile_counts
+from normplug._kernels.primitives import SCALARS, scalar, sum_both
+from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, wait
 
 # The arguments that `shared` does not explain.
@@ -95,7 +93,9 @@ def _normalise(
     z = d * scale[:, :, None]
     if BIAS:
         z += load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)[:, :, None]
-    store_tile(y_ptr, offsets, activate(z, ACTIVATION), mask, EVEN, HELD)
+    # Where tiles are read twice, results leave the caches first. Where they are HELD, that is
+    # slower, as LayerNorm's rows have shown.
+    store(y_ptr, offsets, activate(z, ACTIVATION), mask, EVEN, not HELD)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
@@ -120,7 +120,7 @@ def group_norm_planes_forward(
         offsets, mask, channels, live = _runs(
             groups, inside, 0, G, CHANNELS, HW, WIDTH, BLOCK, RUN, WIDE
         )
-        x = load_tile(x_ptr, offsets, mask, EVEN, False)
+        x = load(x_ptr, offsets, mask, EVEN, False)
         n = WIDTH.to(ACC)
         mean, m2, d = _moments(
             x, x_ptr, groups, inside, 0, n, WIDTH, mask, R, BLOCK, ACC, EVEN, WIDE
@@ -139,7 +139,7 @@ def group_norm_planes_forward(
             offsets, mask, channels, live = _runs(
                 groups, inside, k, G, CHANNELS, HW, WIDTH, BLOCK, RUN, WIDE
             )
-            x = load_tile(x_ptr, offsets, mask, EVEN, False)
+            x = load(x_ptr, offsets, mask, EVEN, False)
             count = tile_counts(k, WIDTH, BLOCK, ACC)
             mean, m2, d = _moments(
                 x, x_ptr, groups, inside, k, count, WIDTH, mask, 1, BLOCK, ACC, EVEN, WIDE
@@ -161,7 +161,7 @@ def group_norm_planes_forward(
             offsets, mask, channels, live = _runs(
                 groups, inside, k, G, CHANNELS, HW, WIDTH, BLOCK, RUN, WIDE
             )
-            x = load_tile(x_ptr, offsets, mask, EVEN, True)
+            x = load(x_ptr, offsets, mask, EVEN, True)
             wait(ready_flag(counters_ptr, group, GROUPS, K), 1, K)
             mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
             d = x.to(ACC) - mean[:, None, None]
@@ -212,7 +212,7 @@ def _write_dx(
     rstd_root = rstd * scalar(root, ACC)
     slope = rstd_root * rstd * mean_gx
     shift = centred * slope[:, None, None] + (rstd_root * mean_g)[:, None, None]
-    store_tile(dx_ptr, offsets, dz * scale[:, :, None] - shift, mask, EVEN, HELD)
+    store(dx_ptr, offsets, dz * scale[:, :, None] - shift, mask, EVEN, not HELD)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
@@ -251,8 +251,8 @@ def group_norm_planes_backward(
                 offsets, mask, own, live = _planes(groups, inside, 0, 0, CHANNELS, HW, CB, SB, WIDE)
                 channels = (own_groups * CHANNELS)[:, None] + own[None, :]
                 mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
-                dy = load_tile(dy_ptr, offsets, mask, EVEN, False)
-                x = load_tile(x_ptr, offsets, mask, EVEN, False)
+                dy = load(dy_ptr, offsets, mask, EVEN, False)
+                x = load(x_ptr, offsets, mask, EVEN, False)
                 dz, centred, weight, scale = _gradient(
                     dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT,
                     BIAS, ACTIVATION,
@@ -294,8 +294,8 @@ def group_norm_planes_backward(
             offsets, mask, own, live = _planes(groups, inside, kc, ks, CHANNELS, HW, CB, SB, WIDE)
             channels = ((groups % G) * CHANNELS)[:, None] + own[None, :]
             mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
-            dy = load_tile(dy_ptr, offsets, mask, EVEN, not DX)
-            x = load_tile(x_ptr, offsets, mask, EVEN, not DX)
+            dy = load(dy_ptr, offsets, mask, EVEN, not DX)
+            x = load(x_ptr, offsets, mask, EVEN, not DX)
             dz, centred, weight, scale = _gradient(
                 dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT, BIAS,
                 ACTIVATION,
@@ -332,8 +332,8 @@ def group_norm_planes_backward(
                 )
                 channels = ((groups % G) * CHANNELS)[:, None] + own[None, :]
                 mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
-                dy = load_tile(dy_ptr, offsets, mask, EVEN, True)
-                x = load_tile(x_ptr, offsets, mask, EVEN, True)
+                dy = load(dy_ptr, offsets, mask, EVEN, True)
+                x = load(x_ptr, offsets, mask, EVEN, True)
                 wait(ready_flag(counters_ptr, group, GROUPS, K), 1, K)
                 mean_g, mean_gx = load_statistics(means_ptr, groups, inside, GROUPS)
                 dz, centred, _, scale = _gradient(

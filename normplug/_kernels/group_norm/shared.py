@@ -43,8 +43,8 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.activation import activation_gradient
-from normplug._kernels.layer_norm.shared import finish_columns
-from normplug._kernels.primitives import as_stored, scalar
+from normplug._kernels.merging import finish_columns
+from normplug._kernels.primitives import scalar
 from normplug._kernels.waiting import wait
 
 
@@ -76,32 +76,6 @@ def load_vector(pointer, channels, live, default, ACC: tl.constexpr, GIVEN: tl.c
 
 
 @triton.jit
-def load_tile(pointer, offsets, mask, EVEN: tl.constexpr, LAST: tl.constexpr):
-    """A tile, of which EVEN says that all of it exists. LAST: it is not read again."""
-    policy: tl.constexpr = "evict_first" if LAST else ""
-    if EVEN:
-        tile = tl.load(pointer + offsets, eviction_policy=policy)
-    else:
-        tile = tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy=policy)
-    return tile
-
-
-@triton.jit
-def store_tile(pointer, offsets, value, mask, EVEN: tl.constexpr, HELD: tl.constexpr):
-    """Store a tile; EVEN as in `load_tile`.
-
-    Where tiles are read twice, results leave the cache first. Where they are HELD, that is slower,
-    as LayerNorm's rows have shown.
-    """
-    policy: tl.constexpr = "" if HELD else "evict_first"
-    value = as_stored(value, pointer)
-    if EVEN:
-        tl.store(pointer + offsets, value, eviction_policy=policy)
-    else:
-        tl.store(pointer + offsets, value, mask=mask, eviction_policy=policy)
-
-
-@triton.jit
 def gradient_before(dy, centred, scale, bias, ACC: tl.constexpr, ACTIVATION: tl.constexpr):
     """The gradient before the activation, in ACC; `scale` and `bias` as the forward applies them.
 
@@ -111,17 +85,6 @@ def gradient_before(dy, centred, scale, bias, ACC: tl.constexpr, ACTIVATION: tl.
     if ACTIVATION != 0:
         dz = activation_gradient(dz, centred * scale + bias, ACTIVATION)
     return dz
-
-
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def sum_both(a, b, AXIS: tl.constexpr):
-    """The sums of a and b over an axis, in one exchange between threads."""
-    return tl.reduce((a, b), AXIS, _add_pairs)
 
 
 @triton.jit

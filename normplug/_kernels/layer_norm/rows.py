@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm over rows that a program can hold: x is read once, forward and backward.
 
-A tile is R rows of U * BC columns, with the axes that `primitives` explains: BC adjacent columns go
+A tile is R rows of U * BC columns, with the axes that `tiles` explains: BC adjacent columns go
 to the threads of a row, U times over. Programs take tiles in turn, so sums over rows (the running
 statistics; the gradients of weight and bias) stay in registers until a program's last tile. Then
 each program publishes its part, and further programs add the parts up in the programs' order.
@@ -12,22 +12,10 @@ once share its columns, and tell each other the two sums that the row's dx depen
 import triton
 import triton.language as tl
 
-from normplug._kernels.layer_norm.shared import (
-    factor_of,
-    finish_columns,
-    finish_running,
-    row_places,
-    size,
-)
-from normplug._kernels.primitives import (
-    LANE_AXIS,
-    SCALARS,
-    STEP_AXIS,
-    as_dtype,
-    as_stored,
-    scalar,
-    tile_of_zeros,
-)
+from normplug._kernels.layer_norm.shared import factor_of, finish_running, row_places, size
+from normplug._kernels.merging import finish_columns
+from normplug._kernels.primitives import SCALARS, as_dtype, as_stored, scalar, sum_both
+from normplug._kernels.tiles import LANE_AXIS, STEP_AXIS, load, store, tile_of_zeros
 from normplug._kernels.waiting import arrive, meet, publish, wait
 
 # The arguments of both kernels that `shared` does not explain.
@@ -85,26 +73,16 @@ def _vector(pointer, columns, live, R: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _load(pointer, places, inside, columns, live, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """A tile. EVEN: all its rows and columns exist. POLICY: how it leaves the caches."""
+def _load(pointer, places, inside, columns, live, EVEN: tl.constexpr, LAST: tl.constexpr):
+    """A tile. EVEN: all its rows and columns exist. LAST: it leaves the caches first."""
     offsets = _each(places) + _all_rows(columns)
-    if EVEN:
-        tile = tl.load(pointer + offsets, eviction_policy=POLICY)
-    else:
-        mask = _each(inside) & _all_rows(live)
-        tile = tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy=POLICY)
-    return tile
+    return load(pointer, offsets, _each(inside) & _all_rows(live), EVEN, LAST)
 
 
 @triton.jit
 def _store(pointer, value, places, inside, columns, live, EVEN: tl.constexpr):
     offsets = _each(places) + _all_rows(columns)
-    value = as_stored(value, pointer)
-    if EVEN:
-        tl.store(pointer + offsets, value)
-    else:
-        mask = _each(inside) & _all_rows(live)
-        tl.store(pointer + offsets, value, mask=mask)
+    store(pointer, offsets, value, _each(inside) & _all_rows(live), EVEN, False)
 
 
 @triton.jit
@@ -114,14 +92,9 @@ def _sum(values):
 
 
 @triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def _sums(a, b):
     """`_sum` of both, in one exchange between threads."""
-    return tl.reduce((tl.sum(a, axis=STEP_AXIS), tl.sum(b, axis=STEP_AXIS)), 1, _add_pairs)
+    return sum_both(tl.sum(a, axis=STEP_AXIS), tl.sum(b, axis=STEP_AXIS), 1)
 
 
 @triton.jit
@@ -186,14 +159,14 @@ def layer_norm_rows_forward(
         for tile in range(program, tl.cdiv(ROWS, R), programs):
             rows, inside = _rows(tile, ROWS, R, WIDE)
             places = row_places(rows, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
-            h = _load(x_ptr, places, inside, columns, live, EVEN, "").to(ACC)
+            h = _load(x_ptr, places, inside, columns, live, EVEN, False).to(ACC)
             if CENTRED:
                 first = tl.load(x_ptr + places, mask=inside, other=0.0).to(ACC)
             if RESIDUAL:
                 places = row_places(
                     rows, INNER, RESIDUAL_OUTER, RESIDUAL_STEP, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS
                 )
-                h += _load(residual_ptr, places, inside, columns, live, EVEN, "").to(ACC)
+                h += _load(residual_ptr, places, inside, columns, live, EVEN, False).to(ACC)
                 if CENTRED:
                     first += tl.load(residual_ptr + places, mask=inside, other=0.0).to(ACC)
                 h = as_stored(h, total_ptr)
@@ -253,7 +226,7 @@ def layer_norm_rows_forward(
                     sum_mean += tl.where(inside, mean, 0.0)
                 sum_var += tl.where(inside, var, 0.0)
         if RUNNING:
-            total_mean, total_var = tl.reduce((sum_mean, sum_var), 0, _add_pairs)
+            total_mean, total_var = sum_both(sum_mean, sum_var, 0)
             publish(counters_ptr, program, total_mean, total_var)
     elif RUNNING:
         finish_running(
@@ -305,7 +278,7 @@ def layer_norm_rows_backward(
     SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
     SHARE: tl.constexpr = U * BC
     # Faster where few programs share a row, slower where many do, and the same for one.
-    POLICY: tl.constexpr = "evict_first" if K > 1 and K <= 4 else ""
+    LAST: tl.constexpr = K > 1 and K <= 4
     groups = PROGRAMS // K
     group = program // K
     k = program - group * K
@@ -334,9 +307,9 @@ def layer_norm_rows_backward(
         for tile in tl.range(group, tiles, groups, num_stages=STAGES):
             rows, inside = _rows(tile, ROWS, R, WIDE)
             x_places = row_places(rows, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
-            h = _load(x_ptr, x_places, inside, columns, live, EVEN, POLICY).to(ACC)
+            h = _load(x_ptr, x_places, inside, columns, live, EVEN, LAST).to(ACC)
             places = row_places(rows, INNER, DY_OUTER, DY_STEP, DY_MIDDLE, HEADS, TWO_LEVELS)
-            dy = _load(dy_ptr, places, inside, columns, live, EVEN, POLICY).to(ACC)
+            dy = _load(dy_ptr, places, inside, columns, live, EVEN, LAST).to(ACC)
             if CENTRED:
                 mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
                 rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
@@ -384,7 +357,7 @@ def layer_norm_rows_backward(
                     places = row_places(
                         rows, INNER, DTOTAL_OUTER, DTOTAL_STEP, DTOTAL_MIDDLE, HEADS, TWO_LEVELS
                     )
-                    dx += _load(dtotal_ptr, places, inside, columns, live, EVEN, POLICY).to(ACC)
+                    dx += _load(dtotal_ptr, places, inside, columns, live, EVEN, LAST).to(ACC)
                 if DINPUT_BIAS:
                     if EVEN:
                         dinput_bias += _folded(dx, LANES)

@@ -1,4 +1,4 @@
-"""What the kernels of held and of wide rows share: arguments, where rows begin, sums over rows.
+"""What the kernels of held and of wide rows share: arguments, where rows begin, running sums.
 
 They are those of LayerNorm and, not CENTRED, of RMSNorm: the mean is 0, and the variance is the
 second moment.
@@ -81,27 +81,6 @@ def factor_of(weight, OFFSET: tl.constexpr, ACC: tl.constexpr):
     if OFFSET != 0.0:
         factor += OFFSET
     return factor
-
-
-@triton.jit
-def finish_columns(
-    gradient_ptr, parts_ptr, which, c, WIDTH, PARTS, factor,
-    SUMS: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """A gradient of CB columns from its parts, in their order.
-
-    Of PARTS parts, each is SUMS rows of WIDTH sums; this gradient's is row `which`.
-    """
-    columns = c * CB + tl.arange(0, CB)
-    live = columns < WIDTH
-    total = tl.zeros([GB, CB], ACC)
-    for start in range(0, PARTS, GB):
-        part = start + tl.arange(0, GB)
-        offsets = ((part * SUMS + which).to(tl.int64) * WIDTH)[:, None] + columns[None, :]
-        mask = (part < PARTS)[:, None] & live[None, :]
-        total += tl.load(parts_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
-    gradient = as_stored(tl.sum(total, axis=0) * factor, gradient_ptr)
-    tl.store(gradient_ptr + columns, gradient, mask=live)
 
 
 @triton.jit

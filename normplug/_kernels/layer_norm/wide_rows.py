@@ -10,22 +10,10 @@ At the end, further programs add them up over the blocks of rows, in order.
 import triton
 import triton.language as tl
 
-from normplug._kernels.layer_norm.shared import (
-    factor_of,
-    finish_columns,
-    finish_running,
-    row_places,
-    size,
-)
-from normplug._kernels.primitives import (
-    SCALARS,
-    as_dtype,
-    as_stored,
-    merge_moments,
-    merge_sum,
-    scalar,
-    tile_counts,
-)
+from normplug._kernels.layer_norm.shared import factor_of, finish_running, row_places, size
+from normplug._kernels.merging import finish_columns, merge_moments, merge_sum, tile_counts
+from normplug._kernels.primitives import SCALARS, as_dtype, as_stored, scalar
+from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, publish, wait
 
 # The arguments of both kernels that `shared` does not explain.
@@ -185,13 +173,7 @@ def _columns_gradient(
 @triton.jit
 def _tile(pointer, places, columns, mask, EVEN: tl.constexpr, LAST: tl.constexpr):
     """A tile. EVEN: all its rows and columns exist. LAST: it is not read again."""
-    policy: tl.constexpr = "evict_first" if LAST else ""
-    offsets = places[:, None] + columns[None, :]
-    if EVEN:
-        tile = tl.load(pointer + offsets, eviction_policy=policy)
-    else:
-        tile = tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy=policy)
-    return tile
+    return load(pointer, places[:, None] + columns[None, :], mask, EVEN, LAST)
 
 
 @triton.jit
@@ -333,12 +315,7 @@ def layer_norm_wide_backward(
                 dx += _tile(dtotal_ptr, place, columns, mask, EVEN, True).to(ACC)
             if DX:
                 place = x_place if DX_AS_X else rows * DENSE
-                offsets = place[:, None] + columns[None, :]
-                out = as_stored(dx, dx_ptr)
-                if EVEN:
-                    tl.store(dx_ptr + offsets, out, eviction_policy="evict_first")
-                else:
-                    tl.store(dx_ptr + offsets, out, mask=mask, eviction_policy="evict_first")
+                store(dx_ptr, place[:, None] + columns[None, :], dx, mask, EVEN, True)
             if DINPUT_BIAS:
                 _columns_gradient(
                     dx if EVEN else tl.where(mask, dx, 0.0), dinput_bias_ptr, parts_ptr,

@@ -1,7 +1,8 @@
 """BatchNorm, relu and max pooling over normplug's own kernels, for channels_last.
 
 A call is two launches forward (statistics, then the rest) and two backward (sums by channel, then
-dx). Where statistics are constants, the forward is one.
+dx). Where statistics are constants, the forward is one. If values tie after rounding, the gradient
+goes to the one that was largest before rounding.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +20,8 @@ from normplug._torch import interposed
 _OPERATOR_BYTES = 96 << 20
 
 
-def choose(
-    caller: str, backend: str, t: Tensors, spec: BatchNormSpec, *, single: bool
-) -> Route | None:
-    """The route of a call; None where the pooling has to be a call of its own.
+def choose(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, single: bool) -> Route:
+    """The route of a call.
 
     Args:
         caller: for the error.
@@ -34,21 +33,38 @@ def choose(
     Raises:
         NotImplementedError: backend "triton" where the kernels cannot run.
     """
-    otherwise = ATEN if spec.pool is None else None
     if not eligible.is_asked_for(backend, t.x):
-        return otherwise
+        return ATEN
     why = eligible.refusal_now() or _kernels(spec).refusal(t, spec)
     if why is not None:
-        if backend == "triton" and spec.pool is None:
+        if spec.pool is not None:  # there may be kernels for the norm alone
+            return _PoolingApart(choose(caller, backend, t, spec.without_pool(), single))
+        if backend == "triton":
             raise _checks.no_kernel(caller, why)
-        return otherwise
+        return ATEN
     if eligible.is_compiling():
         fuses = t.residual is not None or spec.activation is not None
         # Inductor fuses a norm with what follows it, and an operator prevents that. So an operator
         # pays only if it fuses more itself, or if there is nothing to fuse the norm with.
         worth = (fuses or single) and eligible.size_of(t.x) >= _OPERATOR_BYTES
-        return COMPILED if backend == "triton" or worth else otherwise
+        return COMPILED if backend == "triton" or worth else ATEN
     return _kernels(spec)
+
+
+class _PoolingApart(Route):
+    """Another route for the norm, and the pooling as a call of its own."""
+
+    def __init__(self, norm: Route) -> None:
+        self._norm = norm
+
+    def __call__(self, t: Tensors, spec: BatchNormSpec) -> Tensor:
+        assert spec.pool is not None
+        return spec.pool(self._norm(t, spec.without_pool()))
+
+    def bind(self, t: Tensors, spec: BatchNormSpec) -> Callable[[Tensors], Tensor]:
+        norm, pool = self._norm.bind(t, spec.without_pool()), spec.pool
+        assert pool is not None
+        return lambda t: pool(norm(t))
 
 
 def joined(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, processes: int) -> Any:

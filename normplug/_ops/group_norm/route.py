@@ -13,7 +13,7 @@ from normplug._ops.group_norm.moves import moments, move
 from normplug._ops.spec import GroupNormSpec, Route, Tensors
 
 
-def choose(caller: str, backend: str, t: Tensors, spec: GroupNormSpec) -> Route:
+def choose(caller: str, backend: str, t: Tensors, spec: GroupNormSpec, single: bool) -> Route:
     """The route of a call.
 
     Args:
@@ -21,6 +21,7 @@ def choose(caller: str, backend: str, t: Tensors, spec: GroupNormSpec) -> Route:
         backend: "auto", "triton" or "torch".
         t: the call's tensors.
         spec: the call's numbers.
+        single: as for other norms; it makes no difference here.
 
     Raises:
         NotImplementedError: backend "triton" where the kernels cannot run.

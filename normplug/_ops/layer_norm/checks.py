@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from normplug import _checks
+from normplug._ops import nested
 from normplug._ops.spec import LayerNormSpec, Tensors, others
 
 
@@ -27,6 +28,12 @@ def check(caller: str, t: Tensors, spec: LayerNormSpec) -> None:
     _checks.momentum(caller, spec.momentum, t.tracked, t.running_var is not None)
     _checks.autocast_output(caller, spec.autocast_output)
     _checks.same_shape(caller, t.x, residual=t.residual)
+    vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
+    if nested.is_strided(t.x):
+        for part in _checks.components(caller, t.x):
+            _checks.trailing(caller, part, spec.normalized_shape, **vectors)
+    else:
+        _checks.trailing(caller, t.x, spec.normalized_shape, **vectors)
 
 
 def row_shape(caller: str, normalized_shape: Sequence[int]) -> tuple[int, ...]:

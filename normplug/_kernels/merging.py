@@ -1,0 +1,208 @@
+"""How programs merge what others found: always in the order of the data, so that bits are equal.
+
+- `merge_moments` and the like: each program that needs a result merges those of K tiles itself.
+- `publish_part`: programs publish their parts of a unit, which is whatever has statistics of its
+  own. The last one to arrive merges them.
+- `finish_columns`: programs at the end of a launch add up parts of a gradient.
+"""
+
+import triton
+import triton.language as tl
+
+from normplug._kernels.primitives import as_stored
+from normplug._kernels.waiting import arrive
+
+FAN_IN = tl.constexpr(32)  # parts of a unit that one program merges
+
+
+def room_for_parts(units: int, items: int, columns: int) -> tuple[int, int]:
+    """Counters, with those of `ready_flag`, and partial results that `publish_part` needs."""
+    batches = -(-items // FAN_IN.value)
+    return units * (batches + 2), units * (items + batches) * 2 * columns
+
+
+@triton.jit
+def tile_counts(k, total, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """How many values tile k has, of `total` values cut into tiles of BLOCK."""
+    return tl.minimum(tl.maximum(total - k * BLOCK, 0), BLOCK).to(ACC)
+
+
+@triton.jit
+def merge_moments(partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr):
+    """Mean of `total` values, and sum of squared distances from it, from those of K tiles.
+
+    KP tiles at a time, in their order.
+    """
+    count = tl.full([], 0.0, ACC)
+    mean = tl.full([], 0.0, ACC)
+    m2 = tl.full([], 0.0, ACC)
+    first = tl.load(partial_ptr, cache_modifier=".cg")
+    for start in range(0, K, KP):
+        k = start + tl.arange(0, KP)
+        counts = tl.where(k < K, tile_counts(k, total, BLOCK, ACC), 0.0)
+        means = tl.load(partial_ptr + 2 * k, mask=k < K, other=0.0, cache_modifier=".cg")
+        m2s = tl.load(partial_ptr + 2 * k + 1, mask=k < K, other=0.0, cache_modifier=".cg")
+        means = tl.where(k < K, means - first, 0.0)
+        chunk_count = tl.sum(counts)
+        chunk_mean = tl.sum(means * counts) / chunk_count
+        spread = means - chunk_mean
+        chunk_m2 = tl.sum(tl.where(k < K, m2s + counts * spread * spread, 0.0))
+        fraction = chunk_count / (count + chunk_count)
+        difference = chunk_mean - mean
+        m2 += chunk_m2 + difference * difference * count * fraction
+        mean += difference * fraction
+        count += chunk_count
+    return first + mean, m2
+
+
+@triton.jit
+def merge_sum(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
+    """A sum from those of K tiles, KP at a time, in their order."""
+    total = tl.full([], 0.0, ACC)
+    for start in range(0, K, KP):
+        k = start + tl.arange(0, KP)
+        total += tl.sum(tl.load(partial_ptr + k, mask=k < K, other=0.0, cache_modifier=".cg"))
+    return total
+
+
+@triton.jit
+def merge_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
+    """Two sums from those of K tiles, KP at a time, in their order."""
+    a = tl.full([], 0.0, ACC)
+    b = tl.full([], 0.0, ACC)
+    for start in range(0, K, KP):
+        k = start + tl.arange(0, KP)
+        a += tl.sum(tl.load(partial_ptr + 2 * k, mask=k < K, other=0.0, cache_modifier=".cg"))
+        b += tl.sum(tl.load(partial_ptr + 2 * k + 1, mask=k < K, other=0.0, cache_modifier=".cg"))
+    return a, b
+
+
+@triton.jit
+def merge_part_moments(
+    partial_ptr, items, rows_each, rows, BC: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr
+):
+    """Moments of `rows` rows from those of `items` parts of at most `rows_each`, F at a time."""
+    places = tl.arange(0, BC)
+    count = tl.full([], 0.0, ACC)
+    mean = tl.zeros([BC], ACC)
+    m2 = tl.zeros([BC], ACC)
+    first = tl.load(partial_ptr + places, cache_modifier=".cg")
+    for start in range(0, items, F):
+        item = start + tl.arange(0, F)
+        there = (item < items)[:, None]
+        counts = tl.minimum(tl.maximum(rows - item * rows_each, 0), rows_each).to(ACC)
+        counts = tl.where(item < items, counts, 0.0)
+        base = partial_ptr + item[:, None] * (2 * BC) + places[None, :]
+        means = tl.load(base, mask=there, other=0.0, cache_modifier=".cg")
+        m2s = tl.load(base + BC, mask=there, other=0.0, cache_modifier=".cg")
+        means = tl.where(there, means - first[None, :], 0.0)
+        chunk_count = tl.sum(counts)
+        chunk_mean = tl.sum(means * counts[:, None], axis=0) / chunk_count
+        spread = means - chunk_mean[None, :]
+        chunk_m2 = tl.sum(tl.where(there, m2s + counts[:, None] * spread * spread, 0.0), axis=0)
+        fraction = chunk_count / (count + chunk_count)
+        difference = chunk_mean - mean
+        m2 += chunk_m2 + difference * difference * count * fraction
+        mean += difference * fraction
+        count += chunk_count
+    return first + mean, m2
+
+
+@triton.jit
+def merge_part_sums(partial_ptr, items, BC: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr):
+    """Two sums from those of `items` parts, F at a time."""
+    places = tl.arange(0, BC)
+    a = tl.zeros([BC], ACC)
+    b = tl.zeros([BC], ACC)
+    for start in range(0, items, F):
+        item = start + tl.arange(0, F)
+        there = (item < items)[:, None]
+        base = partial_ptr + item[:, None] * (2 * BC) + places[None, :]
+        a += tl.sum(tl.load(base, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
+        b += tl.sum(tl.load(base + BC, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
+    return a, b
+
+
+@triton.jit
+def publish_part(
+    a, b, partial_ptr, counters_ptr, unit, item, UNITS, ITEMS, ROWS, ROWS_EACH, HW,
+    BC: tl.constexpr, ACC: tl.constexpr, MOMENTS: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """Publish an item's part of a unit; the last program to do so gets the whole, and True.
+
+    A unit is ROWS rows of BC columns, and an item ROWS_EACH of them; a row has HW values a column.
+    a and b are two numbers a column: mean and sum of squared distances from it, if MOMENTS, or two
+    sums. Parts are merged in two levels: FAN_IN items to a batch, then the batches. `partial` holds
+    a and b of each item, then of each batch. `counters` holds one counter for each batch, then one
+    for each unit's batches. A SINGLE item is a whole unit.
+    """
+    places = tl.arange(0, BC)
+    batches = tl.cdiv(ITEMS, FAN_IN)
+    last = ITEMS == 1
+    if not SINGLE:
+        parts_ptr = partial_ptr + unit * ITEMS * (2 * BC)
+        tl.store(parts_ptr + item * (2 * BC) + places, a)
+        tl.store(parts_ptr + item * (2 * BC) + BC + places, b)
+        batch = item // FAN_IN
+        start = batch * FAN_IN
+        items = tl.minimum(ITEMS - start, FAN_IN)
+        counter = counters_ptr + unit * batches + batch
+        last = arrive(counter) == items - 1
+        if last:
+            tl.atomic_xchg(counter, 0, sem="relaxed")
+            if MOMENTS:
+                rows = tl.minimum(ROWS - start * ROWS_EACH, FAN_IN * ROWS_EACH) * HW
+                a, b = merge_part_moments(
+                    parts_ptr + start * (2 * BC), items, ROWS_EACH * HW, rows, BC, FAN_IN, ACC
+                )
+            else:
+                a, b = merge_part_sums(parts_ptr + start * (2 * BC), items, BC, FAN_IN, ACC)
+            if batches > 1:
+                batches_ptr = partial_ptr + (UNITS * ITEMS + unit * batches) * (2 * BC)
+                tl.store(batches_ptr + batch * (2 * BC) + places, a)
+                tl.store(batches_ptr + batch * (2 * BC) + BC + places, b)
+                whole = counters_ptr + UNITS * batches + unit
+                last = arrive(whole) == batches - 1
+                if last:
+                    tl.atomic_xchg(whole, 0, sem="relaxed")
+                    if MOMENTS:
+                        each = FAN_IN * ROWS_EACH * HW
+                        a, b = merge_part_moments(
+                            batches_ptr, batches, each, ROWS * HW, BC, FAN_IN, ACC
+                        )
+                    else:
+                        a, b = merge_part_sums(batches_ptr, batches, BC, FAN_IN, ACC)
+    return a, b, last
+
+
+@triton.jit
+def after_parts(partial_ptr, UNITS, ITEMS, BC: tl.constexpr):
+    """What lies in `partial` behind all parts."""
+    return partial_ptr + (UNITS * (ITEMS + tl.cdiv(ITEMS, FAN_IN))) * (2 * BC)
+
+
+@triton.jit
+def ready_flag(counters_ptr, unit, UNITS, ITEMS):
+    """The counter that says that a unit is merged; it lies behind those of `publish_part`."""
+    return counters_ptr + UNITS * (tl.cdiv(ITEMS, FAN_IN) + 1) + unit
+
+
+@triton.jit
+def finish_columns(
+    gradient_ptr, parts_ptr, which, c, WIDTH, PARTS, factor,
+    SUMS: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """A gradient of CB columns from its parts, in their order.
+
+    Of PARTS parts, each is SUMS rows of WIDTH sums; this gradient's is row `which`.
+    """
+    columns = c * CB + tl.arange(0, CB)
+    live = columns < WIDTH
+    total = tl.zeros([GB, CB], ACC)
+    for start in range(0, PARTS, GB):
+        part = start + tl.arange(0, GB)
+        offsets = ((part * SUMS + which).to(tl.int64) * WIDTH)[:, None] + columns[None, :]
+        mask = (part < PARTS)[:, None] & live[None, :]
+        total += tl.load(parts_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+    gradient = as_stored(tl.sum(total, axis=0) * factor, gradient_ptr)
+    tl.store(gradient_ptr + columns, gradient, mask=live)

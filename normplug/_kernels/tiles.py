@@ -1,0 +1,110 @@
+"""Tiles: what a program reads and writes at a time.
+
+The kernels for rows of adjacent columns read tiles of three axes: LANES, STEPS and columns. Columns
+and lanes are to be spread over threads, and each thread is to hold all the steps, so that a sum
+over the steps moves nothing between threads. Triton spreads the axis with the most contiguous
+addresses first. Lanes and steps tie, and a tie goes to the first axis up to Triton 3.6 and to the
+last since 3.7 (triton-lang/triton#7143), so the order of those two depends on the version.
+"""
+
+import triton
+import triton.language as tl
+
+from normplug._kernels.primitives import as_stored
+
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+STEP_AXIS = tl.constexpr(1 if _VERSION < (3, 7) else 0)
+LANE_AXIS = tl.constexpr(0 if _VERSION < (3, 7) else 1)
+
+
+@triton.jit
+def tile_of_zeros(LANES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr, ACC):
+    """A tile of zeros."""
+    if STEP_AXIS == 1:
+        tile = tl.zeros([LANES, STEPS, COLUMNS], ACC)
+    else:
+        tile = tl.zeros([STEPS, LANES, COLUMNS], ACC)
+    return tile
+
+
+@triton.jit
+def as_tile(values, LANES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The values of a tensor of any shape, in their order, as a tile."""
+    if STEP_AXIS == 1:
+        tile = tl.reshape(values, [LANES, STEPS, COLUMNS])
+    else:
+        tile = tl.reshape(values, [STEPS, LANES, COLUMNS])
+    return tile
+
+
+@triton.jit
+def load(pointer, offsets, mask, FULL: tl.constexpr, LAST: tl.constexpr):
+    """A tile of any shape. FULL: all of it exists. LAST: it is not read again."""
+    policy: tl.constexpr = "evict_first" if LAST else ""
+    if FULL:
+        tile = tl.load(pointer + offsets, eviction_policy=policy)
+    else:
+        tile = tl.load(pointer + offsets, mask=mask, other=0, eviction_policy=policy)
+    return tile
+
+
+@triton.jit
+def store(pointer, offsets, value, mask, FULL: tl.constexpr, LAST: tl.constexpr):
+    """Store a tile of any shape. FULL: as in `load`. LAST: it leaves the caches first."""
+    policy: tl.constexpr = "evict_first" if LAST else ""
+    value = as_stored(value, pointer)
+    if FULL:
+        tl.store(pointer + offsets, value, eviction_policy=policy)
+    else:
+        tl.store(pointer + offsets, value, mask=mask, eviction_policy=policy)
+
+
+@triton.jit
+def tile_rows(row, U: tl.constexpr, BT: tl.constexpr):
+    """Rows of a tile from `row` on: of BT lanes, each takes every BT-th row, in U steps."""
+    lanes = tl.expand_dims(tl.arange(0, BT), STEP_AXIS)
+    return row + lanes + tl.expand_dims(tl.arange(0, U), LANE_AXIS) * BT
+
+
+@triton.jit
+def _places(row, end, columns, live, W, U: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets and mask of a tile: first the two axes of its rows, then its columns."""
+    rows = tile_rows(row, U, BT)
+    mask = (rows < end)[:, :, None] & live[None, None, :]
+    if WIDE:
+        rows = rows.to(tl.int64)
+    return rows[:, :, None] * W + columns[None, None, :], mask
+
+
+@triton.jit
+def load_tile(
+    pointer, columns, live, row, end, W, U: tl.constexpr, BT: tl.constexpr, EVEN: tl.constexpr,
+    WHOLE: tl.constexpr, WIDE: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """A tile of U * BT rows. WHOLE: all of them exist. EVEN: all columns do. LAST: as in `load`."""
+    offsets, mask = _places(row, end, columns, live, W, U, BT, WIDE)
+    return load(pointer, offsets, mask, WHOLE and EVEN, LAST)
+
+
+@triton.jit
+def write_tile(
+    value, pointer, columns, live, row, end, W, U: tl.constexpr, BT: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of U * BT rows; WHOLE and EVEN as in `load_tile`."""
+    offsets, mask = _places(row, end, columns, live, W, U, BT, WIDE)
+    store(pointer, offsets, value, mask, WHOLE and EVEN, True)
+
+
+@triton.jit
+def lane_counts(rows, BT: tl.constexpr, ACC: tl.constexpr):
+    """How many of `rows` rows each lane gets, if they are dealt to BT lanes in turn."""
+    return tl.maximum((rows - tl.arange(0, BT) + BT - 1) // BT, 0).to(ACC)[:, None]
+
+
+@triton.jit
+def column_totals(mean, m2, counts, rows):
+    """Moments of columns from those of their lanes."""
+    column_mean = tl.sum(mean * counts, axis=0) / rows
+    spread = mean - column_mean[None, :]
+    return column_mean, tl.sum(m2 + counts * spread * spread, axis=0)
