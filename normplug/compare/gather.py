@@ -132,7 +132,7 @@ def find_runs(sources: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
         try:
             runs.append(read_run(record))
         except (ValueError, TypeError, AttributeError) as error:
-            unreadable[record.name] = str(error)
+            unreadable[record.file] = str(error)
     return runs, unreadable
 
 

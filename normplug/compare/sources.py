@@ -21,6 +21,11 @@ class Record(NamedTuple):
     values: dict[str, Any]
     variances: Path | None
 
+    @property
+    def file(self) -> str:
+        """Where its content is, for people."""
+        return f"{self.name}/result.json" if self.variances else self.name
+
 
 def find_records(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
     """The records of all sources, and what could not be read, with the reason.
