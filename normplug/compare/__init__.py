@@ -54,6 +54,7 @@ def compare(
     sources: Source | Sequence[Source],
     out: Source | None = None,
     plots: Collection[str] | None = None,
+    reference: str | None = None,
 ) -> Comparison:
     """Compare all runs of the sources, arm by arm and seed by seed.
 
@@ -66,6 +67,8 @@ def compare(
         out: where `summary.md`, `summary.csv` and the plots go, and `runs.csv` of directories;
             made if absent. None for the source itself, if it is a single directory.
         plots: those of `PLOTS` to draw; None for all that the runs have numbers for.
+        reference: the arm that others are compared with, where it has finished runs. Else it is
+            "baseline", or "standard" without that.
 
     Raises:
         FileNotFoundError: a source does not exist.
@@ -84,7 +87,7 @@ def compare(
     paths = [Path(source) for source in given]
     runs, unreadable = find_runs(paths)
     target = _target(paths, out)
-    groups = group_runs(runs)
+    groups = group_runs(runs, reference)
     variances = [gather_variance(group) for group in groups]
     notes = [variance.notes for variance in variances]
     where = " and ".join(path.name if path.is_file() else str(path) for path in paths)

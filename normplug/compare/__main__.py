@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _collect(arguments.sources, arguments.collect)
         if arguments.best:
             return _best(arguments.sources, arguments.best)
-        comparison = compare(arguments.sources, arguments.out, arguments.plots)
+        comparison = compare(arguments.sources, arguments.out, arguments.plots, arguments.reference)
     except (OSError, ValueError, MissingPackage) as error:
         print(error, file=sys.stderr)
         return 1
@@ -45,6 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--plots", metavar="NAME", nargs="*", choices=PLOTS, help=f"of {', '.join(PLOTS)}"
+    )
+    parser.add_argument(
+        "--reference",
+        metavar="ARM",
+        help="what arms are compared with (default: baseline, or standard)",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(

@@ -75,12 +75,14 @@ class Group:
         data: name of the data set.
         arms: arm -> seed -> the run used; arms in the order of the table.
         left_out: runs replaced by a finished or newer run of the same arm and seed.
+        references: the arms to compare with, by preference.
     """
 
     model: str
     data: str
     arms: dict[str, dict[int, Run]]
     left_out: list[Run]
+    references: tuple[str, ...] = REFERENCES
 
     @property
     def title(self) -> str:
@@ -101,14 +103,14 @@ class Group:
     @property
     def reference(self) -> str | None:
         """The arm that the others are compared with; None if no such arm has a finished run."""
-        return next((arm for arm in REFERENCES if self.finished(arm)), None)
+        return next((arm for arm in self.references if self.finished(arm)), None)
 
     @property
     def why_reference(self) -> str:
         """Why this arm is the reference, or why there is none."""
-        if self.reference == REFERENCES[0]:
+        if self.reference == self.references[0]:
             return "it has finished runs"
-        passed_over = [arm for arm in REFERENCES if not self.finished(arm)]
+        passed_over = [arm for arm in self.references if not self.finished(arm)]
         return " and ".join(
             f"{arm} has no {'finished run' if arm in self.arms else 'run'}" for arm in passed_over
         )
@@ -186,18 +188,20 @@ def read_run(found: Record) -> Run:
     )
 
 
-def group_runs(runs: Iterable[Run]) -> list[Group]:
+def group_runs(runs: Iterable[Run], reference: str | None = None) -> list[Group]:
     """Group by (model, data), then by arm and seed.
 
     Where an arm of a group has runs of several learning rates, each rate is an arm of its own.
+    `reference` is the arm that others are compared with, where it has finished runs.
     """
     members: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in _by_rate(runs):
         members[run.model, run.data].append(run)
-    return [_group(*names, members[names]) for names in sorted(members)]
+    references = (reference, *REFERENCES) if reference else REFERENCES
+    return [_group(*names, members[names], references) for names in sorted(members)]
 
 
-def _group(model: str, data: str, runs: list[Run]) -> Group:
+def _group(model: str, data: str, runs: list[Run], references: tuple[str, ...]) -> Group:
     arms: dict[str, dict[int, Run]] = {}
     left_out = []
     # Of two runs of one arm and seed the later in this order stays: finished before newer.
@@ -206,7 +210,7 @@ def _group(model: str, data: str, runs: list[Run]) -> Group:
         if run.seed in of_arm:
             left_out.append(of_arm[run.seed])
         of_arm[run.seed] = run
-    return Group(model, data, arms, left_out)
+    return Group(model, data, arms, left_out, references)
 
 
 def _by_rate(runs: Iterable[Run]) -> list[Run]:

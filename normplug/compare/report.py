@@ -17,7 +17,7 @@ HOW_TO_READ = f"""## How to read the tables
 - test accuracy, or test loss: on the test set, after the last epoch; mean over seeds ± half the
   width of the 95% t-interval. One seed has no interval. A lower loss is better.
 - reference: the arm that the others are compared with. It is {REFERENCES[0]} where that arm has
-  finished runs, else {REFERENCES[1]}; each table names its own.
+  finished runs, else {REFERENCES[1]}, or what --reference names; each table names its own.
 - minus the reference: mean and 95% t-interval of the differences, paired by seed. Each interval
   stands alone: with many arms, some will miss zero by chance.
 - p (Holm): of a paired t-test that the difference is zero, adjusted by Holm's method for the

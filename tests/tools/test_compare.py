@@ -11,7 +11,7 @@ import pytest
 
 from normplug._report.intervals import holm, t_interval
 from normplug._report.measure import ACCURACY
-from normplug.compare import compare
+from normplug.compare import PLOTS, compare
 from normplug.compare.__main__ import main
 from normplug.compare.variance import mean_variance, read_variance
 from training import ROOT
@@ -320,6 +320,16 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(compared, tmp_p
         assert stated == expected
 
 
+def test_any_arm_can_be_the_reference(compared, tmp_path):
+    for arm, accuracy in {"baseline": 0.9, "standard": 0.8, "golden": 0.7}.items():
+        write_run(tmp_path, arm, 0, test_accuracy=accuracy)
+    write_run(tmp_path, "baseline", 0, model="other")
+    found = {(row.model, row.arm): row for row in compared(reference="standard").rows}
+    assert found["resnet18", "golden"].difference == t_interval([0.7 - 0.8])
+    assert found["resnet18", "baseline"].difference == t_interval([0.9 - 0.8])
+    assert found["other", "baseline"].reference == "baseline"
+
+
 def test_one_seed_has_a_mean_and_no_interval(compared, tmp_path):
     write_run(tmp_path, "baseline", 0, test_accuracy=0.9)
     write_run(tmp_path, "golden", 0, test_accuracy=0.91)
@@ -445,6 +455,7 @@ def test_every_file_is_written_and_none_is_blank(tmp_path):
     names = {"accuracy", "seeds", "throughput", "variance_by_depth", "variance_by_step"}
     plots = {path for path in comparison.paths if path.suffix == ".png"}
     assert {path.name for path in plots} == {f"{name}_resnet18_digits.png" for name in names}
+    assert names < set(PLOTS)
     for path in plots:
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 15_000
