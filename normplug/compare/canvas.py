@@ -1,7 +1,7 @@
 """How the arms of a comparison look in every plot, and the axes that several plots have."""
 
 from collections.abc import Iterable
-from itertools import cycle
+from itertools import cycle, islice
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,12 +11,11 @@ from normplug.compare.gather import Group
 
 COLOURS = ("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 MARKERS = "^vPX*<>"  # one more arm, one more marker: arms are told apart in grey, too
-DASHES = ("-", "--", "-.")  # the first for the first use of each colour, and so on
+DASHES = ("-", "--", "-.")
+LOOKS = zip(cycle(COLOURS), cycle(MARKERS), cycle(DASHES), strict=False)
 OTHERS = tuple(
-    Style(colour, marker, 1.6, dash=DASHES[place // len(COLOURS) % len(DASHES)])
-    for place, colour, marker in zip(
-        range(len(COLOURS) * len(MARKERS)), cycle(COLOURS), cycle(MARKERS), strict=False
-    )
+    Style(colour, marker, 1.6, dash=dash)
+    for colour, marker, dash in islice(LOOKS, len(COLOURS) * len(MARKERS))
 )
 
 

@@ -38,6 +38,7 @@ def _kept(record: Record) -> dict[str, Any]:
     kept = {"run": record.name} | {name: _without_folders(value) for name, value in values.items()}
     if record.variances and (variances := kept_variance(record.variances)):
         kept["variances"] = variances
+        kept.pop("input_variances", None)  # the last step of these
     return kept
 
 

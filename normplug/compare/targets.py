@@ -1,7 +1,6 @@
 """Draw what the runs reached over the target variance: a line for each model."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -10,13 +9,12 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from normplug import NormMode
 from normplug._report.figures import Style, legend_below, new_figure
 from normplug._report.intervals import t_interval
-from normplug.compare.canvas import DASHES, OTHERS, seed_count
+from normplug.compare.canvas import OTHERS, seed_count
 from normplug.compare.dots import say_no_pair
 from normplug.compare.gather import Group
 from normplug.compare.stats import paired_differences, scores
 
 LEAST = 3  # target variances that make a line
-LOOKS = tuple(look._replace(dash=dash) for look, dash in zip(OTHERS, cycle(DASHES), strict=False))
 BESIDE = 1.02  # between models on the log axis, so that their intervals are side by side
 
 
@@ -50,7 +48,7 @@ def targets_figure(groups: Sequence[Group]) -> Figure:
     grid = figure.add_gridspec(len(groups), 2)
     right = figure.add_subplot(grid[:, 1])
     compared = [group for group in groups if _pairs(group)]
-    for place, (group, look) in enumerate(zip(groups, LOOKS, strict=False)):
+    for place, (group, look) in enumerate(zip(groups, OTHERS, strict=False)):
         left = figure.add_subplot(grid[place, 0])
         label = f"{group.model} ({seed_count(len(group.seeds))})"
         drawn = {tv: scores(group, arm) for tv, arm in targets(group).items()}

@@ -16,8 +16,8 @@ from normplug.compare.gather import Group
 Floats = NDArray[np.float64]
 COLUMNS = ("target_variance", "input_variance", "output_variance", "affine_variance")
 NEEDED = {"step", "depth", "kind", *COLUMNS}
-STEPS_KEPT = 12  # of a run in a collected file: enough for a picture of depth by step
-DIGITS_KEPT = 4
+STEPS_KEPT = 8  # of a run in a collected file: enough for a picture of depth by step
+DIGITS_KEPT = 3
 
 
 @dataclass(frozen=True)

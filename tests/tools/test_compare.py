@@ -153,7 +153,7 @@ def test_a_collected_file_gives_the_same_report_without_what_is_local(tmp_path):
         assert local not in text
     assert '"data.root=photos"' in text
     variances = json.loads(text)[0]["variances"]
-    assert len(variances["steps"]) == len(variances["input_variance"]) == 12
+    assert len(variances["steps"]) == len(variances["input_variance"]) == 8
     assert (variances["steps"][0], variances["steps"][-1]) == (0, 29)
     found = compare(tmp_path / "runs", tmp_path / "a", plots=())
     kept = compare(file, tmp_path / "b", plots=["variance_by_depth"])
