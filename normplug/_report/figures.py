@@ -22,12 +22,13 @@ FINE_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
 
 
 class Style(NamedTuple):
-    """How an arm looks in every plot; marker and hatch tell it apart without colours."""
+    """How an arm looks in every plot; marker, dash and hatch tell it apart without colours."""
 
     colour: str
     marker: str
     width: float
     hatch: str = ""
+    dash: str = "-"
 
 
 # Okabe and Ito's palette: told apart in every common colour blindness. The baseline is drawn
@@ -68,7 +69,8 @@ def draw_line(
     axes: Axes, x: ArrayLike, y: ArrayLike, style: Style, label: str, **options: Any
 ) -> None:
     """Plot a line in the look of its arm, with markers no denser than can be told apart."""
-    (line,) = axes.plot(x, y, color=style.colour, linewidth=style.width, label=label, **options)
+    (line,) = axes.plot(x, y, style.dash, color=style.colour, label=label, **options)
+    line.set_linewidth(style.width)
     line.set_marker(style.marker)
     line.set_markersize(4 + style.width / 2)
     gap = np.pad(~np.isfinite(np.asarray(y, dtype=float)), 1, constant_values=True)

@@ -6,9 +6,10 @@ It imports `_report`; train.py calls it at the end of a sweep.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from normplug._extras import needs
 from normplug._report.files import write_file
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
     from normplug.compare.stats import Row
 
 __all__ = ["Comparison", "compare"]
+
+PLOTS = (
+    "accuracy",
+    "loss",
+    "seeds",
+    "targets",
+    "blocks",
+    "throughput",
+    "variance_by_depth",
+    "variance_by_step",
+)
+Source: TypeAlias = "str | os.PathLike[str]"
 
 
 @dataclass(frozen=True)
@@ -38,46 +51,66 @@ class Comparison:
 
 
 def compare(
-    directory: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
+    sources: Source | Sequence[Source],
+    out: Source | None = None,
+    plots: Collection[str] | None = None,
+    reference: str | None = None,
 ) -> Comparison:
-    """Compare all runs found under `directory`, arm by arm and seed by seed.
+    """Compare all runs of the sources, arm by arm and seed by seed.
 
     Runs are grouped by (model, data). Only finished runs are averaged; every other run, and
     every seed that one arm has and another lacks, is listed under the table with its reason.
 
     Args:
-        directory: searched at any depth for `result.json`; each is one run.
-        out: where `summary.md`, `summary.csv`, `runs.csv` and the plots go; made if absent.
-            None for `directory` itself.
+        sources: one or more. A directory is searched at any depth for `result.json`; each is one
+            run. A file holds the runs that `collect` has put into it.
+        out: where `summary.md`, `summary.csv` and the plots go, and `runs.csv` of directories;
+            made if absent. None for the source itself, if it is a single directory.
+        plots: those of `PLOTS` to draw; None for all that the runs have numbers for.
+        reference: the arm that others are compared with, where it has finished runs. Else it is
+            "baseline", or "standard" without that.
 
     Raises:
-        FileNotFoundError: `directory` is no directory.
-        ValueError: it holds no `result.json`.
+        FileNotFoundError: a source does not exist.
+        ValueError: a directory holds no `result.json`; a file holds no list of runs; `out` is
+            None, and there is no single directory.
         ModuleNotFoundError: a package of the `train` extra is missing.
     """
     with needs("normplug.compare", "train"):
-        from normplug.compare.canvas import arm_styles
-        from normplug.compare.plots import draw, file_stems
+        from normplug.compare.plots import draw
         from normplug.compare.report import render
         from normplug.compare.sheets import write_runs, write_summary
         from normplug.compare.stats import summarise
         from normplug.compare.variance import gather_variance
 
-    root = Path(directory)
-    runs, unreadable = find_runs(root)
-    groups = group_runs(runs)
+    given = [sources] if isinstance(sources, (str, os.PathLike)) else sources
+    paths = [Path(source) for source in given]
+    runs, unreadable = find_runs(paths)
+    target = _target(paths, out)
+    groups = group_runs(runs, reference)
     variances = [gather_variance(group) for group in groups]
     notes = [variance.notes for variance in variances]
-    markdown = render(groups, notes, unreadable, root)
+    where = " and ".join(path.name if path.is_file() else str(path) for path in paths)
+    markdown = render(groups, notes, unreadable, where)
     rows = [row for group in groups for row in summarise(group)]
 
-    target = root if out is None else Path(out)
-    paths = [target / name for name in ("summary.md", "summary.csv", "runs.csv")]
-    write_file(paths[0], markdown)
-    write_summary(paths[1], rows)
-    write_runs(paths[2], groups, unreadable, root)
-    styles = arm_styles(groups)
-    for group, variance, stem in zip(groups, variances, file_stems(groups), strict=True):
-        paths += draw(group, variance.by_arm, styles, target, stem)
+    written = [target / "summary.md", target / "summary.csv"]
+    write_file(written[0], markdown)
+    write_summary(written[1], rows)
+    if any(path.is_dir() for path in paths):  # a collected file has the runs themselves
+        written.append(target / "runs.csv")
+        write_runs(written[-1], groups, unreadable)
+    written += draw(groups, [variance.by_arm for variance in variances], target, plots)
     complete = not unreadable and all(row.n_finished == row.n_expected for row in rows)
-    return Comparison(rows, markdown, paths, complete)
+    return Comparison(rows, markdown, written, complete)
+
+
+def _target(sources: Sequence[Path], out: Source | None) -> Path:
+    if out is not None:
+        return Path(out)
+    if len(sources) == 1 and sources[0].is_dir():
+        return sources[0]
+    raise ValueError(
+        "normplug.compare: tables and plots need a directory where there is not a single "
+        "directory of runs. Name it: --out DIR."
+    )

@@ -1,15 +1,15 @@
-"""Find the runs under a directory, and sort them into groups that may be compared."""
+"""Read the runs of a study, and sort them into groups that may be compared."""
 
-import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from normplug._report.arms import ARM_ORDER, REFERENCES, REFUSAL
+from normplug._report.arms import ARM_ORDER, REFERENCES
 from normplug._report.measure import ACCURACY, Measure
+from normplug.compare.sources import Record, find_records
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,18 @@ class Run:
     """What one `result.json` says. A number that is null or not finite is None.
 
     `test_score` and `scores_by_epoch` are values of its measure, `items_per_s` is its speed.
+
+    Attributes:
+        name: its directory, relative to where it was found.
+        variances: its `variance.csv`, or what a collected file has of it; None for neither.
+        test_bits: the test loss of a text in bits per character.
+        text_sha256: of the text; "" for images.
+        block_drop: test loss without each block minus the loss with all of them.
+        overrides: the options of its command line, as they were typed.
     """
 
-    path: Path
+    name: str
+    variances: Path | Mapping[str, Any] | None
     error: str
     model: str
     data: str
@@ -37,6 +46,12 @@ class Run:
     versions: dict[str, str]
     hardware: str
     date: str
+    epochs: int = 0
+    learning_rate: float | None = None
+    test_bits: float | None = None
+    text_sha256: str = ""
+    block_drop: tuple[float, ...] = ()
+    overrides: tuple[str, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -45,7 +60,9 @@ class Run:
 
 
 BY_MEASURE = ("measure", "test_score", "scores_by_epoch", "items_per_s")
-KEYS = tuple(f.name for f in fields(Run) if f.name not in ("path", "error", *BY_MEASURE))
+NO_KEYS = ("name", "variances", "error", *BY_MEASURE)
+# What each `result.json` of a finished run holds; fields with a default may be absent.
+KEYS = tuple(f.name for f in fields(Run) if f.name not in NO_KEYS and f.default is MISSING)
 IDENTITY = ("model", "data", "arm", "seed", "status")
 
 
@@ -58,12 +75,14 @@ class Group:
         data: name of the data set.
         arms: arm -> seed -> the run used; arms in the order of the table.
         left_out: runs replaced by a finished or newer run of the same arm and seed.
+        references: the arms to compare with, by preference.
     """
 
     model: str
     data: str
     arms: dict[str, dict[int, Run]]
     left_out: list[Run]
+    references: tuple[str, ...] = REFERENCES
 
     @property
     def title(self) -> str:
@@ -84,14 +103,14 @@ class Group:
     @property
     def reference(self) -> str | None:
         """The arm that the others are compared with; None if no such arm has a finished run."""
-        return next((arm for arm in REFERENCES if self.finished(arm)), None)
+        return next((arm for arm in self.references if self.finished(arm)), None)
 
     @property
     def why_reference(self) -> str:
         """Why this arm is the reference, or why there is none."""
-        if self.reference == REFERENCES[0]:
+        if self.reference == self.references[0]:
             return "it has finished runs"
-        passed_over = [arm for arm in REFERENCES if not self.finished(arm)]
+        passed_over = [arm for arm in self.references if not self.finished(arm)]
         return " and ".join(
             f"{arm} has no {'finished run' if arm in self.arms else 'run'}" for arm in passed_over
         )
@@ -107,25 +126,15 @@ class Group:
         return {seed: run for seed, run in self.arms.get(arm, {}).items() if run.finished}
 
 
-def find_runs(directory: Path) -> tuple[list[Run], dict[Path, str]]:
-    """The runs of every `result.json` at any depth, and unreadable files with the reason."""
-    if not directory.is_dir():
-        raise FileNotFoundError(
-            f"normplug.compare: {directory} is not a directory. "
-            "Give the directory that holds the runs of a sweep."
-        )
-    paths = sorted(directory.rglob("result.json"))
-    if not paths:
-        raise ValueError(
-            f"normplug.compare: no result.json at any depth under {directory}. train.py writes "
-            "one into the directory of each run: give that directory, or one above it."
-        )
-    runs, unreadable = [], {}
-    for path in paths:
+def find_runs(sources: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
+    """The runs of all sources, and what could not be read, with the reason; see `find_records`."""
+    records, unreadable = find_records(sources)
+    runs = []
+    for record in records:
         try:
-            runs.append(read_run(path))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            unreadable[path] = str(error)
+            runs.append(read_run(record))
+        except (ValueError, TypeError, AttributeError) as error:
+            unreadable[record.file] = str(error)
     return runs, unreadable
 
 
@@ -134,11 +143,9 @@ def keys(measure: Measure) -> tuple[str, ...]:
     return (*KEYS, measure.test_key, measure.curve_key, measure.speed_key)
 
 
-def read_run(path: Path) -> Run:
-    """Read one `result.json`; one that says "finished" but lacks keys is a failed run."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(record, dict):
-        raise ValueError("holds no JSON object")
+def read_run(found: Record) -> Run:
+    """Read one record; one that says "finished" but lacks keys is a failed run."""
+    record = found.values
     measure = Measure.of(record)
     lacking = [key for key in keys(measure) if key not in record]
     if set(lacking) & set(IDENTITY):
@@ -146,15 +153,15 @@ def read_run(path: Path) -> Run:
     status, error = record["status"], str(record.get("error") or "")
     if lacking and status == "finished":
         status, error = "failed", f"result.json lacks {', '.join(lacking)}"
-    if (refusal := path.with_name(REFUSAL)).is_file():
-        status, error = "failed", refusal.read_text(encoding="utf-8")
     try:
         seed = int(record["seed"])
     except (OverflowError, TypeError, ValueError):
         raise ValueError(error or f"its seed is {record['seed']!r}, not an integer") from None
-    curve = (_number(value) for value in record.get(measure.curve_key) or ())
+    curve = [_number(value) for value in record.get(measure.curve_key) or ()]
+    dropped = record.get("block_drop") or {}
     return Run(
-        path=path,
+        name=found.name,
+        variances=record.get("variances") or found.variances,
         error=error,
         model=str(record["model"]),
         data=str(record["data"]),
@@ -172,18 +179,29 @@ def read_run(path: Path) -> Run:
         versions={str(k): str(v) for k, v in (record.get("versions") or {}).items()},
         hardware=str(record.get("hardware") or "unknown"),
         date=str(record.get("date") or ""),
+        epochs=_whole(record.get("epochs")) or len(curve),
+        learning_rate=_number(record.get("learning_rate")),
+        test_bits=_number(record.get("test_bits_per_character")),
+        text_sha256=str(record.get("text_sha256") or ""),
+        block_drop=tuple(loss - dropped["loss"] for loss in dropped.get("loss_without", ())),
+        overrides=tuple(map(str, record.get("overrides") or ())),
     )
 
 
-def group_runs(runs: Iterable[Run]) -> list[Group]:
-    """Group by (model, data), then by arm and seed."""
+def group_runs(runs: Iterable[Run], reference: str | None = None) -> list[Group]:
+    """Group by (model, data), then by arm and seed.
+
+    Where an arm of a group has runs of several learning rates, each rate is an arm of its own.
+    `reference` is the arm that others are compared with, where it has finished runs.
+    """
     members: dict[tuple[str, str], list[Run]] = defaultdict(list)
-    for run in runs:
+    for run in _by_rate(runs):
         members[run.model, run.data].append(run)
-    return [_group(*names, members[names]) for names in sorted(members)]
+    references = (reference, *REFERENCES) if reference else REFERENCES
+    return [_group(*names, members[names], references) for names in sorted(members)]
 
 
-def _group(model: str, data: str, runs: list[Run]) -> Group:
+def _group(model: str, data: str, runs: list[Run], references: tuple[str, ...]) -> Group:
     arms: dict[str, dict[int, Run]] = {}
     left_out = []
     # Of two runs of one arm and seed the later in this order stays: finished before newer.
@@ -192,7 +210,21 @@ def _group(model: str, data: str, runs: list[Run]) -> Group:
         if run.seed in of_arm:
             left_out.append(of_arm[run.seed])
         of_arm[run.seed] = run
-    return Group(model, data, arms, left_out)
+    return Group(model, data, arms, left_out, references)
+
+
+def _by_rate(runs: Iterable[Run]) -> list[Run]:
+    """The runs, with the rate in the name of each arm that has several."""
+    runs = list(runs)
+    rates: dict[tuple[str, str, str], set[float | None]] = defaultdict(set)
+    for run in runs:
+        rates[run.model, run.data, run.arm].add(run.learning_rate)
+    return [
+        replace(run, arm=f"{run.arm} lr={run.learning_rate:g}")
+        if run.learning_rate is not None and len(rates[run.model, run.data, run.arm]) > 1
+        else run
+        for run in runs
+    ]
 
 
 def _arm_rank(arm: str) -> tuple[int, str]:

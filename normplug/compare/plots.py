@@ -1,10 +1,13 @@
-"""Draw a group: its measure here, its speed in `throughput`, its variances in `variance_plots`."""
+"""Draw a group: its measure here, and the rest in `targets`, `blocks`, `throughput` and so on."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from normplug._report.figures import (
@@ -17,38 +20,66 @@ from normplug._report.figures import (
 )
 from normplug._report.intervals import t_interval
 from normplug._report.measure import Measure
-from normplug.compare.canvas import seed_count
+from normplug.compare.blocks import blocks_figure, dropped
+from normplug.compare.canvas import arm_styles, seed_count
 from normplug.compare.dots import draw_bar, draw_dots, row_height, row_name, say_no_pair
 from normplug.compare.gather import Group
-from normplug.compare.stats import paired_differences, scores
+from normplug.compare.stats import adjusted_ps, p_text, paired_differences, scores
+from normplug.compare.targets import target_groups, targets_figure
 from normplug.compare.throughput import speeds_by_hardware, throughput_figure
 from normplug.compare.variance import Variance
 from normplug.compare.variance_plots import variance_by_depth_figure, variance_by_step_figure
 
 
 def draw(
-    group: Group,
-    variances: Mapping[str, Variance],
-    styles: Mapping[str, Style],
+    groups: Sequence[Group],
+    variances: Iterable[Mapping[str, Variance]],
     out: Path,
-    stem: str,
+    plots: Collection[str] | None = None,
 ) -> list[Path]:
-    """Write the plots that the group has numbers for, as `out/<plot>_<stem>.png`."""
-    figures = {}
+    """Write the plots that the groups have numbers for, as `out/<plot>_<group>.png`.
+
+    Args:
+        groups: arms look alike in the plots of all of them.
+        variances: of the arms of each group.
+        out: made if absent.
+        plots: the names of those to draw; None for all.
+    """
+    styles = arm_styles(groups)
+    found = [
+        (f"{name}_{stem}.png", figure)
+        for group, of_arms, stem in zip(groups, variances, file_stems(groups), strict=True)
+        for name, figure in _figures(group, of_arms, styles).items()
+        if plots is None or name in plots
+    ]
+    if plots is None or "targets" in plots:
+        together = target_groups(groups)
+        firsts = [replace(members[0], model="targets") for members in together]
+        stems = [f"{stem}.png" for stem in file_stems(firsts)]
+        found += zip(stems, [partial(targets_figure, members) for members in together], strict=True)
+    for name, figure in found:
+        save_figure(figure(), out / name)
+    return [out / name for name, _ in found]
+
+
+def _figures(
+    group: Group, variances: Mapping[str, Variance], styles: Mapping[str, Style]
+) -> dict[str, Callable[[], Figure]]:
+    """The plots of one group by name, each to be drawn by a call."""
+    figures: dict[str, Callable[[], Figure]] = {}
     if any(_curves(group, arm) for arm in group.arms):
-        figures[group.measure.name] = curves_figure(group, styles)
+        figures[group.measure.name] = partial(curves_figure, group, styles)
     if any(scores(group, arm) for arm in group.arms):
-        figures["seeds"] = seeds_figure(group, styles)
+        figures["seeds"] = partial(seeds_figure, group, styles)
+    if any(dropped(group, arm) for arm in group.arms):
+        figures["blocks"] = partial(blocks_figure, group, styles)
     if speeds_by_hardware(group):
-        figures["throughput"] = throughput_figure(group, styles)
+        figures["throughput"] = partial(throughput_figure, group, styles)
     if variances:
-        figures["variance_by_depth"] = variance_by_depth_figure(group.title, variances, styles)
-        figures["variance_by_step"] = variance_by_step_figure(group.title, variances)
-    paths = []
-    for name, figure in figures.items():
-        paths.append(out / f"{name}_{stem}.png")
-        save_figure(figure, paths[-1])
-    return paths
+        by_depth = partial(variance_by_depth_figure, group.title, variances, styles)
+        figures["variance_by_depth"] = by_depth
+        figures["variance_by_step"] = partial(variance_by_step_figure, group.title, variances)
+    return figures
 
 
 def file_stems(groups: Iterable[Group]) -> list[str]:
@@ -93,6 +124,8 @@ def seeds_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
     """The measure on the test set for every seed, and its difference to the reference."""
     measure = group.measure
     what = f"test {measure.name}: a dot for each seed, mean and 95% t-interval in black"
+    if adjusted_ps(group):
+        what += "; p of paired t-tests, adjusted by Holm"
     arms = list(group.arms)
     names = [row_name(arm, len(group.finished(arm)), group) for arm in arms]
     figure = new_figure(
@@ -125,11 +158,24 @@ def seeds_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
         right.set_xlabel(
             f"test {measure.name} minus {group.reference}, same seed ({measure.difference_unit})"
         )
+        _name_ps(right, group)
     else:
         say_no_pair(right, group)
     for axes in (left, right):
         axes.grid(axis="x", alpha=0.3)
     return figure
+
+
+def _name_ps(axes: Axes, group: Group) -> None:
+    """Write Holm's p of each arm beside its row."""
+    beside = axes.get_yaxis_transform()
+    ps = adjusted_ps(group)
+    if ps:
+        axes.text(1.02, -0.6, "p (Holm)", va="bottom", transform=beside)
+    for row, arm in enumerate(group.arms):
+        text = "reference" if arm == group.reference else p_text(ps[arm]) if arm in ps else ""
+        if text:
+            axes.text(1.02, row, text, va="center", transform=beside)
 
 
 def _curves(group: Group, arm: str) -> list[tuple[float, ...]]:

@@ -23,9 +23,13 @@ SUMMARY_COLUMNS = (
     "test_n",
     "test_mean",
     "test_t95_half_width",
+    "test_bits_n",
+    "test_bits_mean",
+    "test_bits_t95_half_width",
     "difference_to_reference_n",
     "difference_to_reference_mean",
     "difference_to_reference_t95_half_width",
+    "difference_to_reference_p_holm",
     "speed_ratio_n",
     "speed_ratio_geometric_mean",
     "items_per_s_median",
@@ -38,9 +42,11 @@ RUN_FIELDS = (
     "data",
     "arm",
     "seed",
+    "learning_rate",
     "status",
     "error",
     "test_score",
+    "test_bits",
     "items_per_s",
     "step_ms",
     "loader_wait_ms",
@@ -56,20 +62,17 @@ def write_summary(path: Path, rows: Iterable[Row]) -> None:
     _write(path, SUMMARY_COLUMNS, [_summary_line(row) for row in rows])
 
 
-def write_runs(
-    path: Path, groups: Iterable[Group], unreadable: Mapping[Path, str], root: Path
-) -> None:
+def write_runs(path: Path, groups: Iterable[Group], unreadable: Mapping[str, str]) -> None:
     """One line for each run; `averaged` is False for those that no mean includes."""
     lines = []
     for group in groups:
         used = [run for runs in group.arms.values() for _, run in sorted(runs.items())]
         reference = {"reference": group.reference, "why_reference": group.why_reference}
-        lines += [_run_line(run, root, run.finished) | reference for run in used]
-        lines += [_run_line(run, root, averaged=False) | reference for run in group.left_out]
-    for file, why in unreadable.items():
-        name = file.relative_to(root)
-        lines.append({"status": "failed", "error": why, "averaged": False, "file": name})
-    _write(path, (*RUN_FIELDS, *MEASURE_COLUMNS, "averaged", *REFERENCE_COLUMNS, "file"), lines)
+        lines += [_run_line(run, run.finished) | reference for run in used]
+        lines += [_run_line(run, averaged=False) | reference for run in group.left_out]
+    for name, why in unreadable.items():
+        lines.append({"status": "failed", "error": why, "averaged": False, "run": name})
+    _write(path, (*RUN_FIELDS, *MEASURE_COLUMNS, "averaged", *REFERENCE_COLUMNS, "run"), lines)
 
 
 def _summary_line(row: Row) -> dict[str, object]:
@@ -83,7 +86,9 @@ def _summary_line(row: Row) -> dict[str, object]:
         "why_reference": row.why_reference,
         **_measure(row.measure),
         **_interval("test", row.test_score),
+        **_interval("test_bits", row.test_bits),
         **_interval("difference_to_reference", row.difference),
+        "difference_to_reference_p_holm": row.p,
         "speed_ratio_n": row.speed_pairs,
         "speed_ratio_geometric_mean": row.speed_ratio,
         "items_per_s_median": row.items_per_s,
@@ -108,11 +113,9 @@ def _measure(measure: Measure) -> dict[str, object]:
     return dict(zip(MEASURE_COLUMNS, values, strict=True))
 
 
-def _run_line(run: Run, root: Path, averaged: bool) -> dict[str, object]:
+def _run_line(run: Run, averaged: bool) -> dict[str, object]:
     fields = {name: getattr(run, name) for name in RUN_FIELDS}
-    return (
-        fields | _measure(run.measure) | {"averaged": averaged, "file": run.path.relative_to(root)}
-    )
+    return fields | _measure(run.measure) | {"averaged": averaged, "run": run.name}
 
 
 def _write(path: Path, columns: Sequence[str], lines: Iterable[Mapping[str, object]]) -> None:

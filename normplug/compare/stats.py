@@ -1,11 +1,11 @@
-"""Means, 95% t-intervals, and differences to the reference paired by seed."""
+"""Means, 95% t-intervals, and differences to the reference paired by seed, with Holm's p."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from normplug._report.intervals import Interval, geometric_mean, t_interval
+from normplug._report.intervals import Interval, geometric_mean, holm, p_value, t_interval
 from normplug._report.measure import Measure
 from normplug.compare.gather import Group, Run
 
@@ -26,7 +26,10 @@ class Row:
         reference: the arm that this one is compared with; None if there is none.
         why_reference: why it is that arm.
         test_score: the measure on the test set, over the finished runs that have it.
+        test_bits: the test loss of a text in bits per character.
         difference: test score minus the reference's, over the seeds that both finished.
+        p: of a paired t-test of that difference, adjusted by Holm's method for all arms that the
+            group compares with its reference.
         speed_ratio: geometric mean of the speed over the reference's, by pairs of one hardware.
         speed_pairs: number of those pairs.
         items_per_s: median over runs.
@@ -44,7 +47,9 @@ class Row:
     reference: str | None
     why_reference: str
     test_score: Interval | None
+    test_bits: Interval | None
     difference: Interval | None
+    p: float | None
     speed_ratio: float | None
     speed_pairs: int
     items_per_s: float | None
@@ -81,12 +86,24 @@ def speed_ratios(group: Group, arm: str) -> dict[int, float]:
     }
 
 
+def adjusted_ps(group: Group) -> dict[str, float]:
+    """Holm's p of each arm that has two or more pairs with the reference."""
+    ps = {arm: p_value(paired_differences(group, arm).values()) for arm in group.arms}
+    return holm({arm: p for arm, p in ps.items() if p is not None})
+
+
+def p_text(p: float) -> str:
+    """A p as text: three decimals, and no p is 0."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
 def summarise(group: Group) -> list[Row]:
     """One row per arm, in the order of the table."""
-    return [_row(group, arm) for arm in group.arms]
+    ps = adjusted_ps(group)
+    return [_row(group, arm, ps.get(arm)) for arm in group.arms]
 
 
-def _row(group: Group, arm: str) -> Row:
+def _row(group: Group, arm: str, p: float | None) -> Row:
     runs = group.finished(arm)
     ratios = list(speed_ratios(group, arm).values())
     peak = _median(runs, "peak_memory_bytes")
@@ -101,7 +118,9 @@ def _row(group: Group, arm: str) -> Row:
         reference=group.reference,
         why_reference=group.why_reference,
         test_score=t_interval(scores(group, arm).values()),
+        test_bits=t_interval(_values(runs, "test_bits").values()),
         difference=t_interval(paired_differences(group, arm).values()),
+        p=p,
         speed_ratio=geometric_mean(ratios) if ratios else None,
         speed_pairs=len(ratios),
         items_per_s=_median(runs, "items_per_s"),

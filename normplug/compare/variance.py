@@ -1,10 +1,12 @@
-"""Read the `variance.csv` of runs, and average them over seeds."""
+"""Read the variances that runs logged, keep a few of them, and average them over seeds."""
 
 import csv
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,8 @@ from normplug.compare.gather import Group
 Floats = NDArray[np.float64]
 COLUMNS = ("target_variance", "input_variance", "output_variance", "affine_variance")
 NEEDED = {"step", "depth", "kind", *COLUMNS}
+STEPS_KEPT = 8  # of a run in a collected file: enough for a picture of depth by step
+DIGITS_KEPT = 3
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,19 @@ class GroupVariance:
 
 
 def gather_variance(group: Group) -> GroupVariance:
-    """Read and average the finished runs' `variance.csv`, arm by arm."""
+    """Read and average the variances of finished runs, arm by arm."""
     by_arm, notes, absent = {}, [], []
     for arm in group.arms:
         found = []
         for seed, run in sorted(group.finished(arm).items()):
+            if run.variances is None:
+                absent.append(f"{arm} seed {seed}")
+                continue
             try:
-                found.append(read_variance(run.path.with_name("variance.csv")))
+                found.append(_variance_of(run.variances))
             except FileNotFoundError:
                 absent.append(f"{arm} seed {seed}")
-            except (OSError, ValueError, csv.Error) as error:
+            except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
                 notes.append(f"{arm}, seed {seed}: variance.csv could not be read: {error}")
         if found and (mean := mean_variance(found)):
             by_arm[arm] = mean
@@ -97,6 +104,45 @@ def read_variance(path: Path) -> Variance:
         kinds=Counter(kind_of.values()),
         values=dict(zip(COLUMNS, table, strict=True)),
     )
+
+
+def kept_variance(path: Path) -> dict[str, Any] | None:
+    """What a collected file keeps of a `variance.csv`: `STEPS_KEPT` steps, with the first and last.
+
+    None for a file that is absent or cannot be read.
+    """
+    try:
+        found = read_variance(path)
+    except (OSError, ValueError, csv.Error):
+        return None
+    last = len(found.steps) - 1
+    places = np.unique(np.linspace(0, last, STEPS_KEPT).round().astype(int))
+    return {
+        "steps": found.steps[places].tolist(),
+        "depths": found.depths.tolist(),
+        "kinds": dict(found.kinds),
+        **{name: _rounded(table[places]) for name, table in found.values.items()},
+    }
+
+
+def _variance_of(variances: Path | Mapping[str, Any]) -> Variance:
+    """The variances of a run, from its `variance.csv` or from a collected file."""
+    if isinstance(variances, Path):
+        return read_variance(variances)
+    return Variance(
+        steps=np.array(variances["steps"]),
+        depths=np.array(variances["depths"]),
+        kinds=Counter(variances["kinds"]),
+        values={name: np.array(variances[name], dtype=float) for name in COLUMNS},
+    )
+
+
+def _rounded(table: Floats) -> list[list[float | None]]:
+    """The table in few digits, with None for what JSON lacks."""
+    return [
+        [float(f"{value:.{DIGITS_KEPT}g}") if np.isfinite(value) else None for value in row]
+        for row in table
+    ]
 
 
 def mean_variance(runs: list[Variance]) -> Variance | None:

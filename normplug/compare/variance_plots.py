@@ -3,8 +3,6 @@
 import math
 from collections.abc import Mapping
 
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from normplug._report.figures import (
@@ -14,13 +12,11 @@ from normplug._report.figures import (
     draw_line,
     heat_map,
     legend_below,
-    log_span,
     new_figure,
-    plain_ticks,
     whole_numbers,
     wrapped,
 )
-from normplug.compare.canvas import seed_count
+from normplug.compare.canvas import log_scale, seed_count
 from normplug.compare.variance import Variance
 
 PANELS = {
@@ -49,7 +45,7 @@ def variance_by_depth_figure(
     for column, axes in panels.items():
         axes.set_title(PANELS[column], loc="left", fontsize="medium")
         axes.set_ylabel("variance")
-        _log_scale(axes)
+        log_scale(axes)
     axes.set_xlabel(_depth_label(variances))
     axes.xaxis.set_major_locator(whole_numbers(15))
     legend_below(figure)
@@ -87,16 +83,3 @@ def _depth_label(variances: Mapping[str, Variance]) -> str:
     """The axis' name, with what the norms are."""
     kinds = next(iter(variances.values())).kinds
     return f"norm by depth, 0 = first ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
-
-
-def _log_scale(axes: Axes) -> None:
-    """A log axis over all that is drawn."""
-    low, high = log_span(np.concatenate([np.asarray(line.get_ydata()) for line in axes.lines]))
-    # Limits come first: a log axis without them warns where no value is positive.
-    axes.set_ylim(low / 1.1, high * 1.1)
-    axes.set_yscale("log", nonpositive="mask")
-    ticks, names = plain_ticks(low, high)
-    axes.yaxis.set_major_locator(ticks)
-    axes.yaxis.set_major_formatter(names)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)

@@ -194,8 +194,17 @@ class Run:
             "data": _data_name(self.cfg),
         }
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What a sweep over learning rates needs to choose one, and to say how it is repeated."""
+        rate = OmegaConf.select(self.cfg, "optimizer.lr")
+        return {
+            "learning_rate": rate if isinstance(rate, (int, float)) else None,
+            "overrides": list(HydraConfig.get().overrides.task),
+        }
+
     def _write(self, **values: Any) -> None:
-        self.result = self._labels | self.result | values
+        self.result = self._labels | self._settings | self.result | values
         if self.result["status"] != "running":
             self.result.pop("process", None)
         self._place.write(RESULT, json.dumps(self.result, indent=2) + "\n")

@@ -4,15 +4,17 @@ import csv
 import json
 import math
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 
-from normplug._report.intervals import t_interval
+from normplug._report.intervals import holm, t_interval
 from normplug._report.measure import ACCURACY
-from normplug.compare import compare
+from normplug.compare import PLOTS, compare
 from normplug.compare.__main__ import main
 from normplug.compare.variance import mean_variance, read_variance
+from training import ROOT
 
 VARIANCE_HEADER = (
     "step,epoch,layer,depth,kind,target_variance,input_variance,output_variance,"
@@ -105,6 +107,112 @@ def test_runs_with_a_loss_are_compared_in_its_unit_beside_runs_with_an_accuracy(
     assert found == {("gpt", "nats/byte"), ("resnet18", "%")}
 
 
+def test_losses_of_a_text_have_bits_per_character_and_different_texts_are_a_warning(
+    compared, tmp_path
+):
+    measure = {"name": "loss", "unit": "nats/byte", "better": "lower", "items": "tokens"}
+    values = {"test_loss": 1.5, "loss_by_epoch": [1.6], "tokens_per_s": 10.0, "measure": measure}
+    for seed, text in enumerate("aab"):
+        bits = {"test_bits_per_character": 2.25 + seed, "text_sha256": 20 * text}
+        write_run(tmp_path, "standard", seed, **values, **bits)
+    markdown = compared().markdown
+    assert " bits per character |" in markdown
+    assert " 3.2500 ± 2.4841 |" in markdown
+    assert "**Warning: the runs have different texts**" in markdown
+    assert "aaaaaaaaaaaa (2 runs), bbbbbbbbbbbb (1 run)." in markdown
+
+
+def test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms(compared, tmp_path):
+    # Differences of 1, 2 and 3 points: t = 2 / (1 / sqrt(3)), and p = 0.0742 with 2 degrees.
+    gains = {"golden": (1, 2, 3), "0.5": (1, 1, 1), "2.0": (0, 0, 0), "1.5": (-1, 0, 1)}
+    for seed in range(3):
+        write_run(tmp_path, "baseline", seed, test_accuracy=0.5)
+        for arm, points in gains.items():
+            write_run(tmp_path, arm, seed, test_accuracy=(50 + points[seed]) / 100)
+    comparison = compared()
+    ps = {row.arm: row.p for row in comparison.rows}
+    assert ps["baseline"] is None
+    assert ps["golden"] == pytest.approx(3 * 0.0741799, rel=1e-5)
+    assert ps["0.5"] == pytest.approx(0, abs=1e-12)
+    assert ps["1.5"] == ps["2.0"] == 1
+    assert "+2.00 ± 2.48 (3 pairs) |    0.223 |" in comparison.markdown
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == {"a": 0.03, "c": 0.06, "b": 0.06}
+
+
+def test_a_collected_file_gives_the_same_report_without_what_is_local(tmp_path):
+    for seed in range(2):
+        local = {"process": "5 on a-machine", "overrides": ["data.root=/home/me/photos", "seed=0"]}
+        run = write_run(tmp_path / "runs", "golden", seed, **local)
+        write_variance(run, np.random.default_rng(0).uniform(0.5, 2, (30, 3)), [*range(30)])
+    write_run(tmp_path / "runs", "golden", 2, status="failed", error="no /home/me/data.bin here")
+    file = tmp_path / "docs" / "runs.json"
+    assert main([str(tmp_path / "runs"), "--collect", str(file)]) == 0
+    text = file.read_text()
+    assert len(text.splitlines()) == 2 + 3
+    for local in ("process", "a-machine", "/home"):
+        assert local not in text
+    assert '"data.root=photos"' in text
+    variances = json.loads(text)[0]["variances"]
+    assert len(variances["steps"]) == len(variances["input_variance"]) == 8
+    assert (variances["steps"][0], variances["steps"][-1]) == (0, 29)
+    found = compare(tmp_path / "runs", tmp_path / "a", plots=())
+    kept = compare(file, tmp_path / "b", plots=["variance_by_depth"])
+    assert (
+        kept.markdown.splitlines()[1:] == found.markdown.replace("/home/me/", "").splitlines()[1:]
+    )
+    assert [path.name for path in kept.paths] == [
+        "summary.md",
+        "summary.csv",
+        "variance_by_depth_resnet18_digits.png",
+    ]
+    with pytest.raises(ValueError, match=r"Name it: --out DIR\."):
+        compare(file)
+
+
+def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
+    last = {
+        "golden": {0.1: 0.7, 0.2: 0.8, 0.4: 0.75},
+        "standard": {0.1: 0.9, 0.2: 0.9, 0.4: 0.95},
+        "0.5": {0.1: 0.5},
+    }
+    for arm, rates in last.items():
+        for seed, (rate, value) in product((0, 1), rates.items()):
+            options = [f"mode={arm}", "tag=a b", f"optimizer.lr={rate}", f"seed={seed}", "study=s"]
+            ends = {"status": "failed"} if (arm, rate, seed) == ("standard", 0.4, 1) else {}
+            directory = tmp_path / str(rate)
+            curve = {"accuracy_by_epoch": [0.99, value], "learning_rate": rate}
+            write_run(directory, arm, seed, **curve, overrides=options, **ends)
+    best = tmp_path / "best.txt"
+    assert main([str(tmp_path), "--best", str(best)]) == 0
+    assert best.read_text().splitlines() == [
+        "mode=0.5 'tag=a b' optimizer.lr=0.1",
+        "mode=golden 'tag=a b' optimizer.lr=0.2",
+        "mode=standard 'tag=a b' optimizer.lr=0.1",
+    ]
+    printed = capsys.readouterr().out
+    cells = {line.split("|")[1].split(":")[-1].strip(): line for line in printed.splitlines()[2:5]}
+    assert [cell.strip() for cell in cells["standard"].split("|")[2:-1]] == [
+        "90.00",
+        "90.00",
+        "unfinished",
+        "0.1",
+        "at the end of the range: try further",
+    ]
+    assert "has the highest mean validation accuracy after the last epoch" in printed
+    # Without a choice, each rate is an arm.
+    arms = [row.arm for row in compared().rows]
+    assert {"golden lr=0.1", "golden lr=0.2", "golden lr=0.4", "0.5"} < set(arms)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*/summary.md")), ids=str)
+def test_a_committed_report_is_that_of_its_committed_runs(page, tmp_path):
+    source = page.read_text().splitlines()[0].split(" in ")[1]
+    found = compare(ROOT / "docs" / "results" / source, tmp_path, plots=())
+    assert found.markdown == page.read_text()
+    summary = page.with_name("summary.csv")
+    assert (tmp_path / "summary.csv").read_bytes() == summary.read_bytes()
+
+
 def test_only_finished_runs_are_averaged_and_all_others_are_listed(compared, tmp_path):
     for seed in range(4):
         write_run(tmp_path, "baseline", seed)
@@ -158,8 +266,9 @@ def test_arms_stand_in_one_order_and_columns_line_up(compared, tmp_path):
     comparison = compared()
     assert [row.arm for row in comparison.rows] == expected
     table = [line for line in comparison.markdown.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + len(expected)
-    assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in table}) == 1
+    assert len(table) == 2 * (2 + len(expected))
+    for half in (table[: len(table) // 2], table[len(table) // 2 :]):
+        assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in half}) == 1
 
 
 @pytest.mark.parametrize("baseline", ["no run", "no finished run"])
@@ -202,8 +311,8 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(compared, tmp_p
     assert f"Reference: standard, since {why}.\n" in ours
     assert " minus baseline, points " in other
     assert "Reference: baseline, since it has finished runs.\n" in other
-    (line,) = [line for line in ours.splitlines() if line.startswith("| standard")]
-    assert line.count("reference") == 2
+    lines = [line for line in ours.splitlines() if line.startswith("| standard")]
+    assert [line.count("reference") for line in lines] == [1, 1]
     expected = {("resnet18", "standard", why), ("other", "baseline", "it has finished runs")}
     for name in ("summary.csv", "runs.csv"):
         lines = read_csv(tmp_path / name)
@@ -211,10 +320,20 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(compared, tmp_p
         assert stated == expected
 
 
+def test_any_arm_can_be_the_reference(compared, tmp_path):
+    for arm, accuracy in {"baseline": 0.9, "standard": 0.8, "golden": 0.7}.items():
+        write_run(tmp_path, arm, 0, test_accuracy=accuracy)
+    write_run(tmp_path, "baseline", 0, model="other")
+    found = {(row.model, row.arm): row for row in compared(reference="standard").rows}
+    assert found["resnet18", "golden"].difference == t_interval([0.7 - 0.8])
+    assert found["resnet18", "baseline"].difference == t_interval([0.9 - 0.8])
+    assert found["other", "baseline"].reference == "baseline"
+
+
 def test_one_seed_has_a_mean_and_no_interval(compared, tmp_path):
     write_run(tmp_path, "baseline", 0, test_accuracy=0.9)
     write_run(tmp_path, "golden", 0, test_accuracy=0.91)
-    (line,) = [line for line in compared().markdown.splitlines() if line.startswith("| g")]
+    line, _ = [line for line in compared().markdown.splitlines() if line.startswith("| g")]
     assert "91.00 " in line
     assert "+1.00 (1 pair)" in line
     assert "±" not in line
@@ -305,9 +424,11 @@ def test_without_a_finished_run_there_is_a_table_and_no_plot(tmp_path):
     comparison = compare(tmp_path)
     assert {path.name for path in comparison.paths} == {"summary.md", "summary.csv", "runs.csv"}
     assert comparison.markdown.startswith("# Comparison of 1 run in ")
-    (line,) = [line for line in comparison.markdown.splitlines() if line.startswith("| golden")]
+    lines = [line for line in comparison.markdown.splitlines() if line.startswith("| golden")]
+    line, cost = lines
+    assert cost.count(" - |") == 5
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == ["golden", "0 of 1", *["-"] * 7]
+    assert cells == ["golden", "0 of 1", "-", "-", "-"]
     assert "no finished run, so no hardware" in comparison.markdown
 
 
@@ -334,6 +455,7 @@ def test_every_file_is_written_and_none_is_blank(tmp_path):
     names = {"accuracy", "seeds", "throughput", "variance_by_depth", "variance_by_step"}
     plots = {path for path in comparison.paths if path.suffix == ".png"}
     assert {path.name for path in plots} == {f"{name}_resnet18_digits.png" for name in names}
+    assert names < set(PLOTS)
     for path in plots:
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 15_000
@@ -354,9 +476,14 @@ def test_command_prints_the_table_and_the_paths(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("", "no result.json at any depth under"), ("nowhere", "nowhere is not a directory")],
+    [
+        ("", "no result.json at any depth under"),
+        ("nowhere", "nowhere is not a directory or a file"),
+        ("object.json", "holds no list of runs"),
+    ],
 )
 def test_command_without_runs_ends_in_one_line(tmp_path, capsys, name, sentence):
+    (tmp_path / "object.json").write_text("{}")
     assert main([str(tmp_path / name)]) == 1
     printed = capsys.readouterr()
     assert sentence in printed.err

@@ -1,7 +1,7 @@
 """The plots of a comparison: what each figure holds, not how it looks."""
 
 from collections import Counter
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +9,11 @@ from matplotlib.figure import Figure
 
 from normplug._report.figures import draw_line
 from normplug._report.measure import ACCURACY, Measure
+from normplug.compare.blocks import blocks_figure
 from normplug.compare.canvas import arm_styles
 from normplug.compare.gather import KEYS, Run, group_runs
 from normplug.compare.plots import curves_figure, seeds_figure
+from normplug.compare.targets import target_groups, targets_figure
 from normplug.compare.throughput import throughput_figure
 from normplug.compare.variance import COLUMNS, Variance
 from normplug.compare.variance_plots import variance_by_depth_figure, variance_by_step_figure
@@ -21,7 +23,8 @@ def a_run(arm, seed, accuracy=0.9, curve=(0.5,), speed=None, hardware="", measur
     found = {"test_score": accuracy, "scores_by_epoch": curve, "items_per_s": speed}
     where = {"model": "resnet18", "data": "digits", "arm": arm, "seed": seed, "hardware": hardware}
     others = {
-        "path": Path("result.json"),
+        "name": "run",
+        "variances": None,
         "error": "",
         "versions": {},
         "date": "",
@@ -74,6 +77,8 @@ def test_seeds_shows_each_seed_and_each_pair():
     assert [len(line.get_xdata()) for line in dots if line.get_marker() in "soD"] == [3, 3, 3]
     (pairs,) = [line for line in right.lines if line.get_marker() == "D"]
     np.testing.assert_allclose(pairs.get_xdata(), [1.0, 2.0])
+    # Paired: t = 1.5 / 0.5, and p = 0.2048 with 1 degree; the other arm equals the reference.
+    assert [text.get_text() for text in right.texts] == ["p (Holm)", "reference", "1.000", "0.410"]
     # Differences 1 and 2 points: mean 1.5, and t(0.975, 1) * 0.5 = 6.3531.
     (interval,) = right.containers[-1].lines[2]
     np.testing.assert_allclose(interval.get_segments()[0][:, 0], [1.5 - 6.3531, 1.5 + 6.3531], 1e-5)
@@ -223,6 +228,43 @@ def test_variance_by_depth_shows_the_last_step_and_each_target():
         assert axes.get_yscale() == "log"
 
 
+def test_targets_have_a_line_for_each_model_on_a_log_axis():
+    modes = {"standard": 0.0, "golden": 0.02, "0.5": 0.01, "standard-gamma0_0.786": 0.5}
+    runs = [a_run(arm, seed, 0.9 + gain) for arm, gain in modes.items() for seed in range(2)]
+    vit = [replace(run, model="vit", test_score=run.test_score - 0.3) for run in runs]
+    groups = group_runs([*runs, *vit])
+    assert target_groups([a_group(a_run("standard", 0), a_run("golden", 0))]) == []
+    (together,) = target_groups(groups)
+    right, *left = targets_figure(together).axes
+    assert [axes.get_title("left") for axes in left] == ["resnet18 (2 seeds)", "vit (2 seeds)"]
+    assert right.get_title("left") == "minus standard, same seed"
+    assert {axes.get_xscale() for axes in (right, *left)} == {"log"}
+    for axes, level in zip(left, (90, 60), strict=True):
+        (line,) = [container.lines[0] for container in axes.containers]
+        np.testing.assert_allclose(line.get_xdata(orig=False), [0.5, 0.618034, 1], rtol=1e-5)
+        np.testing.assert_allclose(line.get_ydata(orig=False), [level + 1, level + 2, level])
+    for container in right.containers:
+        np.testing.assert_allclose(container.lines[0].get_ydata(orig=False), [1, 2])
+    alone = [a_group(a_run(arm, 0)) for arm in modes][:1]
+    (axes, *_) = targets_figure(alone).axes
+    assert axes.texts[0].get_text() == "no seed to compare with standard"
+
+
+def test_blocks_show_what_each_of_them_is_worth():
+    drops = {"standard": [(0.5, 0.1), (0.3, 0.3)], "golden": [(0.2, 0.4)]}
+    runs = [
+        replace(a_run(arm, seed), block_drop=losses)
+        for arm, of_seeds in drops.items()
+        for seed, losses in enumerate(of_seeds)
+    ]
+    (axes,) = drawn(blocks_figure, *runs)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines == {
+        "standard (2 seeds)": [[1, 0.4], [2, 0.2]],
+        "golden (1 seed)": [[1, 0.2], [2, 0.4]],
+    }
+
+
 def test_variance_by_step_has_one_scale_for_all_arms():
     cells = np.random.default_rng(0).uniform(0.5, 2.0, (6, 20))
     steps = [0, 10, 20, 40, 80, 160]
@@ -258,6 +300,7 @@ def test_arms_are_told_apart_without_colour():
     group = a_group(*(a_run(arm, 0) for arm in ("baseline", "standard", "golden", *"1234567")))
     styles = arm_styles([group])
     assert len({style.marker for style in styles.values()}) == len(group.arms) == 10
+    assert len({(style.colour, style.dash) for style in styles.values()}) == 10
 
 
 def test_no_two_arms_look_alike():

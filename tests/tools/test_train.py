@@ -3,6 +3,7 @@
 import copy
 import csv
 import math
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import train
 from forks import forked
 from normplug._ops import recompute
 from normplug._report.measure import ACCURACY, Measure
+from normplug.compare.__main__ import main as compare_arms
 from normplug.compare.gather import keys
 from normplug.experiment import names
 from normplug.experiment.checkpoint import whole_rows
@@ -161,6 +163,26 @@ def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(trains
         assert list(targets.values()) == [*(tv for tv in blocks for _ in range(2)), 1.0]
         assert list(targets)[-1] == "net.encoder.ln"
         assert len(list(tmp_path.rglob(f"{arm}/seed_0/result.json"))) == 1
+
+
+def test_a_sweep_over_rates_gives_each_arm_its_best_one_and_the_line_that_repeats_it(
+    trains, tmp_path
+):
+    options = ["experiment=[smoke,rates]", "model=vit_tiny", *SMALL[2:], "callbacks=minimal"]
+    rates = ["optimizer.lr=1e-3,4e-3", "study=rates", "seed=1", "tag=t"]
+    trains(*options, *rates, "mode=golden", "-m")
+    places = {path.parts[-3] for path in (tmp_path / "logs").rglob("result.json")}
+    assert places == {"lr_0.001", "lr_0.004"}
+    file = tmp_path / "best.txt"
+    assert compare_arms([str(tmp_path / "logs"), "--best", str(file)]) == 0
+    found = sorted(results(tmp_path), key=lambda result: result["learning_rate"])
+    best = max(found, key=lambda result: result["accuracy_by_epoch"][-1])
+    (line,) = file.read_text().splitlines()
+    given = [*options, "tag=t", "mode=golden", f"optimizer.lr={best['learning_rate']}"]
+    assert sorted(shlex.split(line)) == sorted(given)
+    trains("-m", "study=chosen", "seed=2", *shlex.split(line))
+    (chosen,) = results(tmp_path / "logs/sweeps/chosen")
+    assert (chosen["seed"], chosen["learning_rate"]) == (2, best["learning_rate"])
 
 
 def test_a_sweep_of_language_models_is_compared_by_its_losses(trains, tmp_path):

@@ -211,7 +211,7 @@ def test_a_finished_result_of_another_configuration_is_a_failed_arm_and_stays(
     assert "golden, seed 0: failed: normplug.experiment: " in output
     assert "| baseline |" in output
     assert (arm / "result.json").read_bytes() == result
-    runs, unreadable = find_runs(tmp_path)
+    runs, unreadable = find_runs([tmp_path])
     assert [run.status for run in runs] == ["finished", "finished"]  # no refusal is left
     assert not unreadable
     (arm / "config.yaml").write_bytes(config)

@@ -22,7 +22,7 @@ from normplug.experiment.data import Cifar10
 from normplug.experiment.errors import UserError
 from normplug.experiment.names import LONGEST_NAME, path_name
 from normplug.experiment.rules import RULES
-from training import SMALL, SMOKE
+from training import ROOT, SMALL, SMOKE
 
 GROUPS = {path.name for path in Path(train.CONFIGS).iterdir() if path.is_dir()}
 
@@ -226,6 +226,29 @@ def test_a_mistake_is_one_sentence_that_names_the_key_and_the_rule(checked, line
 )
 def test_what_can_run_passes(checked, line):
     checked(line)
+
+
+def lines_of_the_study():
+    """The sweeps over rates that the docs tell, without `python train.py -m`."""
+    text = (ROOT / "docs" / "experiments.md").read_text().replace("\\\n", "")
+    _, *found = text.split("\npython train.py -m 'experiment=[")
+    return [f"'experiment=[{line.splitlines()[0]}" for line in found]
+
+
+@pytest.mark.parametrize("line", lines_of_the_study())
+def test_each_run_of_the_study_can_run(checked, line):
+    options = [
+        (o.key_or_group, list(o.sweep_string_iterator())) if o.is_sweep_override() else o.input_line
+        for o in OverridesParser.create().parse_overrides(shlex.split(line))
+    ]
+    for number in range(7):  # the most values of an option: each is checked, in some combination
+        one = [
+            option
+            if isinstance(option, str)
+            else f"{option[0]}={option[1][number % len(option[1])]}"
+            for option in options
+        ]
+        checked(shlex.join(one))
 
 
 @pytest.mark.parametrize(

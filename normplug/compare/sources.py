@@ -1,0 +1,92 @@
+"""Where runs come from: directories of `result.json`, and files that hold many of them."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from normplug._report.arms import REFUSAL
+
+
+class Record(NamedTuple):
+    """The content of one `result.json`.
+
+    Attributes:
+        name: the run's directory, relative to where it was found.
+        values: all that the file says. A record of a collected file may have its variances, too.
+        variances: `variance.csv` beside the file, which may be absent; None in a collected file.
+    """
+
+    name: str
+    values: dict[str, Any]
+    variances: Path | None
+
+    @property
+    def file(self) -> str:
+        """Where its content is, for people."""
+        return f"{self.name}/result.json" if self.variances else self.name
+
+
+def find_records(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
+    """The records of all sources, and what could not be read, with the reason.
+
+    Args:
+        sources: each is a directory that is searched at any depth for `result.json`, or a file
+            that `python -m normplug.compare --collect` has made.
+
+    Raises:
+        FileNotFoundError: a source does not exist.
+        ValueError: a directory holds no `result.json`; a file holds no list of runs.
+    """
+    records: list[Record] = []
+    unreadable: dict[str, str] = {}
+    for source in sources:
+        if source.is_file():
+            records += _in_file(source)
+            continue
+        for path in _in_directory(source):
+            try:
+                name = path.parent.relative_to(source).as_posix()
+                records.append(Record(name, read_result(path), path.with_name("variance.csv")))
+            except (OSError, ValueError) as error:
+                unreadable[path.relative_to(source).as_posix()] = str(error)
+    return records, unreadable
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The content of a `result.json`; a run that its sweep could not use has failed."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError("holds no JSON object")
+    if (refusal := path.with_name(REFUSAL)).is_file():
+        values |= {"status": "failed", "error": refusal.read_text(encoding="utf-8")}
+    return values
+
+
+def _in_directory(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"normplug.compare: {directory} is not a directory or a file. Give the directory that "
+            "holds the runs of a sweep, or a file that --collect has made."
+        )
+    paths = sorted(directory.rglob("result.json"))
+    if not paths:
+        raise ValueError(
+            f"normplug.compare: no result.json at any depth under {directory}. train.py writes "
+            "one into the directory of each run: give that directory, or one above it."
+        )
+    return paths
+
+
+def _in_file(path: Path) -> Iterator[Record]:
+    try:
+        runs = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"normplug.compare: {path} is not JSON: {error}.") from None
+    if not (isinstance(runs, list) and all(isinstance(run, dict) for run in runs)):
+        raise ValueError(
+            f"normplug.compare: {path} holds no list of runs. Give a file that "
+            "`python -m normplug.compare RUNS --collect FILE` has made, or a directory of runs."
+        )
+    for number, run in enumerate(runs):
+        yield Record(str(run.get("run") or f"run {number}"), run, None)
