@@ -323,17 +323,6 @@ def trailing(caller: str, x: Tensor, shape: Sequence[int], **vectors: Tensor | N
             raise ValueError(_must(caller, name, rule, str(tuple(vector.shape))))
 
 
-def components(caller: str, x: Tensor) -> tuple[Tensor, ...]:
-    """The components of a nested tensor; refuse one that has none."""
-    parts = x.unbind()
-    if not parts:
-        raise ValueError(
-            f"normplug.{caller}: a nested input needs at least one component; got none. Skip the "
-            "call."
-        )
-    return parts
-
-
 def _sizes(x: Tensor) -> tuple[Any, ...]:
     """The shape of x; of a nested tensor that has none, its components' shapes."""
     if x.is_nested and x.layout == torch.strided:

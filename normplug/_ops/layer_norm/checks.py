@@ -30,7 +30,7 @@ def check(caller: str, t: Tensors, spec: LayerNormSpec) -> None:
     _checks.same_shape(caller, t.x, residual=t.residual)
     vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
     if nested.is_strided(t.x):
-        for part in _checks.components(caller, t.x):
+        for part in nested.components(caller, t.x):
             _checks.trailing(caller, part, spec.normalized_shape, **vectors)
     else:
         _checks.trailing(caller, t.x, spec.normalized_shape, **vectors)
