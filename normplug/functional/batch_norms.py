@@ -78,6 +78,7 @@ def batch_norm(
     and relu also one bit per element, and with `residual` and another activation also `residual`.
 
     Example:
+        >>> import torch
         >>> x = torch.tensor([[1.0], [3.0]])
         >>> batch_norm(x, None, None, training=True, eps=1e-12, mode=0.25).flatten()
         tensor([-0.5000,  0.5000])
@@ -107,6 +108,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
         TypeError: `x` is not a tensor, or not floating point.
 
     Example:
+        >>> import torch
         >>> channel_stats(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
         (tensor([2., 5.]), tensor([1., 0.]))
     """

@@ -66,6 +66,7 @@ def group_norm(
     For the backward they keep `input` and two numbers per group.
 
     Example:
+        >>> import torch
         >>> group_norm(torch.tensor([[1.0, 3.0, 5.0, 5.1]]), 2, mode="standard").round()
         tensor([[-1.,  1., -1.,  1.]])
     """
@@ -125,6 +126,7 @@ def instance_norm(
     torch backend does not promote: PyTorch takes float32 parameters beside a half `input`.
 
     Example:
+        >>> import torch
         >>> instance_norm(torch.tensor([[[1.0, 3.0], [5.0, 5.1]]]), mode="standard").round()
         tensor([[[-1.,  1.],
                  [-1.,  1.]]])

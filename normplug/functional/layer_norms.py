@@ -79,6 +79,7 @@ def layer_norm(
     bits each time. For the backward they keep `input` and two numbers per row.
 
     Example:
+        >>> import torch
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), mode="standard").round()
         tensor([[-1.,  1.]])
     """
@@ -140,6 +141,7 @@ def add_layer_norm(
     launch, and keep `total` for the backward.
 
     Example:
+        >>> import torch
         >>> y, total = add_layer_norm(torch.ones(1, 2), torch.tensor([[0.0, 2.0]]), (2,))
         >>> total
         tensor([[1., 3.]])

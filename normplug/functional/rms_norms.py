@@ -78,6 +78,7 @@ def rms_norm(
     number per row.
 
     Example:
+        >>> import torch
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), (2,), mode="standard")
         tensor([[0.8485, 1.1314]])
     """
@@ -133,6 +134,7 @@ def add_rms_norm(
     and keep `total` for the backward.
 
     Example:
+        >>> import torch
         >>> y, total = add_rms_norm(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]), (2,))
         >>> total
         tensor([[3., 4.]])

@@ -141,7 +141,7 @@ def test_the_setups_are_the_corners_that_they_are_named_for():
         assert shape.solo
         assert shape.rows > 2 * shape.tile
         assert shape.rows % shape.tile != 0
-        assert made[f"{name}, many items"].gathers > schedule.FAN_IN
+        assert made[f"{name}, many items"].gathers > merging.FAN_IN.value
 
 
 @pytest.mark.parametrize("setup", MANY_ITEMS)

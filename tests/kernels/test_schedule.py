@@ -42,13 +42,14 @@ def is_power_of_2(n):
 
 
 def test_the_shapes_meet_every_way_to_cut_them():
+    merging = pytest.importorskip("normplug._kernels.merging")
     assert PLANES
     columns = list(COLUMNS.values())
     assert any(s.solo for s in columns)
     assert any(s.programs and not s.solo for s in columns)
     assert any(not s.programs for s in columns)
     assert any(s.group > 1 for s in columns)
-    assert any(s.batches > 1 for s in columns)
+    assert any(s.gathers > merging.FAN_IN.value for s in columns)
     assert {s.hw > 1 for s in columns} == {True, False}
     for shapes in (PLANES, COLUMNS):
         assert {shape.wide for shape in shapes.values()} == {True, False}
