@@ -192,8 +192,8 @@ def _load(library: Path) -> None:
 
 def _say(now: Status, level: int = logging.WARNING) -> None:
     global _status
-    _status = now
     _log.log(level, "%s", now)
+    _status = now  # last: who sees it may rely on the log line
 
 
 # --- What `_kernels`, `_ops` and `functional` call ---
