@@ -342,7 +342,8 @@ def timm_reparameterize_model(model):
     block = ConvNorm(3, 8, 3)
     block.linear, block.bn = model.conv, model.bn
     model.conv, model.bn = block, nn.Identity()
-    return evaluate(reparameterize_model(model.eval()))
+    # On the CPU, where it creates what it makes.
+    return evaluate(reparameterize_model(model.eval().cpu()).to(DEVICE))
 
 
 @row("`torch.utils.mkldnn.to_mkldnn`", refused="mkldnn.*__init__ would", cpu=True)

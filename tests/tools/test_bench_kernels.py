@@ -460,5 +460,5 @@ def test_a_small_suite_from_end_to_end(tmp_path):
         assert 0 < row["percent_of_copy"] < 200
         assert FEWEST <= row["repetitions"] <= MOST
         assert ("aten_backend" in row) == (row["provider"] == "eager")
-    assert files["markdown"].read_text().count("32x64x14x14") == 2 * 8
+    assert files["markdown"].read_text().count("32x64x14x14") == 3 * 8
     assert "bn NHWC 32x64x14x14 bfloat16 F+B normplug" in files["trace"].read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import gc
 import importlib
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from normplug._extras import MissingPackage, needs
 from normplug._report.files import write_file
 from normplug._report.provenance import hardware, versions
-from zoo.check import SEED, Architecture, Inputs, check
+from zoo.check import SEED, Architecture, Inputs, check, observe
 
 LIBRARIES = ("torchvision", "timm", "transformers", "diffusers")
 # Parameters. In 16 GiB lie five copies of a model and two of its gradients.
@@ -102,6 +103,10 @@ def _check(architecture: Architecture, *, large: bool, device: torch.device) -> 
     inputs = architecture.inputs(model)
     if device.type != "cpu":
         model, inputs = model.to(device, torch.float64), _moved(inputs, device)
+        try:
+            observe(copy.deepcopy(model), inputs)
+        except RuntimeError as error:
+            return {"result": "skipped", "reason": f"stock does not run in float64: {error}"[:300]}
     report = check(model, inputs)
     row: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),

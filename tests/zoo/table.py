@@ -10,7 +10,7 @@ from normplug._report.markdown import table
 
 Row = Mapping[str, Any]
 
-# "unsteady": the stock model differs from itself from run to run.
+# "unsteady": the stock model differs from itself from run to run, or if it is rounded otherwise.
 RESULTS = ("ok", "none taken", "failed", "unsteady", "skipped")
 SUMMARY = ("library", "architectures", *RESULTS, "norms taken", "left")
 ARCHITECTURES = ("architecture", "norms taken", "norms left", "result", "error")

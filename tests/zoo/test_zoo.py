@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import zoo.check
 from normplug import _convert
 from zoo import __main__, run
 from zoo.check import Architecture, check, compare
@@ -153,6 +154,19 @@ def test_a_stock_model_that_differs_from_itself_is_not_judged():
     report = check(model, {"x": torch.randn(2, 4)})
     assert "differs from itself in output" in report.unsteady
     assert not report.failures
+
+
+def test_a_stock_model_that_rounding_moves_is_not_judged(monkeypatch):
+    class Unstable(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + 1e15 * (self[0].weight.sum() - weight)
+
+    model = Unstable(nn.Linear(4, 4), nn.LayerNorm(4)).double()
+    batch = {"x": torch.randn(2, 4).double()}
+    weight = model[0].weight.sum().item()
+    assert not check(model, batch).unsteady  # the same bits on the CPU, so nobody asks
+    monkeypatch.setattr(zoo.check, "_swapped", lambda model, mode: zoo.check._nudged(model))
+    assert "differs from itself in output" in check(model, batch).unsteady
 
 
 def test_what_unswap_leaves_behind_is_seen(monkeypatch):

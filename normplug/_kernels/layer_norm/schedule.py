@@ -196,10 +196,7 @@ def _row_tile(
     bc = min(padded, needed * 32 * vector)
     side_by_side = max(warps * 32 * vector // bc, 1)
     u = padded // bc
-    in_turn = max(values // (vector * u), 1)
-    while in_turn > 1 and side_by_side * in_turn > rows:
-        in_turn //= 2
-    r = side_by_side * in_turn
+    r = side_by_side * max(values // (vector * u), 1)
     programs = min(-(-rows // r), _MOST_PROGRAMS)
     vector = min(vector, bc)
     return Rows(rows, width, r, u, bc, warps, 1, programs, vector, lanes=side_by_side)
