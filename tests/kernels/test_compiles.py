@@ -244,7 +244,7 @@ def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(spacing):
 @pytest.mark.parametrize("width", [128, 4096, 131072])
 def test_rms_norm(width):
     """Of rows on three levels, rounded before the weight, which has an offset."""
-    forward = ln.layer_norm_forward(4096, width, 8, 2, False, SMS, False)
+    forward = ln.layer_norm_forward(4096, width, 8, 2, False, SMS)
     backward = ln.layer_norm_backward(4096, width, 8, 2, False, SMS, SHARED, launch.COOPERATIVE)
     flags = layer_norm.Flags(centred=False, offset=1.0, rounded=BFLOAT16, bias=False)
     heads = Levels(64, 64 * 24 * width, 24 * width, 8, width)

@@ -37,7 +37,8 @@ def test_as_close_to_float64_as_torch(shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("width", [7, 64, 128, 768, 1000, 1024, 4096, 8192, 40_000])
 @pytest.mark.parametrize("residual", [False, True])
-def test_a_row_has_the_same_bits_however_many_there_are(width, dtype, residual):
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_a_row_has_the_same_bits_however_many_there_are(name, width, dtype, residual):
     rows = min((1 << 25) // width, 20_000)
     x, beside = (torch.randn(rows, width, device=GPU, dtype=dtype) for _ in range(2))
     weight = torch.rand(width, device=GPU, dtype=dtype)
@@ -46,8 +47,9 @@ def test_a_row_has_the_same_bits_however_many_there_are(width, dtype, residual):
         # Copied: a part of rows of odd width begins at an address of another alignment.
         ours, other = x[part].clone(), beside[part].clone()
         if not residual:
-            return functional.rms_norm(ours, (width,), weight, backend="triton")
-        return functional.add_rms_norm(ours, other, (width,), weight, backend="triton")[0]
+            return getattr(functional, name)(ours, (width,), weight, backend="triton")
+        add = getattr(functional, f"add_{name}")
+        return add(ours, other, (width,), weight, backend="triton")[0]
 
     expected = norm(slice(rows))
     for first, last in ((0, 1), (rows - 1, rows), (3, 10), (5, 700), (1, rows)):

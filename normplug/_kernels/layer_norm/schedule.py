@@ -101,14 +101,14 @@ class WideBackward:
 
 
 def layer_norm_forward(
-    rows: int, width: int, unit: int, itemsize: int, running: bool, sms: int, centred: bool = True
+    rows: int, width: int, unit: int, itemsize: int, running: bool, sms: int
 ) -> Rows | WideForward:
     """How the kernels take `rows` rows of `width` values.
 
     unit: what divides width and strides. itemsize: bytes of a value of the widest tensor that has
     rows. running: there are running statistics, to which each program adds its part. sms: the GPU's
-    multiprocessors. centred: for LayerNorm, else for RMSNorm. How a row of RMSNorm is spread over
-    threads, and with it the order of its sum, does not depend on the number of rows.
+    multiprocessors. How a row is spread over threads, and with it the order of its sums, does not
+    depend on the number of rows.
     """
     padded = power_of_2(width)
     if padded > _HELD_BYTES // max(itemsize, 4) or (width > 8192 and 5 * width <= 4 * padded):
@@ -116,7 +116,7 @@ def layer_norm_forward(
         k = -(-width // block)
         lag = min(max(sms * _WIDE_FORWARD_LAG // (block * itemsize), k), rows * k)
         return WideForward(rows, width, block, 4, lag)
-    if padded == 1024 and itemsize <= 4 and (rows > _MANY_ROWS_EACH * sms or not centred):
+    if padded == 1024 and itemsize <= 4:
         warps = 4 if running and itemsize == 2 else 1
         shape = _row_tile(rows, width, unit, itemsize, warps, 1, 32)
         return replace(shape, keep=itemsize == 4)
@@ -126,8 +126,6 @@ def layer_norm_forward(
         warps = max(needed, min(2 * needed, 8), 4)
         shape = _row_tile(rows, width, unit, itemsize, warps, needed, 16)
         return replace(shape, keep=padded <= 16384)
-    if itemsize == 2 and width < padded == 1024:
-        return replace(_row_tile(rows, width, unit, itemsize, 2, needed, 16), keep=True)
     values = 32 if itemsize == 2 and padded >= 1024 else 16
     return _row_tile(rows, width, unit, itemsize, max(needed, 2), needed, values)
 

@@ -273,13 +273,7 @@ class LayerNormPlan(Plan):
     ) -> schedule.Rows | schedule.WideForward:
         unit = strides.unit(self._width)
         return schedule.layer_norm_forward(
-            self._rows,
-            self._width,
-            unit,
-            self._itemsize,
-            running,
-            self._machine[0],
-            self.spec.centred,
+            self._rows, self._width, unit, self._itemsize, running, self._machine[0]
         )
 
     def _backward_launch(
