@@ -177,7 +177,12 @@ def outcome(one, name):
     """What a tool makes of a column's model: "works", "refused: ..." or "silently wrong: ..."."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = expected_of(one)
+        try:
+            expected = expected_of(one)
+        except Exception as error:
+            if DEVICE.type == "cpu":
+                raise
+            return f"not compared: the stock model fails: {str(error).strip().splitlines()[0]}"
         model = column(name, one.without)
         torch.manual_seed(2)
         try:
@@ -395,7 +400,7 @@ def create_feature_extractor(model):
 
 @row("`torch.export`")
 def export(model):
-    batch = torch.export.Dim("batch", min=2)
+    batch = torch.export.Dim("batch", min=2, max=1024)  # a GPU takes 65,535
     program = torch.export.export(model.eval(), (X,), dynamic_shapes=({0: batch},))
     with io.BytesIO() as file:
         torch.export.save(program, file)
