@@ -110,6 +110,8 @@ class Group:
         """Why this arm is the reference, or why there is none."""
         if self.reference == self.references[0]:
             return "it has finished runs"
+        if any(arm.startswith(f"{name} lr=") for name in self.references for arm in self.arms):
+            return "each rate is an arm of its own; --best chooses each arm's rate"
         passed_over = [arm for arm in self.references if not self.finished(arm)]
         return " and ".join(
             f"{arm} has no {'finished run' if arm in self.arms else 'run'}" for arm in passed_over

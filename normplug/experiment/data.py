@@ -13,7 +13,14 @@ from typing_extensions import Unpack
 
 from normplug._extras import needs
 from normplug.experiment.datamodule import ImageData, Options
-from normplug.experiment.images import SPLIT_SEED, ImageSet, MemoryImages, list_files
+from normplug.experiment.images import (
+    SPLIT_SEED,
+    FileImages,
+    ImageSet,
+    MemoryImages,
+    decode_parts,
+    list_files,
+)
 
 TEST_FRACTION = 0.2  # held out from a source without a test set
 
@@ -122,6 +129,7 @@ class ImageFolder(ImageData):
             resized, then the centre is cut out.
         memory_gib: a tree that is larger than this when decoded is decoded again for every batch.
             `mean` and `std` come from a sample of its training images then.
+        cache: a file that keeps the decoded images for later runs; see `decode_parts`.
         num_workers: processes that decode such a large tree.
         **options: see `ImageData`.
 
@@ -136,6 +144,7 @@ class ImageFolder(ImageData):
         image_size: int | None = None,
         *,
         memory_gib: float = 4.0,
+        cache: str | None = None,
         num_workers: int = 4,
         **options: Unpack[Options],
     ) -> None:
@@ -154,6 +163,7 @@ class ImageFolder(ImageData):
         self.name = self.root.name
         self.image_size = image_size
         self.memory_gib = memory_gib
+        self.cache = None if cache is None else Path(cache).expanduser().resolve()
         self.num_workers = num_workers
         self._train, self._test = self._find_parts()
         self.classes = _directories(self._train)
@@ -182,11 +192,12 @@ class ImageFolder(ImageData):
 
     def split(self) -> tuple[ImageSet, ImageSet, ImageSet]:
         """Split the files, then decode them if they fit in memory."""
-        train, val, test = super().split()
-        images = len(train) + len(val) + len(test)
-        if images * 3 * self.image_size**2 > self.memory_gib * 2**30:
-            return train, val, test
-        return train.decoded(), val.decoded(), test.decoded()
+        parts = super().split()
+        if sum(map(len, parts)) * 3 * self.image_size**2 > self.memory_gib * 2**30:
+            return parts
+        files = [part for part in parts if isinstance(part, FileImages)]
+        train, val, test = decode_parts(files, self.cache)
+        return train, val, test
 
     def _find_parts(self) -> tuple[Path, Path | None]:
         if not self.root.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as v2
 
+from normplug._report.files import replace_file
 from normplug.experiment.memory import Batch, MemoryPart
 
 SPLIT_SEED = 1618  # any constant: every run of a comparison must hold out the same images
@@ -82,11 +85,29 @@ class FileImages(Dataset[Batch]):
 
     def decoded(self) -> MemoryImages:
         """Decode every file into memory."""
-        paths = tuple(path for path, _ in self.samples)
-        return MemoryImages(_decode_all(paths, self.image_size), self.labels)
+        (images,) = decode_parts([self])
+        return images
 
 
 ImageSet: TypeAlias = MemoryImages | FileImages
+
+
+def decode_parts(parts: Sequence[FileImages], cache: Path | None = None) -> list[MemoryImages]:
+    """Decode all files of the parts of a tree into memory.
+
+    Args:
+        parts: with images of one size.
+        cache: a file that keeps the images for later runs. They are decoded again if a file of the
+            tree has another path, size or time of change. Of runs side by side, the first decodes
+            and the others wait for it. None for no such file.
+
+    Raises:
+        ValueError: `cache` holds something else.
+    """
+    paths = tuple(path for part in parts for path, _ in part.samples)
+    images = _decoded(paths, parts[0].image_size, cache)
+    blocks = images.split([len(part) for part in parts])
+    return [MemoryImages(block, part.labels) for block, part in zip(blocks, parts, strict=True)]
 
 
 def list_files(folder: Path, classes: Sequence[str], image_size: int) -> FileImages:
@@ -119,8 +140,33 @@ def decode(path: str | Path, image_size: int) -> Tensor:
     return v2.pil_to_tensor(image)
 
 
-@lru_cache(maxsize=3)  # the three parts of a tree, which all runs of a sweep share
-def _decode_all(paths: tuple[str, ...], image_size: int) -> Tensor:
+def _decoded(paths: tuple[str, ...], image_size: int, cache: Path | None) -> Tensor:
+    stats = [(path, stat.st_size, stat.st_mtime_ns) for path in paths for stat in [os.stat(path)]]
+    state = hashlib.sha256(repr((image_size, stats)).encode()).hexdigest()
+    if cache is None:
+        return _decode_all(paths, image_size, state)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{cache}.lock"):
+        if cache.exists():
+            try:
+                kept = torch.load(cache, mmap=True)
+                images, kept_state = kept["images"], kept["state"]
+            except Exception as error:  # a file of any kind
+                raise ValueError(
+                    f"normplug.experiment: {cache} holds no decoded images ({type(error).__name__})"
+                    ". Delete it, or name another file: data.cache=FILE."
+                ) from None
+            if state == kept_state:
+                return images
+        images = _decode_all(paths, image_size, state)
+        with replace_file(cache) as part:
+            torch.save({"state": state, "images": images}, part)
+    return images
+
+
+@lru_cache(maxsize=1)  # all runs of a sweep share a tree
+def _decode_all(paths: tuple[str, ...], image_size: int, state: str) -> Tensor:
+    """All images; `state` tells files apart that have changed under the same paths."""
     images = torch.empty(len(paths), 3, image_size, image_size, dtype=torch.uint8)
 
     def fill(rows: range) -> None:

@@ -83,7 +83,8 @@ class Learner(LightningModule):
             loss = self._training_loss(*batch)
         else:
             loss = graphed(*batch)
-        self.log("train/loss", loss, prog_bar=True)
+        if self._is_logged(batch_idx):
+            self.log("train/loss", loss, prog_bar=True)
         return loss
 
     def loss(self, inputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -197,6 +198,16 @@ class Learner(LightningModule):
 
     def _training_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self.loss(inputs, targets, self.label_smoothing)
+
+    def _is_logged(self, batch_idx: int) -> bool:
+        """Whether Lightning writes the loss of this step, or shows it.
+
+        Each call of `log` copies its settings, which takes the host as long as dozens of launches.
+        """
+        if batch_idx == 0 or self.trainer.is_last_batch:
+            return True
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return every > 0 and (self.trainer.global_step + 1) % every == 0
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
         inputs, targets = batch

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 T = TypeVar("T")
 GPU_SHARE = 0.25  # of a GPU's free memory; device="auto" keeps larger data on the host
+# Evaluation keeps no activations for a backward, so its batches may be larger than those of the
+# training. The host launches fewer kernels then.
+EVALUATION_BATCHES = 4  # times batch_size
 
 
 class Source(LightningDataModule, ABC):
@@ -30,7 +33,7 @@ class Source(LightningDataModule, ABC):
     Args:
         seed: decides, with the epoch, the order of the training part, whatever else draws random
             numbers.
-        batch_size: samples a step on each device.
+        batch_size: samples a step on each device; evaluation takes 4 times as many at once.
         device: where decoded data are kept: "cuda" in the memory of the run's GPU, "cpu" on the
             host. "auto" is the GPU if the run has one and the data take at most a quarter of its
             free memory. Order and augmentation do not depend on it.
@@ -92,15 +95,16 @@ class Source(LightningDataModule, ABC):
         shards, shard = self.shards()
         epoch = 0 if self.trainer is None else self.trainer.current_epoch
         sampler = epoch_sampler(self.train_part, self.seed, epoch=epoch, shards=shards, shard=shard)
-        return self._loader(self.train_part, sampler, drop_last=len(sampler) > self.batch_size)
+        drop_last = len(sampler) > self.batch_size
+        return self._loader(self.train_part, sampler, self.batch_size, drop_last=drop_last)
 
     def val_dataloader(self) -> DataLoader[Batch] | Batches:
         """Return the loader of the validation part, in a fixed order."""
-        return self._loader(self.val_part, self._fixed_sampler(self.val_part))
+        return self._evaluation_loader(self.val_part)
 
     def test_dataloader(self) -> DataLoader[Batch] | Batches:
         """Return the loader of the test part, in a fixed order."""
-        return self._loader(self.test_part, self._fixed_sampler(self.test_part))
+        return self._evaluation_loader(self.test_part)
 
     @property
     def caller(self) -> str:
@@ -138,19 +142,27 @@ class Source(LightningDataModule, ABC):
         free, _ = torch.cuda.mem_get_info(runs_on)
         return runs_on if sum(sizes) <= GPU_SHARE * free else host
 
-    def _fixed_sampler(self, part: Dataset[Batch]) -> DistributedSampler[int]:
+    def _evaluation_loader(self, part: Dataset[Batch]) -> DataLoader[Batch] | Batches:
         shards, shard = self.shards()
-        return DistributedSampler(part, num_replicas=shards, rank=shard, shuffle=False)
+        sampler: DistributedSampler[int] = DistributedSampler(
+            part, num_replicas=shards, rank=shard, shuffle=False
+        )
+        return self._loader(part, sampler, EVALUATION_BATCHES * self.batch_size)
 
     def _loader(
-        self, part: Dataset[Batch], sampler: DistributedSampler[int], *, drop_last: bool = False
+        self,
+        part: Dataset[Batch],
+        sampler: DistributedSampler[int],
+        batch_size: int,
+        *,
+        drop_last: bool = False,
     ) -> DataLoader[Batch] | Batches:
         if isinstance(part, MemoryPart):
-            return Batches(part, BatchSampler(sampler, self.batch_size, drop_last))
+            return Batches(part, BatchSampler(sampler, batch_size, drop_last))
         workers = self.workers(part)
         return DataLoader(
             part,
-            self.batch_size,
+            batch_size,
             sampler=sampler,
             num_workers=workers,
             persistent_workers=workers > 0,

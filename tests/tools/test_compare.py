@@ -200,8 +200,10 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
     ]
     assert "has the highest mean validation accuracy after the last epoch" in printed
     # Without a choice, each rate is an arm.
-    arms = [row.arm for row in compared().rows]
-    assert {"golden lr=0.1", "golden lr=0.2", "golden lr=0.4", "0.5"} < set(arms)
+    comparison = compared()
+    arms = {row.arm for row in comparison.rows}
+    assert {"golden lr=0.1", "golden lr=0.2", "golden lr=0.4", "0.5"} < arms
+    assert "No reference: each rate is an arm of its own; --best" in comparison.markdown
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*/summary.md")), ids=str)

@@ -4,7 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -340,6 +340,27 @@ class TestImageFolder:
             for (images, labels), (other_images, other_labels) in zip(*pair, strict=True):
                 assert torch.equal(images, other_images)
                 assert torch.equal(labels, other_labels)
+
+    def test_a_cache_is_read_until_the_tree_changes(self, tree, tmp_path, monkeypatch):
+        file = tmp_path / "new/pets.pt"
+
+        def images():
+            data = ImageFolder(str(tree), SIZE, cache=str(file))
+            data.setup("fit")
+            return data.train_part.images
+
+        decoded = images()
+        assert file.is_file()
+        with monkeypatch.context() as no_decoder:
+            fails = Mock(side_effect=AssertionError)
+            no_decoder.setattr("normplug.experiment.images._decode_all", fails)
+            assert torch.equal(images(), decoded)
+        changed = min((tree / "train" / "cat").iterdir())
+        Image.new("RGB", (SIZE, SIZE), (9, 9, 9)).save(changed)
+        assert not torch.equal(images(), decoded)
+        file.write_text("mine")
+        with pytest.raises(ValueError, match=r"pets.pt holds no decoded images .* Delete it, or"):
+            images()
 
     def test_decodes_every_file_to_its_own_row(self, tmp_path):
         for name, value in [("black", 0), ("white", 250)]:

@@ -165,24 +165,36 @@ def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(trains
         assert len(list(tmp_path.rglob(f"{arm}/seed_0/result.json"))) == 1
 
 
-def test_a_sweep_over_rates_gives_each_arm_its_best_one_and_the_line_that_repeats_it(
-    trains, tmp_path
-):
+def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path, monkeypatch):
     options = ["experiment=[smoke,rates]", "model=vit_tiny", *SMALL[2:], "callbacks=minimal"]
     rates = ["optimizer.lr=1e-3,4e-3", "study=rates", "seed=1", "tag=t"]
-    trains(*options, *rates, "mode=golden", "-m")
-    places = {path.parts[-3] for path in (tmp_path / "logs").rglob("result.json")}
+    trains(*options, *rates, "mode=standard,golden", "-m")
+    sweeps, lines, runs = tmp_path / "logs/sweeps", tmp_path / "best.txt", tmp_path / "chosen.json"
+    places = {path.parts[-3] for path in sweeps.rglob("result.json")}
     assert places == {"lr_0.001", "lr_0.004"}
-    file = tmp_path / "best.txt"
-    assert compare_arms([str(tmp_path / "logs"), "--best", str(file)]) == 0
-    found = sorted(results(tmp_path), key=lambda result: result["learning_rate"])
-    best = max(found, key=lambda result: result["accuracy_by_epoch"][-1])
-    (line,) = file.read_text().splitlines()
-    given = [*options, "tag=t", "mode=golden", f"optimizer.lr={best['learning_rate']}"]
-    assert sorted(shlex.split(line)) == sorted(given)
-    trains("-m", "study=chosen", "seed=2", *shlex.split(line))
-    (chosen,) = results(tmp_path / "logs/sweeps/chosen")
-    assert (chosen["seed"], chosen["learning_rate"]) == (2, best["learning_rate"])
+    found = sorted(results(sweeps), key=lambda result: result["learning_rate"])
+
+    assert compare_arms([str(sweeps / "rates"), "--best", str(lines)]) == 0
+    for arm, line in zip(("golden", "standard"), lines.read_text().splitlines(), strict=True):
+        best = max(
+            (result for result in found if result["arm"] == f"{arm}-t"),
+            key=lambda result: result["accuracy_by_epoch"][-1],
+        )
+        given = [*options, "tag=t", f"mode={arm}", f"optimizer.lr={best['learning_rate']}"]
+        assert sorted(shlex.split(line)) == sorted(given)
+        trains("-m", "study=chosen", "seed=2,3", *shlex.split(line))
+        (one, two) = (r for r in results(sweeps / "chosen") if r["arm"] == f"{arm}-t")
+        assert (one["seed"], two["seed"]) == (2, 3)
+        assert one["learning_rate"] == two["learning_rate"] == best["learning_rate"]
+
+    assert compare_arms([str(sweeps / "chosen"), "--collect", str(runs)]) == 0
+    monkeypatch.undo()  # so that it draws
+    page = ["--out", str(tmp_path / "page"), "--reference", "standard-t", "--plots", "seeds"]
+    assert compare_arms([str(runs), *page]) == 0
+    table = (tmp_path / "page/summary.md").read_text()
+    assert "| golden-t   | 2 of 2 |" in table
+    assert "| minus standard-t, points |" in table
+    assert (tmp_path / "page/seeds_vit_tiny_fake.png").is_file()
 
 
 def test_a_sweep_of_language_models_is_compared_by_its_losses(trains, tmp_path):
