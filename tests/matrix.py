@@ -78,7 +78,8 @@ def is_there(name):
     if name.startswith("torch>="):
         return torch.__version__ >= name.removeprefix("torch>=")
     try:
-        return importlib.util.find_spec(name) is not None
+        spec = importlib.util.find_spec(name)
+        return spec is not None and spec.origin is not None  # a folder of tests has none
     except ModuleNotFoundError:
         return False
 
