@@ -85,8 +85,12 @@ def make(version: str, home: Path) -> Path:
     if not environment.exists():
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     torch = "torch" if version == "newest" else f"torch=={version}.*"
-    install = [python_of(environment), "-m", "pip", "install", "--quiet", "--upgrade"]
-    subprocess.run([*install, torch, f"{CHECKOUT}[test]"], check=True)
+    python = python_of(environment)
+    pip = [python, "-m", "pip", "--quiet"]
+    subprocess.run([*pip, "install", "--upgrade", torch, f"{CHECKOUT}[test]"], check=True)
+    # One that was built for a GPU cannot be imported beside a CPU build of torch, and nor can timm.
+    if subprocess.run([python, "-c", "import torchvision"], capture_output=True).returncode:
+        subprocess.run([*pip, "uninstall", "--yes", "torchvision", "timm"], check=True)
     return environment
 
 
