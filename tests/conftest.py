@@ -1,5 +1,6 @@
 import gc
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: each core has a process of its own
@@ -16,6 +17,10 @@ os.environ.setdefault("NORMPLUG_NATIVE", "1" if torch.cuda.is_available() else "
 os.environ.setdefault(
     "NORMPLUG_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "native")
 )
+
+# They import train.py, which ends without it, or it itself.
+if find_spec("torchvision") is None:
+    collect_ignore_glob = ["tools/test_data.py", "tools/test_train*.py"]
 
 # Files of tests that take longer than a minute.
 LONGEST = (

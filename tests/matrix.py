@@ -78,7 +78,8 @@ def is_there(name):
     if name.startswith("torch>="):
         return torch.__version__ >= name.removeprefix("torch>=")
     try:
-        return importlib.util.find_spec(name) is not None
+        spec = importlib.util.find_spec(name)
+        return spec is not None and spec.origin is not None  # a folder of tests has none
     except ModuleNotFoundError:
         return False
 
@@ -419,8 +420,13 @@ def run_onnx(model, **options):
         return torch.from_numpy(session.run(None, {"x": X.numpy()})[0])
 
 
-@row(
-    "`torch.onnx.export(dynamo=True)`, ONNX Runtime", "onnx", "onnxscript", "onnxruntime", cpu=True
+@row(  # torch 2.6 does not fit today's onnxscript
+    "`torch.onnx.export(dynamo=True)`, ONNX Runtime",
+    "torch>=2.8",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    cpu=True,
 )
 def onnx_dynamo(model):
     return run_onnx(model, dynamo=True, verbose=False)
@@ -780,7 +786,7 @@ def grad_scaler(model):
     return statistics(model), evaluate(model)
 
 
-@row("torchao `quantize_`, int8 weights", "torchao")
+@row("torchao `quantize_`, int8 weights", "torch>=2.11", "torchao")  # for today's torchao
 def torchao_int8(model):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 

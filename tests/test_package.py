@@ -82,6 +82,23 @@ assert not torch.cuda.is_initialized()
     assert done.returncode == 0, done.stderr
 
 
+def test_without_triton_every_norm_trains_and_a_call_for_the_kernels_is_refused():
+    code = """
+import torch, normplug
+from torch import nn
+norms = nn.BatchNorm2d(4), nn.ReLU(), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.LayerNorm(5)
+net = nn.Sequential(nn.Conv2d(3, 4, 1), *norms, nn.RMSNorm(5))
+normplug.fuse(normplug.swap(net))
+x = torch.randn(2, 3, 5, 5)
+net(x).sum().backward()
+assert len(normplug.check(net, x)) == 5
+normplug.RMSNorm(5, backend="triton")(x)
+"""
+    error = forked(code, hidden=["triton"]).stderr.splitlines()[-1]
+    expected = "backend='triton', but triton is not installed. Use backend='auto' or 'torch'."
+    assert error.endswith(expected), error
+
+
 def test_the_environment_sets_the_default_backend():
     code = "import normplug; normplug.LayerNorm(4)"
     good, bad = (forked(code, environment={"NORMPLUG_BACKEND": name}) for name in ("torch", "gpu"))

@@ -8,6 +8,7 @@ The kernels do the same in their last step.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -45,4 +46,8 @@ def move(
 
 def move_one(running: Tensor, value: Tensor, step: float | Tensor) -> None:
     """Move a running statistic one step towards a batch's value."""
+    if running.dim() == 0 and running.dtype == torch.float64:
+        # On the CPU, torch.compile of torch 2.8 to 2.13 drops writes to such a tensor, but not
+        # those to a view of it.
+        running = running.view(1)
     running.lerp_(value.to(running.dtype), step)

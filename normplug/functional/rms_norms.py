@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from normplug import _checks
 from normplug._ops.layer_norm import checks
 from normplug._ops.spec import LayerNormSpec, Tensors
 from normplug._torch import RMS_NORM_AUTOCASTS
@@ -156,6 +157,7 @@ def _spec(
     weight_offset: float,
 ) -> LayerNormSpec:
     tv, shape = target_variance(mode), checks.row_shape(caller, normalized_shape)
+    _checks.autocast_output(caller, autocast_output)  # here, since it is read before the checks
     autocast = autocast_of_rms_norm(x, autocast_output)
     return LayerNormSpec(shape, momentum, eps, tv, autocast, autocast_output, False, weight_offset)
 

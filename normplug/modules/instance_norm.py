@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,6 +17,13 @@ from normplug.modules.fusion_sites import FusionSites
 
 
 class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
+    # As torch's method of that name says; torch.export of torch 2.6 cannot trace a call of it.
+    _no_batch_dim: ClassVar[int]
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        cls._no_batch_dim = cls._get_no_batch_dim(cls)  # type: ignore[arg-type]
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, move the running statistics if there are any."""
         if isinstance(input, fx.Proxy):
@@ -66,7 +74,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
 
     def _batched(self, x: Tensor) -> Tensor:
         """Give x the batch dimension, which torch's layers do not ask for."""
-        return x.unsqueeze(0) if x.dim() == self._get_no_batch_dim() else x
+        return x.unsqueeze(0) if x.dim() == self._no_batch_dim else x
 
     def _check_channels(self, channels: int) -> None:
         """Warn of channels that are not those of the constructor, as torch does."""
@@ -84,7 +92,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         return (self.num_features,)
 
     def _example_shape(self) -> tuple[int, ...]:
-        return (4, self.num_features, *[2] * (self._get_no_batch_dim() - 1))
+        return (4, self.num_features, *[2] * (self._no_batch_dim - 1))
 
     def _constants(self, training: bool) -> tuple[Tensor | None, Tensor | None]:
         """Mean and variance that do not depend on the input, if it is normalised by such."""

@@ -28,6 +28,7 @@ from fuse_cases import (
     assert_same_step,
     check_saved_bytes,
     outcome,
+    skip_if_not_followed,
     swapped,
     twins,
 )
@@ -43,8 +44,7 @@ def test_a_fused_model_computes_what_the_unfused_one_does(name, calls):
     model = swapped(make())
     plain = copy.deepcopy(model)
     assert fuse(model) is model
-    if any("torch.fx cannot follow" in row.note for row in fusions(model)):
-        pytest.skip("torch.fx of this version takes no sequence for torch.cat")
+    skip_if_not_followed(model)
     assert sum(row.label is not None for row in fusions(model)) == count
     x = X if name == "block" else torch.randn(2, 3, 32, 32, dtype=torch.double)
     for training in (True, False):

@@ -68,7 +68,8 @@ def test_values_and_gradients_that_are_on_their_way_are_waited_for(pair):
     for result in pair:
         values, kind = result["arriving"]
         assert kind == "AsyncCollectiveTensor"
-        torch.testing.assert_close(values, [y.detach(), x.grad])
+        # One that was not waited for is wrong by far more than the order of a sum makes of it.
+        torch.testing.assert_close(values, [y.detach(), x.grad], rtol=1e-4, atol=1e-4)
 
 
 def test_a_compiled_layer_of_dtensors_is_one_graph(pair):

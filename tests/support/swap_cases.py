@@ -1,5 +1,8 @@
 """A model with norms of each kind, and what a conversion may do to it."""
 
+import sys
+
+import pytest
 import torch
 from torch import nn
 
@@ -9,6 +12,11 @@ from normplug.modules import TargetVarianceNorm
 
 GOLDEN = target_variance("golden")
 X = torch.randn(16, 3, 6, 6)
+# Torch's own compiled layers miss such changes there, too: a dict of it has no version to watch.
+NEEDS_GUARDS = pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0),
+    reason="what torch compiles with Python 3.13.0 misses changes of attributes",
+)
 
 
 class Net(nn.Module):

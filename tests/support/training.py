@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,7 @@ def run_in(directory, monkeypatch, *overrides, draws=False):
 
     Without `draws` it leaves out the plots, which take longer than such a run.
     """
+    pytest.importorskip("torchvision")
     import train
 
     if not draws:

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 from collections import Counter
 from functools import partial
 
@@ -13,7 +12,16 @@ from torch import nn
 import normplug
 from matrix import folded, reloaded
 from normplug import BatchNorm2d, LayerNorm, plan, set_mode, swap, target_variance, unswap
-from swap_cases import GOLDEN, Stubborn, X, assert_frozen, frozen, one_graph, train_step
+from swap_cases import (
+    GOLDEN,
+    NEEDS_GUARDS,
+    Stubborn,
+    X,
+    assert_frozen,
+    frozen,
+    one_graph,
+    train_step,
+)
 
 
 @pytest.mark.parametrize("mode", ["golden", 0.5, "standard"])
@@ -214,9 +222,7 @@ def test_a_users_subclass_stays_and_unswap_says_so():
     assert type(model[1]) is nn.LayerNorm
 
 
-@pytest.mark.skipif(
-    sys.version_info[:3] == (3, 13, 0), reason="its dicts have no versions, which guards watch"
-)
+@NEEDS_GUARDS
 def test_a_compiled_model_follows_swap_mode_and_unswap(net):
     compiled = one_graph(net.eval())
     plain = compiled(X)

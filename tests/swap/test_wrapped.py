@@ -10,6 +10,7 @@ from torch import nn
 import normplug
 from matrix import X, folded, in_fsdp1, in_fsdp2, make, process_group
 from normplug import check, plan, set_mode, swap, unswap
+from swap_cases import NEEDS_GUARDS
 
 BECOME = [
     "BatchNorm2d", "GroupNorm", "InstanceNorm2d", "BatchNorm1d", "LayerNorm", "RMSNorm",
@@ -25,11 +26,12 @@ WRAPPERS = {
     "FSDP2": in_fsdp2,
     "FSDP2 on each norm": lambda net: in_fsdp2(net, net.bn, net.group, net.bn1, net.rms),
 }
+NAMES = [pytest.param(n, marks=NEEDS_GUARDS) if "compile" in n else n for n in WRAPPERS]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("first", ["swap", "wrap"])
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_wrapped_model_is_swapped_set_checked_and_unswapped(name, first):
     if name.startswith("FSDP2") and torch.__version__ < "2.14":
         pytest.skip("fully_shard of torch 2.6 does not run on the CPU")

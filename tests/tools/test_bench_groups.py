@@ -64,6 +64,7 @@ def test_a_profile_counts_the_gpus_work_once_and_nothing_else():
     ]
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.11
 def test_profiling_calls_the_step_so_often_and_reads_the_trace():
     done = []
     found = profiled(lambda: done.append(torch.ones(3) + 1))

@@ -13,6 +13,7 @@ from normplug.experiment.timing import peak_memory_bytes, reset_peak_memory
 
 
 def test_training_imports_no_other_tool_and_needs_no_resource():
+    pytest.importorskip("torchvision")
     code = """
 import sys, train
 print([name for name in sys.modules if name.startswith("normplug.")])

@@ -29,11 +29,12 @@ from normplug._report.files import write_file  # noqa: E402
 from normplug._report.markdown import table  # noqa: E402
 
 VERSIONS = ("2.6", "2.8", "2.11", "2.13", "newest")
-HEADER = ("torch", "Triton", "Python", "passed", "failed", "skipped", "minutes")
+HEADER = ("torch", "Triton", "torchvision", "Python", "passed", "failed", "skipped", "minutes")
 ASK = """
-import importlib.metadata, importlib.util, json, platform, torch
-triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "-"
-print(json.dumps([torch.__version__, triton, platform.python_version()]))
+import json, platform, torch
+from importlib import metadata, util
+others = [metadata.version(n) if util.find_spec(n) else "-" for n in ("triton", "torchvision")]
+print(json.dumps([torch.__version__, *others, platform.python_version()]))
 """
 
 
@@ -84,8 +85,12 @@ def make(version: str, home: Path) -> Path:
     if not environment.exists():
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     torch = "torch" if version == "newest" else f"torch=={version}.*"
-    install = [python_of(environment), "-m", "pip", "install", "--quiet", "--upgrade"]
-    subprocess.run([*install, torch, f"{CHECKOUT}[test]"], check=True)
+    python = python_of(environment)
+    pip = [python, "-m", "pip", "--quiet"]
+    subprocess.run([*pip, "install", "--upgrade", torch, f"{CHECKOUT}[test]"], check=True)
+    # One that was built for a GPU cannot be imported beside a CPU build of torch, and nor can timm.
+    if subprocess.run([python, "-c", "import torchvision"], capture_output=True).returncode:
+        subprocess.run([*pip, "uninstall", "--yes", "torchvision", "timm"], check=True)
     return environment
 
 
@@ -122,7 +127,10 @@ def render(rows: Sequence[Row], arguments: Sequence[str]) -> str:
     return (
         "# Versions of torch\n\n"
         f"`python tests/versions`, on the CPU, {what}, {datetime.now(timezone.utc):%Y-%m-%d}.\n\n"
-        + table(HEADER, [row.cells() for row in rows], text=3)
+        + table(HEADER, [row.cells() for row in rows], text=4)
+        + "\nAll skip the tests that need a GPU. `-`: not installed, as Triton beside a CPU build\n"
+        "of torch. Without Triton, the tests of the kernels are skipped; without torchvision,\n"
+        "those of its models and of `train.py`.\n"
     )
 
 

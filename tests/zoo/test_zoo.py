@@ -232,6 +232,7 @@ def test_the_command_checks_what_it_is_asked_for(tmp_path, capsys):
 
 
 def test_a_library_that_is_not_installed_is_passed_over(monkeypatch, capsys):
+    pytest.importorskip("torchvision")
     monkeypatch.setitem(sys.modules, "timm", None)
     monkeypatch.delitem(sys.modules, "zoo.timm_models", raising=False)
     arguments = ["--library", "timm", "--library", "torchvision", "--only", "shufflenet_v2_x0_5"]
