@@ -117,7 +117,7 @@ def layer_norm_forward(
         lag = min(max(sms * _WIDE_FORWARD_LAG // (block * itemsize), k), rows * k)
         return WideForward(rows, width, block, 4, lag)
     if padded == 1024 and itemsize <= 4:
-        # A row has a warp of its own. Few rows are shared by fewer programs, which start sooner.
+        # A row has a warp of its own. Programs of one warp were slower at 4,096 rows of halves.
         warps = 4 if running and itemsize == 2 else 1 if rows > _MANY_ROWS_EACH * sms else 2
         shape = _row_tile(rows, width, unit, itemsize, warps, 1, 32)
         return replace(shape, keep=itemsize == 4)
