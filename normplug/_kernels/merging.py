@@ -28,6 +28,15 @@ def tile_counts(k, total, BLOCK: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
+def _with_chunk(count, mean, m2, chunk_count, chunk_mean, chunk_m2):
+    """Count, mean and sum of squared distances from it, of some values and a chunk more."""
+    fraction = chunk_count / (count + chunk_count)
+    difference = chunk_mean - mean
+    m2 += chunk_m2 + difference * difference * count * fraction
+    return count + chunk_count, mean + difference * fraction, m2
+
+
+@triton.jit
 def merge_moments(partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr):
     """Mean of `total` values, and sum of squared distances from it, from those of K tiles.
 
@@ -47,11 +56,7 @@ def merge_moments(partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, 
         chunk_mean = tl.sum(means * counts) / chunk_count
         spread = means - chunk_mean
         chunk_m2 = tl.sum(tl.where(k < K, m2s + counts * spread * spread, 0.0))
-        fraction = chunk_count / (count + chunk_count)
-        difference = chunk_mean - mean
-        m2 += chunk_m2 + difference * difference * count * fraction
-        mean += difference * fraction
-        count += chunk_count
+        count, mean, m2 = _with_chunk(count, mean, m2, chunk_count, chunk_mean, chunk_m2)
     return first + mean, m2
 
 
@@ -100,11 +105,7 @@ def merge_part_moments(
         chunk_mean = tl.sum(means * counts[:, None], axis=0) / chunk_count
         spread = means - chunk_mean[None, :]
         chunk_m2 = tl.sum(tl.where(there, m2s + counts[:, None] * spread * spread, 0.0), axis=0)
-        fraction = chunk_count / (count + chunk_count)
-        difference = chunk_mean - mean
-        m2 += chunk_m2 + difference * difference * count * fraction
-        mean += difference * fraction
-        count += chunk_count
+        count, mean, m2 = _with_chunk(count, mean, m2, chunk_count, chunk_mean, chunk_m2)
     return first + mean, m2
 
 
