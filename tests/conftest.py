@@ -18,7 +18,7 @@ os.environ.setdefault(
     "NORMPLUG_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "native")
 )
 
-# They import train.py, which ends without it, or it itself.
+# These import torchvision, or train.py, which needs it.
 if find_spec("torchvision") is None:
     collect_ignore_glob = ["tools/test_data.py", "tools/test_train*.py"]
 

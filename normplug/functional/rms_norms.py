@@ -157,7 +157,7 @@ def _spec(
     weight_offset: float,
 ) -> LayerNormSpec:
     tv, shape = target_variance(mode), checks.row_shape(caller, normalized_shape)
-    _checks.autocast_output(caller, autocast_output)  # here, since it is read before the checks
+    _checks.autocast_output(caller, autocast_output)  # the next line already reads it
     autocast = autocast_of_rms_norm(x, autocast_output)
     return LayerNormSpec(shape, momentum, eps, tv, autocast, autocast_output, False, weight_offset)
 
