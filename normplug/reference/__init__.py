@@ -1,6 +1,6 @@
-"""Each formula of normplug in plain torch, forward and backward by hand: the oracle and the text.
+"""Every formula of normplug in plain torch, with the backward derived by hand: the tests' oracle.
 
-Letters: tv is the target variance, n the number of values that share a mean (all of a channel for
+Symbols: tv is the target variance, n the number of values that share a mean (all of a channel for
 BatchNorm, all of a row for LayerNorm, all of a sample's group of channels for GroupNorm, all of a
 sample's channel for InstanceNorm), mean() the mean over those n values.
 
@@ -14,8 +14,8 @@ With dy given and g = dy * weight * sqrt(tv):
     dweight = sqrt(tv) * sum(dy * xhat)
     dbias   = sum(dy)
 
-Where the statistics are constants (BatchNorm in eval mode, and InstanceNorm that has running
-statistics) dx = rstd * g.
+Where the statistics are constants (BatchNorm in eval mode, and InstanceNorm with running statistics
+in eval mode), dx = rstd * g.
 
 RMSNorm does not centre: mean(x) is replaced by 0, and mean(g) in dx by 0. So tv is its target
 *second moment*: mean(y^2) = tv where weight is 1, which is the variance of y only if its mean is 0.
@@ -25,10 +25,10 @@ for LayerNorm, Zhang and Sennrich 2019 (arXiv:1910.07467) for RMSNorm, Wu and He
 (arXiv:1803.08494) for GroupNorm, Ulyanov et al. 2016 (arXiv:1607.08022) for InstanceNorm; the
 factor sqrt(tv) is normplug's own.
 
-Any device and floating dtype. The arithmetic is in float64 for float64 input and in float32 for
-every other; results are rounded once, to the dtype of `x`.
+All functions take any device and floating dtype. The arithmetic is in float64 for float64 input and
+in float32 for every other; results are rounded once, to the dtype of `x`.
 
-These modules import nothing of normplug but each other: they judge the rest.
+These modules import nothing else of normplug, since all other code is tested against them.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 def activation(pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
-    """relu: max(z, 0).  relu6: min(max(z, 0), 6).  hardswish: z * relu6(z + 3) / 6.
+    """Apply an activation to z = `pre`.
 
+    relu: max(z, 0).  relu6: min(max(z, 0), 6).  hardswish: z * relu6(z + 3) / 6.
     silu: z * sigmoid(z).  gelu: z * Phi(z), exact.  (leaky_relu, slope): z, or slope * z below 0;
-    without a slope, it is 0.01.  None: z.
+    the default slope is 0.01.  None: z.
     """
     if name is None:
         return pre
@@ -33,7 +34,7 @@ def activation(pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
 def activation_backward(dy: Tensor, pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
     """The gradient of `activation` at `pre`.
 
-    At the kinks it is, as in torch, 0 for relu and relu6, and slope * dy for leaky_relu.
+    At the kinks it is 0 for relu and relu6, and slope * dy for leaky_relu, as in torch.
     """
     if name is None:
         return dy

@@ -34,7 +34,7 @@ def batch_norm(
         bias: (C,), or None for zeros.
         eps: added to the variance, before the root.
         target_variance: the variance of the output where `weight` is 1.
-        mean: (C,), given together with `var` in eval mode; None takes the batch's own.
+        mean: (C,), given together with `var` in eval mode; None for the batch's own mean.
         var: (C,), see `mean`.
 
     Returns:

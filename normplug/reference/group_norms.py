@@ -1,4 +1,4 @@
-"""GroupNorm and InstanceNorm: each sample's groups of channels over space."""
+"""GroupNorm and InstanceNorm: each group of channels of each sample, over space."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def group_norm(
     eps: float = 1e-5,
     target_variance: float = 1.0,
 ) -> Normalized:
-    """Normalise each group of adjacent channels of each sample of `x`, over them and space.
+    """Normalise each group of adjacent channels of each sample of `x`, over channels and space.
 
     Args:
         x: (N, C) or (N, C, *space).
-        groups: how many groups the C channels make.
+        groups: the number of groups that the C channels form.
         weight: (C,), or None for ones.
         bias: (C,), or None for zeros.
         eps: added to the variance, before the root.
@@ -94,10 +94,10 @@ def instance_norm(
     mean: Tensor | None = None,
     var: Tensor | None = None,
 ) -> Normalized:
-    """Normalise each channel of each sample of `x` over space: its groups are its channels.
+    """Normalise each channel of each sample of `x` over space: `group_norm` with C groups.
 
     With running statistics in eval mode, (C,) `mean` and `var`, it is `batch_norm`. The other
-    arguments and the result are those of `group_norm`; so is the backward.
+    arguments, the result and the backward are those of `group_norm`.
     """
     options = {"eps": eps, "target_variance": target_variance}
     if mean is not None and var is not None:

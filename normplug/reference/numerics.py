@@ -1,4 +1,4 @@
-"""What the formulas of all norms share: results, dtypes, shapes, and averages over batches."""
+"""Shared by the formulas of all norms: results, dtypes, shapes, and averages over batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Normalized(NamedTuple):
-    """A norm's output with the statistics that made it."""
+    """A norm's output, and the statistics that it was normalised by."""
 
     y: Tensor
     mean: Tensor
@@ -17,14 +17,14 @@ class Normalized(NamedTuple):
 
 
 class Rescaled(NamedTuple):
-    """The output of a norm that does not centre, with the second moment that made it."""
+    """The output of a norm that does not centre, and the second moment used."""
 
     y: Tensor
     moment: Tensor
 
 
 class Gradients(NamedTuple):
-    """The gradients of a norm's inputs."""
+    """The gradients of a norm's input, weight and bias."""
 
     dx: Tensor
     dweight: Tensor
@@ -32,7 +32,7 @@ class Gradients(NamedTuple):
 
 
 def accumulator_dtype(*dtypes: torch.dtype | None) -> torch.dtype:
-    """The dtype sums are carried in: float64 where one of `dtypes` is, else float32."""
+    """The dtype of sums: float64 if any of `dtypes` is float64, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
@@ -42,12 +42,12 @@ def channel_dims(x: Tensor) -> tuple[int, ...]:
 
 
 def per_channel(values: Tensor, x: Tensor) -> Tensor:
-    """(C,) values, shaped to broadcast over `x`."""
+    """Reshape (C,) values to broadcast over `x`."""
     return values.reshape(1, -1, *[1] * (x.dim() - 2))
 
 
 def running_average(running: Tensor, value: Tensor, momentum: float | None, count: int) -> Tensor:
-    """The next moving average: exponential, or over all `count` batches where momentum is None.
+    """The updated moving average: exponential, or over all `count` batches if momentum is None.
 
     running_next = (1 - m) * running + m * value        m = momentum, or 1 / count
     """

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: each row over its trailing dimensions."""
+"""LayerNorm and RMSNorm: each row, over the trailing dimensions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layer_norm(
 
     Args:
         x: (*rows, *normalized_shape).
-        normalized_shape: the trailing dimensions that make a row.
+        normalized_shape: the trailing dimensions that form a row.
         weight: `normalized_shape`, or None for ones.
         bias: `normalized_shape`, or None for zeros.
         eps: added to the variance, before the root.
@@ -95,10 +95,10 @@ def rms_norm(
 
     Args:
         x: (*rows, *normalized_shape).
-        normalized_shape: the trailing dimensions that make a row.
+        normalized_shape: the trailing dimensions that form a row.
         weight: `normalized_shape`, or None for a factor of one, whatever `weight_offset` is.
-        eps: added to the second moment, before the root; None for the machine epsilon of the dtype
-            that the arithmetic is in.
+        eps: added to the second moment, before the root; None for the machine epsilon of the
+            accumulator's dtype.
         target_variance: the second moment of each output row where the factor is 1.
         weight_offset: added to `weight`.
 
@@ -151,9 +151,9 @@ def rms_norm_backward(
 
 
 def rms_eps(dtype: torch.dtype, eps: float | None) -> float:
-    """The eps of an RMSNorm of input of this dtype: as given, or the accumulator's epsilon.
+    """The eps of an RMSNorm for input of this dtype: as given, or the accumulator's epsilon.
 
-    As in `torch.nn.functional.rms_norm` since torch 2.7; before, it was that of half input itself.
+    As in `torch.nn.functional.rms_norm` since torch 2.7; before, half input had its own epsilon.
     """
     return torch.finfo(accumulator_dtype(dtype)).eps if eps is None else eps
 
