@@ -1,6 +1,6 @@
-"""What a user can get wrong in a call.
+"""Checks of the arguments that users pass, and their error messages.
 
-Each sentence has one form: the caller, what must be (the rule), what was got, and the way out.
+Every message has the same form: the caller, the rule, the value it got, and a way out.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from normplug import _activations
 ACTIVATIONS = (None, *_activations.ACTIVATIONS)
 AUTOCAST_OUTPUTS = ("low", "float32")
 BACKENDS = ("auto", "triton", "torch")
-DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # once: a call costs microseconds
+DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # read once: calls take microseconds
 
 
 def _must(caller: str, name: str, rule: str, got: str, way_out: str = "") -> str:
-    """The sentence of almost every error; `caller` is a function or a class of normplug."""
+    """Format an error message; `caller` is a function or a class of normplug."""
     return f"normplug.{caller}: {name} must be {rule}; got {got}.{way_out and f' {way_out}'}"
 
 
 def module(caller: str, model: Any) -> None:
-    """Refuse what is no module, and compiled TorchScript, which has no layers left."""
+    """Reject anything but an `nn.Module`, and compiled TorchScript, whose layers are fixed."""
     if not isinstance(model, nn.Module):
         raise TypeError(_must(caller, "model", "an nn.Module", type(model).__name__))
     if isinstance(model, torch.jit.ScriptModule):
@@ -40,19 +40,19 @@ def module(caller: str, model: Any) -> None:
 
 
 def backend(caller: str, name: str) -> str:
-    """Refuse an unknown backend; return the backend, or what `NORMPLUG_BACKEND` sets for "auto"."""
+    """Reject an unknown backend; return the backend, with "auto" read from `NORMPLUG_BACKEND`."""
     if isinstance(name, str) and name == "auto":
         return _one_of(caller, "NORMPLUG_BACKEND", DEFAULT_BACKEND, BACKENDS)
     return _one_of(caller, "backend", name, BACKENDS)
 
 
 def autocast_output(caller: str, name: str) -> None:
-    """Refuse what is not one of the two rules for the output's dtype under autocast."""
+    """Reject an unknown rule for the output's dtype under autocast."""
     _one_of(caller, "autocast_output", name, AUTOCAST_OUTPUTS)
 
 
 def activation(caller: str, chosen: _activations.ActivationLike) -> None:
-    """Refuse an activation that is not fused."""
+    """Reject an activation that a norm cannot apply."""
     if isinstance(chosen, tuple):
         name = chosen[0] if len(chosen) == 2 and isinstance(chosen[0], str) else ""
         known = _activations.ACTIVATIONS.get(name)
@@ -71,21 +71,21 @@ def _one_of(caller: str, name: str, value: str, known: Sequence[Any], rule: str 
 
 
 def no_kernel(caller: str, why: str) -> NotImplementedError:
-    """The error of a call that asks for the kernels where they cannot run."""
+    """Return the error for a call that requires the kernels where they cannot run."""
     return NotImplementedError(
         f"normplug.{caller}: backend='triton', but {why}. Use backend='auto' or 'torch'."
     )
 
 
 def flags(caller: str, **values: Any) -> None:
-    """Refuse anything but True and False, since "no" and 0.0 can be read in two ways."""
+    """Reject anything but True and False: values such as "no" and 0.0 are ambiguous."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise TypeError(_must(caller, name, "True or False", _shown(value)))
 
 
 def filters(role: str, given: Any) -> list[Any]:
-    """Refuse what cannot pick layers; return a list of filters."""
+    """Return the filters as a list; reject a filter that cannot select layers."""
     if given is None:
         return []
     several = isinstance(given, (Sequence, Set, Iterator)) and not isinstance(given, str)
@@ -100,7 +100,7 @@ def filters(role: str, given: Any) -> list[Any]:
 
 
 def swap_options(caller: str, **options: Any) -> None:
-    """Refuse options of `normplug.swap` that are wrong for every model."""
+    """Reject options of `normplug.swap` that are wrong for every model."""
     for name, value in options.items():
         if name == "autocast_output":
             autocast_output(caller, value)
@@ -110,38 +110,38 @@ def swap_options(caller: str, **options: Any) -> None:
             continue
         elif name not in ("include", "exclude"):
             flags(caller, **{name: value})
-        elif not isinstance(value, Iterator):  # it can only be read once
+        elif not isinstance(value, Iterator):  # an iterator can only be read once, by the swap
             filters(name, value)
 
 
 def path(caller: str, name: str, value: Any) -> None:
-    """Refuse what is neither None nor a path."""
+    """Reject anything but a path or None."""
     if not isinstance(value, (str, os.PathLike, type(None))):
         raise TypeError(_must(caller, name, "a path or None", _shown(value)))
 
 
 def number(caller: str, name: str, value: Any) -> None:
-    """Refuse what is no real number, and True and False."""
+    """Reject anything but a real number; True and False are not numbers here."""
     if not isinstance(value, (float, int, numbers.Real)) or isinstance(value, bool):
         raise TypeError(_must(caller, name, "a number", _shown(value)))
 
 
 def eps(caller: str, value: Any, zero: bool = False, none: bool = False) -> None:
-    """Refuse an eps that does not keep the root above 0.
+    """Reject an eps that is negative, infinite or nan.
 
-    zero: allow 0, as torch's LayerNorm. none: allow None, as torch's RMSNorm.
+    zero: allow 0, as torch's LayerNorm does. none: allow None, as torch's RMSNorm does.
     """
     if none and value is None:
         return
     number(caller, "eps", value)
     if not (0 < value < math.inf or (zero and value == 0)):
         rule = "0 or a finite number above" if zero else "a finite number above 0"
-        way_out = f"Torch's is {None if none else '1e-5'}."
+        way_out = f"Torch's default is {None if none else '1e-5'}."
         raise ValueError(_must(caller, "eps", rule, str(value), way_out))
 
 
 def count(caller: str, name: str, value: Any) -> None:
-    """Refuse what is no whole number of at least 1."""
+    """Reject anything but an integer of at least 1."""
     whole = (int, torch.SymInt, numbers.Integral)
     if not isinstance(value, whole) or isinstance(value, bool):
         raise TypeError(_must(caller, name, "an integer", _shown(value)))
@@ -150,13 +150,13 @@ def count(caller: str, name: str, value: Any) -> None:
 
 
 def shape(caller: str, sizes: Sequence[Any]) -> None:
-    """Refuse a normalized_shape of other than whole numbers of at least 1."""
+    """Reject a normalized_shape with anything but integers of at least 1."""
     for size in sizes:
         count(caller, "each size in normalized_shape", size)
 
 
 def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> None:
-    """Refuse arguments of a torch norm's constructor `init`, before it reads them."""
+    """Reject bad arguments of a torch norm's constructor `init`, before it runs."""
     signature = inspect.signature(init)
     given = signature.bind(*args, **kwargs).arguments
     for name in ("num_features", "num_groups", "num_channels"):
@@ -172,19 +172,19 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
         none = signature.parameters["eps"].default is None
         eps(caller, given["eps"], zero="num_features" not in given, none=none)
     if "momentum" in given:
-        momentum(caller, given["momentum"], None, moves=False)
+        momentum(caller, given["momentum"], None, updates=False)
     switches = ("affine", "elementwise_affine", "track_running_stats")
     flags(caller, **{name: given[name] for name in switches if name in given})
 
 
 def no_shape(caller: str, given: Any) -> TypeError:
-    """The error of a normalized_shape that is no sequence."""
+    """Return the error for a normalized_shape that is not a sequence."""
     rule = "a sequence of integers, e.g. input.shape[-1:]"
     return TypeError(_must(caller, "normalized_shape", rule, _shown(given)))
 
 
 def tensors(caller: str, x: Any, **others: Any) -> None:
-    """Refuse an input or other arguments (which may be None) that no norm computes with."""
+    """Reject an input, or another tensor argument, of a type or dtype that no norm accepts."""
     floating(caller, x)
     for name, t in others.items():
         if t is None:
@@ -196,7 +196,10 @@ def tensors(caller: str, x: Any, **others: Any) -> None:
 
 
 def devices(caller: str, x: Tensor, **others: Tensor | None) -> None:
-    """Refuse tensors on several devices; after the kernels, which have a reason of their own."""
+    """Reject tensors on different devices.
+
+    Call it after the route is chosen: with backend="triton", the kernels' own reason comes first.
+    """
     for name, t in others.items():
         if t is not None and t.device != x.device:
             rule = f"on the input's device {x.device}"
@@ -206,12 +209,12 @@ def devices(caller: str, x: Tensor, **others: Tensor | None) -> None:
 
 def _tensor(caller: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
-        way_out = "torch.as_tensor makes one of an array or a list."
+        way_out = "Convert an array or a list with torch.as_tensor."
         raise TypeError(_must(caller, name, "a torch.Tensor", type(value).__name__, way_out))
 
 
 def floating(caller: str, x: Any, name: str = "input") -> None:
-    """Refuse what cannot be normalised: no tensor, integers, booleans, complex numbers."""
+    """Reject anything but a floating-point tensor."""
     _tensor(caller, name, x)
     if not x.is_floating_point():
         rule = "float16, bfloat16, float32 or float64"
@@ -219,16 +222,18 @@ def floating(caller: str, x: Any, name: str = "input") -> None:
         raise TypeError(_must(caller, name, rule, str(x.dtype), way_out))
 
 
-def momentum(caller: str, value: float | None, counter: Tensor | None, moves: bool = True) -> None:
-    """Refuse a momentum that is no number, and a cumulative average without a counter.
+def momentum(
+    caller: str, value: float | None, counter: Tensor | None, updates: bool = True
+) -> None:
+    """Reject a momentum that is not a number, and a cumulative average without a counter.
 
-    moves: whether there are running statistics to move.
+    updates: whether there are running statistics to update.
     """
     if value is not None:
         number(caller, "momentum", value)
         if not math.isfinite(value):
             raise ValueError(_must(caller, "momentum", "None or a finite number", str(value)))
-    elif moves and counter is None:
+    elif updates and counter is None:
         raise ValueError(
             f"normplug.{caller}: momentum=None averages over all batches and needs "
             "num_batches_tracked to count them; got None. Pass a counter or a float momentum."
@@ -236,7 +241,7 @@ def momentum(caller: str, value: float | None, counter: Tensor | None, moves: bo
 
 
 def channels(caller: str, x: Tensor, **vectors: Tensor | None) -> None:
-    """Refuse an input without a channel dimension, and vectors that are not one value a channel."""
+    """Reject an input without channels, and vectors without exactly one value per channel."""
     if x.is_nested:
         rule, got = "a dense tensor (N, C) or (N, C, *space)", "a nested tensor"
         way_out = "Pad it first, e.g. input.to_padded_tensor(0.0), or use LayerNorm."
@@ -251,7 +256,7 @@ def channels(caller: str, x: Tensor, **vectors: Tensor | None) -> None:
 
 
 def more_than_one_value(caller: str, x: Tensor) -> None:
-    """Refuse to train on one value a channel, whose variance is always 0."""
+    """Reject training on one value per channel, whose variance is always 0."""
     if x.numel() == x.shape[1] != 0:
         raise ValueError(
             f"normplug.{caller}: training needs more than one value per channel; input of shape "
@@ -260,7 +265,7 @@ def more_than_one_value(caller: str, x: Tensor) -> None:
 
 
 def more_than_one_position(caller: str, x: Tensor) -> None:
-    """Refuse an InstanceNorm of one value a channel and sample, whose variance is always 0."""
+    """Reject InstanceNorm of a single spatial position, where every variance is 0."""
     if math.prod(x.shape[2:]) == 1:
         got = f"input of shape {tuple(x.shape)}"
         way_out = "Use a larger input, or normplug.GroupNorm or LayerNorm."
@@ -268,18 +273,18 @@ def more_than_one_position(caller: str, x: Tensor) -> None:
 
 
 def groups(caller: str, x: Tensor, groups: Any) -> None:
-    """Refuse groups that the channels do not make, and a single group of a single value."""
+    """Reject `groups` that do not divide the channels, and one sample with one value per group."""
     count(caller, "num_groups", groups)
     if x.shape[1] % groups:
         rule = f"a divisor of the {x.shape[1]} channels of input of shape {tuple(x.shape)}"
         raise ValueError(_must(caller, "num_groups", rule, str(groups)))
     if x.numel() == groups:
-        rule = f"of more than one value for {groups} groups"
-        raise ValueError(_must(caller, "input", rule, f"shape {tuple(x.shape)}"))
+        got = f"shape {tuple(x.shape)} for {groups} groups"
+        raise ValueError(_must(caller, "input", "larger than one value per group", got))
 
 
 def one_joined_value(processes: int) -> ValueError:
-    """The error of training on one value a channel in the joined batch of several processes."""
+    """Return the error for training on a joined batch of one value per channel."""
     return ValueError(
         "normplug.SyncBatchNorm: training needs more than one value per channel; the joined batch "
         f"of {processes} processes has 1. Use .eval(), a larger batch, or drop_last=True in the "
@@ -288,7 +293,7 @@ def one_joined_value(processes: int) -> ValueError:
 
 
 def running_pair(caller: str, mean: Tensor | None, var: Tensor | None, training: bool) -> None:
-    """Refuse one running statistic without the other, and evaluation without either."""
+    """Reject one running statistic without the other, and evaluation without either."""
     if (mean is None) != (var is None):
         raise ValueError(
             f"normplug.{caller}: running_mean and running_var go together; got "
@@ -302,7 +307,7 @@ def running_pair(caller: str, mean: Tensor | None, var: Tensor | None, training:
 
 
 def same_shape(caller: str, x: Tensor, **others: Tensor | None) -> None:
-    """Refuse a second input that would broadcast."""
+    """Reject a second input that would need broadcasting."""
     for name, other in others.items():
         if other is not None and _sizes(other) != _sizes(x):
             raise ValueError(
@@ -312,7 +317,7 @@ def same_shape(caller: str, x: Tensor, **others: Tensor | None) -> None:
 
 
 def trailing(caller: str, x: Tensor, shape: Sequence[int], **vectors: Tensor | None) -> None:
-    """Refuse an input that does not end in `shape`, and vectors that are not exactly `shape`."""
+    """Reject an input whose shape does not end in `shape`, and vectors of any other shape."""
     shape = tuple(shape)
     if not shape or x.shape[-len(shape) :] != shape:
         rule = f"(*rows, *normalized_shape) with normalized_shape={shape}"
@@ -324,20 +329,20 @@ def trailing(caller: str, x: Tensor, shape: Sequence[int], **vectors: Tensor | N
 
 
 def _sizes(x: Tensor) -> tuple[Any, ...]:
-    """The shape of x; of a nested tensor that has none, its components' shapes."""
+    """The shape of x, or its components' shapes for a strided nested tensor, which has none."""
     if x.is_nested and x.layout == torch.strided:
         return tuple(tuple(part.shape) for part in x.unbind())
     return tuple(x.shape)
 
 
 def not_replicated(caller: str, name: str, placements: Any) -> ValueError:
-    """The error of a running statistic of which each process has a part only."""
+    """Return the error for a running statistic that is sharded over processes."""
     way_out = "Use redistribute(placements=[Replicate()])."
     return ValueError(_must(caller, name, "replicated", f"a DTensor {placements}", way_out))
 
 
 def scalars(caller: str, **values: Tensor | None) -> None:
-    """Refuse running statistics that are more than one value."""
+    """Reject running statistics with more than one value."""
     for name, value in values.items():
         if value is not None and value.numel() != 1:
             raise ValueError(_must(caller, name, "a scalar tensor", f"shape {tuple(value.shape)}"))

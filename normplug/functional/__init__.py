@@ -1,7 +1,7 @@
-"""Norms as functions: each call is checked here, and carried out by the route for its backend.
+"""Norms as functions: each call is checked here, and runs on the route for its backend.
 
-A file holds the functions of one family. `carry_out` takes a call of any norm as the rest of the
-package describes it; modules call that.
+Each file holds the functions of one family. `carry_out` runs a call of any norm, given as the
+`Tensors` and the spec that the rest of the package passes on; the modules call it directly.
 """
 
 from normplug.functional.autocast import autocast_dtype as autocast_dtype

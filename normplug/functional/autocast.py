@@ -1,11 +1,11 @@
-"""The dtype that autocast asks for."""
+"""The dtype that autocast sets for an input."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Asked here, once: torch.compile of torch 2.6 cannot trace the question.
+# Computed at import: torch.compile of torch 2.6 cannot trace `is_autocast_available`.
 _AUTOCAST_DEVICES = frozenset(
     device
     for device in ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
@@ -14,10 +14,10 @@ _AUTOCAST_DEVICES = frozenset(
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast has set where x is; None where it is off."""
+    """The dtype that autocast has set for the device of x; None where autocast is off."""
     try:
         device = "cuda" if x.is_cuda else x.device.type
-    except AttributeError:  # no tensor, and about to be refused
+    except AttributeError:  # not a tensor: the checks reject it later
         return None
     if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)

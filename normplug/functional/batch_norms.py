@@ -1,4 +1,4 @@
-"""BatchNorm as a function, and the statistics of channels."""
+"""BatchNorm as a function, and the statistics of each channel."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def batch_norm(
 
         y = activation(weight * sqrt(tv) * (input - mean) / sqrt(var + eps) + bias + residual)
 
-    In training, mean and biased var are the batch's. The running statistics move towards the
-    batch's mean and *unbiased* variance of the input, as in `torch.nn.functional.batch_norm`. In
+    In training, mean and biased var are the batch's. The running statistics are updated with the
+    mean and the *unbiased* variance of the batch, as in `torch.nn.functional.batch_norm`. In
     evaluation, mean and var are the running statistics. An empty batch leaves the running
-    statistics untouched.
+    statistics unchanged.
 
     Args:
         input: (N, C) or (N, C, *space); float16, bfloat16, float32 or float64. The kernels read
             contiguous and channels_last tensors (of any number of dimensions) without a copy, and
-            copy tensors of other strides once. They also copy dy and `residual` once if their
-            layout is not that of `input`.
+            copy tensors with other strides once. They also copy dy and `residual` once if their
+            layout differs from that of `input`.
         running_mean: (C,), updated in place in training, or None.
         running_var: (C,), updated in place in training, or None.
-        weight: (C,), or None for ones. May be float32 beside a half `input`.
+        weight: (C,), or None for ones. May be float32 if `input` is half precision.
         bias: (C,), or None for zeros, in the dtype of `weight`.
         training: use the batch's statistics instead of the running ones.
         momentum: weight of the new batch in the running statistics; None averages over all
@@ -55,17 +55,17 @@ def batch_norm(
         residual: added before the activation; shaped like `input`, or None.
         activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu". A
             pair such as ("leaky_relu", 0.2) sets the slope below 0; the default is 0.01.
-        num_batches_tracked: integer scalar, raised by one when the running statistics are updated,
-            or None.
-        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes the one
-            that was measured to be faster, if it can run; the environment variable
-            `NORMPLUG_BACKEND` sets another default.
+        num_batches_tracked: integer scalar, incremented when the running statistics are updated, or
+            None.
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes
+            whichever was measured to be faster, if it can run; the environment variable
+            `NORMPLUG_BACKEND` overrides "auto".
 
     Returns:
         Shaped like `input`, in its dtype (promoted with that of `residual`).
 
     Raises:
-        ValueError: shapes or devices that do not fit, one value per channel in training, evaluation
+        ValueError: mismatched shapes or devices, one value per channel in training, evaluation
             without running statistics, an eps of 0 or below, an unknown mode, activation or
             backend.
         TypeError: an argument of another type, or tensors that are not floating point.
@@ -73,8 +73,8 @@ def batch_norm(
 
     Precision: sums are float32 (float64 for float64 input). With tv other than 1, the torch backend
     rounds weight * sqrt(tv) to the dtype of `weight`; the kernels do not.
-    Differentiable twice, by `input`, `weight`, `bias` and `residual`. The kernels give the same
-    bits each time. For the backward they keep `input` and two numbers per channel; with `residual`
+    Twice differentiable in `input`, `weight`, `bias` and `residual`. The kernels are bitwise
+    deterministic. For the backward they save `input` and two numbers per channel; with `residual`
     and relu also one bit per element, and with `residual` and another activation also `residual`.
 
     Example:
@@ -93,8 +93,8 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 
         mean = mean(x)        var = mean((x - mean)^2)
 
-    A diagnostic: called in a forward hook, it shows the statistics of any layer's output. On CUDA
-    one kernel reads `x` once if no gradient is needed: pass `output.detach()`.
+    A diagnostic: call it in a forward hook to see the statistics of a layer's output. On CUDA, one
+    kernel reads `x` once if no gradient is needed: pass `output.detach()`.
 
     Args:
         x: (N, C) or (N, C, *space), floating point. If the features come last, as in a

@@ -1,4 +1,4 @@
-"""The way of every call, whichever norm it is of."""
+"""The path of every call, whichever norm it is for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from normplug._ops.spec import (
 
 Spec: TypeAlias = BatchNormSpec | GroupNormSpec | LayerNormSpec
 
-# What a call of a norm must satisfy, and what chooses its route.
+# The type of a spec -> the check of a call's arguments, and the choice of its route.
 _NORMS: dict[type, tuple[Callable[..., None], Callable[..., Route]]] = {
     BatchNormSpec: (batch_norm_checks.check, batch_norm_route.choose),
     GroupNormSpec: (group_norm_checks.check, group_norm_route.choose),
@@ -36,17 +36,17 @@ _NORMS: dict[type, tuple[Callable[..., None], Callable[..., Route]]] = {
 
 
 def carry_out(caller: str, t: Tensors, spec: Spec, backend: str, *, single: bool = False) -> Any:
-    """Carry out a call. On a GPU, one that is like an earlier call skips the checks.
+    """Run a call. On a GPU, a call with the cache key of an earlier one skips the checks.
 
     Args:
-        caller: for errors.
+        caller: the function's name, for errors.
         t: the call's tensors.
-        spec: the call's numbers; their type says which norm it is.
+        spec: the call's other arguments; the type of the spec says which norm it is.
         backend: "auto", "triton" or "torch".
-        single: whether a compiler gains nothing by fusing the norm with what stands around it.
+        single: whether a compiler gains nothing by fusing the norm with its neighbours.
 
     Returns:
-        What the route returns: y, or (y, total) of a norm of rows with a residual.
+        The result of the route: y, or (y, total) for a norm of rows with a residual.
     """
     eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
     if eager:
@@ -58,7 +58,7 @@ def carry_out(caller: str, t: Tensors, spec: Spec, backend: str, *, single: bool
             return call(t)
     check, choose = _NORMS[type(spec)]
     check(caller, t, spec)
-    if sharded.is_sharded(t.x):
+    if sharded.is_sharded(t.x):  # a DTensor: make the same call on this process's own shard
         call_own = partial(carry_out, caller, spec=spec, backend=backend, single=single)
         return sharded.run(caller, t, spec.free_dims(t), call_own)
     route = choose(caller, _checks.backend(caller, backend), t, spec, single)

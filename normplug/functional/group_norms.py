@@ -32,10 +32,10 @@ def group_norm(
 
     Args:
         input: (N, C) or (N, C, *space); float16, bfloat16, float32 or float64. The kernels read
-            contiguous and channels_last tensors without a copy, and copy tensors of other strides
+            contiguous and channels_last tensors without a copy, and copy tensors with other strides
             once; the same holds for dy.
         num_groups: a divisor of C.
-        weight: (C,), or None for ones. May be float32 beside a half `input`.
+        weight: (C,), or None for ones. May be float32 if `input` is half precision.
         bias: (C,), or None for zeros.
         eps: 0 or above, added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
@@ -44,17 +44,17 @@ def group_norm(
         autocast_output: the dtype of the result under autocast. "float32" follows
             `torch.nn.functional.group_norm` (float32 on CUDA); "low" is the autocast dtype. Sums
             are float32 in both.
-        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes the one
-            that was measured to be faster, if it can run; the environment variable
-            `NORMPLUG_BACKEND` sets another default.
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes
+            whichever was measured to be faster, if it can run; the environment variable
+            `NORMPLUG_BACKEND` overrides "auto".
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
         it has the layout of `input` if that is contiguous or channels_last.
 
     Raises:
-        ValueError: shapes or devices that do not fit, a `num_groups` that does not divide C, a
-            single group of a single value, an eps below 0, an unknown mode, activation,
+        ValueError: mismatched shapes or devices, a `num_groups` that does not divide C, a single
+            sample with one value per group, an eps below 0, an unknown mode, activation,
             autocast_output or backend.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
@@ -62,8 +62,8 @@ def group_norm(
     Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
     and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv). The
     kernels do neither.
-    Differentiable twice, by `input`, `weight` and `bias`. The kernels give the same bits each time.
-    For the backward they keep `input` and two numbers per group.
+    Twice differentiable in `input`, `weight` and `bias`. The kernels are bitwise deterministic. For
+    the backward they save `input` and two numbers per group of each sample.
 
     Example:
         >>> import torch
@@ -95,15 +95,16 @@ def instance_norm(
         y = activation(weight * sqrt(tv) * (input - mean) / sqrt(var + eps) + bias)
 
     With `use_input_stats`, mean and biased var are those of a channel of one sample. The running
-    statistics, if given, move towards the averages over samples of mean and *unbiased* variance,
-    as in `torch.nn.functional.instance_norm`. Without it, mean and var are the running statistics,
-    as in `batch_norm` in evaluation. An empty batch leaves the running statistics untouched.
+    statistics, if given, are updated with the averages over samples of mean and *unbiased*
+    variance, as in `torch.nn.functional.instance_norm`. Otherwise mean and var are the running
+    statistics, as in `batch_norm` in evaluation. An empty batch leaves the running statistics
+    unchanged.
 
     Args:
         input: (N, C, *space); dtypes and layouts as in `group_norm`.
         running_mean: (C,), updated in place with `use_input_stats`, or None.
         running_var: (C,), updated in place with `use_input_stats`, or None.
-        weight: (C,), or None for ones. May be float32 beside a half `input`.
+        weight: (C,), or None for ones. May be float32 if `input` is half precision.
         bias: (C,), or None for zeros, in the dtype of `weight`.
         use_input_stats: use the input's statistics instead of the running ones.
         momentum: weight of the new batch in the running statistics.
@@ -123,7 +124,7 @@ def instance_norm(
         NotImplementedError: as in `group_norm`.
 
     Precision and gradients are those of `group_norm` with one group per channel, except that the
-    torch backend does not promote: PyTorch takes float32 parameters beside a half `input`.
+    torch backend does not promote: PyTorch accepts float32 parameters with a half `input`.
 
     Example:
         >>> import torch
@@ -145,5 +146,5 @@ def instance_norm(
 def _channels(x: Tensor) -> int:
     try:
         return x.shape[1]
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # no input for it: refused later
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # invalid: rejected later
         return 1

@@ -1,4 +1,4 @@
-"""LayerNorm as a function, alone and with the addition before it."""
+"""LayerNorm as a function, alone and with a preceding addition."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ def layer_norm(
 
         y = weight * sqrt(tv) * (h - mean) / sqrt(var + eps) + bias        h = input + input_bias
 
-    mean and biased var are those of the row. The running statistics, if given, are only watched:
-    they move towards the averages over rows of mean and var, and no result depends on them. An
-    empty batch leaves them untouched.
+    mean and biased var are those of the row. The running statistics, if given, are for monitoring
+    only: they are updated with the averages over rows of mean and var, and no result depends on
+    them. An empty batch leaves them unchanged.
 
     Args:
         input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64. The kernels read
-            rows of adjacent values without a copy if the rows have one stride, or two (as after a
-            transpose of batch and sequence); they copy other tensors once. The same holds for dy.
+            rows of contiguous values without a copy if the rows have one stride, or two (as after
+            a transpose of batch and sequence); they copy other tensors once. The same holds for dy.
             A nested tensor whose components have such shapes works too; its running statistics
             average over the rows of all components.
         normalized_shape: the trailing dimensions that form a row.
-        weight: `normalized_shape`, or None for ones. May be float32 beside a half `input`.
+        weight: `normalized_shape`, or None for ones. May be float32 if `input` is half precision.
         bias: `normalized_shape`, or None for zeros.
         eps: 0 or above, added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         input_bias: `normalized_shape`, added to the input before it is normalised, or None.
         running_mean: scalar tensor, updated in place, or None.
         running_var: scalar tensor, updated in place, or None.
-        num_batches_tracked: integer scalar tensor, raised by one when they are updated, or None.
+        num_batches_tracked: integer scalar tensor, incremented when they are updated, or None.
         momentum: weight of the new batch in the running statistics; None averages over all
             batches equally.
         autocast_output: the dtype of the result under autocast. "float32" follows
             `torch.nn.functional.layer_norm` (float32 on CUDA); "low" is the autocast dtype, which
             the next linear layer would cast to anyway. Sums are float32 in both.
-        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes the one
-            that was measured to be faster, if it can run; the environment variable
-            `NORMPLUG_BACKEND` sets another default.
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes
+            whichever was measured to be faster, if it can run; the environment variable
+            `NORMPLUG_BACKEND` overrides "auto".
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
@@ -67,16 +67,17 @@ def layer_norm(
         tensor gives a nested tensor of the same layout.
 
     Raises:
-        ValueError: shapes or devices that do not fit, running statistics without a counter, an eps
-            below 0, an unknown mode, autocast_output or backend.
+        ValueError: mismatched shapes or devices, one running statistic without the other, a
+            momentum of None without a counter, an eps below 0, an unknown mode, autocast_output or
+            backend.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
 
     Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
     and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv) and
     input + input_bias. The kernels do neither.
-    Differentiable twice, by `input`, `weight`, `bias` and `input_bias`. The kernels give the same
-    bits each time. For the backward they keep `input` and two numbers per row.
+    Twice differentiable in `input`, `weight`, `bias` and `input_bias`. The kernels are bitwise
+    deterministic. For the backward they save `input` and two numbers per row.
 
     Example:
         >>> import torch
@@ -114,8 +115,8 @@ def add_layer_norm(
 
     Args:
         x: (*rows, *normalized_shape), a block's output.
-        residual: shaped like `x`: the stream that it is added to. If the rows of both have two
-            strides, the kernels copy it unless its layout is that of `x`.
+        residual: shaped like `x`: the stream that `x` is added to. If the rows of both have two
+            strides, the kernels copy `residual` unless its layout is that of `x`.
         normalized_shape: as in `layer_norm`.
         weight: as in `layer_norm`.
         bias: as in `layer_norm`.
@@ -137,8 +138,8 @@ def add_layer_norm(
         TypeError: as in `layer_norm`.
         NotImplementedError: as in `layer_norm`.
 
-    Differentiable twice, by `x`, `residual`, `weight` and `bias`. The kernels do both steps in one
-    launch, and keep `total` for the backward.
+    Twice differentiable in `x`, `residual`, `weight` and `bias`. The kernels do both steps in one
+    launch, and save `total` for the backward.
 
     Example:
         >>> import torch

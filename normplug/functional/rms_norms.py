@@ -1,4 +1,4 @@
-"""RMSNorm as a function, alone and with the addition before it."""
+"""RMSNorm as a function, alone and with a preceding addition."""
 
 from __future__ import annotations
 
@@ -41,41 +41,40 @@ def rms_norm(
         input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64, laid out as in
             `layer_norm`, or nested.
         normalized_shape: the trailing dimensions that form a row.
-        weight: `normalized_shape`, or None for a factor of one. May be float32 beside a half
-            `input`.
+        weight: `normalized_shape`, or None for a factor of one. May be float32 if `input` is half
+            precision.
         eps: 0 or above, added to the second moment before the root; None for the machine epsilon
             of float32 (of float64 for float64 `input`), as in torch since 2.7.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         weight_offset: added to `weight` in the dtype of the sums; 1 for Gemma, whose weights start
             at 0.
-        running_var: scalar tensor, updated in place, or None. It moves towards the mean of
+        running_var: scalar tensor, updated in place, or None. It is updated with the mean of
             input^2 over all rows: the *second moment*. No result depends on it, and an empty batch
-            leaves it untouched.
-        num_batches_tracked: integer scalar tensor, raised by one when `running_var` is updated, or
+            leaves it unchanged.
+        num_batches_tracked: integer scalar tensor, incremented when `running_var` is updated, or
             None.
         momentum: weight of the new batch in `running_var`; None averages over all batches equally.
         autocast_output: the dtype of the result under autocast. "float32" follows
             `torch.nn.functional.rms_norm` (on CUDA: float32 in torch 2.15, the dtype of `input` in
             2.11); "low" is the autocast dtype, which the next linear layer would cast to anyway.
         backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes the
-            kernels if they can run; the environment variable `NORMPLUG_BACKEND` sets another
-            default.
+            kernels if they can run; the environment variable `NORMPLUG_BACKEND` overrides "auto".
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
         it is contiguous.
 
     Raises:
-        ValueError: shapes or devices that do not fit, an eps below 0, an unknown mode, backend or
-            autocast_output.
+        ValueError: mismatched shapes or devices, a momentum of None without a counter, an eps below
+            0, an unknown mode, backend or autocast_output.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
 
     Precision: sums are float32 (float64 for float64 input), and the result is rounded once. With tv
     other than 1, the torch backend rounds weight * sqrt(tv) to the dtype of `weight`; the kernels
-    do not. The kernels give the same bits each time. The bits of a row of y do not depend on the
-    other rows, nor, for the same layout, on their number.
-    Differentiable twice, by `input` and `weight`. For the backward the kernels keep `input` and one
+    do not. The kernels are bitwise deterministic. The bits of a row of y do not depend on the other
+    rows, nor, for the same layout, on their number.
+    Twice differentiable in `input` and `weight`. For the backward the kernels save `input` and one
     number per row.
 
     Example:
@@ -110,7 +109,7 @@ def add_rms_norm(
 
     Args:
         x: (*rows, *normalized_shape), a block's output.
-        residual: shaped like `x`: the stream that it is added to; strides as in `add_layer_norm`.
+        residual: shaped like `x`: the stream that `x` is added to; strides as in `add_layer_norm`.
         normalized_shape: as in `rms_norm`.
         weight: as in `rms_norm`.
         eps: as in `rms_norm`.
@@ -131,8 +130,8 @@ def add_rms_norm(
         TypeError: as in `rms_norm`.
         NotImplementedError: as in `rms_norm`.
 
-    Differentiable twice, by `x`, `residual` and `weight`. The kernels do both steps in one launch,
-    and keep `total` for the backward.
+    Twice differentiable in `x`, `residual` and `weight`. The kernels do both steps in one launch,
+    and save `total` for the backward.
 
     Example:
         >>> import torch
@@ -157,7 +156,7 @@ def _spec(
     weight_offset: float,
 ) -> LayerNormSpec:
     tv, shape = target_variance(mode), checks.row_shape(caller, normalized_shape)
-    _checks.autocast_output(caller, autocast_output)  # the next line already reads it
+    _checks.autocast_output(caller, autocast_output)  # before the next line reads it
     autocast = autocast_of_rms_norm(x, autocast_output)
     return LayerNormSpec(shape, momentum, eps, tv, autocast, autocast_output, False, weight_offset)
 
@@ -165,8 +164,8 @@ def _spec(
 def autocast_of_rms_norm(
     x: Tensor, autocast_output: str, is_cast: bool = RMS_NORM_AUTOCASTS
 ) -> torch.dtype | None:
-    """The dtype of autocast on the device of x; None if it is off, or does not apply.
+    """The dtype of autocast on the device of x; None if autocast is off or does not apply.
 
-    is_cast: whether autocast makes the stock norm compute and return float32.
+    is_cast: whether autocast has the stock norm compute and return float32.
     """
     return autocast_dtype(x) if is_cast or autocast_output == "low" else None

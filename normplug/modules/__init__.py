@@ -1,9 +1,9 @@
 """Norm layers as modules: the torch classes with a target variance.
 
 They subclass `torch.nn`'s own and keep the names of parameters and buffers. So checkpoints load,
-optimizers group, and `isinstance(module, nn.BatchNorm2d)` still holds. Beyond that they only add
-plain attributes and buffers, so that a stock layer becomes one, and stock again, by assignment of
-`__class__` (see `normplug._convert`). `base` lists what a norm declares.
+parameter groups stay the same, and `isinstance(module, nn.BatchNorm2d)` still holds. They add only
+plain attributes and buffers, so assigning `__class__` converts a stock layer and converts it back
+(see `normplug._convert`). `base` lists what a norm declares.
 """
 
 from normplug.modules.base import TargetVarianceNorm

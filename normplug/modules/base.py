@@ -1,4 +1,4 @@
-"""What every normplug layer has, and what a norm declares to become one."""
+"""The base class of every normplug layer, and what a norm declares."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from normplug.modules.fusion_sites import FusionSites
 
 
 class Options(NamedTuple):
-    """What a swap asks of every layer; a layer takes what its class knows.
+    """The options of a swap; a layer uses those that its class declares in `_settings` or adopts.
 
     Attributes:
         target_variance: a float above 0.
         backend: as in `normplug.functional`.
         autocast_output: as in `normplug.functional.layer_norm`.
-        track_running_stats: give a stock layer running statistics that are only watched; None
-            leaves it to the layer's class.
-        device: where new tensors go if the layer has no weight to go by.
+        track_running_stats: give a stock layer running statistics for monitoring; None leaves it
+            to the layer's class.
+        device: the device of new tensors if the layer has no weight.
     """
 
     target_variance: float
@@ -36,7 +36,7 @@ class Options(NamedTuple):
 
 
 def eps_property(name: str) -> Any:
-    """A guarded property for the eps that the stock class has as `name`: see `eps_reader`."""
+    """A guarded property for the eps that the stock class calls `name`: see `eps_reader`."""
 
     def read(layer: TargetVarianceNorm) -> float | None:
         return layer._eps if layer.target_variance == 1.0 else eps_reader.eps_to_reader(layer, name)
@@ -51,23 +51,23 @@ def eps_property(name: str) -> Any:
 class TargetVarianceNorm(nn.Module):
     """The base of every normplug layer: a mode, a backend, and a record of both in checkpoints.
 
-    A norm inherits from this class and then from the stock class that it replaces. Beside its
-    `forward` it declares what follows, and no other room knows it by name. `_affine_shape`,
-    `_expected`, `_variance` and `_without_affine` have no default. `docs/add-a-norm.md` walks
-    through an example.
+    A norm inherits from this class and then from the stock class that it replaces. Besides its
+    `forward` it declares the attributes and methods below, so that no other code knows it by name.
+    `_affine_shape`, `_expected`, `_variance` and `_without_affine` have no default.
+    `docs/add-a-norm.md` walks through an example.
     """
 
     target_variance: float
     backend: str
-    # `eps` for normplug's own code, which pays for no guard. Dynamo of torch 2.6 and 2.11 reads
-    # `__dict__["eps"]` in place of the property, so this is an attribute of its own.
+    # The eps that normplug's own code reads, without the cost of the guard. It is a separate
+    # attribute because Dynamo of torch 2.6 and 2.11 reads `__dict__["eps"]`, not the property.
     _eps: Any  # a float; RMSNorm's may be None
-    # A (4,) float32 tensor while a `VarianceLogger` listens; otherwise layers carry nothing for it.
+    # A (4,) float32 tensor for `_record` to fill while a `VarianceLogger` measures, else None.
     _probe: Tensor | None = None
 
     # The names of the `Options` that each swap sets.
     _settings: ClassVar[tuple[str, ...]] = ("target_variance", "backend")
-    # The names of the attributes, beside its tensors, that the result of a call depends on.
+    # The names of the attributes, besides its tensors, that the result of a call depends on.
     _call_reads: ClassVar[tuple[str, ...]] = (
         "training",
         "target_variance",
@@ -75,15 +75,15 @@ class TargetVarianceNorm(nn.Module):
         "_eps",
         "_probe",
     )
-    # What `fuse` may run in one call with a layer, by its `fused*` methods.
+    # The operations that `fuse` may run in one call with a layer, by its `fused*` methods.
     _fusion_sites: ClassVar[FusionSites | None] = None
-    # What the stock class calls its eps; a class with another name has an `eps_property` of it.
+    # The stock class's name for its eps. A class with another name defines an `eps_property` of it.
     _eps_name: ClassVar[str] = "eps"
-    # Added to the weight in the formula; `unswap` and `preserve_output` fold around it.
+    # Added to the weight in the formula. `unswap` and `preserve_output` scale the sum of the two.
     _weight_offset: ClassVar[float] = 0.0
-    # What the mode sets and `_variance` measures: "variance", or "second moment" without centring.
+    # What the mode sets and `_variance` measures: "variance", or "second moment" if not centred.
     _measure: ClassVar[str] = "variance"
-    # Its class over several processes, which `swap(sync=True)` and `SyncNorms` take; not inherited.
+    # Its synchronised class, which `swap(sync=True)` and `SyncNorms` assign; not inherited.
     _synchronised: ClassVar[type[TargetVarianceNorm] | None] = None
 
     def __init__(
@@ -97,19 +97,19 @@ class TargetVarianceNorm(nn.Module):
         self.backend = backend
 
     def _affine_shape(self) -> tuple[int, ...]:
-        """The shape of weight and bias; it must work on the stock layer, too."""
+        """The shape of weight and bias; also called with a stock layer as `self`."""
         raise NotImplementedError
 
     @classmethod
     def _refusal(cls, module: nn.Module) -> str | None:
-        """Why a layer of the stock class has to stay as it is; None where a swap may take it."""
+        """Why a layer of the stock class has to stay as it is; None if a swap may convert it."""
         return None
 
     def _adopt(self, options: Options) -> None:
         """Give the layer what its stock class lacks, once a swap has changed its class."""
 
     def _note_fused(self, activation: ActivationLike, residual: bool) -> None:
-        """Note how `fuse` will have the layer called, so that kernels can be compiled ahead."""
+        """Note how `fuse` will call the layer, so that kernels can be compiled ahead of time."""
 
     def _leave(self) -> None:
         """Remove what `_adopt` added, before `unswap` changes the class back."""
@@ -120,7 +120,7 @@ class TargetVarianceNorm(nn.Module):
 
     @classmethod
     def _forward_is_expected(cls) -> bool:
-        """Whether `_expected` describes the class's forward, and not that of a class before it."""
+        """Whether `_expected` describes this class's forward, and not only that of a base class."""
         parts = cls._fusion_sites.methods if cls._fusion_sites else ("forward",)
         return all(_depth(cls, part) >= _depth(cls, "_expected") for part in parts)
 
@@ -135,21 +135,21 @@ class TargetVarianceNorm(nn.Module):
     def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
         """The output without weight and bias, for `VarianceLogger`.
 
-        statistics: mean and variance that x was normalised by, where the layer has taken them from
-            more than x.
+        statistics: the mean and variance that x was normalised by, if the layer computed them
+            from more than x (from a joined batch).
         """
         raise NotImplementedError
 
     def computes_only(self) -> bool:
-        """Whether a forward now only computes: it measures nothing for a `VarianceLogger`."""
+        """Whether a forward would now only compute, and measure nothing for a `VarianceLogger`."""
         return self._probe is None
 
     def waits_for_others(self) -> bool:
-        """Whether a forward now would wait for other processes."""
+        """Whether a forward would now wait for other processes."""
         return False
 
     def stop_watching(self) -> None:
-        """Remove running statistics that no result depends on, for Opacus; here are none."""
+        """Remove running statistics that no result depends on, for Opacus; by default, none."""
 
     eps = eps_property("eps")
 
@@ -160,7 +160,7 @@ class TargetVarianceNorm(nn.Module):
 
     @property
     def mode(self) -> NormMode:
-        """The layer's mode; assign any spelling of one to change it."""
+        """The layer's mode; assign a name, a number or a `NormMode` to change it."""
         return NormMode(self.target_variance)
 
     @mode.setter
@@ -168,10 +168,10 @@ class TargetVarianceNorm(nn.Module):
         self.target_variance = target_variance(mode)
 
     def extra_repr(self) -> str:
-        """The torch class's line, and the mode."""
+        """The stock class's line, and the mode."""
         return f"{super().extra_repr()}, mode={self.mode}"
 
-    # Reading a tensor as an attribute takes the host ten times as long as reading it in its dict.
+    # Reading a tensor as a module's attribute takes the host ten times as long as from the dict.
 
     def _affine(self) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias."""
@@ -188,7 +188,7 @@ class TargetVarianceNorm(nn.Module):
         return self.running_mean, self.running_var, self.num_batches_tracked  # type: ignore[return-value]
 
     def _as_leaf(self, input: fx.Proxy) -> Tensor:
-        """One graph node for the call of the layer, as torch.fx makes for torch's own layers."""
+        """Make one graph node of the call of the layer, as torch.fx does for torch's own layers."""
         tracer: Any = input.tracer
         return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
 
@@ -225,8 +225,8 @@ class TargetVarianceNorm(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        # No metadata (a plain dict, safetensors) says nothing about the mode. Metadata without a
-        # target variance is that of a stock layer.
+        # Without metadata (a plain dict, safetensors) the saved mode is unknown. Metadata without a
+        # target variance comes from a stock layer.
         if local_metadata:
             saved = local_metadata.get("target_variance", 1.0)
             if saved != self.target_variance:
@@ -242,5 +242,5 @@ class TargetVarianceNorm(nn.Module):
 
 
 def _depth(cls: type, name: str) -> int:
-    """Place in the method resolution order of the first class that defines `name`."""
+    """Index in the method resolution order of the first class that defines `name`."""
     return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))

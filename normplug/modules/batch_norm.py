@@ -16,7 +16,7 @@ from normplug.modules.fusion_sites import FusionSites
 
 class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, move the running statistics."""
+        """Normalise `input`; in training, update the running statistics."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
         y = self.fused(input)
@@ -34,14 +34,14 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         single: bool = False,
         keeps_residual: bool = False,
     ) -> Tensor:
-        """What `forward` computes, plus `residual`, through `activation`, in one call.
+        """Compute `activation(forward(input) + residual)`, then max pooling, in one call.
 
         Args:
             input: as in `forward`.
             residual: as in `normplug.functional.batch_norm`.
             activation: as in `normplug.functional.batch_norm`.
-            pool: max pooling after relu, without a residual.
-            single: whether a compiler has nothing to fuse it with.
+            pool: max pooling, only after relu and without a residual.
+            single: whether a compiler has nothing to fuse the norm with.
             keeps_residual: whether to save the residual, so that the backward can recompute the
                 output.
         """
@@ -57,7 +57,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         training = self.training or (mean is None and var is None)
         if self.training and not self.track_running_stats:
             mean = var = None
-        # A layer without its counter (a checkpoint of torch < 0.4.1) averages nothing.
+        # Without its counter (a checkpoint of torch < 0.4.1) a cumulative average is not updated.
         momentum = 0.0 if self.momentum is None and tracked is None else self.momentum
         t = Tensors(input, residual, weight, bias, None, mean, var, tracked)
         spec = BatchNormSpec(
@@ -82,9 +82,9 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         return (self.num_features,)
 
     def _example_shape(self) -> tuple[int, ...]:
-        takes = vars(self).get("_unsynced_class", type(self))
+        input_class = vars(self).get("_unsynced_class", type(self))
         for cls, space in ((nn.BatchNorm2d, (2, 2)), (nn.BatchNorm3d, (2, 2, 2))):
-            if issubclass(takes, cls):
+            if issubclass(input_class, cls):
                 return (8, self.num_features, *space)
         return (8, self.num_features)
 
@@ -126,7 +126,7 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     Args:
         *args: those of `torch.nn.BatchNorm1d`.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        backend: "auto", "triton" or "torch"; the environment's `NORMPLUG_BACKEND` sets "auto".
+        backend: "auto", "triton" or "torch"; the variable `NORMPLUG_BACKEND` overrides "auto".
         **kwargs: those of `torch.nn.BatchNorm1d`.
 
     Shape: (N, C) or (N, C, L), in and out. Details: `normplug.functional.batch_norm`.
@@ -145,14 +145,14 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` that normalises to a target variance; (N, C, H, W).
 
-    Arguments and errors as `BatchNorm1d`'s.
+    Arguments and errors are those of `BatchNorm1d`.
     """
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` that normalises to a target variance; (N, C, D, H, W).
 
-    Arguments and errors as `BatchNorm1d`'s.
+    Arguments and errors are those of `BatchNorm1d`.
     """
 
 

@@ -1,4 +1,4 @@
-"""How a norm's class declares what its layers can run in one call with."""
+"""How a norm's class declares the operations that its layers can fuse with."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 
 class FusionSites(NamedTuple):
-    """What `normplug.fuse` may run in one call with a layer; a class has it as `_fusion_sites`.
+    """The operations that `normplug.fuse` may run in one call with a layer: `_fusion_sites`.
 
     Attributes:
-        methods: the methods that the forward consists of, by name. A subclass with another one of
-            them is not fused.
-        after: what may follow the layer: any of "activation", "addition" (of a residual, before the
-            activation) and "max_pool" (after relu). The layer's `fused` takes it.
-        before: what may come before the layer: "addition" (of two tensors), which `fused_add`
-            takes, and "convolution_bias", which `fused_bias` takes. That one is for layers with a
+        methods: the methods that the forward consists of, by name. A subclass that overrides one
+            of them is not fused.
+        after: operations after the layer: any of "activation", "addition" (of a residual, before
+            the activation) and "max_pool" (after relu). The layer's `fused` runs them.
+        before: operations before the layer: "addition" (of two tensors), which `fused_add` runs,
+            and "convolution_bias", which `fused_bias` runs. The latter is for layers with a
             `normalized_shape`.
     """
 
@@ -24,7 +24,7 @@ class FusionSites(NamedTuple):
     before: tuple[str, ...] = ()
 
     def apply_to(self, cls: type) -> bool:
-        """Whether the fused methods do what the layers of a class do."""
+        """Whether the fused methods compute what layers of `cls` do: no method is overridden."""
         for name, method in self.methods.items():  # noqa: SIM110 - a generator is slower
             if getattr(cls, name) is not method:
                 return False

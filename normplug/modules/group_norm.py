@@ -13,19 +13,19 @@ from normplug.modules.watched import WatchedRows
 
 
 class GroupNorm(WatchedRows, nn.GroupNorm):
-    """`torch.nn.GroupNorm` that normalises to a target variance, and may watch its input.
+    """`torch.nn.GroupNorm` that normalises to a target variance, and can monitor its input.
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    The running statistics, which it has if asked for, are scalars: moving averages of the groups'
-    mean and of their biased variance. As LayerNorm's, they are saved, no result depends on them,
-    and a strict load accepts a checkpoint without them.
+    The running statistics, off by default, are scalars: moving averages of the groups' mean and of
+    their biased variance. As in `LayerNorm`, they are saved, no result depends on them, and a
+    strict load accepts a checkpoint without them.
 
     Args:
         *args: those of `torch.nn.GroupNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: carry the running statistics.
+        track_running_stats: keep the running statistics; None is False here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.group_norm`.
         **kwargs: those of `torch.nn.GroupNorm`.
@@ -34,7 +34,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
 
     Raises:
         ValueError: an unknown mode, backend or autocast_output, an eps below 0, groups that do not
-            divide the channels, or input of other channels.
+            divide the channels, or input with another number of channels.
         TypeError: an argument of another type.
 
     Example:
@@ -45,7 +45,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
     _watches = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, move the running statistics if there are any."""
+        """Normalise `input`; in training, update the running statistics if there are any."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
         y = self.fused(input)
@@ -54,7 +54,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         return y
 
     def fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
-        """What `forward` computes, through `activation`, in one call.
+        """Compute `activation(forward(input))` in one call.
 
         Args:
             input: as in `forward`.
@@ -65,7 +65,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
             known = native.forward(self, input, None, None, activation)
             if known is not None:
                 return known
-        t = Tensors(input, None, *self._affine(), None, *self._statistics_to_move(input))
+        t = Tensors(input, None, *self._affine(), None, *self._statistics_to_update(input))
         spec = GroupNormSpec(
             self.num_groups,
             self._eps,

@@ -17,7 +17,7 @@ from normplug.modules.fusion_sites import FusionSites
 
 
 class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
-    # As torch's method of that name says; torch.export of torch 2.6 cannot trace a call of it.
+    # The result of torch's method, since torch.export of torch 2.6 cannot trace a call of it.
     _no_batch_dim: ClassVar[int]
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -25,7 +25,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         cls._no_batch_dim = cls._get_no_batch_dim(cls)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, move the running statistics if there are any."""
+        """Normalise `input`; in training, update the running statistics if there are any."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
         y = self.fused(input)
@@ -34,7 +34,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         return y
 
     def fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
-        """What `forward` computes, through `activation`, in one call.
+        """Compute `activation(forward(input))` in one call.
 
         Args:
             input: as in `forward`.
@@ -61,11 +61,11 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
     _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
 
     def _spec(self, channels: int, activation: ActivationLike) -> GroupNormSpec | BatchNormSpec:
-        """The call's numbers: with running statistics in evaluation, those of a BatchNorm."""
+        """The spec of a call: that of a BatchNorm in evaluation with running statistics."""
         eps, tv = self._eps, self.target_variance
         if self._uses_running(self.training):
             return BatchNormSpec(False, 0.0, eps, tv, activation)
-        # None is torch's word for statistics that stay as they are.
+        # In torch, a momentum of None leaves the statistics of an InstanceNorm unchanged.
         momentum = 0.0 if self.momentum is None else self.momentum
         return GroupNormSpec(channels, eps, tv, activation, momentum=momentum, instance=True)
 
@@ -73,12 +73,12 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         return self.track_running_stats and not training
 
     def _batched(self, x: Tensor) -> Tensor:
-        """Give x the batch dimension, which torch's layers do not ask for."""
+        """Add the batch dimension if x lacks it, which torch's layers allow."""
         return x.unsqueeze(0) if x.dim() == self._no_batch_dim else x
 
     def _check_channels(self, channels: int) -> None:
-        """Warn of channels that are not those of the constructor, as torch does."""
-        if self.num_features == 0:  # torch's lazy layer without parameters does not learn it
+        """Warn if the number of channels differs from `num_features`, as torch does."""
+        if self.num_features == 0:  # torch's lazy layer never sets it without parameters
             self.num_features = channels
         elif channels != self.num_features and not self.affine:
             warnings.warn(
@@ -95,7 +95,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         return (4, self.num_features, *[2] * (self._no_batch_dim - 1))
 
     def _constants(self, training: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Mean and variance that do not depend on the input, if it is normalised by such."""
+        """The running mean and variance if the layer normalises by them, else Nones."""
         if self._uses_running(training):
             return self.running_mean, self.running_var
         return None, None
@@ -134,8 +134,8 @@ class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    With `track_running_stats`, the running statistics move in training as torch's do, and are used
-    in evaluation.
+    With `track_running_stats`, the running statistics are updated in training as torch's are, and
+    used in evaluation.
 
     Args:
         *args: those of `torch.nn.InstanceNorm1d`.
@@ -159,14 +159,14 @@ class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
 class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
     """`torch.nn.InstanceNorm2d` that normalises to a target variance; (N, C, H, W) or (C, H, W).
 
-    Arguments and errors as `InstanceNorm1d`'s.
+    Arguments and errors are those of `InstanceNorm1d`.
     """
 
 
 class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
     """`torch.nn.InstanceNorm3d` with a target variance; (N, C, D, H, W) or (C, D, H, W).
 
-    Arguments and errors as `InstanceNorm1d`'s.
+    Arguments and errors are those of `InstanceNorm1d`.
     """
 
 

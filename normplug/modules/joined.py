@@ -1,18 +1,18 @@
 """BatchNorm over the joined batch of a group of processes: one message forward, one backward.
 
-The kernels run it where they can (`normplug._ops.batch_norm.joined`), and torch's operations here.
-Both send the same messages (`normplug._ops.batch_norm.messages`).
+Where the kernels can run it, `normplug._ops.batch_norm.joined` does; otherwise the torch operations
+here do. Both send the same messages (`normplug._ops.batch_norm.messages`).
 
-Forward, n_r, mean_r and var_r of process r come in one all-gather. With w_r = n_r / sum_r n_r:
+Forward, one all-gather collects n_r, mean_r and var_r of each process r. With w_r = n_r / sum n_r:
 
     mean = sum_r w_r * mean_r        var = sum_r w_r * (var_r + (mean_r - mean)^2)
 
-which is Chan's merge. All processes add the same numbers in the order of the ranks, and so have the
-same bits. One without data has n_r = 0, and takes part.
+which is Chan's merge. All processes add the same numbers in the order of the ranks, and so get the
+same bits. A process without data takes part with n_r = 0.
 
-Backward, sum(dy) and sum(dy * (x - mean)) are added over the processes in one all-reduce; the rest
-is `normplug.reference`'s formula, n being the joined batch's. The gradients of weight and bias stay
-sums over the process's own batch, which DDP averages, as in `torch.nn.SyncBatchNorm`.
+Backward, one all-reduce sums sum(dy) and sum(dy * (x - mean)) over the processes; the rest is the
+formula of `normplug.reference` with the n of the joined batch. The gradients of weight and bias
+stay sums over the process's own batch, which DDP averages, as in `torch.nn.SyncBatchNorm`.
 
 Source of the merge: Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115.
 """
@@ -35,12 +35,12 @@ from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._torch import dispatch_modes
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
-# Mean and biased variance of the joined batch.
+# Returns the mean and biased variance of the joined batch.
 Moments = Callable[[], tuple[Tensor, Tensor]]
 
 
 def group_to_join(group: Any) -> Any:
-    """`group`, None being all processes; None where this process has no other to join."""
+    """`group`, or all processes if it is None; None if there is no other process to join."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = group or dist.group.WORLD
@@ -50,15 +50,15 @@ def group_to_join(group: Any) -> Any:
 def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tuple[Tensor, Moments]:
     """`functional.batch_norm` in training, over the batches of all processes of `group`.
 
-    The max pooling that `spec` may name comes after it, in a call of its own.
+    Max pooling, if `spec` has one, is a separate call after it.
 
     Returns:
-        y, and a function of nothing for the (C,) mean and biased variance of the joined batch.
+        y, and a function that returns the (C,) mean and biased variance of the joined batch.
 
     Raises:
-        ValueError: shapes that do not fit; an unknown activation or backend; on the CPU, one value
-            a channel in the joined batch. Elsewhere the host would have to wait to know: y is
-            `bias` (and `residual`) then.
+        ValueError: mismatched shapes; an unknown activation or backend; on the CPU, one value per
+            channel in the joined batch. On other devices the host would have to wait to find out,
+            so y is `bias` (plus `residual`) instead.
         TypeError: tensors that are not floating point.
     """
     pool = spec.pool
@@ -96,14 +96,14 @@ def _check(t: Tensors, spec: BatchNormSpec) -> None:
 def _by_torch(
     t: Tensors, spec: BatchNormSpec, backend: str, group: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm alone; mean and biased variance of the joined batch."""
+    """The norm without residual and activation; mean and biased variance of the joined batch."""
     y, mean, var, n = _SyncBatchNorm.apply(
         t.x, t.weight, t.bias, spec.eps, spec.target_variance, backend, group
     )
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
         raise _checks.one_joined_value(dist.get_world_size(group))
     if t.running_mean is not None and t.running_var is not None:
-        # A batch without a variance moves nothing, and is not counted.
+        # A batch of one value per channel has no variance: it updates nothing and is not counted.
         step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum, counts=n > 1)
         unbiased = var * (n / (n - 1).clamp(min=1))
         statistics.move(t.running_mean, t.running_var, mean, unbiased, step)
@@ -122,7 +122,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         backend: str,
         group: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """y; mean, biased variance and number of values a channel of the joined batch."""
+        """y; mean, biased variance and number of values per channel of the joined batch."""
         acc = accumulator_dtype(x.dtype)
         mean, var, n = _joined_statistics(x, group)
         y = functional.batch_norm(
@@ -149,7 +149,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         n = n.clamp(min=1)
         if dy is None:
             dy = torch.zeros_like(x)
-        # A graph of the gradients is wanted: torch operations only, from x on.
+        # For a second derivative, recompute the statistics from x, in torch operations only.
         twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if twice:
             mean, rstd = messages.differentiable_statistics(x, n, ctx.eps, ctx.group)
@@ -189,7 +189,7 @@ def _input_gradient(
     """dx, given the means over the joined batch of dy and dy * (x - mean)."""
     mean_dy, mean_dy_centred = means.chunk(2)
     if fused:
-        # It divides by the number of values, as an int32 of each process: the means are divided.
+        # The operator divides sums by int32 counts of values. These are means already: divide by 1.
         one = torch.ones(1, dtype=torch.int32, device=x.device)
         return torch.batch_norm_backward_elemt(
             dy, x, mean, rstd, scale, mean_dy, mean_dy_centred, one
@@ -201,12 +201,12 @@ def _input_gradient(
 
 
 def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and number of values a channel, of all processes' batches together."""
+    """Mean, biased variance and number of values per channel of the joined batch."""
     acc, channels = accumulator_dtype(x.dtype), x.shape[1]
     if x.numel() == 0:
         own = x.new_zeros(2 * channels + 1, dtype=acc)
     else:
-        # As a float32, a count above 2^24 is rounded, which moves a weight by 1e-7 of itself.
+        # A count above 2^24 is rounded in float32, a relative error of 1e-7 in a weight.
         count = x.new_full((1,), x.numel() // channels, dtype=acc)
         own = torch.cat([*functional.channel_stats(x), count])
     processes = dist.get_world_size(group)
@@ -220,10 +220,10 @@ def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether torch's pieces of a synchronised backward can take x: eager CUDA."""
+    """Whether torch's operators for a synchronised backward can take x: only in eager CUDA."""
     if not x.is_cuda or x.numel() == 0:
         return False
-    # Of contiguous halves they sum with the mean rounded to a half: off by 1e-3 (torch 2.11).
+    # For contiguous half input they round the mean to half: an error of 1e-3 (torch 2.11).
     exact = x.dtype == accumulator_dtype(x.dtype) or _is_channels_last(x)
     tracing = torch.compiler.is_compiling() or dispatch_modes() > 0
     return exact and not tracing

@@ -11,20 +11,20 @@ from normplug.modules.row_norm import RowNorm
 
 
 class LayerNorm(RowNorm, nn.LayerNorm):
-    """`torch.nn.LayerNorm` that normalises to a target variance and watches its input.
+    """`torch.nn.LayerNorm` that normalises to a target variance and monitors its input.
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
     The running statistics are scalars: moving averages of the rows' mean and of their biased
     variance. They are saved, and no result depends on them. A strict load accepts a checkpoint
     without them. They then start again, with mean 0 and variance 1, as they do when the layer
-    leaves the meta device. Inside `torch.func` transforms they do not move.
+    leaves the meta device. Inside `torch.func` transforms they are not updated.
 
     Args:
         *args: those of `torch.nn.LayerNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: carry the running statistics; None is True here.
+        track_running_stats: keep the running statistics; None is True here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.layer_norm`.
         **kwargs: those of `torch.nn.LayerNorm`.
@@ -44,11 +44,11 @@ class LayerNorm(RowNorm, nn.LayerNorm):
     _function = "layer_norm"
 
     def fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
-        """What `forward` returns for input + input_bias, in one call."""
-        known = self._known(input, None, input_bias)
+        """Compute `forward(input + input_bias)` in one call."""
+        known = self._run_native(input, None, input_bias)
         if known is not None:
             return known
-        statistics = self._statistics_to_move(input)
+        statistics = self._statistics_to_update(input)
         t = Tensors(input, None, *self._affine(), input_bias, *statistics)
         return self._run(t, self.autocast_output)
 

@@ -14,10 +14,10 @@ from normplug.modules.row_norm import RowNorm
 
 
 class _RMSNorm(RowNorm):
-    """RMSNorm without a stock class, for that of any library.
+    """RMSNorm without a stock class: the base for the RMSNorm of any library.
 
-    A class for a library's RMSNorm inherits from this one and then from the library's. Where that
-    is not `torch.nn.RMSNorm`, it says so by `_weight_offset`, `_rounding`, `_autocasts`,
+    A class for a library's RMSNorm inherits from this one and then from the library's. It declares
+    how that differs from `torch.nn.RMSNorm` by `_weight_offset`, `_rounding`, `_autocasts`,
     `_eps_name` and `_affine_shape`.
     """
 
@@ -84,8 +84,8 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
 
         y = weight * sqrt(tv) * x / sqrt(mean(x^2) + eps)
 
-    Rows are not centred. So the target variance tv is that of mean(y^2), where weight is 1; it is
-    the variance of y where the mean of y is 0.
+    Rows are not centred. So the target variance tv is the target of mean(y^2) where weight is 1;
+    it is the variance of y where the mean of y is 0.
 
     With `track_running_stats`, `running_var` is a scalar: a moving average of mean(x^2), the second
     moment of the input. It is saved, and no result depends on it. There is no `running_mean`. A
@@ -95,7 +95,7 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
         *args: those of `torch.nn.RMSNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: carry the running statistics; None is False here.
+        track_running_stats: keep the running statistics; None is False here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.rms_norm`.
         **kwargs: those of `torch.nn.RMSNorm`.

@@ -24,12 +24,12 @@ from normplug.modules.fusion_sites import FusionSites
 
 class _SyncBatchNormForward(_BatchNorm):
     process_group: Any
-    # The layer's class before it was synchronised: it still takes the input of that class.
+    # The layer's class before it was synchronised. The layer still takes the input of that class.
     _unsynced_class: type[Any] = nn.SyncBatchNorm
-    _expected = _BatchNorm._expected  # asked for where no other process joins
+    _expected = _BatchNorm._expected  # for `check`, which skips layers that join other processes
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, with the other processes, and move the statistics."""
+        """Normalise `input`; in training, over all processes, and update the running statistics."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
         group = self.group_to_join()
@@ -50,9 +50,9 @@ class _SyncBatchNormForward(_BatchNorm):
         single: bool = False,
         keeps_residual: bool = False,
     ) -> Tensor:
-        """As in the class before; with the other processes in training.
+        """As in `_BatchNorm`, but over the joined batch of all processes in training.
 
-        There `single` changes nothing, and the pooling is torch's.
+        There `single` has no effect, and max pooling is torch's.
         """
         group = self.group_to_join()
         if group is not None:
@@ -70,7 +70,7 @@ class _SyncBatchNormForward(_BatchNorm):
         pool: Pool | None = None,
         keeps_residual: bool = False,
     ) -> tuple[Tensor, joined.Moments]:
-        """The output, and how to get the moments of the joined batch."""
+        """The output, and a function that returns the moments of the joined batch."""
         self._check_input_dim(input)
         mean, var, tracked = self._statistics() if self.track_running_stats else (None,) * 3
         # As in `_BatchNorm`.
@@ -83,11 +83,11 @@ class _SyncBatchNormForward(_BatchNorm):
     _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
 
     def group_to_join(self) -> Any:
-        """The process group that the next forward joins; None if it joins none."""
+        """The process group that a forward would now join; None if it would join none."""
         return joined.group_to_join(self.process_group) if self.training else None
 
     def waits_for_others(self) -> bool:
-        """Whether a forward now joins other processes."""
+        """Whether a forward would now join other processes."""
         return self.group_to_join() is not None
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -105,10 +105,10 @@ class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
     forward and one backward, and every process gets the same statistics, bit for bit. The
     gradients of weight and bias are sums over the process's own batch, which
     `DistributedDataParallel` averages, as with torch's. In eval, in one process, or where no
-    process group is initialised, it is `BatchNorm1d` and its kin, and sends nothing.
+    process group is initialised, it computes as `BatchNorm1d`, `2d` and `3d` do, and sends nothing.
 
-    Under CUDA the host never waits, and so cannot refuse a joined batch of one value a channel:
-    its output is the bias, and the running statistics stay.
+    On CUDA the host never waits for the GPU, and so cannot reject a joined batch of one value per
+    channel: the output is then the bias, and the running statistics are not updated.
 
     `DistributedDataParallel` refuses to wrap any `torch.nn.SyncBatchNorm` on the CPU. There, wrap
     first and then `normplug.swap(model, mode, sync=True)`.
@@ -117,15 +117,15 @@ class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
         *args: those of `torch.nn.SyncBatchNorm`.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         backend: "auto", "triton" or "torch", as in `BatchNorm1d`. In several processes, "triton"
-            leaves to torch what the kernels cannot run, such as a compiled layer's backward.
+            falls back to torch where the kernels cannot run, as in a compiled layer's backward.
         **kwargs: those of `torch.nn.SyncBatchNorm`; `process_group` None is all processes.
 
-    Shape: (N, C) or (N, C, *space), in and out. One that a swap made of a `BatchNorm2d` takes what
-    that took. Differentiable twice, if all processes do it.
+    Shape: (N, C) or (N, C, *space), in and out. A layer converted from a `BatchNorm2d` still takes
+    (N, C, H, W) only. Twice differentiable, if all processes do it.
 
     Raises:
         ValueError: an unknown mode or backend, input of another dimension, and on the CPU one value
-            a channel in the joined batch.
+            per channel in the joined batch.
 
     Example:
         >>> import torch

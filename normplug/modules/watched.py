@@ -1,4 +1,4 @@
-"""Running statistics that are only watched: when they start, move, follow a device and go."""
+"""Running statistics for monitoring only: how they start, are updated, moved and removed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _START = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
 
 
 class WatchedRows(TargetVarianceNorm):
-    """A norm of rows, or of groups, with scalar running statistics, on which no result depends.
+    """A norm of rows or groups with scalar running statistics that no result depends on.
 
-    So a checkpoint may lack them or have too many, and tensors without values (of the meta device)
-    start fresh as soon as the layer's device is known.
+    So a checkpoint may lack them or have more of them, and statistics without values (on the meta
+    device) are initialised as soon as the layer's device is known.
 
     Args:
         *args: those of the stock class.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: carry the running statistics; None leaves it to the class.
+        track_running_stats: keep the running statistics; None leaves it to the class.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.
         **kwargs: those of the stock class.
@@ -39,9 +39,9 @@ class WatchedRows(TargetVarianceNorm):
     running_mean: Tensor | None
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
-    # The statistics that it tracks, if it tracks any; `running_var` is among them.
+    # The statistics that the class tracks, if it tracks any; `running_var` is among them.
     _watched: ClassVar[tuple[str, ...]] = tuple(_START)
-    # Whether it tracks them if nobody says so.
+    # Whether it tracks them by default.
     _watches: ClassVar[bool] = True
 
     _settings = (*TargetVarianceNorm._settings, "autocast_output")
@@ -58,7 +58,7 @@ class WatchedRows(TargetVarianceNorm):
         **kwargs: Any,
     ) -> None:
         caller = type(self).__name__
-        _checks.momentum(caller, momentum, None, moves=False)
+        _checks.momentum(caller, momentum, None, updates=False)
         if track_running_stats is None:
             track_running_stats = self._watches
         _checks.flags(caller, track_running_stats=track_running_stats)
@@ -87,7 +87,7 @@ class WatchedRows(TargetVarianceNorm):
     def register_statistics(self, device: Any = None) -> None:
         """Give the layer fresh running statistics, or None for each if it tracks none.
 
-        device: where they go if the layer has no weight to go by.
+        device: their device if the layer has no weight.
         """
         weight: Tensor | None = self.weight  # type: ignore[assignment]
         double = weight is not None and weight.dtype == torch.float64
@@ -99,13 +99,13 @@ class WatchedRows(TargetVarianceNorm):
             self.register_buffer(name, fresh)
 
     def reset_parameters(self) -> None:
-        """As in the stock class, and forget the running statistics."""
+        """As in the stock class, and reset the running statistics."""
         super().reset_parameters()  # type: ignore[misc]
         if "running_var" in self._buffers:  # the stock constructor calls this before there are any
             self.reset_running_stats()
 
     def reset_running_stats(self) -> None:
-        """Forget what was watched: mean 0, variance 1, no batches."""
+        """Set the running statistics to mean 0, variance 1, no batches."""
         if self._lacks_values():
             parameter = next(self.parameters(), None)
             self._start_on("cpu" if parameter is None else parameter.device)
@@ -120,10 +120,10 @@ class WatchedRows(TargetVarianceNorm):
         track, momentum = self.track_running_stats, self.momentum
         return f"{line}, momentum={momentum}, track_running_stats={track}, {mode}"
 
-    def _statistics_to_move(
+    def _statistics_to_update(
         self, input: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The running statistics, on the input's device; Nones if this forward moves none."""
+        """The running statistics, on the input's device; Nones if this forward updates none."""
         statistics = self._statistics() if self.training else (None, None, None)
         var = statistics[1]
         # torch.func transforms refuse writes to captured tensors; the stock layer has none.
@@ -131,10 +131,10 @@ class WatchedRows(TargetVarianceNorm):
             return None, None, None
         try:
             device = input.device
-        except AttributeError:  # not a tensor, and about to be refused
+        except AttributeError:  # not a tensor: the checks reject it later
             return statistics
         if var.device != device:
-            # A layer without weight and bias only learns from its input where it runs.
+            # A layer without weight and bias learns its device only from its input.
             self._move_statistics(device)
             return self._statistics()
         return statistics
@@ -149,7 +149,7 @@ class WatchedRows(TargetVarianceNorm):
                     setattr(self, name, buffer.to(device))
 
     def _start_on(self, device: torch.device | str) -> None:
-        """Replace statistics that have no values by fresh ones on a device."""
+        """Replace statistics without values by fresh ones on a device."""
         for name in _START:
             if (buffer := getattr(self, name)) is not None:
                 setattr(self, name, _fresh(name, buffer.dtype, device))
@@ -167,7 +167,7 @@ class WatchedRows(TargetVarianceNorm):
         return any(t is not None and t.is_meta for t in tensors)
 
     def _apply(self, fn: Any, recurse: bool = True) -> WatchedRows:
-        # Nothing has values on the meta device, and `to_empty` gives none.
+        # On the meta device nothing has values, and `to_empty` gives statistics arbitrary ones.
         on_meta = self._is_on_meta()
         if self._lacks_values():
             self.reset_running_stats()
@@ -184,14 +184,14 @@ class WatchedRows(TargetVarianceNorm):
         watched = {prefix + name for name in _START}
         missing_keys += [key for key in missing if key not in watched]
         unexpected_keys += [key for key in unexpected if key not in watched]
-        # What was watched under other parameters no longer describes this layer.
+        # Statistics collected with other parameters do not describe the loaded layer.
         own = {prefix + name for name, value in self._parameters.items() if value is not None}
         replaced = own and own.issubset(state_dict) and watched.isdisjoint(state_dict)
         if replaced or self._lacks_values():
             self.reset_running_stats()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # A tool that sets each parameter by itself, as accelerate does, does not tell the layer.
+        # The layer is not told if a tool sets its parameters one by one, as accelerate does.
         others = chain(self.parameters(), destination.values())
         if self._lacks_values() and any(not getattr(t, "is_meta", True) for t in others):
             self.reset_running_stats()

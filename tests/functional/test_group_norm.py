@@ -158,7 +158,7 @@ RUNNING = {"running_mean": torch.zeros(6), "running_var": torch.ones(6)}
         (partial(group_norm, X, 0), ValueError, "num_groups must be at least 1; got 0"),
         (partial(group_norm, X, 2.0), TypeError, "num_groups must be an integer; got 2.0"),
         (partial(group_norm, X[0, 0], 1), ValueError, r"input must be \(N, C\)"),
-        (partial(group_norm, X[:1, :, :1], 6), ValueError, "more than one value for 6 groups"),
+        (partial(group_norm, X[:1, :, :1], 6), ValueError, "larger than one value per group"),
         (partial(group_norm, X, 2, torch.ones(2)), ValueError, r"weight must be \(C,\) = \(6,\)"),
         (partial(group_norm, X, 2, activation="tanh"), ValueError, "activation must be None or"),
         (partial(group_norm, X, 2, autocast_output="half"), ValueError, "'low', 'float32'; got"),
