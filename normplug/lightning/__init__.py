@@ -1,4 +1,4 @@
-"""For Lightning: swap a LightningModule's norms, synchronise them, and log their variances."""
+"""Lightning plug-ins that swap a model's norms, synchronise them, and log their variances."""
 
 from normplug._convert import norm_layers
 from normplug._extras import needs

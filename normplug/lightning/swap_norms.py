@@ -25,14 +25,13 @@ _OPTIONS = [p.name for p in inspect.signature(swap).parameters.values() if p.kin
 class SwapNorms(Callback):
     """Swap the norms of a LightningModule before its optimizer is built.
 
-    The mode of each layer goes into checkpoints; resuming under other modes is refused. A tool that
+    Checkpoints record the mode of each layer; resuming with other modes is refused. A tool that
     rebuilds norms silently drops the target variance. So at the start of fit, validate and test,
     the layers are compared with the record of the swap, as in `normplug.check`.
-    `Trainer(sync_batchnorm=True)` is such a tool and is refused at once; use `SyncNorms` in its
-    place.
+    `Trainer(sync_batchnorm=True)` is such a tool and is refused at once; use `SyncNorms` instead.
 
     Args:
-        mode: as in `normplug.swap`: one mode, or one for each layer.
+        mode: as in `normplug.swap`: one mode, or a mode for each layer.
         **options: those of `normplug.swap`.
 
     Raises:
@@ -55,19 +54,19 @@ class SwapNorms(Callback):
         self._saved: dict[str, Any] | None = None  # a checkpoint's state, until it is compared
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Swap, unless `configure_model` has yet to make the layers."""
+        """Swap, unless `configure_model` has yet to create the layers."""
         if self._model is not pl_module and any(True for _ in _convert.norm_layers(pl_module)):
             self._swap(pl_module)
         if stage == "fit":
             self._refuse_torchs_sync(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Swap what `configure_model` made; verify that swapped layers are still swapped."""
+        """Swap layers that `configure_model` created; verify that swapped layers still are."""
         self._verify(pl_module)
         self._refuse_torchs_sync(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Verify, as `on_fit_start`."""
+        """Verify, as in `on_fit_start`."""
         self._verify(pl_module)
 
     on_test_start = on_validation_start
@@ -77,7 +76,7 @@ class SwapNorms(Callback):
         return {"target_variances": dict(self._targets)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse a checkpoint of other modes."""
+        """Refuse a checkpoint with other modes."""
         self._saved = state_dict
         if self._model is not None:
             self._refuse_other_modes()
@@ -85,7 +84,8 @@ class SwapNorms(Callback):
     def _refuse_other_modes(self) -> None:
         if self._saved is None:
             return
-        now, one = self._targets, self._saved.get("target_variance")  # of earlier versions
+        # Checkpoints of earlier versions have one target variance for all layers.
+        now, one = self._targets, self._saved.get("target_variance")
         saved = dict.fromkeys(now, one) if one is not None else self._saved["target_variances"]
         self._saved = None
         differ = [p for p in {**now, **saved} if now.get(p, 1.0) != saved.get(p, 1.0)]
@@ -105,7 +105,7 @@ class SwapNorms(Callback):
         ]
         more = f"; ... ({len(differ)} in all)" if differ[4:] else ""
         raise ValueError(
-            f"{text} other modes: {'; '.join(modes)}{more}. Resume with the arguments of SwapNorms "
+            f"{text} other modes: {'; '.join(modes)}{more}. Resume with the SwapNorms arguments "
             "that it was trained with."
         )
 
@@ -122,11 +122,11 @@ class SwapNorms(Callback):
         if not isinstance(getattr(trainer.strategy, "_layer_sync", None), TorchSyncBatchNorm):
             return
         layers = (layer for _, layer in _convert.normplug_layers(pl_module))
-        if any(isinstance(layer, BatchNormBase) for layer in layers):  # what torch would rebuild
+        if any(isinstance(layer, BatchNormBase) for layer in layers):  # torch would rebuild these
             raise RuntimeError(
                 "normplug.lightning.SwapNorms: Trainer(sync_batchnorm=True) would rebuild every "
                 f"BatchNorm as torch's SyncBatchNorm, without mode {self.mode}. Use "
-                "Trainer(plugins=[normplug.lightning.SyncNorms()]) in its place."
+                "Trainer(plugins=[normplug.lightning.SyncNorms()]) instead."
             )
 
     def _verify(self, pl_module: LightningModule) -> None:

@@ -13,13 +13,12 @@ from normplug import _convert
 class SyncNorms(LayerSync):
     """Synchronise BatchNorms over all processes while a Trainer fits, and undo it after the fit.
 
-    Use it in place of `Trainer(sync_batchnorm=True)`, which rebuilds layers and drops their mode.
-    Here every layer stays the same object in its mode, and has its own class again after the fit.
-    A stock layer takes part in mode standard and is stock again after the fit. A layer that is a
-    SyncBatchNorm already is left alone.
+    Use it instead of `Trainer(sync_batchnorm=True)`, which rebuilds layers and drops their mode.
+    Here every layer stays the same object, keeps its mode, and has its own class again after the
+    fit. A stock layer takes part in mode standard and is stock again after the fit. A layer that
+    already is a SyncBatchNorm is left alone.
 
-    It acts only under strategies over several processes that let Lightning synchronise layers (DDP
-    and FSDP).
+    It acts only under distributed strategies that let Lightning synchronise layers (DDP and FSDP).
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -35,7 +34,7 @@ class SyncNorms(LayerSync):
         """Synchronise every BatchNorm of `model`; on the CPU, when the fit starts."""
         trainer = vars(model).get("_trainer")
         if trainer is not None and trainer.strategy.root_device.type == "cpu":
-            # DistributedDataParallel wraps the model before the fit starts. On the CPU it refuses a
+            # DistributedDataParallel wraps the model before the fit starts. On the CPU it rejects a
             # model with a SyncBatchNorm, since torch's does not run there.
             self._deferred = LambdaCallback(on_fit_start=lambda _, model: self.synchronise(model))
             trainer.callbacks.insert(0, self._deferred)

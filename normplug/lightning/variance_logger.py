@@ -1,4 +1,4 @@
-"""`VarianceLogger`: log the variance in and out of every norm layer while it trains."""
+"""`VarianceLogger`: log the variance before and after every norm layer during training."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from normplug.modules import TargetVarianceNorm
 
 
 class VarianceLogger(Callback):
-    """Log the variance in and out of every norm layer while it trains.
+    """Log the variance before and after every norm layer during training.
 
-    For each norm it logs the variance of the input; of the output before weight and bias, which is
-    what the mode targets; of the output after them; and the root mean square of the weight.
-    Variances are taken within what is normalised together, and averaged over it: each channel
-    (BatchNorm), row (LayerNorm), or sample's group of channels (GroupNorm, InstanceNorm). Of a norm
-    that does not centre (RMSNorm) they are second moments, as the column `measure` says.
+    For each norm it logs the variance of the input, of the output before weight and bias (which the
+    mode sets) and of the output after them, and the root mean square of the weight. A variance is
+    that of the values that are normalised together, averaged over all channels (BatchNorm), rows
+    (LayerNorm), or groups of channels of each sample (GroupNorm, InstanceNorm). For a norm that
+    does not centre (RMSNorm) it is the second moment, as the column `measure` says.
 
-    The layer's forward measures, on logged steps only, and the values come over in one transfer a
-    log. Under `torch.compile` logged steps have a second graph. Stock norms are measured too: for a
-    logged step they act as normplug layers of mode standard, which compute the same. Torch's own
-    SyncBatchNorm is not measured, as one process cannot change what it sends; `swap(model,
-    "standard")` makes it a layer that is. Under a distributed strategy only rank 0 measures, on
-    its own part of the batch; rows say so in `rank` and `world_size`.
+    The layers measure in their forward, on logged steps only, and all values of a step are copied
+    to the host in one transfer. Under `torch.compile` logged steps have a second graph. Stock norms
+    are measured too: for a logged step they act as normplug layers of mode standard, which compute
+    the same. Torch's own SyncBatchNorm is not measured, as one process cannot change what it sends;
+    `swap(model, "standard")` turns it into a layer that is. Under a distributed strategy only rank
+    0 measures, on its own part of the batch; the columns `rank` and `world_size` record this.
 
-    It writes `variance.csv` as it goes, `variance.png` (a heat map, layer by step) at the end of
-    the fit, and to the Trainer's loggers `variance/<layer>/{input,output,affine}` and
+    It writes `variance.csv` during the fit, `variance.png` (a heat map, layer by step) at its end,
+    and to the Trainer's loggers `variance/<layer>/{input,output,affine}` and
     `variance/<layer>/weight_rms`.
 
     Args:
         every_n_steps: log on optimizer steps 0, n, 2n, ...
-        dirpath: where the files go; None is the Trainer's log directory, or its root directory if
-            it has no log directory.
+        dirpath: the directory of the files; None for the Trainer's log directory, or its root
+            directory if it has no log directory.
 
     Raises:
         ValueError: `every_n_steps` below 1.
         TypeError: `every_n_steps` is not an integer, or `dirpath` not a path.
 
     Attributes:
-        last: the rows of the latest logged step, one a layer.
+        last: the rows of the latest logged step, one per layer.
         logged_step: the latest logged step, -1 before the first.
         path: the CSV file; None before the first fit.
     """
@@ -70,7 +70,7 @@ class VarianceLogger(Callback):
         self._rows: list[LayerVariance] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose where the files go; a resumed run continues its file."""
+        """Choose the directory of the files; a resumed run continues its file."""
         directory = self.dirpath or trainer.log_dir or trainer.default_root_dir
         self.path = Path(directory) / "variance.csv"
         if trainer.is_global_zero and not trainer.ckpt_path:
@@ -78,7 +78,7 @@ class VarianceLogger(Callback):
         self.logged_step, self._rows = -1, []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the rows of steps that a resumed run trains again."""
+        """Drop the rows of steps that a resumed run repeats."""
         if trainer.ckpt_path and trainer.is_global_zero and self.path is not None:
             self._rows = keep_before(trainer.global_step, self.path)
             self.last = [row for row in self._rows if row.step == self._rows[-1].step]
@@ -86,7 +86,7 @@ class VarianceLogger(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """On a logged step, let every norm measure."""
+        """On a logged step, make every norm measure."""
         step = trainer.global_step
         if step % self.every_n_steps or step == self.logged_step or not trainer.is_global_zero:
             return
@@ -98,7 +98,7 @@ class VarianceLogger(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After a logged step, fetch and write what was measured."""
+        """After a logged step, fetch and write the measured values."""
         if not self._probed:
             return
         values = torch.stack([probed.values for probed in self._probed]).tolist()
@@ -132,11 +132,11 @@ class VarianceLogger(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave no layer measuring."""
+        """Stop all layers from measuring."""
         self._release()
 
     def table(self) -> str:
-        """The latest logged step as a table, one line a layer; empty before the first."""
+        """The latest logged step as a table, one line per layer; empty before the first."""
         return as_table(self.last)
 
     def _release(self) -> None:
@@ -157,7 +157,7 @@ class _Probed:
         assert isinstance(module, TargetVarianceNorm)
         self.module = module
         self.target_variance = module.target_variance
-        self.values = torch.full((4,), math.nan, device=device)  # of a layer that does not run
+        self.values = torch.full((4,), math.nan, device=device)  # nan if the layer does not run
         module._probe = self.values
 
     def release(self) -> None:

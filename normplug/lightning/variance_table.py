@@ -1,4 +1,4 @@
-"""The rows of a variance log, and how they are written: CSV, metrics, a table, a heat map."""
+"""The rows of a variance log, and their output as CSV, metrics, a table and a heat map."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RATIO = "output before weight and bias, over target"
 
 
 class LayerVariance(NamedTuple):
-    """What one norm layer did on one logged step; variances are per channel or row, averaged.
+    """The measurements of one norm layer on one logged step; variances as in `VarianceLogger`.
 
-    measure: what they are: "variance", or "second moment" for a norm that does not centre.
+    measure: "variance", or "second moment" for a norm that does not centre.
     """
 
     step: int
@@ -53,7 +53,7 @@ def append(rows: list[LayerVariance], path: Path) -> None:
 
 
 def keep_before(step: int, path: Path) -> list[LayerVariance]:
-    """Drop the CSV file's rows from `step` on, and a line that was cut off; return the rest."""
+    """Drop the CSV file's rows from `step` on, and an unfinished line; return the other rows."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -72,7 +72,7 @@ def _parsed(row: dict[str, str]) -> LayerVariance:
 
 
 def as_metrics(rows: list[LayerVariance]) -> dict[str, float]:
-    """The rows for a Lightning logger: `variance/<layer>/<what>` -> value."""
+    """The rows for a Lightning logger: `variance/<layer>/<quantity>` -> value."""
     metrics = {}
     for row in rows:
         for field in MEASURED:
@@ -82,7 +82,7 @@ def as_metrics(rows: list[LayerVariance]) -> dict[str, float]:
 
 
 def as_table(rows: list[LayerVariance]) -> str:
-    """The rows of one step as a table, one line a layer; empty without rows."""
+    """The rows of one step as a table, one line per layer; empty without rows."""
     if not rows:
         return ""
     head = ["layer", "target", "input var", "output var", "after affine", "weight rms"]
@@ -110,8 +110,8 @@ def draw_heat_map(rows: list[LayerVariance], path: Path, model: str) -> None:
     """Draw the variances of every layer (first at the top) at every logged step, as a PNG.
 
     The panels, from left to right: the input; the output before weight and bias, over the target;
-    the output after them. The title has the model's name and the run's, which is that of the PNG's
-    directory. Without matplotlib it warns and draws nothing.
+    the output after them. The title names the model and the run (the PNG's directory). Without
+    matplotlib it warns and draws nothing.
     """
     try:
         with needs("normplug.lightning.VarianceLogger: variance.png", "train"):
@@ -137,7 +137,7 @@ def draw_heat_map(rows: list[LayerVariance], path: Path, model: str) -> None:
     )
     drawn = figure.subplots(1, len(panels), sharey=True)
     for axes, (title, values) in zip(drawn, panels.items(), strict=True):
-        # The ratio should be 1 but for rounding and eps, so its scale is fixed.
+        # The ratio should be 1 up to rounding and eps, so its scale is fixed.
         fixed = Normalize(0.9, 1.1)
         norm = fixed if title == RATIO else figures.colour_scale([values], least=1.2)
         mesh = figures.heat_map(axes, np.array(steps), np.arange(len(layers)), values, norm)
@@ -153,7 +153,7 @@ def draw_heat_map(rows: list[LayerVariance], path: Path, model: str) -> None:
 def _panels(
     rows: list[LayerVariance], layers: list[str], steps: list[int]
 ) -> dict[str, list[list[float]]]:
-    """Title of a panel -> value of each layer at each step; NaN where there is no row."""
+    """Title of each panel -> its value for each layer and step; NaN where there is no row."""
     cells = {(row.layer, row.step): row for row in rows}
 
     def values(value: Callable[[LayerVariance], float]) -> list[list[float]]:
@@ -180,7 +180,7 @@ def _whose(row: LayerVariance) -> str:
 
 
 def _closeness(values: Floats) -> str:
-    """A second title line for values within a percent of each other, which no colour shows."""
+    """A second title line for values within 1% of their middle, where colours show nothing."""
     if not values.size or values.min() <= 0:
         return ""
     middle = (values.min() + values.max()) / 2
