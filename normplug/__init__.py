@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from normplug import (
-    _fuse,  # noqa: F401 - it makes the modules that older pickles name
+    _fuse,  # noqa: F401 - registers the modules that older pickles name
     functional,
 )
 from normplug._swap.check import check
@@ -59,13 +59,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `fuse`, `fusions` and `unfuse` on first use, which saves a quarter of the import."""
+    """Import `fuse`, `fusions` and `unfuse` on first use: a quarter of the import time."""
     if name not in ("fuse", "fusions", "unfuse"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from normplug._fuse import fuse as room
+    from normplug._fuse import fuse as module
 
-    found = globals()[name] = getattr(room, name)
-    return found
+    value = globals()[name] = getattr(module, name)
+    return value
 
 
 def __dir__() -> list[str]:

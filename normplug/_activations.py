@@ -1,4 +1,4 @@
-"""The activations that a norm can apply in the same call: the one table of them."""
+"""The activations that a norm can apply in the same call, in one table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# What `activation=` takes: a name, a pair of a name and a slope, or None for no activation.
+# The values of `activation=`: a name, a pair of a name and a slope, or None for no activation.
 ActivationLike = str | tuple[str, float] | None
 
 
@@ -18,13 +18,13 @@ class Activation(NamedTuple):
     """One activation.
 
     Attributes:
-        name: what `activation=` takes.
+        name: its name in `activation=`.
         kernel_code: the constant that kernels are compiled with; 0 is no activation. For an
             activation with a slope the constant is minus the slope, and this field is unused.
-        function: computes it; the slope, if it has one, is the second argument.
+        function: the torch function; its second argument is the slope, if there is one.
         module: its torch class.
-        settings: attributes that such a module must have, and their values.
-        aliases: other functions that compute it, and names of methods of a tensor that do.
+        settings: (attribute, value) pairs that a module must have to be this activation.
+        aliases: other functions, and names of tensor methods, that compute it.
         slope: the name of the slope, as an attribute of the module and an argument of the function;
             "" if it has none.
     """
@@ -55,7 +55,7 @@ _BY_FUNCTION = {f: name for name, a in ACTIVATIONS.items() for f in (a.function,
 
 
 def parts(activation: ActivationLike) -> tuple[str | None, float]:
-    """The name of an activation and its slope, as operators take them."""
+    """Split an activation into its name and slope, the form that operators take."""
     return activation if isinstance(activation, tuple) else (activation, SLOPE)
 
 
@@ -65,7 +65,7 @@ def joined(name: str | None, slope: float) -> ActivationLike:
 
 
 def apply(activation: ActivationLike, z: Tensor) -> Tensor:
-    """The activation of z."""
+    """Apply the activation to z."""
     name, slope = parts(activation)
     if name is None:
         return z
@@ -83,13 +83,13 @@ def kernel_code(activation: ActivationLike) -> float:
 
 
 def label(activation: ActivationLike) -> str:
-    """The name in reports; "" for None."""
+    """The activation's name in reports; "" for None."""
     name, _ = parts(activation)
     return "" if name is None else ACTIVATIONS[name].module.__name__
 
 
 def is_slope(value: Any) -> bool:
-    """Whether kernels can be compiled with a slope."""
+    """Whether kernels can be compiled with this slope."""
     return type(value) in (int, float) and 0 < value < math.inf
 
 

@@ -1,7 +1,8 @@
-"""One norm layer between its torch class and its normplug class, as the same object.
+"""Convert a norm layer between its stock class and its normplug class, as the same object.
 
-Assigning `__class__` keeps what rebuilding loses: the identity of the module, its parameters and
-buffers (so a running optimizer stays valid), hooks, aliases, sharing, dtype, device, train flag.
+Assigning `__class__` keeps what rebuilding the layer would lose: the identity of the module, of its
+parameters and of its buffers (so a running optimizer stays valid), hooks, aliases, sharing, dtype,
+device and the training flag.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()
 }
-# Where a library defines norms, and the module of `normplug.adapters` that knows them; the first
-# that fits counts.
+# The start of a class's `__module__`, and the module of `normplug.adapters` for its norms. The
+# first match counts.
 _ADAPTERS = {
     "diffusers.": "diffusers_models",
     "timm.layers.": "timm_layers",
@@ -60,13 +61,13 @@ def register(ours: type[TargetVarianceNorm], stock: type[nn.Module]) -> None:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class, without the private subclass that torch may have put before it."""
+    """The module's class, without the private subclass that torch may have derived from it."""
     private = _private_base(module)
     return type(module) if private is None else type(module).__bases__[private]
 
 
 def _private_base(module: nn.Module) -> int | None:
-    """Index of the class among the bases of a parametrization's or `fully_shard`'s subclass."""
+    """Index of the class among the bases of the subclass that parametrize or FSDP has made."""
     if parametrize.is_parametrized(module):
         return 0
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -75,15 +76,15 @@ def _private_base(module: nn.Module) -> int | None:
 
 
 def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
-    """The normplug class for exactly the module's class, of torch or another library; or None."""
+    """The normplug class that a swap gives this module; None if it stays as it is."""
     cls = plain_class(module)
-    _learn(cls)
+    _register_adapted(cls)
     ours = REPLACEMENTS.get(cls)
     return None if ours is None or ours._refusal(module) is not None else ours
 
 
 def why_left(module: nn.Module) -> str | None:
-    """Why a stock layer without `replacement` stays, where its class or its adapter says so."""
+    """Why a layer without a `replacement` stays as it is, if its class or adapter says why."""
     cls = plain_class(module)
     if (ours := REPLACEMENTS.get(cls)) is not None:
         return ours._refusal(module)
@@ -91,8 +92,8 @@ def why_left(module: nn.Module) -> str | None:
     return why if isinstance(why, str) else None
 
 
-def _learn(cls: type[nn.Module]) -> None:
-    """Ask the adapters about a class of another library, and about those that it derives from."""
+def _register_adapted(cls: type[nn.Module]) -> None:
+    """Register the normplug classes that adapters have for a library's class and for its bases."""
     if cls in REPLACEMENTS:
         return
     for base in cls.__mro__:
@@ -101,49 +102,49 @@ def _learn(cls: type[nn.Module]) -> None:
 
 
 def _adapted(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
-    """What the adapter of the class's library has for it: a normplug class, or why it stays."""
-    if "norm" not in cls.__name__.lower():  # as `plan` knows the norms of other libraries
+    """Ask the adapter of the class's library for a normplug class, or for why there is none."""
+    if "norm" not in cls.__name__.lower():  # by this, too, `plan` finds norms of other libraries
         return None
     for library, adapter in _ADAPTERS.items():
         if cls.__module__.startswith(library):
             try:
                 return importlib.import_module(f"normplug.adapters.{adapter}").adapt(cls)
-            except (ImportError, AttributeError) as error:  # a version that lacks what is adapted
+            except (ImportError, AttributeError) as error:  # this version lacks a name that is used
                 text = f"normplug: {cls.__module__}.{cls.__name__} is left as it is, since {error}."
                 warnings.warn(f"{text} Another version of the library may work.", stacklevel=2)
     return None
 
 
 def synchronised(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that `synchronise` makes of a class: itself, if it has no synchronised one."""
-    _learn(cls)  # it may come from a pickle
+    """The class that `synchronise` gives layers of `cls`; `cls` itself if it has none."""
+    _register_adapted(cls)  # a class from a pickle may be new to this process
     return vars(cls).get("_synchronised") or cls
 
 
 def is_revertible(module: nn.Module) -> bool:
-    """Whether `revert` knows the way back: not for a user's own subclass of a normplug class."""
+    """Whether `revert` knows the stock class: not for a user's own subclass of a normplug class."""
     cls = plain_class(module)
-    _learn(cls)  # it may come from a pickle
+    _register_adapted(cls)  # a class from a pickle may be new to this process
     return cls in _STOCK or "_unsynced_class" in vars(module)
 
 
 def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of each normplug layer, and of each layer that a swap could make one."""
+    """Yield (path, module) of each normplug layer, and of each layer that a swap can convert."""
     for path, module in model.named_modules():
         if isinstance(module, TargetVarianceNorm) or replacement(module) is not None:
             yield path, module
 
 
 def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]]:
-    """(path, layer) of every normplug layer in a model."""
+    """Yield (path, layer) of every normplug layer in a model."""
     return ((path, m) for path, m in model.named_modules() if isinstance(m, TargetVarianceNorm))
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether an attribute of the instance has replaced the class's `forward`.
+    """Whether an attribute of the instance replaces the class's `forward`.
 
-    The class's own method, bound to the instance, has not: accelerate leaves one behind when it
-    removes its hooks.
+    The class's own method, bound to the instance, does not count: accelerate leaves one behind when
+    it removes its hooks.
     """
     return "forward" in vars(module) and not _is_bound_forward(module)
 
@@ -161,17 +162,17 @@ def affine_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def weight_offset(module: nn.Module) -> float:
-    """What a norm layer adds to its weight, whether it is stock or normplug's."""
+    """The offset that a norm layer adds to its weight, whether it is stock or normplug's."""
     cls = type(module) if isinstance(module, TargetVarianceNorm) else replacement(module)
     assert cls is not None
     return cls._weight_offset
 
 
 def convert(module: nn.Module, target_variance: float, **options: Any) -> None:
-    """Make a stock norm layer a normplug layer, in place; set the options on one that already is.
+    """Convert a stock norm layer, in place; on a normplug layer, only set the options.
 
     Args:
-        module: one for which `replacement` has a class, or a normplug layer.
+        module: a layer that has a `replacement`, or a normplug layer.
         target_variance: a float above 0.
         **options: the other `normplug.modules.base.Options`.
     """
@@ -190,13 +191,13 @@ def convert(module: nn.Module, target_variance: float, **options: Any) -> None:
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
-    """What a swap has set on a normplug layer; nothing for a stock layer."""
+    """The options that a swap has set on a normplug layer; none for a stock layer."""
     names = module._settings if isinstance(module, TargetVarianceNorm) else ()
     return {name: vars(module)[name] for name in names}
 
 
 def revert(module: TargetVarianceNorm) -> None:
-    """Make a normplug layer the stock layer that it was, in place; the inverse of `convert`."""
+    """Give a normplug layer its stock class again, in place; the inverse of `convert`."""
     desynchronise(module)
     if not isinstance(module, TargetVarianceNorm):
         return
@@ -207,10 +208,10 @@ def revert(module: TargetVarianceNorm) -> None:
 
 
 def synchronise(module: nn.Module) -> bool:
-    """Give a layer its class over several processes, in place; a stock one takes mode standard.
+    """Give a layer its synchronised class, in place; a stock layer gets mode standard.
 
     Returns:
-        Whether it has one; any other module is left alone.
+        Whether the layer has changed. One without a synchronised class is left alone.
     """
     before = plain_class(module)
     ours = before if isinstance(module, TargetVarianceNorm) else replacement(module)
@@ -225,12 +226,12 @@ def synchronise(module: nn.Module) -> bool:
 
 
 def desynchronise(module: nn.Module) -> None:
-    """Undo `synchronise`; a layer that was stock stays normplug's if it has another mode now."""
-    if "_unsynced_class" not in vars(module):  # undone since, by `unswap`
+    """Undo `synchronise`. A stock layer whose mode was changed since stays a normplug layer."""
+    if "_unsynced_class" not in vars(module):  # `unswap` has undone it already
         return
     before = vars(module).pop("_unsynced_class")
     del module.process_group
-    if not hasattr(plain_class(module), "cls_to_become"):  # materialised, if it was lazy
+    if not hasattr(plain_class(module), "cls_to_become"):  # a lazy layer has materialised
         before = getattr(before, "cls_to_become", before)
     ours = REPLACEMENTS.get(before, before)
     assign_class(module, ours)
@@ -240,7 +241,7 @@ def desynchronise(module: nn.Module) -> None:
 
 
 def assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give a module another class, and keep a private subclass that torch has put before it."""
+    """Change a module's class; keep the private subclass that torch may have derived from it."""
     if _is_bound_forward(module):
         del module.forward
     index = _private_base(module)

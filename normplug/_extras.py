@@ -17,16 +17,16 @@ def needs(caller: str, extra: str, raises: type[BaseException] = MissingPackage)
     An error about a missing module of normplug itself is a defect and is raised as it is.
 
     Args:
-        caller: what needs the package; the sentence begins with it.
+        caller: what needs the package; the message begins with it.
         extra: the extra of normplug that brings it.
-        raises: the error to raise; `SystemExit` ends a command line with the sentence and status 1.
+        raises: the error to raise; `SystemExit` ends a command line with the message and status 1.
     """
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "normplug":
             raise
-        sentence = f'{caller} needs {error.name}: pip install "normplug[{extra}]"'
+        message = f'{caller} needs {error.name}: pip install "normplug[{extra}]"'
         if issubclass(raises, ModuleNotFoundError):
-            raise raises(sentence, name=error.name) from None
-        raise raises(sentence) from None
+            raise raises(message, name=error.name) from None
+        raise raises(message) from None

@@ -1,4 +1,4 @@
-"""How values lie in memory: contiguous, channels_last, or another way that has to be copied."""
+"""Memory layouts: contiguous, channels_last, or one that has to be copied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """As `Tensor.is_contiguous`, of a shape and strides."""
+    """As `Tensor.is_contiguous`, for a shape and strides."""
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size != 1 and step != expected:
@@ -19,34 +19,34 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether dimension 1 is the innermost in memory, for any number of dimensions."""
+    """Whether a tensor is dense with dimension 1 innermost, for any number of dimensions."""
     last = (shape[0], *shape[2:], shape[1])
     return is_contiguous(last, (stride[0], *stride[2:], stride[1]))
 
 
 def readable(t: Tensor) -> Tensor:
-    """A gradient whose values are in memory: not negated lazily, and no zeros without memory."""
+    """Return a gradient with its values in memory: no lazy negation, no ZeroTensor."""
     if t._is_zerotensor():
         return torch.zeros(t.shape, dtype=t.dtype, device=t.device)
     return t.resolve_neg()
 
 
 def dense(x: Tensor) -> Tensor:
-    """x, copied if it is neither contiguous nor channels_last."""
+    """Return x, copied if it is neither contiguous nor channels_last."""
     if x.is_contiguous() or is_channels_last(x.shape, x.stride()):
         return x
     return x.contiguous()
 
 
 def lies_like(tensor: Tensor, x: Tensor) -> bool:
-    """Whether the values of `tensor` lie in the order of the dense `x`, of its shape."""
+    """Whether `tensor` has the memory layout of `x`, which is dense and of the same shape."""
     if x.is_contiguous():
         return tensor.is_contiguous()
     return tensor.shape == x.shape and is_channels_last(tensor.shape, tensor.stride())
 
 
 def laid_out_like(tensor: Tensor, x: Tensor) -> Tensor:
-    """`tensor`, copied if its layout differs from that of the dense `x`."""
+    """Return `tensor`, copied if its layout differs from that of the dense `x`."""
     if lies_like(tensor, x):
         return tensor
     return tensor.contiguous() if x.is_contiguous() else torch.empty_like(x).copy_(tensor)

@@ -1,12 +1,12 @@
-"""Every private name of torch that normplug uses; no other file of the package reaches for one.
+"""Every private name of torch that normplug uses; no other file of the package uses one.
 
 A name is private if its path from `torch` has a part that begins with one underscore, whether it
 is imported, written with dots or passed to `getattr`. Attributes of an object in hand, such as
-`module._parameters` or `tensor._version`, are not names of torch and may be used anywhere.
+`module._parameters` or `tensor._version`, do not count and may be used anywhere.
 
-`_private` looks each name up once, when this file is imported. A torch that lacks one gets the
-public way to the same result, which costs more host time or gives up a fast route; each function
-here that begins with an underscore is such a way. All names exist in torch 2.6 to 2.15, except
+`_private` looks each name up once, when this file is imported. If torch lacks the name, a fallback
+on public names takes its place; it costs more host time or gives up a fast route. The functions
+here that begin with an underscore are these fallbacks. All names exist in torch 2.6 to 2.15, except
 where a comment says otherwise.
 """
 
@@ -24,15 +24,15 @@ from torch.autograd.graph import saved_tensors_hooks
 T = TypeVar("T")
 
 
-def _private(path: str, instead: T) -> T:
-    """What torch has at `path`, or `instead` if it has nothing there."""
+def _private(path: str, fallback: T) -> T:
+    """Return the attribute of torch at the dotted `path`, or `fallback` if there is none."""
     found: Any = torch
     try:
         for name in path.split("."):
             found = getattr(found, name)
         return found
     except AttributeError:
-        return instead
+        return fallback
 
 
 # --- The bases of the norm classes, found through public classes ---
@@ -55,14 +55,14 @@ else:
     InstanceNormBase = _shared_base(nn.InstanceNorm1d, nn.InstanceNorm2d)
 
 
-# --- The current GPU. The public functions check more, before every launch ---
+# --- The current GPU. The public functions are slower, and every launch calls these ---
 
 
 def _current_raw_stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
-# A CPU build of torch has neither.
+# CPU builds of torch have neither.
 current_raw_stream = _private("_C._cuda_getCurrentRawStream", _current_raw_stream)
 current_device_index = _private("_C._cuda_getDevice", torch.cuda.current_device)
 
@@ -79,7 +79,7 @@ class _NeedsNoTransform(torch.autograd.Function):
 
 
 def _transforms_active() -> bool:
-    if torch.compiler.is_compiling():  # Dynamo cannot trace the question: assume none
+    if torch.compiler.is_compiling():  # Dynamo cannot trace the test below: assume none
         return False
     try:
         _NeedsNoTransform.apply()
@@ -103,7 +103,7 @@ class _ForwardAD:
 
 
 def _dispatch_modes() -> int:
-    """Assume one: `torch.library` operators, which are then called, work under every mode."""
+    """Assume one: calls then use `torch.library` operators, which work under every mode."""
     return 1
 
 
@@ -115,7 +115,7 @@ def _is_tracing_or_none() -> bool | None:
 transforms_active = _private("_C._are_functorch_transforms_active", _transforms_active)
 # How many `TorchDispatchMode`s are active.
 dispatch_modes = _private("_C._len_torch_dispatch_stack", _dispatch_modes)
-# What `torch.jit.trace` is recording; None if it is not. The public function asks more.
+# The state of `torch.jit.trace`; None if it is not recording. The public function checks more.
 _tracing_state = _private("_C._get_tracing_state", _is_tracing_or_none)
 _forward_ad: Any = (
     _ForwardAD() if _private("autograd.forward_ad._current_level", None) is None else forward_ad
@@ -142,8 +142,8 @@ def in_forward_ad() -> bool:
     return _forward_ad._current_level >= 0
 
 
-# Dynamo takes `torch.compiler.is_exporting()` for True whenever it compiles, so without the flag
-# compiled models stay with torch's own operations. torch 2.6 has neither.
+# Dynamo evaluates `torch.compiler.is_exporting()` to True whenever it compiles. So without the
+# flag, compiled models use torch's own operations. torch 2.6 has neither.
 _HAS_EXPORT_FLAG = _private("compiler._is_exporting_flag", None) is not None
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
@@ -157,17 +157,17 @@ def is_exporting() -> bool:
 
 
 def _plain(t: Tensor) -> Tensor:
-    return t.view_as(t)  # without a transform, no operation returns a wrapper
+    return t.view_as(t)  # outside a transform, the result of an operation is not a wrapper
 
 
-# The plain tensor in a wrapper that a finished transform of `torch.func` has left behind.
+# Returns the plain tensor in a wrapper that a finished transform of `torch.func` left behind.
 unwrap_if_dead = _private("_C._functorch.unwrap_if_dead", _plain)
 
 
 def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """A Function's `apply`, without its search for what `torch.func` has wrapped.
+    """Return a Function's `apply` without its search for tensors that `torch.func` has wrapped.
 
-    That search takes the host as long as a launch. Call it only where no transform is active.
+    The search costs as much host time as a launch. Only for calls where no transform is active.
     """
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
@@ -186,8 +186,8 @@ def _saved_tensors_hooks_are_allowed() -> bool:
 saved_tensors_hooks_are_allowed = _private(
     "_C._autograd._saved_tensors_hooks_is_enabled", _saved_tensors_hooks_are_allowed
 )
-# The hooks on saved tensors that are in force; since torch 2.8. Without it, nothing is recomputed:
-# those of activation checkpointing would be overridden unseen.
+# The active hooks on saved tensors; since torch 2.8. Without it nothing is recomputed, because that
+# would silently override the hooks of activation checkpointing.
 top_saved_tensors_hooks: Callable[[bool], Any] | None = _private(
     "_C._autograd._top_saved_tensors_default_hooks", None
 )
@@ -195,7 +195,7 @@ top_saved_tensors_hooks: Callable[[bool], Any] | None = _private(
 
 # --- Modules, functions and results ---
 
-# Hooks on every module. If they cannot be seen, assume one: then modules are called one by one.
+# Global module hooks. If they cannot be read, assume one: modules are then called one by one.
 _ASSUMED = {0: None}
 _forward_hooks = _private("nn.modules.module._global_forward_hooks", _ASSUMED)
 _forward_pre_hooks = _private("nn.modules.module._global_forward_pre_hooks", _ASSUMED)
@@ -204,12 +204,12 @@ _backward_pre_hooks = _private("nn.modules.module._global_backward_pre_hooks", _
 
 
 def has_global_hooks() -> bool:
-    """Whether something happens when any module is called."""
+    """Whether a hook runs when any module is called."""
     return bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something happens when a module is called beside its class's forward."""
+    """Whether calling the module runs more, or something other, than its class's forward."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -224,7 +224,7 @@ def _assert(condition: Any, message: str) -> None:
     assert condition, message
 
 
-# torch.fx records it, though it is not among the functions that can be overridden.
+# torch.fx records calls of it, although it is not among the overridable functions.
 traceable_assert = _private("_assert", _assert)
 
 
@@ -236,7 +236,7 @@ def _tree_leaves(tree: Any) -> list[Any]:
     return [leaf for child in tree for leaf in _tree_leaves(child)]
 
 
-# The tensors in what a model returns. Without it, only in mappings, lists and tuples.
+# The leaves of a model's output. The fallback finds those in mappings, lists and tuples only.
 tree_leaves: Callable[[Any], list[Any]] = _private("utils._pytree.tree_leaves", _tree_leaves)
 
 
@@ -244,7 +244,7 @@ tree_leaves: Callable[[Any], list[Any]] = _private("utils._pytree.tree_leaves", 
 
 
 def _knows_kernels(operator: str, key: str) -> bool:
-    return True  # as new versions
+    return True  # as in new versions
 
 
 # Whether autocast has `F.rms_norm` return float32 on CUDA, as it does `F.layer_norm`: not in 2.11.
@@ -257,7 +257,7 @@ RMS_NORM_AUTOCASTS: bool = _private("_C._dispatch_has_kernel_for_dispatch_key", 
 
 
 def _gpu_sleep(cycles: int) -> None:
-    """Write 64 MiB again and again, in a clock of its own, which bench calibrates."""
+    """Fill 64 MiB repeatedly. `cycles` are then not clock cycles; bench calibrates the unit."""
     filler = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     for _ in range(cycles // 50_000 + 1):
         filler.zero_()
@@ -269,7 +269,7 @@ def _unknown_backend(*arguments: Any) -> Any:
 
 # Keeps the GPU busy while the host runs ahead of it.
 gpu_sleep = _private("cuda._sleep", _gpu_sleep)
-# Which kernel torch's own BatchNorm takes; a note beside the numbers.
+# Which backend torch's own BatchNorm selects; reported with its timings.
 select_batch_norm_backend: Callable[..., Any] = _private(
     "_C._select_batch_norm_backend", _unknown_backend
 )

@@ -1,4 +1,4 @@
-"""The target variance of a norm layer, and the ways to name it."""
+"""The target variance of a norm layer, and the names for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ModeLike: TypeAlias = "str | float | NormMode"
 
 @dataclass(frozen=True, init=False)
 class NormMode:
-    """A target variance with a name: what every `mode` argument of normplug is read as.
+    """A target variance with a name. Every `mode` argument of normplug is converted to one.
 
     Args:
         mode: `"golden"`, `"standard"`, a finite number above 0, or another `NormMode`.
@@ -72,7 +72,7 @@ def target_variance(mode: ModeLike) -> float:
         The target variance, in double precision.
 
     Raises:
-        ValueError: for anything else, with the list of what is accepted.
+        ValueError: for anything else; the message lists what is accepted.
 
     Example:
         >>> target_variance("golden")
