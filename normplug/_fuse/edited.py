@@ -66,7 +66,7 @@ class Edited:
         return self.cls.forward is self.original
 
     def label(self, norm: str, module: nn.Module) -> tuple[str, str]:
-        """What the norm with this name in a module is fused with, and ""; else "" and the reason.
+        """The label of a norm, given by name, in a report; or "" and why it is not fused.
 
         The reason is "" if only a trace could fuse it.
         """

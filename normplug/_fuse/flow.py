@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What an attribute of the module must be for a statement to run.
+    """A condition on an attribute of the module, without which a statement does not run.
 
     Attributes:
         name: the attribute's name.
@@ -63,7 +63,7 @@ class Need(NamedTuple):
         return (value == self.value) == self.holds if known else True
 
 
-# The needs of all `if` branches around a statement.
+# The conditions of all `if` branches around a statement.
 Branch = tuple[Need, ...]
 
 
@@ -73,7 +73,7 @@ def may_hold(branch: Branch, state: dict[str, Any]) -> bool:
 
 
 class Rest(NamedTuple):
-    """What runs next: the statements of `body` from `place` on, and then those of `after`."""
+    """The statements to run next: those of `body` from `place` on, then those of `after`."""
 
     body: list[ast.stmt]
     place: int
@@ -166,7 +166,7 @@ class Flow:
         return find(rest, {target}, {target}, _MAX_TESTS)
 
     def readers(self, found: Next, needed: Branch = ()) -> Iterator[tuple[Reader, Branch]]:
-        """The possible readers of a value, each with what attributes must be for it to run."""
+        """The possible readers of a value, each with the conditions under which it runs."""
         if isinstance(found, Reader):
             yield found, needed
         elif found is not None:
@@ -216,7 +216,7 @@ class Flow:
         return self._is_stored(test) and looks is nn.Module.__getattr__
 
     def needed(self, test: ast.expr, result: bool) -> Branch:
-        """What attributes must be for a test to have this result."""
+        """The conditions on attributes for a test to have this result."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) == result:
             return tuple(part for value in test.values for part in self.needed(value, result))
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):

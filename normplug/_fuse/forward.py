@@ -97,7 +97,7 @@ class Forward:
         return tuple(dims) if known else None
 
     def shown(self, node: fx.Node) -> str:
-        """What a node does, for a report."""
+        """Describe a node for a report."""
         module = self.module(node)
         if module is not None:
             return type(module).__name__

@@ -30,7 +30,7 @@ class Code:
     Attributes:
         forward: the function; takes the module, then its inputs.
         source: its source.
-        title: what tracebacks and profilers show as its file.
+        title: the file name that tracebacks and profilers show.
         names: the globals of the source, besides those that fx gives every graph.
     """
 
@@ -153,12 +153,12 @@ class Fusion:
     found: tuple[tuple[Any, ...], ...] = ()
 
     def label(self, root: nn.Module, norm: str, then: str) -> str:
-        """What a norm is fused with now; "" for nothing.
+        """The present label of a norm for a report; "" if it is not fused.
 
         Args:
             root: the module.
             norm: the norm's name in it.
-            then: what `fuse` fused it with.
+            then: its label when `fuse` was called.
         """
         if self.traced is not None and self.traced.holds(root, None):
             return then

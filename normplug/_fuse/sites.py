@@ -240,7 +240,8 @@ def _bias_before(traced: Forward, node: fx.Node) -> Site | str:
     return BiasBefore(node, (source, permute, node), label, dims)
 
 
-# How to find each site that a class declares in `before`: the site, why not, or "" for neither.
+# Finders of the sites that a class declares in `before`. Each returns the site, why there is none,
+# or "" if the operation before the norm is another one.
 _BEFORE: dict[str, Callable[[Forward, fx.Node], Site | str]] = {
     "addition": _add_before,
     "convolution_bias": _bias_before,

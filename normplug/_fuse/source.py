@@ -273,7 +273,7 @@ class _Reader:
 
 @dataclass
 class _Scope:
-    """What the names in a function mean.
+    """The meaning of the names in a function.
 
     Attributes:
         me: the name of the module itself.

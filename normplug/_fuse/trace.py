@@ -174,7 +174,7 @@ def trace(
 
     Args:
         root: the module.
-        reads: what `source.read` returned for it and for each of `inner`.
+        reads: the results of `source.read` for it and for each of `inner`.
         inner: the modules whose forward is inlined; a call of any other is one node.
         training: the training flag of all of these.
 

@@ -116,7 +116,7 @@ def plan(
         A `Plan`: print it, or iterate over its rows, one `PlanRow` per norm layer.
 
     Raises:
-        TypeError: `model` is not a module, or is TorchScript; a filter is none of the above.
+        TypeError: `model` is not a module, or is TorchScript; a filter has another type.
         ValueError: an `include` pattern matches no norm layer, most likely because of a typo; a
             `mode` that `normplug.swap` refuses.
 
