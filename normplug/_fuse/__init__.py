@@ -1,3 +1,3 @@
-"""Norms and what stands around them as one kernel; `_swap` and `adapters` may import it."""
+"""Fusion of norms with the operations around them; `_swap` and `adapters` may import it."""
 
-from normplug._fuse import legacy  # noqa: F401 - it makes modules that pickles ask for
+from normplug._fuse import legacy  # noqa: F401 - it makes modules that pickles name

@@ -1,4 +1,4 @@
-"""Make one call of a norm and the activation after it.
+"""Merge a norm and the activation after it into one call.
 
 Two patterns are edited:
 
@@ -8,8 +8,8 @@ Two patterns are edited:
     x = self.act(x)
 
 In the second, nothing else may read the norm's result. If several branches lead to the activation,
-each may have a norm. The call decides when it runs whether it does both. If not, the activation
-runs where it was written.
+each may have a norm. The call decides at run time whether it does both. If not, the activation runs
+where it was written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from normplug._fuse import calls, syntax
 from normplug._fuse.flow import Branch, Flow, Next, Rest, chosen
 
-# What edited statements call, by the name that they use.
+# The functions that edited statements call, under the names in the edited source.
 CALLED = {
     "_normplug_activated_norm": calls.activated_norm,
     "_normplug_norm_then": calls.norm_then,
@@ -29,8 +29,8 @@ CALLED = {
 _ACTIVATED_NORM, _NORM_THEN = CALLED
 # `except*` came with Python 3.11.
 _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
-# The variable that says, from the norm's statement to the activation's, whether the activation has
-# been applied.
+# The variable that tells the activation's statement whether the norm's statement has applied the
+# activation.
 _DONE = "_normplug_done"
 
 
@@ -38,9 +38,9 @@ class Activated(NamedTuple):
     """An edited call of a norm.
 
     Attributes:
-        branch: the branches that it is in.
-        child: the name of the activation, if it is a child of the module; else "".
-        function: the name of the activation, if it is a function; else None.
+        branch: the branches that contain it.
+        child: the name of the activation if it is a child of the module; else "".
+        function: the name of the activation if it is a function; else None.
     """
 
     branch: Branch
@@ -86,7 +86,7 @@ class Activations:
             self._norms.append((statement, found))
 
     def edit(self, body: list[ast.stmt]) -> None:
-        """Edit the norms that were noted in the body of a forward, and their activations."""
+        """Edit the norms that `look` noted in the body of a forward, and their activations."""
         readers = {r.call: r for _, found in self._norms for r, _ in self.flow.readers(found)}
         for call, reader in readers.items():
             self.results.append(ast.IfExp(syntax.load(_DONE), call.args[0], call))
@@ -122,7 +122,7 @@ class Activations:
         return bool(own) or self.flow.function(node.func) is not None
 
     def _activates(self, statement: ast.stmt, node: Any, held: set[str]) -> bool:
-        """Whether a node activates a norm's result, held by a variable that only it reads."""
+        """Whether a node activates a norm's result, in a variable that only this node reads."""
         if not self._is_activation(node) or not syntax.is_name(node.args[0], held):
             return False
         name = node.args[0].id

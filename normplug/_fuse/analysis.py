@@ -1,4 +1,4 @@
-"""What can be fused in a model; the model stays as it is."""
+"""Find what can be fused in a model, without changing the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Found:
     reasons: dict[nn.Module, str]
 
     def own_sites(self) -> Iterator[tuple[Site, set[nn.Module]]]:
-        """The sites that are no inner module's, each with the modules that made its nodes."""
+        """The sites that belong to no inner module, each with the modules that made its nodes."""
         for site in self.sites:
             scopes = [self.trace.scopes[node] for node in site.nodes]
             if not scopes[0] or len({scope[:1] for scope in scopes}) > 1:
@@ -44,15 +44,17 @@ class _Found:
 class Analysis:
     """What can be fused in a model.
 
-    Each module's forward is traced, the innermost first, and with it those of the modules inside
-    that could be traced themselves. A site whose nodes are all one inner module's belongs to that
-    module. The others are the module's own, and only for them it is fused; its fused forward then
-    contains the forwards of no more inner modules than they need. A forward that is not traced, or
-    is called with arguments that the trace was not made for, may have edited statements instead.
+    Each module's forward is traced, innermost modules first. The trace inlines the forwards of the
+    inner modules that could be traced themselves. A site whose nodes all come from one inner module
+    belongs to that module. The other sites are the module's own. A module is fused only if it has
+    such sites, and its fused forward then inlines only the inner modules that they need. A forward
+    that cannot be traced, or is called with arguments that do not fit the trace, may run an edited
+    copy of its source instead.
 
     Attributes:
         fusions: the modules to fuse, and their new forwards.
-        calls: the activation of each norm that one follows, and whether a residual is added.
+        calls: for each norm fused with what follows it, the activation, and whether a residual is
+            added.
         report: a row for each norm layer.
     """
 
@@ -92,7 +94,7 @@ class Analysis:
         return Fused(path, kind, label, owner, "")
 
     def _callers(self) -> dict[nn.Module, list[nn.Module]]:
-        """The modules around norms; with each, the norms that it calls itself, going by names."""
+        """The modules that contain norms, each with those that it calls itself, going by paths."""
         callers: dict[nn.Module, list[nn.Module]] = {}
         modules = {path: module for module, path in self._paths.items()}
         for norm, path in self._paths.items():
@@ -111,7 +113,7 @@ class Analysis:
         return callers
 
     def _look(self, module: nn.Module, norms: list[nn.Module]) -> None:
-        """Find the sites that are a module's own, and fuse them; norms: those that it calls."""
+        """Find the sites that are a module's own, and fuse them; norms: the norms that it calls."""
         name, untraced = plain_class(module).__name__, ""
         try:
             _check(module)
@@ -128,7 +130,7 @@ class Analysis:
     def _edit(self, module: nn.Module, untraced: str) -> None:
         """Edit a module's forward where its norms come after additions or before activations.
 
-        untraced: why the forward was not traced, for the report; "" where it was.
+        untraced: why the forward was not traced, for the report; "" if it was.
         """
         parts = _parts(module)
         norms = (*parts.summed, *parts.activated)
@@ -164,7 +166,7 @@ class Analysis:
             if m is not module
             and m in self._reads
             and not has_hooks(m)
-            # A graph does not tell whether what it passes to them is a sequence.
+            # A graph does not show whether an argument that it passes to them is a sequence.
             and not self._reads[m].sequences
         }
         traced = self._traced(module, traceable)
@@ -190,7 +192,7 @@ class Analysis:
             self._labels.setdefault(norm, {})[training] = label
 
     def _traced(self, module: nn.Module, inner: set[nn.Module]) -> dict[bool, _Found]:
-        """By training flag; the same object for both if no forward reads the flag."""
+        """Trace a module for each training flag; one trace serves both if no forward reads it."""
         traced: dict[bool, _Found] = {}
         for training in (False, True):
             made = trace.trace(module, self._reads, inner, training)
@@ -227,7 +229,7 @@ class Analysis:
 
     def _guard(self, module: nn.Module, called: bool) -> Guard:
         cls, children = plain_class(module), module._modules
-        reads = self._reads.get(module) or Reads(cls, ())  # of a container nothing is read
+        reads = self._reads.get(module) or Reads(cls, ())  # a container's forward is not read
         return Guard(
             cls,
             tuple(children),
@@ -247,7 +249,7 @@ def _check(module: nn.Module) -> None:
         Untraceable: with the reason.
     """
     if isinstance(module, (torch.jit.ScriptModule, fx.GraphModule)):
-        raise Untraceable("it is compiled, or a graph")
+        raise Untraceable("it is TorchScript or a GraphModule")
     if _convert.is_patched(module):
         raise Untraceable("its forward was replaced on the instance")
     if _convert.plain_class(module) is not type(module):
@@ -255,7 +257,7 @@ def _check(module: nn.Module) -> None:
 
 
 def _parts(module: nn.Module) -> Parts:
-    """The children that edits of a module concern."""
+    """The children that edits of a module's forward concern."""
     summed, activated, activations = list[str](), list[str](), list[str]()
     for name, child in module._modules.items():
         if isinstance(child, TargetVarianceNorm):

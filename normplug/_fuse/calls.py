@@ -1,7 +1,7 @@
-"""The calls that a fused forward makes in place of several.
+"""The functions that a fused forward calls, each in place of several calls.
 
-Each call decides as it runs. It calls the modules one by one, as written, where one of them has
-hooks, where a layer is measured, and where a residual is not shaped as what it is added to.
+Each function decides at run time. It calls the modules one by one, as written, if one of them has
+hooks, if a layer is being measured, or if a residual does not match the tensor it is added to.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def norm_add_activation(
     *,
     keeps_residual: bool = False,
 ) -> Tensor:
-    """A norm, the addition of a residual and an activation.
+    """Apply a norm, add a residual, and apply an activation.
 
     Args:
         norm: a layer whose class declares what may follow it.
         x: its input.
-        activation: a module, or what `functional.batch_norm` takes.
+        activation: a module, or a value that `functional.batch_norm` accepts as its activation.
         between: the `nn.Identity` modules after the norm.
-        residual: what is added, or None.
+        residual: the tensor to add, or None.
         in_place: whether the addition is in place.
-        flipped: whether the residual is the addition's left side.
-        keeps_residual: whether a module keeps the residual, unless it is recomputed.
+        flipped: whether the residual is the addition's left operand.
+        keeps_residual: whether other modules save the residual anyway, unless they recompute it.
     """
     name = _name(activation)
     if (
@@ -81,10 +81,10 @@ def norm_add_activation(
 
 
 def norm_then(norm: Any, x: Any, activation: Any) -> tuple[Any, bool]:
-    """The norm of x, activated if both can be one call; and whether it was activated.
+    """Apply a norm, and an activation if one call can do both; also return whether it did.
 
     Args:
-        norm: what is called as a norm.
+        norm: the module that is called as a norm.
         x: its input.
         activation: the module or the function that comes next, or None.
     """
@@ -101,7 +101,7 @@ def activated_norm(activation: Any, norm: Any, x: Any) -> Any:
 
 
 def single_norm(norm: Any, x: Tensor) -> Tensor:
-    """A norm whose result only a fused call reads: a compiler has nothing to fuse it with."""
+    """Apply a norm whose result only a fused call reads: compilers can fuse it with nothing."""
     if _is_plain(norm) and isinstance(x, Tensor):
         return norm.fused(x, single=True)
     return norm(x)
@@ -114,7 +114,7 @@ def norm_max_pool(
     between: tuple[nn.Module, ...],
     pool: nn.Module | tuple[Any, ...],
 ) -> Tensor:
-    """A norm, relu (unless the module has changed) and max pooling.
+    """Apply a norm, relu (or what the activation module computes by now) and max pooling.
 
     pool: a module, or the settings of `F.max_pool2d`; the rest is as in `norm_add_activation`.
     """
@@ -143,7 +143,7 @@ def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_norm(a: Any, b: Any, norm: Any) -> tuple[Any, Any]:
-    """The norm of a + b, or None without a norm; and a + b."""
+    """The norm of a + b, or None if there is no norm; and a + b."""
     return (None, a + b) if norm is None else add_norm(norm, a, b)
 
 
@@ -152,9 +152,9 @@ def convolution_norm(
 ) -> Tensor:
     """A convolution, the permutation that moves its channels last, and a norm that adds its bias.
 
-    permute: a module that permutes to `dims`; None where a function did.
+    permute: a module that permutes to `dims`; None if a function did.
     """
-    # Where PyTorch's norm runs, the convolution adds its bias at no cost.
+    # Without the kernels PyTorch's norm runs, and the convolution adds its bias at no cost.
     if (
         isinstance(x, Tensor)
         and eligible.has_kernels("fuse", norm.backend, x)
@@ -170,7 +170,7 @@ def convolution_norm(
 
 
 def _name(activation: Any) -> ActivationLike:
-    """The name of an activation; None where a module computes another function now."""
+    """The name of an activation; None if a module computes another function by now."""
     if isinstance(activation, nn.Module):
         return _activations.of_module(activation)
     if callable(activation):
@@ -180,7 +180,7 @@ def _name(activation: Any) -> ActivationLike:
 
 
 def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:
-    """The window of a max pooling; None where a module does more, or has a dilation."""
+    """The window of a max pooling; None if a module does more, or if there is a dilation."""
     if isinstance(pool, nn.Module):
         if type(pool) is not nn.MaxPool2d or pool.return_indices or has_hooks(pool):
             return None
@@ -226,13 +226,13 @@ def _is_plain(norm: Any) -> bool:
 
 
 def _takes(norm: Any, what: str, before: bool = False) -> bool:
-    """Whether a norm's class declares that this may come after it, or before it."""
+    """Whether a norm's class declares that the operation `what` may come after or before it."""
     sites: FusionSites | None = getattr(type(norm), "_fusion_sites", None)
     return sites is not None and what in (sites.before if before else sites.after)
 
 
 def _alike(x: Tensor, residual: Any) -> bool:
-    """Whether a residual has the shape, dtype and device of what it is added to."""
+    """Whether a residual has the shape, dtype and device of the tensor it is added to."""
     return (
         isinstance(residual, Tensor)
         and residual.shape == x.shape

@@ -1,9 +1,9 @@
-"""A class's forward with some of its statements edited, and how it is made.
+"""Copies of a class's forward in which some statements are edited.
 
-A trace stands for a forward only while all that it depends on stays as it was, and many forwards
-cannot be traced: they take keyword arguments and masks, keep caches, or ask for the type of a
-value. An edited forward is the forward itself, but for the statements that `statements.py` knows
-how to edit. So it takes any arguments, and depends on nothing but the function that it was made of.
+A trace can replace a forward only while everything that it depends on is unchanged, and many
+forwards cannot be traced: they take keyword arguments and masks, keep caches, or test the type of a
+value. An edited forward is the original forward except for the statements that `statements.py` can
+edit. So it takes any arguments, and depends on nothing but the function that it was made from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from normplug._fuse.statements import Editor
 from normplug._fuse.sums import Summed
 from normplug._fuse.syntax import SCOPES, is_name
 
-# What edited forwards call, by the name that they use.
+# The functions that edited forwards call, under the names in the edited source.
 _CALLED = {**statements.CALLED, **readers.CALLED}
 # An edited call of a norm.
 Place = Summed | Activated
@@ -49,7 +49,7 @@ class Edited:
         forward: that function, edited.
         chain: the original, and the functions that its decorators wrap.
         found: the edited calls of each norm, by its name.
-        left: for each norm, by name, why each call of it would not be edited.
+        left: for each norm, by its name, why each call of it would not be edited.
     """
 
     cls: type[nn.Module]
@@ -66,7 +66,7 @@ class Edited:
         return self.cls.forward is self.original
 
     def label(self, norm: str, module: nn.Module) -> tuple[str, str]:
-        """What a norm of a module, given by name, is fused with; if nothing, "" and the reason.
+        """The label of a norm, given by name, in a report; or "" and why it is not fused.
 
         The reason is "" if only a trace could fuse it.
         """
@@ -86,11 +86,11 @@ class Edited:
         return "", next(whys, "its module's attributes exclude its call")
 
     def contents(self) -> tuple[Any, ...]:
-        """What `edit` takes."""
+        """The arguments for which `edit` makes this forward again."""
         return self.cls, tuple(self.parts), self.recompute
 
     def functions(self) -> list[Any]:
-        """All that the forward consists of and calls."""
+        """All functions that the forward consists of and calls, for its fingerprint."""
         return [*self.chain, *_CALLED.values()]
 
 
@@ -99,11 +99,11 @@ def edit(cls: type[nn.Module], parts: tuple[tuple[str, ...], ...], recompute: bo
 
     Args:
         cls: the class.
-        parts: the children that it concerns: the fields of `Parts`.
+        parts: the children that the edits concern: the fields of `Parts`.
         recompute: let the modules that read the results of the calls recompute them.
 
     Raises:
-        Untraceable: it is not certain what the forward's source is.
+        Untraceable: the source of the forward is not certain.
     """
     if cls.__getattribute__ is not nn.Module.__getattribute__:
         raise Untraceable("its class defines __getattribute__")
@@ -136,10 +136,10 @@ def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> 
 
 
 def _definition(function: types.FunctionType) -> ast.FunctionDef:
-    """The definition of a function, without decorators.
+    """Parse the definition of a function, without its decorators.
 
     Raises:
-        Untraceable: its code is not the function's, as after a change of the file.
+        Untraceable: it does not compile to the function's code, as after an edit of the file.
     """
     try:
         lines, first = inspect.getsourcelines(function)
@@ -162,7 +162,7 @@ def _definition(function: types.FunctionType) -> ast.FunctionDef:
 
 
 def _first_argument(definition: ast.FunctionDef) -> str:
-    """The name that a forward has for its module, from its first line to its last."""
+    """The name of a forward's first argument, usually "self", which it must not reassign."""
     arguments = [*definition.args.posonlyargs, *definition.args.args]
     if not arguments:
         raise Untraceable("its forward takes only *args")
@@ -174,9 +174,9 @@ def _first_argument(definition: ast.FunctionDef) -> str:
 
 
 def _compiled(function: types.FunctionType, definition: ast.FunctionDef) -> types.CodeType:
-    """The code of a definition that takes a function's place, among the same variables."""
+    """Compile a definition to replace a function's code, with the same enclosing variables."""
     code = function.__code__
-    # Python compiles `name.function()` in another way if the file imports the name.
+    # Python compiles `name.function()` differently if the file imports the name.
     imports = "".join(f"import {name}\n" for name in sorted(_imported(code.co_filename)))
     variables = ", ".join((*code.co_freevars, *_CALLED))
     around: Any = ast.parse(f"{imports}def around({variables}): pass")
@@ -187,14 +187,14 @@ def _compiled(function: types.FunctionType, definition: ast.FunctionDef) -> type
 
 
 def _inside(code: types.CodeType, name: str) -> types.CodeType:
-    """The code of a function that other code makes."""
+    """The code of a function that is defined in other code."""
     parts = (c for c in code.co_consts if isinstance(c, types.CodeType))
     return next(c for c in parts if c.co_name == name)
 
 
 @functools.cache
 def _imported(file: str) -> frozenset[str]:
-    """The names that a file imports, outside of its functions and classes."""
+    """The names that a file imports outside its functions and classes."""
     names, waiting = set[str](), list[ast.AST]([ast.parse("".join(linecache.getlines(file)))])
     while waiting:
         node = waiting.pop()
@@ -208,7 +208,7 @@ def _imported(file: str) -> frozenset[str]:
 def _function(
     like: types.FunctionType, code: types.CodeType, cells: tuple[types.CellType, ...]
 ) -> types.FunctionType:
-    """A function like another one, with other code or other cells."""
+    """Copy a function, with other code or other closure cells."""
     known = {name: types.CellType(f) for name, f in _CALLED.items()}
     known |= zip(like.__code__.co_freevars, cells, strict=True)
     closure = tuple(known[name] for name in code.co_freevars)
@@ -219,7 +219,7 @@ def _function(
 
 
 def _rewrapped(outer: types.FunctionType, inner: Any, edited: Any) -> types.FunctionType:
-    """A decorator's function around the edited one instead of the one that it wraps."""
+    """Copy a decorator's wrapper, so that it calls `edited` instead of `inner`."""
     cells = outer.__closure__ or ()
     if not any(_content(cell) is inner for cell in cells):
         raise Untraceable("its forward is decorated")

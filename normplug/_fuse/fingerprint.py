@@ -1,8 +1,8 @@
-"""Whether functions are the same in another process, or after their code was edited.
+"""Digests that tell whether functions are the same in another process or after an edit.
 
-A pickle of a fused module has the source of its fused forward. It stands for the module's own
-forward only while that, and what it calls, is the code that was traced. Without this check a
-fused model would have to be traced again when it is loaded.
+A pickle of a fused module contains the source of its fused forward. That source is valid only while
+the module's own forward, and the functions it calls, are the code that was traced. Without this
+check a fused model would have to be traced again when it is loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _function(function: Any) -> Any:
 
 
 def described(value: Any, deep: bool = True) -> Any:
-    """A description that is the same in every process; deep: with the values of constants."""
+    """A description that is the same in every process; deep: include the values of constants."""
     if isinstance(value, types.CodeType):
         variables = value.co_varnames, value.co_freevars, value.co_cellvars
         return value.co_code.hex(), value.co_names, variables, described(value.co_consts)

@@ -1,9 +1,9 @@
-"""Find which call reads a value next, if nothing that runs in between has an effect.
+"""Find which call reads a value next, if nothing that runs in between has a side effect.
 
-A value and its reader become one call only if nothing between them has an effect. So only two
-things may come between: assignments from variable to variable, and an `if` whose test reads only
-variables, attributes of the module and None. The statement that makes the value evaluates the same
-tests, to find which reader comes next, if any.
+A value and its reader become one call only if nothing between them has a side effect. So only two
+kinds of statement may come between: an assignment from variable to variable, and an `if` whose test
+reads only variables, attributes of the module and constants. The edited statement that computes the
+value evaluates the same tests, to find which reader comes next, if any.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Parts(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What an attribute of the module must be for a statement to run.
+    """A condition on an attribute of the module, without which a statement does not run.
 
     Attributes:
-        name: of the attribute.
+        name: the attribute's name.
         value: what the test compares it with; None if the test is the attribute itself.
         holds: the result that the test must have.
     """
@@ -53,16 +53,17 @@ class Need(NamedTuple):
     holds: bool
 
     def may_hold(self, state: dict[str, Any]) -> bool:
-        """Whether the module's `__dict__` allows it; what is not in there is allowed."""
+        """Whether the module's `__dict__` allows it; an attribute not in it may be anything."""
         if self.name not in state:
             return True
         value = state[self.name]
         if self.value is None:
-            return value is not (not self.holds)
+            return value is not (not self.holds)  # only the other bool surely fails the test
         known = value is None or isinstance(value, (str, int))
         return (value == self.value) == self.holds if known else True
 
 
+# The conditions of all `if` branches around a statement.
 Branch = tuple[Need, ...]
 
 
@@ -72,7 +73,7 @@ def may_hold(branch: Branch, state: dict[str, Any]) -> bool:
 
 
 class Rest(NamedTuple):
-    """What runs next: the statements of `body` from `place` on, and then those of `after`."""
+    """The statements to run next: those of `body` from `place` on, then those of `after`."""
 
     body: list[ast.stmt]
     place: int
@@ -90,20 +91,20 @@ class Reader:
 
 @dataclass(eq=False)
 class Choice:
-    """What reads a value if a test is true, and if it is false."""
+    """The readers of a value if a test is true and if it is false."""
 
     test: ast.expr
     true: Next
     false: Next
 
 
-# What reads a value; None for nothing.
+# The next reader of a value; None if there is none.
 Next = Reader | Choice | None
 
 
 @dataclass
 class Flow:
-    """A forward's statements, and what their names mean.
+    """The data flow between a forward's statements, and what their names mean.
 
     Attributes:
         cls: the class whose forward it is.
@@ -126,17 +127,18 @@ class Flow:
         is_reader: Callable[[ast.stmt, Any, set[str]], bool],
         aliases: bool,
     ) -> Next:
-        """What reads a value next, if nothing that runs before it has an effect.
+        """The next reader of a value, if nothing that runs before it has a side effect.
 
         Args:
-            rest: the statements after the one that makes the value.
+            rest: the statements after the one that computes the value.
             target: the variable that holds the value.
             is_reader: (statement, call, variables) -> whether the call reads one of the variables.
             aliases: whether the value may be assigned to other variables.
         """
 
-        def find(rest: Rest | None, held: set[str], known: set[str], tests: int) -> Next:
-            # known: the variables assigned since, which no test may read.
+        def find(rest: Rest | None, held: set[str], stale: set[str], tests: int) -> Next:
+            # held: the variables that have the value. stale: the variables assigned since. No test
+            # may read these, as the edited statement evaluates it before they are assigned.
             while rest is not None:
                 body, place, after = rest
                 if place == len(body):
@@ -148,14 +150,14 @@ class Flow:
                     found = is_reader(statement, first, held)
                     return Reader(body, statement, first) if found else None
                 rest = Rest(body, place + 1, after)
-                if isinstance(statement, ast.If) and tests and self.is_plain(statement.test, known):
-                    true = find(Rest(statement.body, 0, rest), held, known, tests - 1)
-                    false = find(Rest(statement.orelse, 0, rest), held, known, tests - 1)
+                if isinstance(statement, ast.If) and tests and self.is_plain(statement.test, stale):
+                    true = find(Rest(statement.body, 0, rest), held, stale, tests - 1)
+                    false = find(Rest(statement.orelse, 0, rest), held, stale, tests - 1)
                     return Choice(statement.test, true, false) if true or false else None
                 name, value = syntax.assigned(statement)
                 if name is None or isinstance(statement, ast.AugAssign):
                     return None
-                known = known | {name}
+                stale = stale | {name}
                 if not aliases and any(syntax.is_name(part, held) for part in ast.walk(value)):
                     return None
                 held = held | {name} if syntax.is_name(value, held) else held - {name}
@@ -164,7 +166,7 @@ class Flow:
         return find(rest, {target}, {target}, _MAX_TESTS)
 
     def readers(self, found: Next, needed: Branch = ()) -> Iterator[tuple[Reader, Branch]]:
-        """The readers that a value may have, each with the attributes that it needs."""
+        """The possible readers of a value, each with the conditions under which it runs."""
         if isinstance(found, Reader):
             yield found, needed
         elif found is not None:
@@ -172,7 +174,7 @@ class Flow:
             yield from self.readers(found.false, needed + self.needed(found.test, False))
 
     def first_effect(self, node: Any) -> Any:
-        """The first part of an expression that has an effect; None if it only names values."""
+        """The first part of an expression that may have a side effect; None if it has none."""
         if node is None or isinstance(node, (ast.Name, ast.Constant)) or self._is_stored(node):
             return None
         parts: list[Any] = []
@@ -188,25 +190,25 @@ class Flow:
                 return found
         return None if isinstance(node, ast.Tuple) else node
 
-    def is_plain(self, test: ast.expr, known: set[str]) -> bool:
-        """Whether a test may be evaluated twice.
+    def is_plain(self, test: ast.expr, stale: set[str]) -> bool:
+        """Whether a test may also be evaluated earlier, with the same result.
 
-        It may read variables that are not in `known`, attributes and None, and compare an
-        attribute with a string.
+        It may read variables that are not in `stale`, attributes and constants, and compare with a
+        string.
         """
         if isinstance(test, ast.BoolOp):
-            return all(self.is_plain(part, known) for part in test.values)
+            return all(self.is_plain(part, stale) for part in test.values)
         if isinstance(test, ast.UnaryOp):
-            return isinstance(test.op, ast.Not) and self.is_plain(test.operand, known)
+            return isinstance(test.op, ast.Not) and self.is_plain(test.operand, stale)
         if isinstance(test, ast.Compare):
             operands = (test.left, *test.comparators)
             if not all(isinstance(op, (ast.Is, ast.IsNot)) for op in test.ops):
                 text = operands[-1].value if isinstance(operands[-1], ast.Constant) else None
                 equal = len(operands) == 2 and isinstance(test.ops[0], (ast.Eq, ast.NotEq))
-                return equal and isinstance(text, str) and self.is_plain(test.left, known)
-            return all(self.is_plain(part, known) for part in operands)
+                return equal and isinstance(text, str) and self.is_plain(test.left, stale)
+            return all(self.is_plain(part, stale) for part in operands)
         if isinstance(test, ast.Name):
-            return test.id not in known
+            return test.id not in stale
         if isinstance(test, ast.Constant):
             return True
         # A class's own `__getattr__` may have effects, such as a warning about an old name.
@@ -214,7 +216,7 @@ class Flow:
         return self._is_stored(test) and looks is nn.Module.__getattr__
 
     def needed(self, test: ast.expr, result: bool) -> Branch:
-        """What the attributes must be for this result of a test."""
+        """The conditions on attributes for a test to have this result."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) == result:
             return tuple(part for value in test.values for part in self.needed(value, result))
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -243,10 +245,7 @@ class Flow:
         return isinstance(node, ast.Attribute) and syntax.is_name(node.value, {self.me})
 
     def child_called(self, node: Any, names: tuple[str, ...]) -> str:
-        """The child in `names` that a node calls with one positional argument; "" if none.
-
-        The argument is not starred.
-        """
+        """The child in `names` that a node calls with one argument, neither named nor starred."""
         if not isinstance(node, ast.Call) or not self.is_own(node.func):
             return ""
         alone = len(node.args) == 1 and not node.keywords
@@ -255,7 +254,7 @@ class Flow:
         return name if plain and name in names else ""
 
     def function(self, node: ast.expr) -> str | None:
-        """The name of the activation, if a node is such a function of the globals; else None."""
+        """The activation's name if a node refers to a global that is one; else None."""
         value = self._global(node)
         return _activations.of_function(value) if isinstance(value, _FUNCTIONS) else None
 
@@ -273,7 +272,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def chosen(found: Next) -> ast.expr:
-    """An expression for the function that reads a value next; `None` if there is none."""
+    """An expression for the next function to read a value; it is `None` if there is none."""
     if found is None:
         return ast.Constant(None)
     if isinstance(found, Reader):

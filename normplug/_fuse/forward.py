@@ -43,7 +43,7 @@ class Forward:
         return [n for n, i in self._order.items() if self._order[first] < i < self._order[last]]
 
     def calls(self, nodes: Iterable[fx.Node], norm: fx.Node) -> bool:
-        """Whether some nodes call a norm too, alone or within another module: order matters."""
+        """Whether any of the nodes calls a norm too, directly or in a module: order matters."""
         layer = self.module(norm)
         called = (self.module(node) for node in nodes)
         return any(m is not None and any(part is layer for part in m.modules()) for m in called)
@@ -68,7 +68,7 @@ class Forward:
         return (name, value) if _activations.is_slope(value) else None
 
     def max_pool(self, node: fx.Node | None, source: fx.Node) -> fx.Node | None:
-        """The node itself, if it pools what another gives and nothing else."""
+        """The node itself if it max-pools the result of `source` and does no more; else None."""
         if node is None or node.all_input_nodes != [source] or node.args[:1] != (source,):
             return None
         module = self.module(node)
@@ -80,7 +80,7 @@ class Forward:
         return node if known else None
 
     def permutation(self, node: fx.Node) -> tuple[int, ...] | None:
-        """The order that a node puts dimensions in; None for every other node."""
+        """The order into which a node permutes dimensions; None for every other node."""
         module: Any = self.module(node)
         dims: Any
         if module is not None:
@@ -97,14 +97,14 @@ class Forward:
         return tuple(dims) if known else None
 
     def shown(self, node: fx.Node) -> str:
-        """What a node does, for a report."""
+        """Describe a node for a report."""
         module = self.module(node)
         if module is not None:
             return type(module).__name__
         if node.op == "output":
             return "the end of the module"
         if node.target is add_in_place:
-            return "an addition in place to another tensor"
+            return "an in-place addition to another tensor"
         return str(getattr(node.target, "__name__", node.target))
 
 
@@ -113,27 +113,27 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def reader(node: fx.Node) -> fx.Node | None:
-    """The only node that reads another; None where there are several, or none."""
+    """The only node that reads another; None if there are several, or none."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def addition(node: Any) -> Callable[[Any, Any], Any] | None:
-    """How a node adds two values, `operator.add` or `add_in_place`; None where it does not."""
+    """How a node adds two values, `operator.add` or `add_in_place`; None if it does not."""
     if not isinstance(node, fx.Node) or not _is_call(node) or node.kwargs or len(node.args) != 2:
         return None
     return _ADDITIONS.get(node.target) if all(isinstance(a, fx.Node) for a in node.args) else None
 
 
 def adds(node: fx.Node, result: fx.Node) -> bool:
-    """Whether a node adds another tensor to a result, and changes nothing but the result."""
+    """Whether a node adds another tensor to a result, and mutates nothing but the result."""
     how = addition(node)
     if how is None or node.args[0] is node.args[1]:
         return False
     return how is not add_in_place or node.args[0] is result
 
 
-def only_looks(node: fx.Node) -> bool:
-    """Whether a node asks a tensor for its shape or the like."""
+def reads_metadata(node: fx.Node) -> bool:
+    """Whether a node reads only a tensor's shape or other metadata."""
     if node.op == "call_method":
         return node.target in ("dim", "size", "numel", "ndimension")
     looks = ("shape", "ndim", "dtype", "device")

@@ -28,15 +28,15 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     - the bias of a convolution and the LayerNorm over its channels, moved last
 
     The activations are ReLU, LeakyReLU, ReLU6, SiLU, Hardswish and exact GELU. On CUDA the call is
-    one kernel per direction, or two with max pooling, and keeps less for the backward. Under
-    torch.compile it runs as what was measured to be faster. Elsewhere it runs as PyTorch's
+    one kernel per direction, or two with max pooling, and saves less for the backward. Under
+    torch.compile it runs whichever way was measured to be faster. Elsewhere it runs as PyTorch's
     operations, one by one. Max pooling runs in the kernel for channels_last input, and compares
     values before they are rounded.
 
     In place: the modules that call the norms get a subclass of their class, with another forward.
     Modules, parameters, buffers, hooks, names and flags stay, so checkpoints, optimizers and
     aliases stay valid. torch.fx traces a forward only if its source shows that it depends on
-    nothing but its inputs and the module's attributes; each call compares these attributes. The
+    nothing but its inputs and the module's attributes; each call checks these attributes. The
     trace is not used if the module, or a module that its forward uses, has changed since; if it
     gets hooks; or for arguments that are not tensors. Such calls, and forwards that cannot be
     traced, run a copy of the source, which takes any arguments. In the copy, an addition right
@@ -91,7 +91,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
     for module in fused_modules(model).values():
         if module not in classes and not _convert.is_patched(module):
-            release([module])  # fused by an earlier call, and not any more
+            release([module])  # fused by an earlier call, but no longer
     for module, fusion in analysis.fusions.items():
         vars(module)[FUSION] = fusion
         _convert.assign_class(module, classes[module])
@@ -144,7 +144,7 @@ def fused_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def releasable(caller: str, fused: dict[str, nn.Module]) -> list[nn.Module]:
-    """The modules, if all can have their class back.
+    """Return the modules if all can get their class back.
 
     Raises:
         ValueError: as `unfuse` does.
@@ -160,7 +160,7 @@ def releasable(caller: str, fused: dict[str, nn.Module]) -> list[nn.Module]:
 
 
 def release(fused: list[nn.Module]) -> None:
-    """Give modules their class back."""
+    """Give modules their own class back."""
     for module in fused:
         vars(module).pop(FUSION, None)
         _convert.assign_class(module, plain_class(module))

@@ -15,10 +15,10 @@ from normplug._torch import has_global_hooks
 
 
 class Fused(nn.Module):
-    """What comes before a module's class when it is fused."""
+    """The first base of every fused class; the second is the module's own class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As its plain class, since nothing can be imported under the name of the fused one."""
+        """Pickle by the plain class, since the fused one cannot be imported by its name."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
         if not args or args[0] is not type(self):
@@ -42,25 +42,25 @@ class Fused(nn.Module):
 
 
 def restore(cls: type[nn.Module], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Make the fused module that `Fused.__reduce_ex__` has taken apart."""
+    """Rebuild a fused module from what `Fused.__reduce_ex__` returned."""
     return make(fused_class(cls), *args)
 
 
 def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of fused modules of a class; always the same, in every thread."""
+    """Return the fused class of a class: always the same one, in every thread."""
     if cls not in FUSED_CLASSES:
         namespace = {
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
-            "forward": _forward_before(cls),
+            "forward": _fused_forward(cls),
         }
-        # Libraries write the class's name into configurations, and compare it with lists of names.
+        # The name stays: libraries write it into configurations, and compare it with lists.
         FUSED_CLASSES.setdefault(cls, type(cls.__name__, (Fused, cls), namespace))
     return FUSED_CLASSES[cls]
 
 
-def _forward_before(cls: type[nn.Module]) -> Callable[..., Any]:
+def _fused_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         fusion: Fusion | None = self.__dict__.get(FUSION)
         if fusion is not None and not has_global_hooks():
@@ -71,12 +71,12 @@ def _forward_before(cls: type[nn.Module]) -> Callable[..., Any]:
                 return edited.forward(self, *args, **kwargs)
         return cls.forward(self, *args, **kwargs)
 
-    # torch.fx and others that ask for the signature then see the one that was written.
+    # torch.fx and other tools that inspect the signature then see the original one.
     forward.__wrapped__ = cls.forward  # type: ignore[attr-defined]
     return forward
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class, behind those that `fuse` and torch put before it."""
+    """The module's own class, without the subclasses that `fuse` and torch put before it."""
     cls = _convert.plain_class(module)
     return cls.__bases__[1] if issubclass(cls, Fused) else cls

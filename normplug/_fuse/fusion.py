@@ -19,7 +19,7 @@ from normplug._fuse.fingerprint import fingerprint
 from normplug._fuse.guard import Guard
 from normplug._fuse.source import Untraceable
 
-# The attribute of a fused module that has its `Fusion`.
+# The attribute of a fused module that holds its `Fusion`.
 FUSION = "_normplug_fusion"
 
 
@@ -30,8 +30,8 @@ class Code:
     Attributes:
         forward: the function; takes the module, then its inputs.
         source: its source.
-        title: what tracebacks and profilers show as its file.
-        names: what the source names besides what fx gives every graph.
+        title: the file name that tracebacks and profilers show.
+        names: the globals of the source, besides those that fx gives every graph.
     """
 
     forward: Callable[..., Any]
@@ -78,11 +78,11 @@ class Traced:
     methods: tuple[tuple[type[nn.Module], str, Any], ...]
 
     def holds(self, root: nn.Module, args: tuple[Any, ...] | None) -> bool:
-        """Whether the forward stands for the module's own.
+        """Whether the forward may run in place of the module's own.
 
         Args:
             root: the module.
-            args: those of the call; None asks only whether the modules are as they were.
+            args: those of the call; None checks only whether the modules are unchanged.
         """
         if args is not None and len(args) != len(self.sequences):
             return False
@@ -104,7 +104,7 @@ class Traced:
         return replace(self, guard=guard, inner=inner)
 
     def contents(self) -> tuple[Any, ...]:
-        """Plain values, which `of_contents` takes."""
+        """Plain values for a pickle, from which `of_contents` makes the forward again."""
         codes = [
             (training, code.source, code.title, {n: _address(v) for n, v in code.names.items()})
             for training, code in self.codes.items()
@@ -131,18 +131,18 @@ class Traced:
         return cls(sequences, codes, Guard(*guard), guards, methods)
 
     def functions(self) -> list[Any]:
-        """All that the forward consists of and calls."""
+        """All functions that the forward consists of and calls, for its fingerprint."""
         called = [f for code in self.codes.values() for f in code.names.values()]
         return [*(method for *_, method in self.methods), *called]
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """The forward of a module with its sites fused, and what was found.
+    """The fused forwards of a module, and the report that `fuse` made for its model.
 
     Attributes:
-        traced: the traced forward, which runs where what it depends on is as it was.
-        edited: the edited forward, which runs elsewhere.
+        traced: the traced forward, which runs while what it depends on is unchanged.
+        edited: the edited forward, which runs otherwise.
         path: the module's name in the model that was given to `fuse`.
         found: the rows of that model's `Fusions`, as plain tuples; all its modules share them.
     """
@@ -153,12 +153,12 @@ class Fusion:
     found: tuple[tuple[Any, ...], ...] = ()
 
     def label(self, root: nn.Module, norm: str, then: str) -> str:
-        """What a norm is fused with now; "" for nothing.
+        """The present label of a norm for a report; "" if it is not fused.
 
         Args:
             root: the module.
             norm: the norm's name in it.
-            then: what `fuse` fused it with.
+            then: its label when `fuse` was called.
         """
         if self.traced is not None and self.traced.holds(root, None):
             return then
@@ -171,7 +171,7 @@ class Fusion:
         return replace(self, traced=copy.deepcopy(self.traced, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As plain values and a fingerprint, so that `load` can tell whether they still apply."""
+        """Pickle plain values and a fingerprint, so that `load` can tell if they still apply."""
         traced = None if self.traced is None else self.traced.contents()
         edited = None if self.edited is None else self.edited.contents()
         contents = (_versions(), self._fingerprint(), (traced, edited), self.path, self.found)
@@ -193,7 +193,7 @@ def _versions() -> str:
 def load(
     versions: str, digest: str, contents: Any, path: str, found: tuple[tuple[Any, ...], ...]
 ) -> Fusion | None:
-    """What `Fusion.__reduce__` wrote; None if the code that it was made from has changed."""
+    """Unpickle a `Fusion`; None if versions or the code that it was made from have changed."""
     if versions != _versions():
         return None
     traced, edited = contents

@@ -1,7 +1,7 @@
-"""What a traced forward depended on, compared at each call.
+"""What a traced forward depends on, checked at each call.
 
-Of a ResNet-50's fused modules that takes 1.5 us each. The loops are plain for that: a generator
-would take longer.
+The check takes 1.5 us for each fused module of a ResNet-50. The loops are plain for speed: a
+generator would take longer.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FUSED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 @dataclass(frozen=True)
 class Guard:
-    """What a traced forward depended on, of one module that it reached.
+    """What a traced forward depends on in one module that it reached.
 
-    It does not refer to its module, which refers to it: a cycle would delay the module's release.
+    It holds no reference to the module that holds it: a cycle would delay freeing the module.
 
     Attributes:
         cls: the module's class, without `Fused`.
-        names: of its children.
+        names: the names of its children.
         children: the children themselves.
         methods: the methods that ran, by name.
         values: the attributes that were read, and their values.
@@ -45,7 +45,7 @@ class Guard:
     asks_training: bool = False
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether all is as it was."""
+        """Whether the module is unchanged."""
         children = module._modules
         if (*children,) != self.names or not all(map(is_, children.values(), self.children)):
             return False
@@ -62,7 +62,7 @@ class Guard:
         return True
 
     def holds_inside(self, module: nn.Module, training: bool) -> bool:
-        """`holds`, for a module whose forward is part of another's."""
+        """`holds`, for a module that is part of another's forward."""
         if type(module) is not self.cls and type(module) is not FUSED_CLASSES.get(self.cls):
             return False
         if self.called and has_hooks(module):

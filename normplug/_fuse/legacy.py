@@ -1,7 +1,7 @@
-"""The names that pickles of earlier versions use for what has moved since.
+"""The names that pickles of earlier versions use for functions that have moved since.
 
-`normplug.fuse` was a module, and is a function now. So such modules are made here, where `pickle`
-finds them and `import` does not put them before the function.
+`normplug.fuse` was a module, and is a function now. So the old modules are made here and put into
+`sys.modules` only: pickle finds them there, and they do not shadow the function.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def _restore(*arguments: Any) -> Any:
-    from normplug._fuse.fused_class import restore  # not before it is asked for
+    from normplug._fuse.fused_class import restore  # not before it is needed
 
     return restore(*arguments)
 

@@ -1,4 +1,4 @@
-"""The calls that read the results of edited statements, edited so that they recompute them."""
+"""Edit the calls that read results of edited statements, so that they recompute these results."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from normplug._fuse import syntax
 from normplug._fuse.statements import Editor
 from normplug._ops import recompute
 
-# What they call, by the name that they have for it.
+# The function that they call, under the name in the edited source.
 CALLED = {"_normplug_recompute": recompute.call}
 (_RECOMPUTE,) = CALLED
 
 
 class Readers:
-    """Lets the calls that alone read the results of edited calls recompute them."""
+    """Lets each call that is the only reader of an edited call's result recompute this result."""
 
     def __init__(self, editor: Editor) -> None:
         self._is_own = editor.flow.is_own
@@ -38,7 +38,7 @@ class Readers:
                 self.edit(block)
 
     def _only_reader(self, following: list[ast.stmt], name: str) -> ast.Call | None:
-        """The call that alone reads a variable before it is assigned to again; or None."""
+        """The only call that reads a variable before its next assignment; None if there is none."""
         readers = list[ast.Call]()
         for statement in following:
             places = syntax.reads(statement, name)

@@ -1,4 +1,4 @@
-"""Why a norm is in no edited call, read from the source of the forward."""
+"""Why a norm is in no edited call, according to the source of the forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from normplug._fuse.flow import Branch, Flow
 
 _MOST = 40  # characters of source in a reason
 
-# `sites` finds these in traces, too.
+# `sites` gives these reasons for traces, too.
 IN_PLACE = "the addition before it is in place, and other code may read its result"
 FROM_OUTSIDE = (
     "its input is an argument of the forward; an addition before that is in another module"
@@ -19,7 +19,7 @@ FROM_OUTSIDE = (
 
 
 class Reason(NamedTuple):
-    """Why a call of a norm is not edited, and the branches that it is in.
+    """Why a call of a norm is not edited, and the branches that contain the call.
 
     text: "" if only a trace could fuse it.
     """
@@ -81,7 +81,7 @@ class Reasons:
         return self._flow.is_own(node) and node.attr == name
 
     def _passed(self, name: str) -> str:
-        """What a forward that does not call a norm passes to another function instead."""
+        """How a norm that the forward does not call may reach another function; "" if it cannot."""
         for node in ast.walk(self._definition):
             if self._names(node, name):
                 return f"its forward passes self.{name} to another function"
@@ -91,7 +91,7 @@ class Reasons:
         return ""
 
     def _before(self, statement: ast.stmt, call: ast.Call) -> str:
-        """What comes before a norm that can be fused with an addition."""
+        """Why a norm is not fused with an addition: what comes before the norm."""
         value: Any = call.args[0]
         assigning: ast.stmt | None = statement
         while isinstance(value, (ast.Name, ast.Subscript)):
@@ -136,7 +136,7 @@ class Reasons:
             yield from self._earlier(around)
 
     def _after(self, statement: ast.stmt, call: ast.Call) -> str:
-        """What comes after a norm that can be fused with an activation."""
+        """Why a norm is not fused with an activation: what comes after the norm."""
         later, reader = statement, _reader(statement, call)
         target, value = syntax.assigned(statement)
         if reader is None and value is call and target is not None:

@@ -1,4 +1,4 @@
-"""What `fusions` prints, and what is left of it later: nothing here traces."""
+"""The report of `fusions`, and how a stored one is brought up to date; nothing here traces."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Fusions:
         return f"{table(rows)}\n{self.summary()}"
 
     def summary(self) -> str:
-        """One line: how many are fused with what, how many are not, and why."""
+        """One line: how many norms are fused with what, how many are not, and why."""
         fused = Counter(f"with {row.label}" for row in self.rows if row.label)
         left = Counter(row.note for row in self.rows if not row.label)
         parts = [f"{fused.total()} of {len(self.rows)} norm layers fused: {counts(fused)}"]
@@ -66,13 +66,13 @@ class Fusions:
 
 
 def kept(model: nn.Module) -> Fusions | None:
-    """What `fuse` found in a model, and what has changed since; None if nothing is fused."""
+    """The stored report of a fused model, brought up to date; None if nothing is fused."""
     modules = dict(model.named_modules())
     found: dict[str, Fused] = {}
     for path, module in modules.items():
         fusion: Fusion | None = vars(module).get(FUSION)
         if fusion is not None:
-            # Modules come outside in, and of two calls of `fuse` the one further inside is later.
+            # Outer modules come first; the report of an inner one is of a later call of `fuse`.
             found |= _at(path, fusion)
     if not found:
         return None
@@ -86,7 +86,7 @@ def kept(model: nn.Module) -> Fusions | None:
 def _now(
     norm: nn.Module, row: Fused | None, modules: dict[str, nn.Module]
 ) -> tuple[str | None, str, str]:
-    """The label, owner and note of a norm layer, given its row of then and all modules of now."""
+    """A norm's label, owner and note now, given its stored row and the model's modules now."""
     if not isinstance(norm, TargetVarianceNorm):
         return None, "", NOT_SWAPPED
     if row is None or row.note == NOT_SWAPPED:
@@ -106,11 +106,11 @@ def _now(
 
 
 def _at(path: str, fusion: Fusion) -> dict[str, Fused]:
-    """What was found with a module, by paths of the model in which the module is at `path`."""
+    """The stored rows of a module, by their paths in the model where the module is at `path`."""
     then, now = _parts(fusion.path), _parts(path)
     while then and now and then[-1] == now[-1]:
         then, now = then[:-1], now[:-1]
-    # What the two models have in common is at `then` in the one, and at `now` in the other.
+    # The largest module common to both models is at `then` in the old one, at `now` in the new one.
     rows = {}
     for row in map(Fused._make, fusion.found):
         moved, owner = (_moved(p, then, now) for p in (row.path, row.owner))
@@ -124,7 +124,7 @@ def _at(path: str, fusion: Fusion) -> dict[str, Fused]:
 
 
 def _moved(path: str, then: list[str], now: list[str]) -> str | None:
-    """A path that starts with `then`, with `now` in its place; None for any other path."""
+    """Replace the prefix `then` of a path by `now`; None if the path has another prefix."""
     parts = _parts(path)
     return ".".join(now + parts[len(then) :]) if parts[: len(then)] == then else None
 

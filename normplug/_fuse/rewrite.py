@@ -1,4 +1,4 @@
-"""Putting one call in place of each site of a graph, and of what reads the call's result."""
+"""Replace each site of a graph by one call, and let modules recompute the call's result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from normplug._ops import recompute
 
 
 def rewrite(graph: fx.Graph, sites: list[Site]) -> None:
-    """Put one call in place of each site."""
+    """Replace each site by one call."""
     for site in sites:
         late = isinstance(site, After) and site.add
         with graph.inserting_before(late or site.nodes[0]):
@@ -49,14 +49,14 @@ def _attribute(graph: fx.Graph, call: fx.Node) -> fx.Node:
 
 
 def _replace(graph: fx.Graph, call: fx.Node, *nodes: fx.Node) -> None:
-    """Let a call take the place of nodes, in order; its result is the last one's."""
+    """Replace nodes, given in order, by a call whose result is that of the last one."""
     nodes[-1].replace_all_uses_with(call)
     for node in reversed(nodes):
         graph.erase_node(node)
 
 
 def _arguments_after(graph: fx.Graph, site: After) -> Iterator[Any]:
-    """What `norm_add_activation` takes after the norm, or `norm_max_pool`."""
+    """The arguments of `norm_add_activation` or `norm_max_pool` after the norm."""
     yield site.norm.args[0]
     if site.activation is None:
         yield None
@@ -79,7 +79,7 @@ def _arguments_after(graph: fx.Graph, site: After) -> Iterator[Any]:
 
 
 def _arguments_bias(graph: fx.Graph, site: BiasBefore, norm: fx.Node) -> tuple[Any, ...]:
-    """What `convolution_norm` takes."""
+    """The arguments of `convolution_norm`."""
     convolution, permute, _ = site.nodes
     module = _attribute(graph, permute) if permute.op == "call_module" else None
     return norm, _attribute(graph, convolution), module, site.dims, convolution.args[0]
@@ -88,8 +88,8 @@ def _arguments_bias(graph: fx.Graph, site: BiasBefore, norm: fx.Node) -> tuple[A
 def recompute_results(graph: fx.Graph, root: nn.Module) -> None:
     """Let the modules that read a site's result recompute it in their backward.
 
-    The site may be in this graph, or in an earlier module. Nothing else may read its result but
-    fused additions, whose backward does not need it.
+    The site may be in this graph or in an earlier module. Besides the modules, only fused additions
+    whose backward does not need the result may read it.
     """
     for node in list(graph.nodes):
         readers = [user for user in node.users if not _adds(user, node, root)]
@@ -99,7 +99,7 @@ def recompute_results(graph: fx.Graph, root: nn.Module) -> None:
             continue
         for user in list(node.users):
             if user not in readers:
-                # Where the result is not recomputed these modules keep it, so the addition may.
+                # If the result is not recomputed, the modules save it anyway, so the addition may.
                 user.kwargs = {"keeps_residual": True}
         for reader in readers:
             with graph.inserting_before(reader):
@@ -120,7 +120,7 @@ def _adds(node: fx.Node, residual: fx.Node, root: nn.Module) -> bool:
 
 
 def _may_be_a_result(node: fx.Node) -> bool:
-    """Whether a node gives what can be recomputed: each call decides that as it runs."""
+    """Whether a node's result may be recomputable; each call decides that at run time."""
     if node.op == "placeholder" or node.target is calls.norm_add_activation:
         return True
     if node.target is not operator.getitem:
@@ -130,5 +130,5 @@ def _may_be_a_result(node: fx.Node) -> bool:
 
 
 def _takes(node: fx.Node, argument: fx.Node) -> bool:
-    """Whether a call takes an argument as it is, and not in a list or the like."""
+    """Whether a call takes an argument directly, and not in a list or the like."""
     return argument in node.args or argument in node.kwargs.values()

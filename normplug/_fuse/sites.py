@@ -1,7 +1,7 @@
-"""Where in a forward a norm and what stands around it can be one call.
+"""Find where in a forward a norm and the operations around it can be one call.
 
-A norm's class declares what may stand around it: see `normplug.modules.fusion_sites`. Nothing here
-knows a norm by name.
+A norm's class declares these operations: see `normplug.modules.fusion_sites`. Nothing here knows a
+norm by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from normplug._fuse.reasons import FROM_OUTSIDE, IN_PLACE
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.fusion_sites import FusionSites
 
-# Their output is a new tensor, which nothing else can change.
+# Their output is a new tensor, which no other code can mutate.
 _FRESH = {
     cls.forward
     for cls in (
@@ -32,7 +32,7 @@ _FRESH = {
 
 @dataclass(frozen=True)
 class Site:
-    """A norm, and what runs in one call with it.
+    """A norm, and the operations that run in one call with it.
 
     Attributes:
         norm: the node of the norm.
@@ -47,7 +47,7 @@ class Site:
 
 @dataclass(frozen=True)
 class After(Site):
-    """A norm, `nn.Identity` modules, a residual's addition, an activation, and max pooling."""
+    """A norm, then any `nn.Identity`s, residual addition, activation and max pooling."""
 
     between: tuple[fx.Node, ...]
     add: fx.Node | None
@@ -57,7 +57,7 @@ class After(Site):
 
 
 class Single(Site):
-    """A norm whose result only another site's addition reads; that is the second of `nodes`."""
+    """A norm whose result only another site's addition reads; `nodes` has both."""
 
 
 class AddBefore(Site):
@@ -72,7 +72,7 @@ class BiasBefore(Site):
 
 
 def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, str]]:
-    """The sites of a graph; and for each other normplug layer in it, why it is at none."""
+    """Return the sites of a graph, and for each normplug layer without a site, the reason."""
     traced = Forward(graph, root)
     norms = [
         (node, m)
@@ -97,7 +97,7 @@ def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, 
 
 
 def _refusal(node: fx.Node, norm: TargetVarianceNorm, times: int) -> str:
-    """Why the call of a norm is at no site, whatever stands around it; "" where it may be."""
+    """Why a call of a norm has no site, whatever is around it; "" if it may have one."""
     if times > 1:
         return "called more than once"
     if why := refusal(norm):
@@ -108,7 +108,7 @@ def _refusal(node: fx.Node, norm: TargetVarianceNorm, times: int) -> str:
 
 
 def refusal(norm: nn.Module) -> str:
-    """Why no call of a layer is fused, wherever it is; "" where it may be."""
+    """Why no call of a layer can be fused; "" if one may be."""
     declared: FusionSites | None = getattr(norm, "_fusion_sites", None)
     if declared is None:
         return f"no fusion for {type(norm).__name__}"
@@ -116,7 +116,7 @@ def refusal(norm: nn.Module) -> str:
 
 
 def _site(traced: Forward, node: fx.Node, norm: TargetVarianceNorm) -> Site | str:
-    """The site of a norm, or why it is at none."""
+    """The site of a norm, or why it has none."""
     declared: Any = norm._fusion_sites
     reason = ""
     for name in declared.before:
@@ -135,7 +135,7 @@ def _site(traced: Forward, node: fx.Node, norm: TargetVarianceNorm) -> Site | st
 def _single_sites(
     left: list[tuple[fx.Node, FusionSites | None]], sites: list[Site]
 ) -> Iterator[Single]:
-    """The norms left that only the addition of another's site reads."""
+    """Sites for the norms left whose result only the addition of another site reads."""
     additions = {site.add for site in sites if isinstance(site, After)}
     for node, declared in left:
         add = forward.reader(node)
@@ -192,7 +192,7 @@ def _activated(
 
 
 def _moves(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]) -> str:
-    """Why a norm cannot run as late as an addition; "" where it can."""
+    """Why a norm cannot be deferred until an addition; "" if it can."""
     source = node.all_input_nodes[0]
     module = traced.module(source)
     fresh = module is not None and type(module).forward in _FRESH and len(source.users) == 1
@@ -201,7 +201,7 @@ def _moves(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node])
         return "called inside another module, too"
     if fresh or all(n.op in ("get_attr", "placeholder") for n in amid):
         return ""
-    return "what it normalises may change before the addition"
+    return "its input may change before the addition"
 
 
 def _add_before(traced: Forward, node: fx.Node) -> Site | str:
@@ -212,8 +212,8 @@ def _add_before(traced: Forward, node: fx.Node) -> Site | str:
         return ""
     if how is add_in_place:
         return IN_PLACE
-    if traced.first(user for user in add.users if not forward.only_looks(user)) is not node:
-        return "what it normalises is used before it, and may change"
+    if traced.first(user for user in add.users if not forward.reads_metadata(user)) is not node:
+        return "its input is used before it, and may change"
     if traced.calls(traced.amid(add, node), node):
         return "called inside another module, too"
     return AddBefore(node, (add, node), "add before it")
@@ -240,7 +240,8 @@ def _bias_before(traced: Forward, node: fx.Node) -> Site | str:
     return BiasBefore(node, (source, permute, node), label, dims)
 
 
-# How each site that a class declares under `before` is found: the site, why not, or "" for neither.
+# Finders of the sites that a class declares in `before`. Each returns the site, why there is none,
+# or "" if the operation before the norm is another one.
 _BEFORE: dict[str, Callable[[Forward, fx.Node], Site | str]] = {
     "addition": _add_before,
     "convolution_bias": _bias_before,

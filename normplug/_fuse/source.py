@@ -1,10 +1,10 @@
-"""Whether a forward can be traced safely, as its source tells.
+"""Decide from a forward's source whether it can be traced safely.
 
-torch.fx runs a forward on proxies and records the operations. Whatever Python decides meanwhile is
-frozen into the graph: the value of an attribute, a global, a random number, an `isinstance`. So the
-source is read first. A forward is traced only if it is known to depend on nothing but its inputs,
-the module's own attributes, and which children the modules have. All of these are noted, and
-compared at each call.
+torch.fx runs a forward on proxies and records the operations. Whatever Python evaluates meanwhile
+is frozen into the graph: an attribute, a global, a random number, an `isinstance`. So the source is
+read first. A forward is traced only if it is known to depend on nothing but its inputs, the
+module's own attributes, and which children the modules have. All of these are recorded, and checked
+at each call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OF_ALL_MODULES = ("__call__", "__getattr__", "__getattribute__", "__del__")
 
 
 class Untraceable(Exception):
-    """Why a forward is not traced, for the report."""
+    """A forward cannot be traced; the message is the reason for the report."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Reads:
 
 
 def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
-    """What a module's forward, which is that of `cls`, depends on.
+    """Find what a module's forward, which is that of `cls`, depends on.
 
     Raises:
         Untraceable: if the forward does something that cannot be traced safely.
@@ -151,7 +151,7 @@ class _Reader:
             if not isinstance(node, _STATEMENTS):
                 raise Untraceable(f"its forward has a {_kind(node)} statement")
             if isinstance(node, ast.Raise):
-                continue  # a trace that reaches it ends there
+                continue  # a trace that reaches it fails there
             if isinstance(node, ast.If) and self.is_off(node.test, scope):
                 self.statements(node.orelse, scope)
                 continue
@@ -222,7 +222,7 @@ class _Reader:
         return True
 
     def is_tensor(self, node: ast.Call, scope: _Scope) -> None:
-        """Note an input that is compared with `Tensor`: the trace goes on as for a sequence."""
+        """Note an input whose type is tested for `Tensor`: the trace assumes a sequence."""
         what, cls = node.args
         name = what.id if isinstance(what, ast.Name) else ""
         if name not in scope.given or _resolve(cls, scope) is not torch.Tensor:
@@ -273,7 +273,7 @@ class _Reader:
 
 @dataclass
 class _Scope:
-    """What the names in a function mean.
+    """The meaning of the names in a function.
 
     Attributes:
         me: the name of the module itself.

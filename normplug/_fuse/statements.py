@@ -9,7 +9,7 @@ from normplug._fuse.activated import Activations
 from normplug._fuse.flow import Branch, Flow, Rest
 from normplug._fuse.sums import Sums
 
-# What edited statements call, by the names that they have for it.
+# The functions that edited statements call, under the names in the edited source.
 CALLED = {**sums.CALLED, **activated.CALLED}
 
 
@@ -35,7 +35,7 @@ class Editor:
             each.edit(body)
 
     def _block(self, rest: Rest, branch: Branch) -> None:
-        """Look at statements that run one after the other."""
+        """Look at consecutive statements, and at the blocks inside them."""
         for i, statement in enumerate(rest.body):
             following = Rest(rest.body, i + 1, rest.after)
             for each in (self.activations, self.sums):

@@ -1,4 +1,4 @@
-"""Make one call of a sum and the norm after it.
+"""Merge a sum and the norm after it into one call.
 
 Two patterns are edited:
 
@@ -7,7 +7,7 @@ Two patterns are edited:
     x = a + b
     y = self.norm(x)
 
-The call decides when it runs whether it does both.
+The call decides at run time whether it does both at once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 from normplug._fuse import calls, syntax
 from normplug._fuse.flow import Branch, Flow, Next, Reader, Rest, chosen
 
-# What edited statements call, by the name that they use.
+# The functions that edited statements call, under the names in the edited source.
 CALLED = {"_normplug_add_norm": calls.add_norm, "_normplug_sum_norm": calls.sum_norm}
 _ADD_NORM, _SUM_NORM = CALLED
-# The variable that has a norm's result, from the sum's statement to the norm's.
+# The variable that holds a norm's result from the sum's statement to the norm's.
 _RESULT = "_normplug_result"
 
 
 class Summed(NamedTuple):
-    """An edited call of a norm: the branches that it is in."""
+    """An edited call of a norm, and the branches that contain it."""
 
     branch: Branch
 
@@ -87,7 +87,7 @@ class Sums:
             self._sums.append(_Sum(following.body, statement, found))
 
     def edit(self, body: list[ast.stmt]) -> None:
-        """Edit the sums that were noted in the body of a forward, and their norms."""
+        """Edit the sums that `look` noted in the body of a forward, and their norms."""
         flows = [norm.call for each in self._sums for norm, _ in self.flow.readers(each.next)]
         for each in self._sums:
             for norm, _ in self.flow.readers(each.next):
@@ -112,7 +112,7 @@ class Sums:
         syntax.replace(norm.statement, node, value)
         if any(norm.statement is each.statement for each in self._sums):
             return  # it assigns the next result
-        # Free the result's memory as early as before.
+        # Free the result's memory as early as the original forward does.
         done = syntax.assignment([_RESULT], ast.Constant(None), norm.statement)
         norm.body.insert(norm.body.index(norm.statement) + 1, done)
 

@@ -1,4 +1,4 @@
-"""Parts of Python's syntax trees: where they are, and how one takes another's place."""
+"""Helpers for Python's syntax trees: find, build and replace nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-# What has variables of its own.
+# The nodes that have variables of their own.
 SCOPES = (
     ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp,
     ast.DictComp, ast.GeneratorExp,
@@ -14,7 +14,7 @@ SCOPES = (
 
 
 def blocks(statement: ast.stmt) -> Iterator[tuple[str, list[ast.stmt]]]:
-    """The lists of statements in a statement, each with its name."""
+    """The lists of statements in a compound statement, each with its name."""
     if isinstance(statement, SCOPES):
         return
     for name in ("body", "orelse", "finalbody"):
@@ -43,7 +43,7 @@ def expressions(statement: ast.stmt) -> Iterator[Any]:
 
 
 def assigned(statement: ast.stmt) -> tuple[str | None, Any]:
-    """The name that a statement assigns a value to, and the value; None if there is not one."""
+    """The variable that a statement assigns to, None if not exactly one; and the value."""
     targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
     value = getattr(statement, "value", None)
     single = len(targets) == 1 and isinstance(targets[0], ast.Name) and value is not None
@@ -64,7 +64,7 @@ def arguments(call: ast.Call) -> list[ast.expr]:
 
 
 def is_name(node: Any, names: set[str]) -> bool:
-    """Whether an expression is one of some variables."""
+    """Whether an expression is a variable with one of these names."""
     return isinstance(node, ast.Name) and node.id in names
 
 
@@ -76,17 +76,17 @@ def is_sum(node: Any) -> bool:
 
 
 def load(name: str) -> ast.Name:
-    """A variable, to read."""
+    """A node that reads a variable."""
     return ast.Name(name, ast.Load())
 
 
 def call(name: str, *values: Any) -> ast.Call:
-    """The call of a function."""
+    """A node that calls a function by name."""
     return ast.Call(load(name), list(values), [])
 
 
 def assignment(names: list[str], value: ast.expr, old: ast.AST) -> ast.stmt:
-    """An assignment to one variable or several, at an old node's place in the file."""
+    """An assignment to one variable or several, with an old node's source location."""
     targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in names]
     target = targets[0] if len(targets) == 1 else ast.Tuple(targets, ast.Store())
     made: ast.stmt = located(ast.Assign([target], value), old)
@@ -94,7 +94,7 @@ def assignment(names: list[str], value: ast.expr, old: ast.AST) -> ast.stmt:
 
 
 def located(made: Any, old: ast.AST) -> Any:
-    """A new node at an old one's place in the file."""
+    """Give a new node an old one's source location."""
     return ast.fix_missing_locations(ast.copy_location(made, old))
 
 
@@ -107,5 +107,5 @@ class _Replacement(ast.NodeTransformer):
 
 
 def replace(statement: ast.stmt, old: ast.AST, new: ast.AST) -> None:
-    """Put a node in an old one's place."""
+    """Replace a node inside a statement."""
     _Replacement(old, located(new, old)).visit(statement)

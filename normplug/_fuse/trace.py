@@ -1,4 +1,4 @@
-"""A module's forward as a graph of torch.fx; the model stays as it is."""
+"""Trace a module's forward into a torch.fx graph, without changing the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from normplug._fuse.fused_class import plain_class
 from normplug._fuse.source import Reads, Untraceable
 
 _log = logging.getLogger("normplug.fuse")
-# What a forward may iterate over or index. A subclass may do that in a way of its own.
+# Containers that a forward may iterate over or index; subclasses may define that differently.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -28,7 +28,7 @@ class _Proxy(fx.Proxy):
 
 @dataclass(frozen=True, eq=False)
 class _Lazy(Mapping[str, Any]):
-    """One of a module's tables, whose entries are made when they are read."""
+    """One of a module's dicts of children or tensors; each value is made when it is read."""
 
     entries: Callable[[], Mapping[str, Any]]
     make: Callable[[str, Any], Any]
@@ -48,7 +48,7 @@ class Trace(fx.Tracer):
 
     `fx.Tracer.trace` patches `nn.Module` while it runs, and every thread of the process sees that.
     Here nothing is patched. A stand-in has the class of its module, so that the same forward runs,
-    and tables of its own, in which children are stand-ins, and parameters and buffers are proxies.
+    and dicts of its own, in which children are stand-ins, and parameters and buffers are proxies.
 
     Attributes:
         graph: the graph. It calls modules by the paths that the forward took to them.
@@ -82,7 +82,7 @@ class Trace(fx.Tracer):
             result = reads.methods["forward"](root, *inputs)
             self.create_node("output", "output", (self.create_arg(result),), {})
         finally:
-            self._stand_ins.clear()  # they refer to this tracer, and it to them
+            self._stand_ins.clear()  # breaks the reference cycle with this tracer
 
     def _child(self, path: str, module: nn.Module | None) -> nn.Module | None:
         if module is None:
@@ -94,7 +94,7 @@ class Trace(fx.Tracer):
                 made = _made(plain_class(module), {"_modules": self._children(module, path)})
             else:
                 made = _made(nn.Module, {"_parameters": {}, "_buffers": {}, "_modules": {}})
-            # If it is there, `nn.Module.__call__` calls this and runs no hook.
+            # If this is set, `nn.Module.__call__` calls it and runs no hook.
             vars(made)["_compiled_call_impl"] = functools.partial(self._call, module, path)
             self._stand_ins[path] = made
         return self._stand_ins[path]
@@ -152,7 +152,7 @@ class Trace(fx.Tracer):
 
 
 def _made(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
-    """An instance made without its constructor."""
+    """Make an instance without calling its constructor."""
     instance = object.__new__(cls)
     vars(instance).update(state)
     return instance
@@ -174,8 +174,8 @@ def trace(
 
     Args:
         root: the module.
-        reads: what `source.read` returned for it and for each of `inner`.
-        inner: the modules whose own forward is followed; every other is one node.
+        reads: the results of `source.read` for it and for each of `inner`.
+        inner: the modules whose forward is inlined; a call of any other is one node.
         training: the training flag of all of these.
 
     Raises:

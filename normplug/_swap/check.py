@@ -1,4 +1,4 @@
-"""Whether a swapped model still is one: no layer lost, bypassed, or computing something else."""
+"""Verify that no layer of a swapped model is lost, bypassed, or computes something else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from normplug._torch import tree_leaves
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 
-# (name, training, with grad): fused and cached paths depend on these.
+# (name, training, grad enabled): fused and cached code paths depend on both flags.
 _SETTINGS = (("train", True, True), ("eval", False, True), ("eval under no_grad", False, False))
 
 
@@ -33,10 +33,11 @@ class CheckedLayer:
     """One normplug layer of a model.
 
     Attributes:
-        path: its name in the model; "" is the model itself.
+        path: its path in the model; "" is the model itself.
         kind: its class's name.
         mode: its mode.
-        tested: "train, eval, eval under no_grad", or why its output was not compared.
+        tested: the settings in which its output was compared, such as "train, eval, eval under
+            no_grad", or why it was not compared.
     """
 
     path: str
@@ -47,7 +48,7 @@ class CheckedLayer:
 
 @dataclass(frozen=True)
 class Report:
-    """The layers that `check` found to be in order; `print` it for a table."""
+    """The layers that `check` verified; `print` it for a table."""
 
     layers: tuple[CheckedLayer, ...]
 
@@ -63,41 +64,44 @@ class Report:
         return f"{table(rows)}\n{self.summary()}"
 
     def summary(self) -> str:
-        """One line: how many layers in which mode."""
+        """One line: the number of layers in each mode."""
         modes = Counter(f"in mode {layer.mode}" for layer in self.layers)
         targets = sorted({layer.mode.target_variance for layer in self.layers})
         found = counts(modes)
         if len(modes) > 4:
             found = f"in {len(modes)} modes from {NormMode(targets[0])} to {NormMode(targets[-1])}"
-        return f"{len(self.layers)} norm layers in order: {found}"
+        return f"{len(self.layers)} norm layers verified: {found}"
 
 
 def check(model: nn.Module, *inputs: Any) -> Report:
-    """Verify that swapped layers are still there and compute what they should.
+    """Verify that a model's swapped layers are still present and compute the right function.
 
-    Finds layers that another tool has rebuilt or removed since `swap`, and layers in another mode
-    than was set. Compares each layer's `forward` with the formula in `normplug.reference`, on a
-    small batch of its dtype on its device, in training, in evaluation, and in evaluation under
-    no_grad. The model stays untouched: buffers, flags, gradients and random numbers. No hook runs.
+    This finds layers that another tool has rebuilt or removed since `swap`, and layers whose mode
+    is not the one that was set. It compares each layer's `forward` with the formula in
+    `normplug.reference`, on a small batch of its dtype on its device, in training, in evaluation,
+    and in evaluation under no_grad. The model's buffers, flags and gradients and the random number
+    generators are left untouched. No hook runs.
 
     Args:
         model: any module that was swapped, or has normplug layers.
-        *inputs: a batch for the whole model. Its output is then compared with that of the
-            unswapped model in the same three settings, which shows whether anything but the layers
-            themselves reads their weights. Two copies of the model run for it, with their hooks.
+        *inputs: a batch for the whole model. If given, the model's output is also compared with
+            that of the unswapped model in the same three settings, which shows whether anything
+            besides the layers themselves reads their weights. This runs two copies of the model,
+            with their hooks.
 
     Returns:
-        A `Report` if all is well: printable, and iterable over one `CheckedLayer` a layer.
+        A `Report` if there is no problem: print it, or iterate over its `CheckedLayer`s, one per
+        layer.
 
     Raises:
-        RuntimeError: something is wrong; the message has a line for each problem.
-        ValueError: a model without normplug layers that was not swapped.
-        TypeError: `model` is no module, or TorchScript.
+        RuntimeError: there are problems; the message lists them, one per line.
+        ValueError: `model` has no normplug layers and was not swapped.
+        TypeError: `model` is not a module, or is TorchScript.
 
     Example:
         >>> import normplug
         >>> print(check(normplug.swap(nn.Sequential(nn.LayerNorm(8)))).summary())
-        1 norm layers in order: 1 in mode golden
+        1 norm layers verified: 1 in mode golden
     """
     _checks.module("check", model)
     inventory = Inventory(model)
@@ -117,13 +121,13 @@ def check(model: nn.Module, *inputs: Any) -> Report:
             tested = ", ".join(names)
         rows.append(CheckedLayer(path, _convert.plain_class(layer).__name__, layer.mode, tested))
     if inputs and not findings:
-        findings += _problems_of_the_whole(model, inputs)
+        findings += _model_problems(model, inputs)
     refuse("check", model, findings)
     return Report(tuple(rows))
 
 
 def refuse(caller: str, model: nn.Module, findings: list[str]) -> None:
-    """Raise what was found, if there is anything."""
+    """Raise a RuntimeError that lists the findings, if there are any."""
     if findings:
         lines = "\n".join(f"  - {finding}" for finding in findings)
         problems = "1 problem" if len(findings) == 1 else f"{len(findings)} problems"
@@ -133,7 +137,7 @@ def refuse(caller: str, model: nn.Module, findings: list[str]) -> None:
 
 
 def _untestable(layer: TargetVarianceNorm) -> str | None:
-    """Why a layer's output cannot be computed here; None where it can."""
+    """Why a layer's output cannot be compared; None if it can."""
     tensors = [*layer._parameters.values(), *layer._buffers.values()]
     present = [t for t in tensors if t is not None]
     if any(is_lazy(t) for t in present) or 0 in layer._affine_shape():
@@ -150,7 +154,7 @@ def _untestable(layer: TargetVarianceNorm) -> str | None:
 
 
 def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
-    """The settings in which a layer was compared, and where its forward is not the formula."""
+    """Compare a layer with its formula; return the settings compared, and the mismatches."""
     names, found = [], []
     patched = " (its forward was replaced on the instance)" if _convert.is_patched(layer) else ""
     for name, training, grad in _SETTINGS:
@@ -166,8 +170,8 @@ def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
             continue
         if not off <= allowed:
             found.append(
-                f"in {name}, its output is off the formula of mode {layer.mode} by {off:.3g}, "
-                f"where rounding explains {allowed:.1g}{patched}."
+                f"in {name}, its output differs from the formula of mode {layer.mode} by "
+                f"{off:.3g}; rounding explains at most {allowed:.1g}{patched}."
             )
     return names, found
 
@@ -176,14 +180,14 @@ def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
 def _stand_in(
     layer: TargetVarianceNorm, training: bool, grad: bool
 ) -> Iterator[TargetVarianceNorm]:
-    """A shallow copy of a layer in one setting, with buffers of its own; the layer stays as it is.
+    """Yield a shallow copy of a layer in one setting, with cloned buffers.
 
-    A forward that was replaced on the instance may refer to the instance. There the layer itself
-    takes the copy's attributes, and has its own again after the block.
+    A forward that was replaced on the instance may hold a reference to the instance. Then the layer
+    itself is yielded with the copy's attributes, and gets its own back after the block.
     """
     patched = _convert.is_patched(layer)
     twin, own = layer if patched else object.__new__(type(layer)), dict(vars(layer))
-    # Autograd keeps nothing of parameters that were made in inference mode.
+    # Autograd cannot save parameters that were created in inference mode.
     inference = any(p.is_inference() for p in layer.parameters())
     try:
         with (
@@ -201,7 +205,7 @@ def _stand_in(
 
 
 def _copied(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, with copies of all buffers in it."""
+    """A module's attributes, with its buffers and those of its descendants cloned."""
     state = dict(vars(module))
     if not _convert.is_patched(module):
         state.pop("forward", None)  # bound to the module
@@ -218,13 +222,13 @@ def _copy(module: nn.Module) -> nn.Module:
 
 
 def _like(layer: nn.Module) -> Tensor:
-    """A tensor of the dtype and device that the layer's input may have."""
+    """A tensor with the dtype and device for the layer's test input."""
     tensors = (getattr(layer, name, None) for name in ("weight", "bias", "running_var"))
     return next((t for t in tensors if isinstance(t, Tensor)), torch.empty(0))
 
 
 def _difference(layer: TargetVarianceNorm, training: bool) -> tuple[float, float]:
-    """The largest difference of the layer's output to the formula, and what rounding explains."""
+    """The layer's largest error against the formula, and the largest that rounding explains."""
     like = _like(layer)
     generator = torch.Generator().manual_seed(0)
     x = 1 + 2 * torch.randn(*layer._example_shape(), generator=generator)
@@ -234,9 +238,12 @@ def _difference(layer: TargetVarianceNorm, training: bool) -> tuple[float, float
 
 
 def _distance(got: Tensor, expected: Tensor, tolerance: float) -> tuple[float, float]:
-    """The largest difference, and `tolerance` of the largest value; nan and inf must agree."""
+    """The largest difference, and `tolerance` times the largest value.
+
+    Values that are not finite must be in the same places; otherwise the difference is infinite.
+    """
     if got.shape != expected.shape:
-        raise ValueError(f"its output is of shape {tuple(got.shape)}, not {tuple(expected.shape)}")
+        raise ValueError(f"its output has shape {tuple(got.shape)}, not {tuple(expected.shape)}")
     got, expected = got.detach().double(), expected.detach().double()
     finite = expected.isfinite()
     if not torch.equal(got.isfinite(), finite):
@@ -247,8 +254,8 @@ def _distance(got: Tensor, expected: Tensor, tolerance: float) -> tuple[float, f
     return (got - expected).abs().max().item(), tolerance * expected.abs().max().item()
 
 
-def _problems_of_the_whole(model: nn.Module, inputs: tuple[Any, ...]) -> list[str]:
-    """Where the whole model does not compute what its unswapped copy does."""
+def _model_problems(model: nn.Module, inputs: tuple[Any, ...]) -> list[str]:
+    """The settings in which the whole model's output differs from that of an unswapped copy."""
     model = _record.unwrapped(model)
     ours, stock = copy.deepcopy(model), unswap(copy.deepcopy(model))
     found = []
@@ -261,9 +268,9 @@ def _problems_of_the_whole(model: nn.Module, inputs: tuple[Any, ...]) -> list[st
             off, allowed = max((off, allowed), distance, key=lambda pair: pair[0] - pair[1])
         if not off <= allowed:
             found.append(
-                f"the whole model: in {name}, its output is off that of the unswapped model by "
-                f"{off:.3g}, where rounding explains {allowed:.1g}: something reads the norms' "
-                "weights without calling their forward."
+                f"the whole model: in {name}, its output differs from that of the unswapped model "
+                f"by {off:.3g}; rounding explains at most {allowed:.1g}. Something reads the "
+                "norms' weights without calling their forward."
             )
     return found
 

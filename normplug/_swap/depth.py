@@ -1,4 +1,4 @@
-"""A target variance by depth: where the blocks of a model are, and the schedules over them."""
+"""Target variance by depth: find a model's blocks, and apply a schedule over them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SCHEDULES: dict[str, Schedule] = {
     "reversed": lambda block, blocks: 1.0 / (blocks - block + 1),
 }
 WAY_OUT = (
-    "Give a mapping of filters to modes, or a callable (path, module) -> mode; or take one part of "
-    "the model at a time, by include."
+    "Give a mapping of filters to modes or a callable (path, module) -> mode, or swap one part of "
+    "the model at a time, with include."
 )
 
 
 def by_depth(schedule: str | Schedule) -> ByDepth:
-    """Let the depth of a layer's block set its mode, for `swap`, `plan`, `set_mode` and `swapped`.
+    """Set each layer's mode by the depth of its block, in `swap`, `plan`, `set_mode` and `swapped`.
 
     Depth counts blocks, not norms: all norms of block l of L have the same target variance.
 
@@ -35,12 +35,12 @@ def by_depth(schedule: str | Schedule) -> ByDepth:
     "1/l" is LayerNorm Scaling (Sun et al. 2025, "The Curse of Depth in Large Language Models",
     arXiv:2502.05795), which multiplies the output of the norms of block l by 1 / sqrt(l).
 
-    Blocks are the numbered children that hold norms, in the order of their numbers: of a
-    `ModuleList` or `Sequential`, such as `layers.0`, or of any module by their names, such as
-    `encoder_layer_3`. Where each of them holds a sequence of its own, as the stages of a ResNet
-    do, the inner sequences are counted through. A child with one norm and otherwise only plain
-    layers, such as a convolution with its BatchNorm, is no block unless the model has no others.
-    `print(normplug.plan(model, by_depth(schedule)))` shows the block of each layer.
+    Blocks are the numbered children that contain norms, in numerical order: the children of a
+    `ModuleList` or `Sequential`, such as `layers.0`, or children of any module whose names end in a
+    number, such as `encoder_layer_3`. Where each of them contains a sequence of its own, as ResNet
+    stages do, the blocks of the inner sequences are numbered consecutively. A unit of one norm and
+    otherwise only plain layers, such as a convolution with its BatchNorm, is not a block unless the
+    model has no others. `print(normplug.plan(model, by_depth(schedule)))` shows each layer's block.
 
     Norms outside the blocks have mode standard. That includes the final norm: it normalises the sum
     of all blocks for the head, and a smaller variance there would only scale the head's input.
@@ -53,10 +53,10 @@ def by_depth(schedule: str | Schedule) -> ByDepth:
         A value for the argument `mode`.
 
     Raises:
-        ValueError: another text. When used: the model has no sequence of blocks, or several side
-            by side, such as those of an encoder and a decoder; a norm is shared by two blocks; the
-            schedule gives no mode.
-        TypeError: neither text nor a callable.
+        ValueError: an unknown schedule. When used: the model has no sequence of blocks, or several
+            side by side, such as those of an encoder and a decoder; a norm is shared by two blocks;
+            the schedule returns no valid mode.
+        TypeError: `schedule` is neither a string nor a callable.
 
     Example:
         >>> import normplug
@@ -68,7 +68,7 @@ def by_depth(schedule: str | Schedule) -> ByDepth:
 
 
 class ByDepth(LayerModes):
-    """The mode that a schedule gives to a layer's block; mode standard outside of blocks."""
+    """Gives each layer the mode that a schedule sets for its block; standard outside blocks."""
 
     def __init__(self, schedule: str | Schedule) -> None:
         rule = f"{', '.join(map(repr, SCHEDULES))}, or a callable (block, blocks) -> number"
@@ -91,7 +91,7 @@ class ByDepth(LayerModes):
     def assign(
         self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
     ) -> dict[nn.Module, Assigned]:
-        """Number the blocks, and ask the schedule once for each that holds a layer."""
+        """Number the blocks, and call the schedule once for each block that contains a layer."""
         blocks = Blocks(inventory, norms).holding(taken)
         schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
         numbers: dict[nn.Module, int] = {}
@@ -126,7 +126,7 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """Finds the sequences of blocks in the tree of a model's modules."""
+    """Finds the sequences of blocks in a model's module tree."""
 
     def __init__(self, inventory: Inventory, norms: Norms) -> None:
         self._model = inventory.model
@@ -139,14 +139,14 @@ class Blocks:
         }
 
     def holding(self, taken: Iterable[nn.Module]) -> list[Block]:
-        """The one sequence whose blocks hold layers of `taken`.
+        """Return the only sequence of blocks that contains layers of `taken`.
 
         Raises:
             ValueError: there is none, or there are several.
         """
         wanted = set(taken)
         model = type(self._model).__name__
-        # Where nothing else is a block, units such as (convolution, norm, activation) are.
+        # Units such as (convolution, norm, activation) are blocks only if nothing else is.
         for with_units in (False, True):
             found = {
                 tuple(map(id, (block.module for block in sequence))): sequence
@@ -162,14 +162,15 @@ class Blocks:
                     f"{listed}. {WAY_OUT}"
                 )
         raise ValueError(
-            f"normplug.by_depth: {model} has no sequence of blocks, which are numbered modules "
-            f"that hold norm layers. {WAY_OUT}"
+            f"normplug.by_depth: {model} has no sequence of blocks, that is, of numbered modules "
+            f"that contain norm layers. {WAY_OUT}"
         )
 
     def _sequences(
         self, parent: Block, with_units: bool, within: bool = False
     ) -> Iterator[list[Block]]:
-        """The outermost sequences of blocks in a module; within: in a numbered module."""
+        """Yield a module's outermost sequences of blocks; within: it is inside a numbered one."""
+        # Numbered children by the text before the number: (number, block).
         families: dict[str, list[tuple[int, Block]]] = {}
         for name, child in parent.module._modules.items():
             if child is None or child not in self._holders or child in self._norms:
@@ -182,6 +183,7 @@ class Blocks:
                 yield from self._sequences(block, with_units, within)
         for text, numbered in families.items():
             children = [block for _, block in sorted(numbered, key=lambda pair: pair[0])]
+            # A single child such as `stage1` is no sequence, but may contain one.
             if text and len(children) == 1 and not _is_list(parent.module):
                 yield from self._sequences(children[0], with_units, within)
             elif sequence := self._counted(parent, children, with_units, within):
@@ -190,7 +192,7 @@ class Blocks:
     def _counted(
         self, parent: Block, children: list[Block], with_units: bool, within: bool
     ) -> list[Block]:
-        """The blocks that numbered children are or hold; [] if these are parts of a block."""
+        """The blocks among or inside numbered children; [] if these are parts of one block."""
         blocks = [child for child in children if not self._is_unit(child.module)]
         if not blocks:
             return children if with_units and not within else []
@@ -211,14 +213,14 @@ class Blocks:
     def _parts_or_blocks(
         self, parent: Block, children: list[Block], blocks: list[Block]
     ) -> list[Block]:
-        """The blocks in a numbered module, or [] if they are its parts, as attention and MLP."""
+        """`blocks`; [] if they are parts of the numbered module, as attention and MLP are."""
         repeats = sum(any(_alike(a, b) for b in blocks if b is not a) for a in blocks)
         if _is_list(parent.module):
             if len(children) == 1 or repeats == len(blocks):
                 return blocks
             unclear = repeats > 0
         else:
-            unclear = repeats > 2  # two may be branches
+            unclear = repeats > 2  # two alike may be parallel branches
         if unclear:
             raise self._unclear(parent, blocks)
         return []
@@ -238,7 +240,7 @@ class Blocks:
         )
 
     def _is_unit(self, module: nn.Module) -> bool:
-        """Whether a module is one norm and one plain layer: (convolution, norm, activation)."""
+        """Whether a module is one norm and plain layers, at most one of which has parameters."""
         others = [child for child in module.children() if child not in self._norms]
         layers = [child for child in others if any(True for _ in child.parameters())]
         plain = not any(True for child in others for _ in child.children())
@@ -250,14 +252,14 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A name without the digits at its end, and these: ("layer", "3"); "" without any."""
+    """Split a name before its trailing digits: ("layer", "3"); "" stands for no digits."""
     match = re.fullmatch(r"(.*?)(\d*)", name, re.DOTALL)
     assert match is not None
     return match[1], match[2]
 
 
 def _alike(one: Block, other: Block) -> bool:
-    """Whether two modules are of one design, as residual blocks are; attention and MLP are not."""
+    """Whether two modules have the same design, as residual blocks do; attention and MLP do not."""
     a, b = _classes(one), _classes(other)
     return type(one.module) is type(other.module) and (a <= b or b <= a)
 

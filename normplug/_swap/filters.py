@@ -1,4 +1,4 @@
-"""Which norm layers `include` and `exclude` take."""
+"""Select norm layers by filters: `include`, `exclude` and the keys of `mode`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Filters: TypeAlias = Filter | Sequence[Filter] | None
 
 
 def matching(role: str, filters: Filters, norms: dict[nn.Module, list[str]]) -> set[nn.Module]:
-    """The norm layers that any of the filters takes, by any of their paths.
+    """Return the norm layers that match any of the filters under any of their paths.
 
     Args:
         role: "include", "exclude" or "mode key", for messages.
-        filters: what the user gave.
+        filters: the user's filters.
         norms: every norm layer with all its paths.
 
     Raises:
-        TypeError: a filter of another type.
-        ValueError: no regular expression, or a pattern that matches nothing, of any other role than
-            "exclude".
+        TypeError: a filter has another type.
+        ValueError: an invalid regular expression, or, unless the role is "exclude", a pattern that
+            matches nothing.
 
     Warns:
         UserWarning: an `exclude` pattern that matches nothing.
@@ -38,7 +38,7 @@ def matching(role: str, filters: Filters, norms: dict[nn.Module, list[str]]) -> 
         matches = _predicate(role, one)
         taken = {m for m, paths in norms.items() if any(matches(path, m) for path in paths)}
         if not taken and norms and isinstance(one, str):
-            _complain(role, one, norms)
+            _report_unmatched(role, one, norms)
         found |= taken
     return found
 
@@ -53,11 +53,12 @@ def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:
     try:
         pattern = re.compile(one[3:])
     except re.error as error:
-        raise ValueError(f"normplug: {role}={one!r} is no regular expression: {error}.") from None
+        text = f"normplug: {role}={one!r} is not a valid regular expression: {error}."
+        raise ValueError(text) from None
     return lambda path, module: pattern.fullmatch(path) is not None
 
 
-def _complain(role: str, pattern: str, norms: dict[nn.Module, list[str]]) -> None:
+def _report_unmatched(role: str, pattern: str, norms: dict[nn.Module, list[str]]) -> None:
     paths = [shown(path) for names in norms.values() for path in names]
     listed = ", ".join(paths[:8]) + (f", ... ({len(paths)} in all)" if len(paths) > 8 else "")
     text = f"normplug: {role}={pattern!r} matches no norm layer; the model has: {listed}."

@@ -1,4 +1,4 @@
-"""Multiply norms' weights, so that a model computes the same before and after a conversion."""
+"""Scale norms' weights, so that a model computes the same before and after a conversion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from normplug._table import shown
 
 
 class Scaling(NamedTuple):
-    """A layer whose weight is to be multiplied; a missing weight is one of ones."""
+    """A layer, and the factor for its weight; a missing weight counts as all ones."""
 
     path: str
     module: nn.Module
@@ -26,10 +26,10 @@ class Scaling(NamedTuple):
 
 
 def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]) -> None:
-    """Refuse to multiply a weight that is computed, has no shape, or belongs to others too.
+    """Refuse to scale a weight that is computed, has no shape, or is shared with other factors.
 
     Raises:
-        ValueError: where that is so, with the layer's path and the way out.
+        ValueError: there is such a weight; the message names the layer and the way out.
     """
     factors = {id(s.module): s.factor for s in scalings}
     owners: dict[int, list[tuple[str, float]]] = {}
@@ -48,8 +48,8 @@ def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]
             raise ValueError(f"{where} has no shape yet; run one forward first.")
         if module.weight is not None and "weight" not in module._parameters:
             raise ValueError(
-                f"{where} is no parameter but computed from one, by a hook (weight_norm, prune) or "
-                "FSDP. Remove the hook first, or work inside FSDP.summon_full_params."
+                f"{where} is not a parameter but computed from one, by a hook (weight_norm, prune) "
+                "or FSDP. Remove the hook first, or work inside FSDP.summon_full_params."
             )
         shared = owners.get(id(module.weight), []) if module.weight is not None else []
         others = [name for name, other in shared if other != factor]
@@ -61,7 +61,10 @@ def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]
 
 
 def scale(inventory: Inventory, scalings: Iterable[Scaling]) -> None:
-    """Multiply each weight once; give a layer without a weight a frozen one, and take it back."""
+    """Multiply each weight in place, once even if it is shared.
+
+    A layer without a weight gets a frozen one; scaling by the inverse factor removes it.
+    """
     done: set[int] = set()
     with torch.inference_mode(False), torch.no_grad():
         for path, module, factor in scalings:
@@ -84,25 +87,25 @@ def _multiply(weight: Tensor, factor: float, offset: float) -> None:
     """Multiply weight + offset by a factor, in place."""
     if offset == 0.0:
         weight.mul_(factor)
-    else:  # where the weight is half, the sum would lose the weight's last digits
+    else:  # in half precision, weight + offset would round away the weight's low bits
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
         weight.copy_((wide + offset) * factor - offset)
 
 
 @contextmanager
 def writing_to(weight: Tensor) -> Iterator[None]:
-    """Allow to write to a weight in place, made in inference mode or not."""
+    """Allow in-place writes to a weight, whether or not it is an inference tensor."""
     # `inference_mode` sets the grad mode too, so `no_grad` comes after it.
     with torch.inference_mode(weight.is_inference()), torch.no_grad():
         yield
 
 
 def neighbour(inventory: Inventory, path: str) -> Tensor:
-    """A tensor whose dtype and device new tensors of the layer under `path` take.
+    """Find the tensor whose dtype and device new tensors of the layer under `path` take.
 
-    One of the layer's own; else the nearest parameter in the tree of modules, else the nearest
-    buffer, else torch's default. The module before a layer makes its input, so that it counts as
-    nearer than the module after it.
+    It is one of the layer's own; else the nearest parameter in the module tree; else the nearest
+    buffer; else an empty tensor with torch's defaults. The module before a layer produces its
+    input, so it counts as nearer than the module after it.
     """
     layer, parents = inventory.modules[path], inventory.parents(path)
 
@@ -123,7 +126,7 @@ def neighbour(inventory: Inventory, path: str) -> Tensor:
 
 
 def _tells_the_dtype(t: Tensor) -> bool:
-    """Whether a norm beside this tensor has input of its dtype: no index, scale or code."""
+    """Whether a norm near this tensor has input of its dtype: not an index, scale or code."""
     return t.is_floating_point() and t.dtype.itemsize > 1 and (is_lazy(t) or t.dim() > 0)
 
 
@@ -133,7 +136,7 @@ def _made_here(module: nn.Module) -> bool:
 
 
 def _is_constant(weight: Tensor, value: float) -> bool:
-    """Whether each element is `value`, but for the rounding of a few scalings."""
+    """Whether every element is `value`, up to the rounding of a few scalings."""
     if weight.is_meta:
         return False
     rounding = 2 * torch.finfo(weight.dtype).eps

@@ -1,4 +1,4 @@
-"""The modules of a model and their names, found in one walk that this room's files share."""
+"""A model's modules and their paths, found in one walk that the files of `_swap` share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from normplug.modules import TargetVarianceNorm
 class Inventory:
     """Every module of a model, in the order of `named_modules`.
 
-    A swap changes classes and tensors, but no tree of modules, so that one inventory lasts for it.
+    A swap changes classes and tensors but not the module tree, so one inventory stays valid.
 
     Attributes:
         model: the model.
@@ -36,6 +36,6 @@ class Inventory:
         return [(path, m) for path, m in self.each() if isinstance(m, TargetVarianceNorm)]
 
     def parents(self, path: str) -> list[nn.Module]:
-        """The modules around the one under `path`, from the model inwards."""
+        """The ancestors of the module under `path`, outermost first."""
         names = path.split(".") if path else []
         return [self.modules[".".join(names[:depth])] for depth in range(len(names))]

@@ -1,4 +1,4 @@
-"""The mode of each layer: how the argument `mode` of `swap`, `plan` and `set_mode` is read."""
+"""The mode of each layer: parse the argument `mode` of `swap`, `plan` and `set_mode`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY = "mode key"
 
 
 class Assigned(NamedTuple):
-    """What a layer gets: its mode, and the number of its block where that decides the mode."""
+    """A layer's mode, and the number of its block if that decides the mode."""
 
     mode: NormMode
     block: int | None = None
@@ -31,10 +31,10 @@ class LayerModes:
     def assign(
         self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
     ) -> dict[nn.Module, Assigned]:
-        """The mode of each of the layers `taken`, which are among the model's `norms`.
+        """Return the mode of each layer in `taken`, a subset of the model's `norms`.
 
         Raises:
-            ValueError: a layer gets no mode, or what is no mode.
+            ValueError: a layer gets no mode, or an invalid one.
         """
         raise NotImplementedError
 
@@ -45,11 +45,11 @@ ModesLike: TypeAlias = (
 
 
 def read(mode: ModesLike) -> LayerModes:
-    """Refuse what gives no layer a mode; return the rule.
+    """Return the rule that the argument `mode` describes.
 
     Raises:
-        ValueError: no mode, and no rule that gives modes.
-        TypeError: a key of a mapping is no filter.
+        ValueError: `mode` is neither a mode nor a rule that gives modes.
+        TypeError: a key of a mapping is not a filter.
     """
     if isinstance(mode, LayerModes):
         return mode
@@ -67,7 +67,7 @@ def read(mode: ModesLike) -> LayerModes:
 
 
 def mode_of(who: str, mode: Any) -> NormMode:
-    """Read the mode that a rule gives to `who`."""
+    """Parse the mode that a rule gives to `who`, a name for the error message."""
     try:
         return NormMode(mode)
     except ValueError as error:
@@ -98,7 +98,7 @@ class _ByFilter(LayerModes):
         ]
         self._shown = repr(dict(modes))
         for filters, _ in self._modes:
-            matching(_KEY, filters, {})  # refuses what is no regular expression
+            matching(_KEY, filters, {})  # refuses invalid regular expressions
 
     def __str__(self) -> str:
         return self._shown

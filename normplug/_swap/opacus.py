@@ -1,4 +1,4 @@
-"""Opacus, which judges and replaces layers by their exact class."""
+"""Register normplug's layers with Opacus, which looks layers up by their exact class."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from normplug import _convert
 
 
 def tell_opacus() -> None:
-    """If Opacus is in use, have it treat normplug's layers as it does the stock ones.
+    """If Opacus is in use, have it treat normplug's layers like the stock ones.
 
-    It would take a BatchNorm of a class that it does not know for private. Running statistics that
-    are only watched are not private, and its `fix` removes them.
+    Otherwise it would accept a BatchNorm of an unknown class as private. Running statistics that
+    are only watched are not private either; its `fix` removes them.
     """
     opacus = sys.modules.get("opacus.validators")
     if opacus is None:

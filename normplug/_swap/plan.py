@@ -18,8 +18,8 @@ from normplug._table import counts, shown, table
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 
-# Every class that torch defines here is a norm, and so is every subclass.
-_TORCHS_NORMS = {c.__module__ for c in (nn.BatchNorm1d, nn.InstanceNorm1d, nn.LayerNorm)}
+# Every class that these modules of torch define is a norm, and so is every subclass.
+_TORCH_NORM_MODULES = {c.__module__ for c in (nn.BatchNorm1d, nn.InstanceNorm1d, nn.LayerNorm)}
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class PlanRow:
     """One norm layer of a model.
 
     Attributes:
-        path: its first name in the model; "" is the model itself.
+        path: its first path in the model; "" is the model itself.
         module: the layer.
         becomes: the normplug class it becomes, or already is; None where it stays as it is.
         note: why it stays, or that it is swapped already; "" otherwise.
-        aliases: its other names, where the layer is shared.
+        aliases: its other paths, if the layer is shared.
         mode: the mode it gets; None where it stays as it is, or the plan was made without a mode.
         block: the number of its block, from 1, where `normplug.by_depth` gives the mode; None
             outside of blocks.
@@ -71,7 +71,7 @@ class Plan:
             "class": [row.kind for row in self.rows],
             "becomes": [f"normplug.{row.becomes}" if row.becomes else "-" for row in self.rows],
         }
-        for name in ("block", "mode"):  # where they are known
+        for name in ("block", "mode"):  # only if known
             values = [getattr(row, name) for row in self.rows]
             if any(value is not None for value in values):
                 columns[name] = ["-" if value is None else str(value) for value in values]
@@ -83,7 +83,7 @@ class Plan:
         return f"{table(rows)}\n{self.summary()}"
 
     def summary(self) -> str:
-        """One line: how many of which class are swapped, how many stay."""
+        """One line: how many layers of each class are swapped, and how many stay."""
         taken = Counter(row.kind for row in self.rows if row.becomes)
         left = Counter(f"{row.kind} ({row.note})" for row in self.rows if not row.becomes)
         parts = [f"{sum(taken.values())} of {len(self.rows)} norm layers: {counts(taken)}"]
@@ -100,7 +100,7 @@ def plan(
     exclude: Filters = None,
     sync: bool = False,
 ) -> Plan:
-    """List what `normplug.swap` with the same arguments would do, and change nothing.
+    """List what `normplug.swap` would do with the same arguments, without changing anything.
 
     Args:
         model: any module.
@@ -113,10 +113,10 @@ def plan(
         sync: as in `normplug.swap`: BatchNorms become SyncBatchNorms.
 
     Returns:
-        A `Plan`: printable, and iterable over one `PlanRow` a norm layer.
+        A `Plan`: print it, or iterate over its rows, one `PlanRow` per norm layer.
 
     Raises:
-        TypeError: `model` is no module, or TorchScript; a filter is none of the above.
+        TypeError: `model` is not a module, or is TorchScript; a filter has another type.
         ValueError: an `include` pattern matches no norm layer, most likely because of a typo; a
             `mode` that `normplug.swap` refuses.
 
@@ -137,7 +137,7 @@ def make(
     exclude: Filters,
     sync: bool,
 ) -> Plan:
-    """`plan`, of an inventory; the caller's caller is the user."""
+    """Make the plan of an inventory. Warnings assume that the user called this one's caller."""
     norms = norms_of(inventory)
     included = set(norms) if include is None else matching("include", include, norms)
     excluded = matching("exclude", exclude, norms)
@@ -166,21 +166,21 @@ def norms_of(inventory: Inventory) -> Norms:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    if _convert.replacement(module) is not None:  # which learns of other libraries' norms
+    if _convert.replacement(module) is not None:  # this registers other libraries' norms, too
         return True
     if isinstance(module, (TargetVarianceNorm, *_convert.REPLACEMENTS)):
         return True
-    if any(cls.__module__ in _TORCHS_NORMS for cls in type(module).__mro__):
+    if any(cls.__module__ in _TORCH_NORM_MODULES for cls in type(module).__mro__):
         return True
     # Norms of other libraries, by name. A leading underscore marks torch's own weight and spectral
-    # normalisation, which are parametrizations and no layers.
+    # normalisation, which are parametrizations, not layers.
     name = _name(module)
     if "norm" not in name.lower() or name.startswith("_"):
         return False
     # A leaf, or a norm that contains an activation.
     children = list(module.children())
     if any(map(_has_tensors, children)):
-        # Or one that computes its scale by layers of its own, but is no block that contains norms.
+        # Or one that computes its scale with child layers, but not a block that contains norms.
         inner = chain.from_iterable(child.modules() for child in children)
         return "eps" in vars(module) and not any(map(_is_norm, inner))
     return not children or "weight" in {**module._parameters, **module._buffers}
@@ -197,7 +197,7 @@ def _name(module: nn.Module) -> str:
 
 
 def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
-    """The class that the layer becomes, or None; and a note."""
+    """The name of the class that the layer becomes, or None; and a note."""
     cls = _convert.plain_class(module)
     if isinstance(module, TargetVarianceNorm):
         if not _convert.is_revertible(module):
@@ -219,7 +219,7 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
 
 
 def _subclassed(cls: type[nn.Module]) -> str | None:
-    """Why a subclass of a class that a swap takes stays; None for other classes."""
+    """Why a subclass of a class that `swap` knows stays; None for other classes."""
     stock = next((c for c in cls.__mro__ if c in _convert.REPLACEMENTS), None)
     if stock is None:
         return None

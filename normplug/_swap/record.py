@@ -1,9 +1,9 @@
-"""What a swap leaves on a model: which layers it took, so that one that is lost later is found.
+"""The record of its layers that a swap leaves on a model, so that `check` finds lost layers.
 
-The swapped module keeps the layers themselves in a plain attribute, each under its path and with
-its target variance. So the record follows deepcopy and pickle, and a wrapper around the model or a
-move within it changes nothing. A layer that another tool has rebuilt is another object, while one
-that `unswap` has reverted in place is still the same.
+The swapped module keeps references to the layers in a plain attribute, with their paths and target
+variances. So the record follows deepcopy and pickle, and survives wrapping the model or moving a
+layer within it. A layer that another tool has rebuilt is a different object, while one that
+`unswap` has reverted in place is still the same.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _ATTRIBUTE = "_normplug_layers"
 class _Entry(NamedTuple):
     path: str
     target_variance: float
-    now: nn.Module | None  # what is found under the path
+    now: nn.Module | None  # the module that is under the path now
 
 
 def renew(caller: str, inventory: Inventory) -> None:
-    """Record all normplug layers of a model as they are, in place of any record in it.
+    """Record a model's normplug layers and their modes, replacing every record in it.
 
     Warns:
-        UserWarning: where layers of the former record have been taken out since.
+        UserWarning: layers of an earlier record have been removed since.
     """
     lost = _lost(inventory)
     if lost:
@@ -39,7 +39,7 @@ def renew(caller: str, inventory: Inventory) -> None:
         more = f", ... ({len(lost)} in all)" if len(lost) > 4 else ""
         warnings.warn(
             f"normplug.{caller}: another tool has rebuilt or removed norm layers of an earlier "
-            f"swap: {paths}{more}. normplug.check does not look for them any more.",
+            f"swap: {paths}{more}. normplug.check no longer looks for them.",
             stacklevel=3,
         )
     owner = unwrapped(inventory.model)
@@ -52,12 +52,12 @@ def renew(caller: str, inventory: Inventory) -> None:
 
 
 def take(inventory: Inventory) -> list[tuple[nn.Module, object]]:
-    """Each record in a model, for `put`."""
+    """Return every record in a model, as `put` takes them."""
     return [(m, vars(m)[_ATTRIBUTE]) for m in inventory.names if _ATTRIBUTE in vars(m)]
 
 
 def put(inventory: Inventory, records: list[tuple[nn.Module, object]]) -> None:
-    """Set a model's records to these, and remove every other."""
+    """Replace all records in a model by these."""
     for module in inventory.names:
         vars(module).pop(_ATTRIBUTE, None)
     for module, record in records:
@@ -65,12 +65,12 @@ def put(inventory: Inventory, records: list[tuple[nn.Module, object]]) -> None:
 
 
 def findings(model: nn.Module) -> list[str]:
-    """A sentence for each recorded layer that is lost or in another mode."""
+    """Return a message for each recorded layer that is lost or in another mode."""
     inventory, found = Inventory(model), []
     for entry in _lost(inventory):
-        now = "not in the model any more"
+        now = "no longer in the model"
         if entry.now is not None:
-            now = f"a {type(entry.now).__name__} now"
+            now = f"now a {type(entry.now).__name__}"
         found.append(
             f"{shown(entry.path)}: swapped in mode {NormMode(entry.target_variance)}, {now}: "
             "another tool rebuilt or removed the layer, and its target variance with it. Use that "
@@ -81,8 +81,8 @@ def findings(model: nn.Module) -> list[str]:
         if isinstance(layer, TargetVarianceNorm) and layer.target_variance != entry.target_variance:
             found.append(
                 f"{shown(entry.path)}: in mode {layer.mode}, but swapped in mode "
-                f"{NormMode(entry.target_variance)}. Set the mode by normplug.set_mode(model, "
-                "mode), or by normplug.swap(model, mode, include=...) for some layers."
+                f"{NormMode(entry.target_variance)}. Set the mode with normplug.set_mode(model, "
+                "mode), or with normplug.swap(model, mode, include=...) for some layers."
             )
     return found
 
@@ -99,7 +99,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _entries(inventory: Inventory) -> dict[nn.Module, _Entry]:
-    """Each recorded layer; if two records name it, the inner one counts, which is the later."""
+    """Each recorded layer's entry; of two records, the inner one counts, which is more recent."""
     entries = {}
     for prefix, owner in inventory.each():
         for path, (layer, tv) in vars(owner).get(_ATTRIBUTE, {}).items():

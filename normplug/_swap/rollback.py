@@ -1,4 +1,4 @@
-"""Put layers back as they were when a conversion fails halfway."""
+"""Restore layers when a conversion fails halfway."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn.parameter import is_lazy
 
 from normplug._swap.fold import writing_to
 
-# What a layer holds in containers of its own, which a conversion changes in place.
+# The containers among a layer's attributes that a conversion mutates in place.
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 @contextmanager
 def all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
-    """Put every layer back as it was if anything in the block fails."""
+    """Restore every layer if the block raises."""
     before = [
         (m, m.__class__, {k: copy.copy(v) if k in _TABLES else v for k, v in vars(m).items()})
         for m in layers

@@ -1,4 +1,4 @@
-"""Swap a model's norm layers for normplug's, in place; change their mode; take them out again."""
+"""Swap a model's norm layers for normplug's in place, set their mode, and swap them back."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def swap(
     autocast_output: str = "low",
     backend: str = "auto",
 ) -> nn.Module:
-    """Make every norm of a model that normplug knows normalise to the target variance of `mode`.
+    """Replace a model's norms by normplug's, which normalise to the target variance of `mode`.
 
-    In place, by assignment of each layer's `__class__`: modules, parameters and buffers stay the
-    same objects. So hooks, aliases, shared layers and an optimizer that was built before stay
-    valid. Layers that are normplug's already take the new mode. Subclasses of the torch classes
-    stay as they are, since they may have their own forward; known norms of timm, torchvision,
-    transformers and diffusers are taken. `normplug.plan` lists what is taken and what stays.
+    The swap is in place, by assignment to each layer's `__class__`: modules, parameters and buffers
+    stay the same objects. So hooks, aliases, shared layers and existing optimizers stay valid.
+    Layers that are normplug's already get the new mode. Subclasses of the torch classes stay as
+    they are, since they may have their own forward; known norms of timm, torchvision, transformers
+    and diffusers are swapped. `normplug.plan` lists which layers are swapped and which stay.
 
     On CUDA, Triton compiles a kernel for each class of shapes at the first step that needs it, and
-    keeps it in `~/.triton/cache` or `TRITON_CACHE_DIR`. With an empty cache the first step takes
+    caches it in `~/.triton/cache` or `TRITON_CACHE_DIR`. With an empty cache the first step takes
     seconds longer.
 
     Args:
@@ -54,17 +54,18 @@ def swap(
         mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`. For a
             mode per layer: `normplug.by_depth(schedule)`; a callable (path, module) -> mode; or a
             mapping from filters, as for `include`, to modes. The first filter that matches a layer
-            counts.
+            wins.
         include: take only layers that match, as in `normplug.plan`.
         exclude: leave layers that match, as in `normplug.plan`; wins over `include`.
         track_running_stats: whether LayerNorm, RMSNorm and GroupNorm get running statistics to
             watch; None gives them to LayerNorm only. BatchNorm and InstanceNorm keep their own
             setting.
-        preserve_output: divide each weight by sqrt(tv). The model then computes what it did before,
-            and only its parametrisation changes: for trained models. A layer without a weight gets
-            a frozen one, with the dtype and device of its own tensors or of the nearest parameter.
+        preserve_output: divide each weight by sqrt(tv), so that the model computes what it did
+            before and only its parametrisation changes. This is for trained models. A layer without
+            a weight gets a frozen one, with the dtype and device of its own tensors or of the
+            nearest parameter.
         sync: make every BatchNorm a `normplug.SyncBatchNorm` over all processes, until `unswap`.
-            With False, SyncBatchNorms stay synchronised in the process group that they have.
+            With False, SyncBatchNorms stay synchronised in their own process group.
         autocast_output: the dtype that LayerNorm, RMSNorm and GroupNorm return under autocast:
             "low", the autocast dtype, or "float32", torch's rule.
         backend: "auto", "triton" or "torch".
@@ -74,13 +75,13 @@ def swap(
 
     Raises:
         ValueError: an unknown mode, autocast_output or backend; a layer that gets no mode; an
-            `include` pattern or one of `mode` that matches nothing; `preserve_output` with a
+            `include` pattern or a key of `mode` that matches nothing; `preserve_output` with a
             weight that cannot be divided. The model stays as it was.
         TypeError: `model` is not a module, or is TorchScript; an option of another type.
 
     Warns:
-        UserWarning: there was nothing to swap, with what was seen instead; layers of an earlier
-            swap have been rebuilt since (`unswap` and `set_mode` warn of that, too).
+        UserWarning: there is nothing to swap (the warning lists the norm layers that were seen);
+            layers of an earlier swap have been rebuilt since (`unswap` and `set_mode` warn, too).
 
     Example:
         >>> swap(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].mode.name
@@ -131,10 +132,10 @@ def swap(
 
 
 def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
-    """Make every normplug layer the stock layer that it was, in place, with the same outputs.
+    """Turn every normplug layer back into its stock layer, in place, with the same outputs.
 
-    Each weight is multiplied by sqrt(tv), so the model computes what it did before. It needs no
-    normplug to be loaded, exported, fused or quantised. A layer without a weight gets a frozen
+    Each weight is multiplied by sqrt(tv), so the model computes what it did before. It can then be
+    loaded, exported, fused or quantised without normplug. A layer without a weight gets a frozen
     one, as from `swap(preserve_output=True)`. Running statistics that are only watched are removed.
     This also undoes `normplug.fuse`.
 
@@ -165,7 +166,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         else:
             stuck.append(shown(path))
     if stuck:
-        text = "subclasses of normplug classes have no stock class to go back to and stay"
+        text = "subclasses of normplug classes have no stock class to revert to and stay"
         warnings.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.", stacklevel=2)
     patched = [shown(path) for path, layer in layers if _convert.is_patched(layer)]
     if patched:
@@ -190,12 +191,13 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
 @contextmanager
 def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Iterator[nn.Module]:
-    """Swap inside a `with` block, and put every layer back after it.
+    """Swap inside a `with` block, and restore every layer after it.
 
     After the block, even after an exception, each layer has its former class, attributes and
     buffers, and its former mode and options if it had any. Parameters and BatchNorm's statistics
-    stay as the block left them. So stock layers then have weights that were trained in golden, and
-    the outputs differ; with `preserve_output=True` entry and exit leave the outputs unchanged.
+    stay as the block left them. So stock layers then have weights that were trained in the block's
+    mode, and the outputs differ; with `preserve_output=True`, entry and exit leave the outputs
+    unchanged.
 
     Args:
         model: any module.
@@ -261,7 +263,7 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
         `model` itself.
 
     Raises:
-        TypeError: `model` is no module, or TorchScript.
+        TypeError: `model` is not a module, or is TorchScript.
         ValueError: an unknown mode, a layer that gets none, or a model without normplug layers. All
             layers keep their modes.
     """

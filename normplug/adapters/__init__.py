@@ -1,5 +1,6 @@
-"""Norm layers of other libraries that a swap can take; each keeps what it adds to torch's.
+"""Norm layers of other libraries that `swap` supports; each keeps what it adds to torch's.
 
-Each module imports its library, and is imported by `normplug._convert` when a class of that library
-is met, or by pickle. Its `adapt(cls)` gives the normplug class of exactly that class, or None.
+Each module imports its library. `normplug._convert` imports the module when a model has a class of
+that library, and pickle does, too. Its `adapt(cls)` returns the normplug class for exactly that
+class, or why the class stays, or None.
 """

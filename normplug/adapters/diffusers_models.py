@@ -1,4 +1,4 @@
-"""The norms of `diffusers`: a LayerNorm, and RMSNorms, which `rms_norms` knows."""
+"""The norms of `diffusers`: a LayerNorm, and RMSNorms, which `rms_norms` recognises."""
 
 from __future__ import annotations
 

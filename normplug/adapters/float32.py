@@ -1,4 +1,4 @@
-"""Norms of rows that compute in float32 whatever their tensors are, as in several libraries."""
+"""Norms of rows that compute in float32 whatever their input's dtype, as in several libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from normplug.modules.row_norm import RowNorm
 
 
 class Float32(RowNorm):
-    """Computes in float32 and returns the input's dtype, under autocast or not."""
+    """Computes in float32 and returns the input's dtype, with or without autocast."""
 
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str

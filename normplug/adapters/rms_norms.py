@@ -1,12 +1,12 @@
-"""RMSNorms of other libraries, known by what their forward computes.
+"""RMSNorms of other libraries, recognised by what their forward computes.
 
-`transformers` and `diffusers` have hundreds of classes for one formula, which differ in the places
-where they round. `adapt` runs the forward of a class on small inputs of every dtype, and takes the
-class if exactly one of normplug's RMSNorms gives the same bits and dtypes. So a class that a new
-version of a library adds is taken too, and one whose forward has changed is left.
+`transformers` and `diffusers` have hundreds of classes for one formula, which differ in where they
+round. `adapt` runs the forward of a class on small inputs of every dtype, and takes the class if
+exactly one of normplug's RMSNorms gives the same bits and dtypes. So a class that a new version of
+a library adds is taken too, and one whose forward has changed is left.
 
-A class that is taken gets a normplug class when it is met. Its name here is that of the library's
-class with its module, where colons stand for dots: pickle splits names at dots.
+The normplug class for such a class is made on first use. Its name here is the full name of the
+library's class, with colons for dots because pickle splits names at dots.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from normplug._ops.spec import LayerNormSpec
 from normplug.modules.base import Options, eps_property
 from normplug.modules.rms_norm import _RMSNorm
 
-# Where a library keeps its eps, and the value there in a probe: the result shows which it reads.
+# The attributes where libraries keep eps, with different values in a probe: the result shows which
+# of them the forward reads.
 _EPS = {"variance_epsilon": 0.25, "eps": 0.5, "epsilon": 0.75}
-# Options of an instance that a forward may ask for, each with the value in a probe.
+# Options that a forward may read from its instance, each with its value in a probe.
 _OPTIONS: dict[str, Any] = {
     "bias": None,
     "with_scale": True,
     "elementwise_affine": True,
     "group_size": None,
 }
-# Dtypes of input and weight, where the kinds of rounding differ in bits or in the result's dtype.
+# (input dtype, weight dtype): for these, kinds of rounding differ in the result's bits or dtype.
 _DTYPES = [
     (torch.float32, torch.float32),
     (torch.float64, torch.float64),
@@ -53,7 +54,7 @@ class AdaptedRMSNorm(_RMSNorm):
     _autocasts = False  # autocast leaves the operations of these classes alone
     # Whether the library's forward takes a weight of None.
     _may_lack_weight: ClassVar[bool] = False
-    # The library kernels, which transformers may call, asks this before it replaces a forward.
+    # The library `kernels`, which transformers may use, calls this before it replaces a forward.
     kernel_condition = staticmethod(lambda module: False)
 
     @classmethod
@@ -92,20 +93,20 @@ class AdaptedRMSNorm(_RMSNorm):
 def adapt(cls: type[nn.Module]) -> type[AdaptedRMSNorm] | str:
     """The normplug class of a library's RMSNorm, or why it stays as it is.
 
-    A probe calls no constructor, so that may take anything.
+    The probe does not call the constructor, which may therefore take any arguments.
     """
     parameters = inspect.signature(cls.forward).parameters.values()
     if len(parameters) != 2 or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return "its forward takes more than one argument"
     try:
         ours = _adapted(cls)  # type: ignore[arg-type]
-    except Exception:  # of any kind, and not kept: it may come from a mode that is active now
+    except Exception:  # not cached: a mode that is active now may have caused it
         ours = None
     return ours or "its forward computes no norm that normplug knows"
 
 
 def __getattr__(name: str) -> Any:
-    """Make a class that was not met yet. Pickle asks for it by its name in this module."""
+    """Make a class on first use. Pickle looks it up by its name in this module."""
     module, _, kind = name.replace(":", ".").rpartition(".")
     if module:
         ours = adapt(getattr(importlib.import_module(module), kind))
@@ -144,7 +145,7 @@ def _adapted(cls: type[nn.Module]) -> type[AdaptedRMSNorm] | None:
 
 @torch.no_grad()
 def _probe(cls: type[nn.Module]) -> _Kind | None:
-    """The one kind of RMSNorm that the class's forward computes; None if there is none."""
+    """The kind of RMSNorm that a class's forward computes; None if none or several match."""
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         inputs = list(_inputs())
         outputs = [_forward(cls, x, weight) for x, weight in inputs]
@@ -179,7 +180,7 @@ def _inputs() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _forward(cls: type[nn.Module], x: Tensor, weight: Tensor | None) -> Tensor:
-    """What the class's forward makes of x, with a weight and no attributes of its own."""
+    """Run a class's forward on x, with a weight and the attributes of a probe."""
     layer = object.__new__(cls)
     nn.Module.__init__(layer)
     vars(layer).update(_EPS | _OPTIONS)

@@ -54,7 +54,7 @@ BatchNormAct2d._synchronised = SyncBatchNormAct2d
 
 
 def _fused_activation(drop: nn.Module, act: nn.Module) -> _activations.ActivationLike:
-    """The activation that `drop` and `act` amount to, by name; None if they have to be called."""
+    """The activation that `drop` and `act` amount to, by name; None if they must be called."""
     if type(drop) is not nn.Identity or has_global_hooks() or has_hooks(drop) or has_hooks(act):
         return None
     # timm's GELU is torch's exact GELU; its `inplace` does nothing.

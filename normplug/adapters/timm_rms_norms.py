@@ -18,7 +18,7 @@ from normplug.modules.rms_norm import _RMSNorm
 class RmsNorm(_RMSNorm, norm.RmsNorm):
     """`timm.layers.RmsNorm` that normalises to a target second moment.
 
-    Without timm's fast norm, a float32 weight beside half input gives a float32 result.
+    Without timm's fast norm, a float32 weight with half-precision input gives a float32 result.
     """
 
     _autocasts = False

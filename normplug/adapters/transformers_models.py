@@ -1,9 +1,9 @@
 """The norms of `transformers`: RMSNorms, and LayerNorms that take channels first or last.
 
-`rms_norms` knows the RMSNorms by what they compute. Of the LayerNorms there is one class a model.
-Their `forward` permutes, and leaves the norm to `super()`. So an adapted class derives from theirs
-and has normplug's LayerNorm as the next class. It is made when a layer of its model is met: that
-model's module is imported by then, and those of the others need not be.
+`rms_norms` recognises the RMSNorms by what they compute. Each model has its own LayerNorm class,
+whose `forward` permutes and calls `super().forward` for the norm. So an adapted class derives from
+the model's class, with normplug's LayerNorm as its next base. It is made when `swap` finds a layer
+of that model. The model's module is imported by then, and those of other models need not be.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MODELS = {
     "SegGptLayerNorm": "seggpt",
     "UnlimitedOcrSamLayerNorm": "unlimited_ocr",
 }
-# What `forward` must do in each data format: (operation, target, what it is given beside x).
+# What `forward` must do in each data format: (fx opcode, target, arguments after x).
 _NORM = ("call_module", "layer", ())
 _KNOWN = {
     "channels_last": [_NORM],
@@ -72,7 +72,7 @@ def _adapt_layer_norm(cls: type[nn.Module]) -> type[LayerNorm] | None:
 
 
 def __getattr__(name: str) -> Any:
-    """Make a class that was not met yet. Pickle asks for it by its name in this module."""
+    """Make a class on first use. Pickle looks it up by its name in this module."""
     if name in _MODELS and _adapt_layer_norm(
         getattr(importlib.import_module(_module_of(name)), name)
     ):
@@ -86,7 +86,7 @@ def _module_of(name: str) -> str:
 
 
 class _OneNode:
-    """To torch.fx the whole layer is one node, its permutations included."""
+    """Makes the whole layer, including its permutations, one node for torch.fx."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], fx.Proxy):
@@ -95,7 +95,7 @@ class _OneNode:
 
 
 class _Opened(nn.Module):
-    """Calls the library's own forward of a layer, in which normplug's norm is a node."""
+    """Calls the library's own forward of a layer, so that a trace of it shows its operations."""
 
     def __init__(self, layer: nn.Module, theirs: type[nn.Module]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Opened(nn.Module):
 
 
 def _is_known(ours: Any, theirs: type[nn.Module]) -> bool:
-    """Whether this version's forward does what `_KNOWN` says, and nothing else."""
+    """Whether the forward in this version of the library does what `_KNOWN` says and no more."""
     try:
         return all(
             _operations(_Opened(ours(4, data_format=data_format, device="meta"), theirs)) == known

@@ -92,7 +92,7 @@ def test_swap_norms_notices_that_another_tool_rebuilt_a_layer(tmp_path):
     run = trainer(tmp_path, SwapNorms("golden"))
     run.fit(module, loader())
     module.net[0] = nn.BatchNorm2d(3)
-    with pytest.raises(RuntimeError, match=r"net\.0: swapped in mode golden, a BatchNorm2d now"):
+    with pytest.raises(RuntimeError, match=r"net\.0: swapped in mode golden, now a BatchNorm2d"):
         run.test(module, loader())
 
 

@@ -213,7 +213,7 @@ def test_what_no_reader_shows_is_found_by_check():
     bn = model[1]
     std = (bn.running_var + 1e-5) ** 0.5
     model[0], model[1] = folded(model[0], bn.weight, bn.bias, bn.running_mean, std), nn.Identity()
-    with pytest.raises(RuntimeError, match="1: swapped in mode golden, a Identity now"):
+    with pytest.raises(RuntimeError, match="1: swapped in mode golden, now a Identity"):
         check(model)
 
 

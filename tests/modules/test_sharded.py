@@ -93,7 +93,7 @@ def test_norms_under_sequence_parallel_train_as_in_one_process(pair):
         for one in ours:
             torch.testing.assert_close((one["losses"], one["weights"], one["y"]), swapped)
             torch.testing.assert_close(one["unswapped"], one["y"])
-            assert one["report"] == "2 norm layers in order: 2 in mode 0.5"
+            assert one["report"] == "2 norm layers verified: 2 in mode 0.5"
             assert one["tracked"] == 3
             if rank == 0:
                 own = x[:, :3].var(-1, correction=0).mean()

@@ -35,9 +35,9 @@ def test_a_model_in_order_gets_a_table(net):
     assert len(report) == 3
     lines = str(report).splitlines()
     assert lines[1] == "1     BatchNorm2d  golden  train, eval, eval under no_grad"
-    assert lines[-1] == "3 norm layers in order: 3 in mode golden"
+    assert lines[-1] == "3 norm layers verified: 3 in mode golden"
     swap(net, 0.5, include="4")
-    assert check(net).summary() == "3 norm layers in order: 2 in mode golden, 1 in mode 0.5"
+    assert check(net).summary() == "3 norm layers verified: 2 in mode golden, 1 in mode 0.5"
 
 
 def test_synchronised_layers_are_compared_with_the_input_that_they_take():
@@ -51,7 +51,7 @@ def test_a_model_that_was_never_swapped_or_was_unswapped_is_an_error(net):
         with pytest.raises(ValueError, match="has no normplug layers, and no record of a swap"):
             check(model)
     report = check(nn.Sequential(LayerNorm(4)))
-    assert report.summary() == "1 norm layers in order: 1 in mode golden"
+    assert report.summary() == "1 norm layers verified: 1 in mode golden"
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -63,9 +63,9 @@ def test_a_layer_that_was_rebuilt_or_removed_is_found(net, copied):
         net = pickle.loads(pickle.dumps(copy.deepcopy(net)))
     text = found(nn.Sequential(nn.Identity(), net))
     assert "normplug.check: 3 problems found in Sequential" in text
-    assert "1.1: swapped in mode golden, a SyncBatchNorm now: another tool rebuilt" in text
-    assert "1.4: swapped in mode golden, a LayerNorm now" in text
-    assert "1.6: swapped in mode golden, not in the model any more" in text
+    assert "1.1: swapped in mode golden, now a SyncBatchNorm: another tool rebuilt" in text
+    assert "1.4: swapped in mode golden, now a LayerNorm" in text
+    assert "1.6: swapped in mode golden, no longer in the model" in text
 
 
 def test_rebuilding_is_refused_only_where_it_drops_something(net):
@@ -76,7 +76,7 @@ def test_rebuilding_is_refused_only_where_it_drops_something(net):
     expected = set_mode(net, "standard").eval()(X)
     nn.SyncBatchNorm.convert_sync_batchnorm(net)
     torch.testing.assert_close(net(X), expected)
-    assert "1: swapped in mode standard, a SyncBatchNorm now" in found(net)  # the next set_mode
+    assert "1: swapped in mode standard, now a SyncBatchNorm" in found(net)  # the next set_mode
     with pytest.raises(AttributeError, match="'LayerNorm' object has no attribute 'affine'"):
         net[4].affine  # noqa: B018
 
@@ -85,14 +85,14 @@ def test_layers_that_were_lost_are_forgotten_with_a_warning(net):
     net[1] = nn.BatchNorm2d(8)
     with pytest.warns(UserWarning, match="normplug.set_mode: another tool has rebuilt or .*: 1."):
         set_mode(net, 0.5)
-    assert check(net).summary() == "2 norm layers in order: 2 in mode 0.5"
+    assert check(net).summary() == "2 norm layers verified: 2 in mode 0.5"
 
 
 def test_a_record_moves_with_the_layers_and_the_later_one_counts(net):
     model = nn.ModuleDict({"a": nn.Sequential(*net[3:]), "b": net})
     swap(model, 0.5)
     set_mode(net, 0.25)  # a part, which the record of the whole still has in mode 0.5
-    assert check(model).summary() == "3 norm layers in order: 3 in mode 0.25"
+    assert check(model).summary() == "3 norm layers verified: 3 in mode 0.25"
     unswap(net[4])
     assert [layer.path for layer in check(model)] == ["a.3", "b.1"]
     unswap(model)
@@ -109,8 +109,8 @@ def test_a_layer_that_computes_something_else_is_found(net):
     net[1].forward = lambda x: stock(net[1], x)
     text = found(net)
     for setting in ("train", "eval", "eval under no_grad"):
-        assert f"1: in {setting}, its output is off the formula of mode golden by" in text
-    assert "where rounding explains" in text
+        assert f"1: in {setting}, its output differs from the formula of mode golden by" in text
+    assert "rounding explains at most" in text
     assert "replaced on the instance" in text
 
     def stock_without_grad(x):
@@ -148,7 +148,7 @@ def test_with_inputs_whatever_else_reads_a_norm_is_found():
     model = swap(Bypassing())
     check(model)
     text = found(model, torch.randn(4, 6))
-    assert "the whole model: in eval, its output is off that of the unswapped model" in text
+    assert "the whole model: in eval, its output differs from that of the unswapped model" in text
     assert "in train," not in text
     with pytest.raises(ValueError, match="output for these inputs has no float tensor"):
         check(swap(nn.Sequential(nn.Softmax(1), nn.LayerNorm(4), Argmax())), torch.randn(2, 4))
@@ -209,7 +209,7 @@ def test_every_dtype_is_judged_by_its_own_rounding(net, dtype):
     set_mode(net, 0.65)
     stock = nn.LayerNorm.forward
     net[4].forward = lambda x: stock(net[4], x)
-    assert "4: in eval, its output is off" in found(net)
+    assert "4: in eval, its output differs" in found(net)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_weight_that_a_hook_computes_is_swapped_but_not_scaled_behind_its_back
     swap(norm)
     torch.testing.assert_close(norm(x), expected)
     for refused in (unswap, lambda m: swap(m, 2, preserve_output=True)):
-        with pytest.raises(ValueError, match="is no parameter but computed from one"):
+        with pytest.raises(ValueError, match="is not a parameter but computed from one"):
             refused(norm)
     torch.testing.assert_close(norm(x), expected)
     if how == "prune":

@@ -71,7 +71,7 @@ def test_a_layer_without_a_mode_is_refused_and_nothing_changes(net):
     refused = {
         "no key of mode matches flat, norm. Add a key such as": {"stem.*": 1},
         r"mode key='layer9.\*' matches no norm layer; the model has": {"layer9.*": 1, "*": 2},
-        "mode key='re:.' is no regular expression": {"re:(": 1},
+        "mode key='re:.' is not a valid regular expression": {"re:(": 1},
         r"got 'gold'\. That is the mode of 'stem": {"stem.*": "gold", "*": 1},
         r"got None\. That is the mode of flat": lambda path, m: 1 if path == "stem.1" else None,
         "For a mode per layer, give a mapping": "1/l",

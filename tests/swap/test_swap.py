@@ -89,7 +89,7 @@ def test_a_swapped_model_is_copied_and_saved_whole(net, way):
     expected = copy.deepcopy(net.state_dict())
     twin = COPIES[way](net)
     assert twin.again is twin.norm is twin.head[1]
-    assert normplug.check(twin).summary() == "2 norm layers in order: 2 in mode 0.5"
+    assert normplug.check(twin).summary() == "2 norm layers verified: 2 in mode 0.5"
     torch.testing.assert_close(twin(X), net(X), rtol=0, atol=0)
     unswap(twin)
     assert type(twin.norm) is nn.LayerNorm
@@ -216,7 +216,7 @@ def test_a_users_subclass_stays_and_unswap_says_so():
         pass
 
     model = nn.Sequential(Mine(4), LayerNorm(4))
-    with pytest.warns(UserWarning, match="have no stock class to go back to and stay: 0"):
+    with pytest.warns(UserWarning, match="have no stock class to revert to and stay: 0"):
         unswap(model)
     assert type(model[0]) is Mine
     assert type(model[1]) is nn.LayerNorm

@@ -48,7 +48,7 @@ def test_swapped_gives_normplugs_layers_their_own_mode_and_options_back(net):
     assert_frozen(net, before)
     norm = net.norm
     assert (norm.target_variance, norm.backend, norm.autocast_output) == (0.5, "auto", "float32")
-    assert normplug.check(net).summary() == "1 norm layers in order: 1 in mode 0.5"
+    assert normplug.check(net).summary() == "1 norm layers verified: 1 in mode 0.5"
     with normplug.swapped(net), normplug.swapped(net, 2):
         unswap(net)
     assert all(type(row.module).__module__.startswith("torch") for row in plan(net))

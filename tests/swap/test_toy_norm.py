@@ -136,14 +136,14 @@ def test_fuse_leaves_it_and_says_why(model):
 
 def test_check_counts_it_and_compares_its_formula(model, monkeypatch):
     report = check(swap(model), X)
-    assert report.summary() == "2 norm layers in order: 2 in mode golden"
+    assert report.summary() == "2 norm layers verified: 2 in mode golden"
     assert {layer.tested for layer in report} == {"train, eval, eval under no_grad"}
     with monkeypatch.context() as patch:
         patch.setattr(TargetRescale, "forward", Rescale.forward)
-        with pytest.raises(RuntimeError, match="1.last: in eval, its output is off the formula"):
+        with pytest.raises(RuntimeError, match="1.last: in eval, its output differs from"):
             check(model)
     model[1].norm = Rescale(6)
-    with pytest.raises(RuntimeError, match="1.norm: swapped in mode golden, a Rescale now"):
+    with pytest.raises(RuntimeError, match="1.norm: swapped in mode golden, now a Rescale"):
         check(model)
 
 

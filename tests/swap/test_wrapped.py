@@ -46,7 +46,7 @@ def test_a_wrapped_model_is_swapped_set_checked_and_unswapped(name, first):
             swap(net, 0.3)
         expected = folded(make(), 0.5)
         set_mode(net, 0.5)
-        assert check(net).summary() == "6 norm layers in order: 6 in mode 0.5"
+        assert check(net).summary() == "6 norm layers verified: 6 in mode 0.5"
         for training in (True, False):
             torch.testing.assert_close(net.train(training)(X), expected.train(training)(X))
         flat = name == "FSDP1 flat"
@@ -65,7 +65,7 @@ def test_a_layer_lost_inside_a_wrapper_is_found():
         assert check(net.module).summary() == check(net).summary()
         net.module.bn = nn.BatchNorm2d(8)
         for model in (net, net.module, copy.deepcopy(net.module)):
-            with pytest.raises(RuntimeError, match="bn: swapped in mode golden, a BatchNorm2d now"):
+            with pytest.raises(RuntimeError, match="bn: swapped in mode golden, now a BatchNorm2d"):
                 check(model)
 
 
