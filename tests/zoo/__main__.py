@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--only", metavar="GLOB", default="*", help="only names that match")
     top.add_argument("--all", action="store_true", help="include large architectures")
     top.add_argument(
-        "--device", default="cpu", help="all but cpu compute in float64, deterministically"
+        "--device", default="cpu", help="any but cpu computes in float64, deterministically"
     )
     top.add_argument("--json", metavar="FILE", type=Path, help="all rows, rewritten after each one")
     top.add_argument("--markdown", metavar="FILE", type=Path, help="the table")

@@ -240,7 +240,7 @@ def _flat(name: str, result: Any) -> Observed:
 
 
 def _loss(outputs: Observed) -> Tensor:
-    """A weighted sum of all elements: the gradient of a plain sum vanishes behind a norm."""
+    """A sum of weighted means: the gradient of plain means would vanish behind a norm."""
     total = torch.zeros(())
     for y in outputs.values():
         if y.is_floating_point() and y.requires_grad:
