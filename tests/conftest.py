@@ -3,16 +3,16 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: each core has a process of its own
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: pytest runs one process per core
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from training import run_in  # noqa: E402
 
-# A test starts no compiler unseen: without a GPU, those of the C++ way ask for it. What it makes
-# is kept for the next session, and not where the user keeps theirs.
-os.environ.setdefault("NORMPLUG_COMPILE_WORKERS", "0")  # pytest's processes take all cores
+# No test starts a compiler by accident: without a GPU, the tests of the C++ path enable it
+# themselves. Builds are cached between sessions, apart from the user's own cache.
+os.environ.setdefault("NORMPLUG_COMPILE_WORKERS", "0")  # pytest's processes use all cores
 os.environ.setdefault("NORMPLUG_NATIVE", "1" if torch.cuda.is_available() else "0")
 os.environ.setdefault(
     "NORMPLUG_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "native")
@@ -22,7 +22,7 @@ os.environ.setdefault(
 if find_spec("torchvision") is None:
     collect_ignore_glob = ["tools/test_data.py", "tools/test_train*.py"]
 
-# Files of tests that take longer than a minute.
+# Test files that take longer than a minute.
 LONGEST = (
     "test_interpreter.py", "test_interpreter_cpp.py", "test_train.py", "test_zoo.py",
     "test_train_setup.py", "test_train_resume.py", "test_matrix.py", "test_train_failures.py",
@@ -31,7 +31,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    # The longest first, so that no process waits for them at the end.
+    # Start the longest first, so that no process waits for them at the end.
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if torch.cuda.is_available():
@@ -43,18 +43,18 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Leave what imports made out of garbage collection: a third of an interpreted test's time."""
+    """Keep the collector off imported objects: it takes a third of an interpreted test's time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish():
-    gc.unfreeze()  # or libraries that count what is left at the end report leaks
+    gc.unfreeze()  # or libraries that count live objects at exit report leaks
 
 
 @pytest.fixture(autouse=True)
 def _leave_the_gpus_memory_free(request):
-    """For tests beside this one, in other processes."""
+    """Release cached GPU memory for tests in other processes."""
     yield
     if "gpu" in request.keywords:
         torch.cuda.empty_cache()
@@ -62,7 +62,7 @@ def _leave_the_gpus_memory_free(request):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """Call train.py in a directory of its own: (exit code, its output)."""
+    """Call train.py in a directory of its own; return (exit code, output)."""
     monkeypatch.chdir(tmp_path)
 
     def call(*overrides, **how):

@@ -2,10 +2,9 @@
 
     python tests/matrix.py -o docs/compatibility.md
 
-writes the table; with `--device cuda`, of the tools that work on a GPU. `test_matrix.py` runs the
-same cells. A cell applies one tool to a small model;
-what comes out must be what comes out of the stock model of the same function, which has sqrt(tv) in
-its norms' weights.
+writes the table; `--device cuda` runs the tools that work on a GPU. `test_matrix.py` runs the same
+cells. A cell applies one tool to a small model. The result must equal that of the equivalent stock
+model, whose norm weights are multiplied by sqrt(tv).
 """
 
 import argparse
@@ -47,8 +46,8 @@ COLUMNS = ("swapped", "unswapped")
 class Row:
     """One tool.
 
-    refused: what the error says on a golden model; "" where the tool works on it.
-    without: the names of layers that the tool does not know, stock or swapped, or takes long for.
+    refused: a pattern of the error on a golden model; "" where the tool works on it.
+    without: layers to leave out, since the tool does not support them even stock, or is slow.
     cpu: whether the tool works on the CPU only.
     """
 
@@ -62,7 +61,7 @@ class Row:
 
     @property
     def lacks(self) -> str:
-        """What of `needs` is not installed, and what it cannot run on."""
+        """The missing ones of `needs`, and the device if the tool does not support it."""
         missing = [name for name in self.needs if not is_there(name)]
         if self.cpu and DEVICE.type != "cpu":
             missing.append(f"support for {DEVICE.type}")
@@ -79,7 +78,7 @@ def is_there(name):
         return torch.__version__ >= name.removeprefix("torch>=")
     try:
         spec = importlib.util.find_spec(name)
-        return spec is not None and spec.origin is not None  # a folder of tests has none
+        return spec is not None and spec.origin is not None  # a test folder of that name has none
     except ModuleNotFoundError:
         return False
 
@@ -115,7 +114,7 @@ class Net(nn.Module):
 
 
 def randomised(model):
-    """With weights and statistics that norms do not start with."""
+    """The model with random weights, biases and running statistics in its norms."""
     torch.manual_seed(0)
     for module in model.modules():
         if isinstance(module, NORMS):
@@ -136,7 +135,7 @@ def make(without=()):
 
 
 def folded(model, tv):
-    """The stock model that a swapped one must equal: sqrt(tv) in every norm weight."""
+    """The stock model that a swapped one must equal: norm weights times sqrt(tv)."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for module in model.modules():
@@ -164,18 +163,18 @@ def use(device):
 
 
 use("cpu")
-DIGESTS = {}  # tool and column -> a hash of every bit of what came out
+DIGESTS = {}  # tool and column -> a hash of every bit of the result
 
 
 @cache
 def expected_of(one):
-    """What a tool makes of the stock model that every column must equal."""
+    """A tool's result on the folded stock model, which every column must equal."""
     torch.manual_seed(2)
     return one.run(folded(make(one.without), normplug.target_variance("golden")))
 
 
 def outcome(one, name):
-    """What a tool makes of a column's model: "works", "refused: ..." or "silently wrong: ..."."""
+    """A cell: "works", "refused: ...", "refused by check: ..." or "silently wrong: ..."."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -229,19 +228,19 @@ def evaluate(model, x=None):
 
 
 def parameters(model):
-    """All but the norms' weights, in which the two parametrisations differ."""
+    """All parameters but the norms' weights, in which the two models differ by sqrt(tv)."""
     weights = {id(m.weight) for m in model.modules() if isinstance(m, NORMS)}
     return [p for p in model.parameters() if id(p) not in weights]
 
 
 def statistics(model):
-    """The BatchNorms' statistics; LayerNorm's are normplug's own, and the others have none."""
+    """The BatchNorms' buffers; LayerNorm's exist in normplug only, and other norms have none."""
     norms = [m for m in model.modules() if isinstance(m, BATCH_NORM)]
     return [b.clone() for m in norms for b in m.buffers()]
 
 
 def train(model, optimizer=None, after=lambda: None):
-    """Three steps: their losses, the last gradients, the statistics; and the function after."""
+    """Train three steps; return losses, last gradients, statistics, and outputs in evaluation."""
     trained = parameters(model)
     optimizer = optimizer or torch.optim.SGD(trained, 0.05, momentum=0.9)
     model.train()
@@ -348,7 +347,7 @@ def timm_reparameterize_model(model):
     block = ConvNorm(3, 8, 3)
     block.linear, block.bn = model.conv, model.bn
     model.conv, model.bn = block, nn.Identity()
-    # On the CPU, where it creates what it makes.
+    # On the CPU, where it creates new layers.
     return evaluate(reparameterize_model(model.eval().cpu()).to(DEVICE))
 
 
@@ -401,7 +400,7 @@ def create_feature_extractor(model):
 
 @row("`torch.export`")
 def export(model):
-    batch = torch.export.Dim("batch", min=2, max=1024)  # a GPU takes 65,535
+    batch = torch.export.Dim("batch", min=2, max=1024)  # a GPU allows 65,535
     program = torch.export.export(model.eval(), (X,), dynamic_shapes=({0: batch},))
     with io.BytesIO() as file:
         torch.export.save(program, file)
@@ -420,7 +419,7 @@ def run_onnx(model, **options):
         return torch.from_numpy(session.run(None, {"x": X.numpy()})[0])
 
 
-@row(  # torch 2.6 does not fit today's onnxscript
+@row(  # torch 2.6 is incompatible with today's onnxscript
     "`torch.onnx.export(dynamo=True)`, ONNX Runtime",
     "torch>=2.8",
     "onnx",
@@ -611,7 +610,7 @@ def forward_ad(model):
 
 
 def known_to_opacus(model):
-    """In training, and swapped again now that Opacus is imported."""
+    """The model in training mode; swapping it again registers normplug's norms with Opacus."""
     if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
         normplug.swap(model)
     return model.train()
@@ -626,7 +625,7 @@ def opacus_validate(model):
 
 
 def private(model, optimizer):
-    """Both as Opacus trains them on X, without noise and without clipping."""
+    """Model and optimizer as Opacus wraps them for X, without noise or effective clipping."""
     from opacus import PrivacyEngine
 
     model, optimizer, _ = PrivacyEngine().make_private(
@@ -830,7 +829,7 @@ def weight_decay_groups(model):
 
 
 def reloaded(value, weights_only):
-    """What `torch.load` reads of what `torch.save` writes."""
+    """Save the value with `torch.save`, and load it with `torch.load`."""
     with io.BytesIO() as file:
         torch.save(value, file)
         file.seek(0)
@@ -863,7 +862,7 @@ def safetensors_model(model):
 
 
 def write(path):
-    """The table, with what it was made with."""
+    """Write the table, with the versions that it was made with."""
     lines = [
         "# normplug next to other tools",
         "",

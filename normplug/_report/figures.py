@@ -1,4 +1,4 @@
-"""What the plots share: figures without a display, lines and legends, scales that hide noise."""
+"""Shared by the plots: figures that need no display, lines, legends, scales that hide noise."""
 
 import math
 import textwrap
@@ -22,7 +22,7 @@ FINE_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
 
 
 class Style(NamedTuple):
-    """How an arm looks in every plot; marker, dash and hatch tell it apart without colours."""
+    """The style of an arm in every plot; marker, dash and hatch identify it without colour."""
 
     colour: str
     marker: str
@@ -31,8 +31,8 @@ class Style(NamedTuple):
     dash: str = "-"
 
 
-# Okabe and Ito's palette: told apart in every common colour blindness. The baseline is drawn
-# first and wide, since a mode that equals it would otherwise hide it.
+# Okabe and Ito's palette, safe for every common colour blindness. The baseline is drawn first and
+# wide, since a mode that equals it would otherwise hide it.
 FIXED = {
     "baseline": Style("#9A9A9A", "s", 4.0),
     "standard": Style("#0072B2", "o", 1.6),
@@ -41,7 +41,7 @@ FIXED = {
 
 
 def new_figure(title: str, what: str, width: float, height: float) -> Figure:
-    """A figure of width x height inches, without a display and without pyplot's global state."""
+    """Create a figure of width x height inches, without a display or pyplot's global state."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     lines = (wrapped(text, int(11 * width)) for text in (title, what))
@@ -50,25 +50,25 @@ def new_figure(title: str, what: str, width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
-    """Write a PNG, whole or not at all; its directory is made if it is absent."""
+    """Write a PNG atomically; create its directory if there is none."""
     with replace_file(path) as part:
         figure.savefig(part, format="png", dpi=dpi)
 
 
 def wrapped(text: str, width: int) -> str:
-    """Break a long text into lines of at most `width` letters."""
+    """Break a long text into lines of at most `width` characters."""
     return "\n".join(textwrap.fill(line, max(width, 10)) for line in text.splitlines())
 
 
 def whole_numbers(most: int) -> MaxNLocator:
-    """At most `most` ticks, at whole numbers only: for epochs, steps and depths."""
+    """A locator of at most `most` ticks, at integers only: for epochs, steps and depths."""
     return MaxNLocator(most, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
 
 
 def draw_line(
     axes: Axes, x: ArrayLike, y: ArrayLike, style: Style, label: str, **options: Any
 ) -> None:
-    """Plot a line in the look of its arm, with markers no denser than can be told apart."""
+    """Plot a line in the style of its arm, with markers sparse enough to tell apart."""
     (line,) = axes.plot(x, y, style.dash, color=style.colour, label=label, **options)
     line.set_linewidth(style.width)
     line.set_marker(style.marker)
@@ -80,19 +80,19 @@ def draw_line(
 
 
 def legend_below(figure: Figure, columns: int = 4) -> None:
-    """Name what is drawn under the panels, where no line can pass beneath a name.
+    """Add a legend below the panels, where no line can cross it.
 
     Args:
-        figure: its first panel names all.
-        columns: the most names in a row, fewer if they are long.
+        figure: its first panel has every entry of the legend.
+        columns: the most entries in a row; long names leave space for fewer.
     """
     handles, labels = figure.axes[0].get_legend_handles_labels()
     width, height = figure.get_size_inches()
     names = [wrapped(label, int(11 * width) - 8) for label in labels]
-    # A name of c letters and its sample take about (c + 8) / 12 inches.
+    # An entry whose name has c characters is about (c + 8) / 12 inches wide.
     longest = max(len(line) for name in names for line in name.splitlines())
     columns = min(max(int(12 * width / (8 + longest)), 1), columns)
-    # Two rows fit into the figure as it is; it grows for the others.
+    # The figure has space for two rows; it grows for more.
     rows = math.ceil(len(names) / columns) * max(name.count("\n") + 1 for name in names)
     figure.set_figheight(height + 0.22 * max(rows - 2, 0))
     figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
@@ -104,7 +104,7 @@ def log_span(values: Floats, outside: float = 0, least: float = 2) -> tuple[floa
     Args:
         values: any; those that are not finite or not positive are ignored.
         outside: percent of the values to leave out below, and above.
-        least: the smallest ratio of the two ends, so that values which differ by rounding only do
+        least: the smallest ratio of the two ends, so that values which differ only by rounding do
             not fill the scale.
     """
     positive = values[np.isfinite(values) & (values > 0)]
@@ -133,7 +133,7 @@ def heat_map(
     axes: Axes, x: NDArray[Any], y: NDArray[Any], table: Floats, norm: Normalize
 ) -> QuadMesh:
     """Draw `table` (len(y), len(x)), first row at the top; hatch values that are not finite."""
-    # LogNorm would draw a zero as if it were missing; this keeps it below the scale.
+    # LogNorm would mask a zero as if it were missing; a tiny value is drawn below the scale.
     shown = np.maximum(table, np.finfo(float).tiny) if isinstance(norm, LogNorm) else table
     axes.patch.set(facecolor="white", edgecolor="0.5", hatch="////")
     mesh = axes.pcolormesh(cell_edges(x), cell_edges(y), shown, norm=norm, cmap="viridis")
@@ -145,7 +145,7 @@ def heat_map(
 def colour_bar(
     figure: Figure, mesh: QuadMesh, tables: Iterable[Floats], axes: Any, **options: Any
 ) -> None:
-    """Add the colour scale of heat maps of `tables`; an arrow marks an end that values exceed."""
+    """Add a colour bar for heat maps of `tables`; an arrow marks an end that values exceed."""
     low, high = mesh.get_clim()
     assert low is not None
     assert high is not None

@@ -1,4 +1,4 @@
-"""Files that a reader finds whole: the old one or the new one, whatever happens in between."""
+"""Atomic writes: a reader finds the old file or the new one, never a part of either."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file beside `path`, which takes its place after the block.
 
-    The directory is made if it is absent. If the block raises, the temporary file is removed and
-    `path` stays as it was.
+    Missing directories are created. If the block raises, the temporary file is removed and `path`
+    is left as it was.
 
     Args:
-        path: the file to replace or to make.
+        path: the file to replace or create.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
@@ -28,11 +28,11 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Replace `path` by a file of this content; text is written as UTF-8, its newlines as they are.
+    """Write `content` to `path` atomically; text becomes UTF-8, without newline translation.
 
     Args:
-        path: the file to replace or to make; its directory is made if it is absent.
-        content: all of it.
+        path: the file to replace or create; missing directories are created.
+        content: the whole content.
     """
     with replace_file(path) as part:
         part.write_bytes(content.encode() if isinstance(content, str) else content)

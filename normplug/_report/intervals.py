@@ -1,4 +1,4 @@
-"""Means of a few values, and their intervals."""
+"""Means of a few values, their t-intervals, and p-values of their differences."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def t_interval(values: Collection[float]) -> Interval | None:
 
 
 def geometric_mean(ratios: Collection[float]) -> float:
-    """The geometric mean of ratios; that of the inverse ratios is its inverse."""
+    """The geometric mean of ratios; inverting every ratio inverts it."""
     return float(np.exp(np.mean(np.log(list(ratios)))))
 
 
 def p_value(differences: Collection[float]) -> float | None:
-    """The two-sided p of a t-test that their mean is 0; None for fewer than two values.
+    """The two-sided p-value of a t-test that the mean is 0; None for fewer than two values.
 
     It is below 0.05 exactly where the interval of `t_interval` excludes 0.
     """
@@ -51,10 +51,10 @@ def p_value(differences: Collection[float]) -> float | None:
 
 
 def holm(ps: Mapping[str, float]) -> dict[str, float]:
-    """The p of each comparison, adjusted for their number by Holm's step-down method (1979).
+    """Adjust the p-values of several comparisons by Holm's step-down method (1979).
 
-    Declaring a difference where the adjusted p is below 0.05 declares a false one with a
-    probability of at most 5% over all comparisons.
+    Calling a difference significant where its adjusted p-value is below 0.05 keeps the probability
+    of any false positive among all comparisons at 5% or less.
     """
     adjusted: dict[str, float] = {}
     largest = 0.0

@@ -13,8 +13,8 @@ def table(
     Args:
         header: the names of the columns.
         rows: the cells of each line, as many as the header has.
-        text: how many columns, from the left, hold text; the others hold numbers, to the right.
-        padded: make all cells of a column equally wide, so that a terminal shows it well, too.
+        text: how many columns, from the left, hold text; the others hold numbers, right-aligned.
+        padded: pad the cells of a column to one width, so that the table also reads well as text.
     """
     lines = [[cell.replace("|", "/") for cell in line] for line in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

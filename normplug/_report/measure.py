@@ -1,4 +1,4 @@
-"""What a run is judged by, and what its speed counts: the one home of both."""
+"""The metric that judges a run, and the items that its speed counts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Measure:
-    """What a run is judged by; `result.json` keeps these four under "measure".
+    """The metric that judges a run; `result.json` stores these four fields under "measure".
 
     Attributes:
-        name: `result.json` has its values as `test_<name>` and `<name>_by_epoch`.
-        unit: of the values that are shown; those shown in "%" are kept as fractions.
+        name: `result.json` has the values as `test_<name>` and `<name>_by_epoch`.
+        unit: the unit for display; values in "%" are stored as fractions.
         better: "higher" or "lower".
-        items: what the speed counts; `result.json` has it as `<items>_per_s`.
+        items: what the speed counts; `result.json` has the speed as `<items>_per_s`.
     """
 
     name: str
@@ -25,26 +25,26 @@ class Measure:
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Measure:
-        """The measure of a `result.json`; one that names none has accuracies.
+        """The measure of a `result.json`; a file without one measures accuracy.
 
         Raises:
-            TypeError: its measure lacks a field, or has one more.
+            TypeError: the measure lacks a field, or has an unknown one.
         """
         return cls(**result["measure"]) if result.get("measure") else ACCURACY
 
     @property
     def test_key(self) -> str:
-        """Where `result.json` has the value on the test set."""
+        """The key of the test value in `result.json`."""
         return f"test_{self.name}"
 
     @property
     def curve_key(self) -> str:
-        """Where `result.json` has the validation's values, by epoch."""
+        """The key of the validation values by epoch in `result.json`."""
         return f"{self.name}_by_epoch"
 
     @property
     def speed_key(self) -> str:
-        """Where `result.json` has the speed."""
+        """The key of the speed in `result.json`."""
         return f"{self.items}_per_s"
 
     @property
@@ -54,21 +54,21 @@ class Measure:
 
     @property
     def scale(self) -> float:
-        """What a value is multiplied with where it is shown."""
+        """The factor from a stored value to a displayed one."""
         return 100.0 if self.unit == "%" else 1.0
 
     @property
     def difference_unit(self) -> str:
-        """The unit of the difference of two shown values."""
+        """The unit of the difference of two displayed values."""
         return "points" if self.unit == "%" else self.unit
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The least and the largest value that can be shown."""
+        """The smallest and the largest displayed value that is possible."""
         return (0.0, 100.0) if self.unit == "%" else (0.0, float("inf"))
 
     def number(self, value: float, sign: str = "") -> str:
-        """A value or a difference as text, without its unit; `sign` is "+" to show it always."""
+        """Format a value or a difference without its unit; `sign="+"` always shows the sign."""
         return f"{self.scale * value:{sign}.{2 if self.unit == '%' else 4}f}"
 
 

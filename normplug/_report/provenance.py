@@ -23,11 +23,11 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def hardware(gpu: bool, processes: int) -> str:
-    """The GPUs or the processor, in words.
+    """Describe the GPUs or the processor in words.
 
     Args:
-        gpu: whether it ran on GPUs.
-        processes: how many GPUs, one for each process.
+        gpu: whether the run used GPUs.
+        processes: the number of processes, each with a GPU of its own.
     """
     if gpu:
         return f"{processes} x {torch.cuda.get_device_name()}"

@@ -1,4 +1,4 @@
-"""A tool: what norms cost on a GPU, next to what torch has (`python -m normplug.bench`).
+"""A tool that measures the cost of norms on a GPU against torch (`python -m normplug.bench`).
 
-It imports the library and `_report`; nothing imports it.
+It imports the library and `_report`; no other part of the package imports it.
 """

@@ -58,7 +58,7 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def _providers(arguments: argparse.Namespace) -> list[str]:
-    """The providers to measure; print those that are left out since they are not installed."""
+    """The providers to measure; print those that are left out because they are not installed."""
     usual = (*PROVIDERS, *rivals.PACKAGES, *((CPU,) if arguments.suite in WITH_CPU else ()))
     asked = arguments.provider or usual
     missing = rivals.missing(asked)
@@ -147,14 +147,14 @@ def _require_cuda() -> None:
 
 
 def number(text: str) -> int:
-    """A positive integer of the command line."""
+    """Parse a positive integer."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
     return int(text)
 
 
 def sizes(text: str) -> Shape:
-    """A shape of the command line."""
+    """Parse a shape, such as 512x8192."""
     parts = text.split("x")
     if not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(
@@ -174,7 +174,7 @@ def _add_choices(command: argparse.ArgumentParser, **options: Iterable[str]) -> 
 
 
 def _add_outputs(command: argparse.ArgumentParser) -> None:
-    for name, what in (("json", "all rows, written after each one"), ("markdown", "the table")):
+    for name, what in (("json", "all rows, rewritten after each one"), ("markdown", "the table")):
         command.add_argument(f"--{name}", metavar="FILE", type=Path, help=f"output: {what}")
 
 
@@ -195,11 +195,11 @@ def _shown(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser of the command line."""
     top = argparse.ArgumentParser(prog="python -m normplug.bench", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("kernels", help="time each norm next to the same work by others")
+    command = commands.add_parser("kernels", help="time each norm against other implementations")
     command.set_defaults(command=kernels)
     command.add_argument("--suite", choices=SUITES, help=f"the cases to time; default: {SUITE}")
     command.add_argument(
@@ -247,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         type=number,
         default=steps.ROUNDS,
-        help=f"how often each arm is timed; default: {steps.ROUNDS}",
+        help=f"rounds, with a turn of every arm in each; default: {steps.ROUNDS}",
     )
     command.add_argument(
         "--first-step",
@@ -259,10 +259,10 @@ def parser() -> argparse.ArgumentParser:
         "--profile",
         metavar="FILE.json",
         type=Path,
-        help="output: the GPU time of each kind of kernel, which `table` shows",
+        help="output: GPU time by group of kernels, for the command table",
     )
 
-    command = commands.add_parser("host", help="time single calls back to back, on the host")
+    command = commands.add_parser("host", help="time single calls back to back")
     command.set_defaults(command=single_calls)
     _add_choices(command, provider=host.PROVIDERS)
     command.add_argument(
@@ -273,10 +273,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         type=number,
         default=host.CALLS,
-        help=f"the most calls in a repeat; default: {host.CALLS}",
+        help=f"at most this many calls per repeat; default: {host.CALLS}",
     )
     command.add_argument(
-        "-o", "--out", metavar="FILE.json", type=Path, help="all rows, written after each one"
+        "-o", "--out", metavar="FILE.json", type=Path, help="all rows, rewritten after each one"
     )
 
     command = commands.add_parser("table", help="make a Markdown table of a JSON file")

@@ -1,4 +1,4 @@
-"""Refuse to time what computes something else; torch's own error to float64 is the yardstick."""
+"""Refuse to time a wrong result; the yardstick is torch's own error relative to float64."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 from normplug.reference import accumulator_dtype
 
-# Roundings in the dtype of sums: of mean, rstd, weight * sqrt(tv) and the sums of gradients, and as
-# many in a truth that is itself float64.
+# Roundings in the accumulator dtype: of mean, rstd, weight * sqrt(tv) and the gradients' sums, and
+# as many again in a truth that is itself float64.
 ROUNDINGS_OF_SUMS = 8
 # The largest difference from torch that is expected in float32 and float64.
 NEAR, NEAR_DTYPES = 1e-7, ("float32", "float64")
 
 
 class Piece(NamedTuple):
-    """A part of the exact result, as a float64 copy of all of it may not fit in memory.
+    """A part of the exact result; a float64 copy of the whole may not fit in memory.
 
     Attributes:
-        name: of the output.
+        name: the name of the output.
         where: the index of this part in the output.
-        value: float64.
+        value: the exact values, in float64.
     """
 
     name: str
@@ -33,24 +33,25 @@ class Piece(NamedTuple):
 
 def relative_errors(outputs: Mapping[str, Tensor], truth: Iterable[Piece]) -> dict[str, float]:
     """Name -> relative error in the Euclidean norm; absolute if the truth is zero."""
-    wrong: dict[str, Tensor] = {}
-    size: dict[str, Tensor] = {}
+    squared_error: dict[str, Tensor] = {}
+    squared_norm: dict[str, Tensor] = {}
     for name, where, value in truth:
         difference = outputs[name][where].double() - value
-        wrong[name] = wrong.get(name, 0) + difference.square().sum()
-        size[name] = size.get(name, 0) + value.square().sum()
-    assert wrong.keys() == outputs.keys(), f"{sorted(wrong)} known of {sorted(outputs)}"
+        squared_error[name] = squared_error.get(name, 0) + difference.square().sum()
+        squared_norm[name] = squared_norm.get(name, 0) + value.square().sum()
+    known, expected = sorted(squared_error), sorted(outputs)
+    assert known == expected, f"the truth has {known}, and the outputs are {expected}"
     return {
-        name: float((wrong[name] / size[name] if size[name] > 0 else wrong[name]).sqrt())
-        for name in wrong
+        name: float((error / squared_norm[name] if squared_norm[name] > 0 else error).sqrt())
+        for name, error in squared_error.items()
     }
 
 
 def bound(theirs: float, dtype: torch.dtype) -> float:
-    """The largest error that is allowed if torch's is `theirs`.
+    """The largest relative error to allow where torch's is `theirs`.
 
-    Twice `theirs`, plus half a rounding to the result's dtype and a few roundings to the dtype of
-    sums: with few channels `theirs` may be small by luck.
+    Twice `theirs`, plus half a rounding to the result's dtype and a few roundings to the
+    accumulator dtype: with few channels `theirs` may be small by chance.
     """
     if not dtype.is_floating_point:
         return 0.0
@@ -61,7 +62,7 @@ def bound(theirs: float, dtype: torch.dtype) -> float:
 def require_accurate(
     what: str, outputs: Mapping[str, Tensor], truth: Iterable[Piece], yardstick: Mapping[str, float]
 ) -> None:
-    """Compare each output with the truth.
+    """Raise if an output is too far from the truth.
 
     Args:
         what: provider and case, for the message.
@@ -84,16 +85,16 @@ def require_accurate(
 def largest_difference(
     outputs: Mapping[str, Tensor], expected: Mapping[str, Tensor], names: Collection[str]
 ) -> float:
-    """The largest difference of any element of the named outputs from what is expected.
+    """The largest elementwise difference of the named outputs from `expected`.
 
     It is relative to the largest element of the same output, or absolute if that is 0.
     """
     parts = []
     for name in names:
         largest = expected[name].abs().max().double()
-        far = (outputs[name] - expected[name]).abs_().max().double()
-        parts.append(far / largest if largest > 0 else far)
-    return float(torch.stack(parts).max())  # NaN if any is
+        difference = (outputs[name] - expected[name]).abs_().max().double()
+        parts.append(difference / largest if largest > 0 else difference)
+    return float(torch.stack(parts).max())  # NaN if any part is NaN
 
 
 def is_far(row: Mapping[str, Any]) -> bool:

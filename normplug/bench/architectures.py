@@ -1,6 +1,6 @@
 """Architectures of other libraries and of the bench itself, with random weights.
 
-A library is imported where it is used, so the command line can list the models without it.
+Libraries are imported inside functions, so that the command line can list models without them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def resnet18_cifar() -> nn.Module:
 def vit_b_16() -> nn.Module:
     """A ViT-B/16 whose head does not start at zero."""
     net = from_torchvision("vit_b_16")
-    # torchvision starts the head at zero, so all gradients in the body would be zero, too.
+    # torchvision initialises the head to zero, so all gradients of the body would be zero, too.
     nn.init.trunc_normal_(net.heads.head.weight, std=0.02)
     return net
 
@@ -47,8 +47,8 @@ class Part(nn.Module):
 
     Args:
         net: the network.
-        result: the name of the result to return.
-        *names: the names of the arguments, in order.
+        result: the attribute of the network's output to return.
+        *names: the names of the arguments, in positional order.
     """
 
     def __init__(self, net: nn.Module, result: str, *names: str) -> None:
@@ -64,15 +64,15 @@ class Part(nn.Module):
 
 
 def bert_base() -> nn.Module:
-    """BERT-base: scores of the masked tokens, (N, T) -> (N, T, 30522)."""
+    """BERT-base: logits of the masked tokens, (N, T) -> (N, T, 30522)."""
     from transformers import BertConfig, BertForMaskedLM
 
     return Part(BertForMaskedLM(BertConfig()), "logits", "input_ids")
 
 
 def gpt2() -> nn.Module:
-    """GPT-2: scores of the next tokens, (N, T) -> (N, T, 50257)."""
-    # In transformers 5 its forward waits for the GPU once, to look for packed sequences.
+    """GPT-2: logits of the next tokens, (N, T) -> (N, T, 50257)."""
+    # In transformers 5 its forward synchronises with the GPU once, to look for packed sequences.
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return Part(GPT2LMHeadModel(GPT2Config(use_cache=False)), "logits", "input_ids")
@@ -80,7 +80,7 @@ def gpt2() -> nn.Module:
 
 def llama(**sizes: Any) -> nn.Module:
     """A Llama of these sizes (see LlamaConfig): (N, T) -> (N, T, vocab_size)."""
-    # It waits for the GPU once, as GPT-2 does.
+    # It synchronises with the GPU once, as GPT-2 does.
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes |= {"use_cache": False, "attn_implementation": "sdpa"}
@@ -99,20 +99,20 @@ def unet2d(**sizes: Any) -> nn.Module:
     """UNet2DModel of diffusers, with its default sizes or others."""
     from diffusers import UNet2DModel
 
-    net: Any = UNet2DModel(**sizes)  # diffusers imports its classes late: a type checker sees none
+    net: Any = UNet2DModel(**sizes)  # diffusers imports its classes lazily, unseen by type checkers
     return Part(net, "sample", "sample", "timestep")
 
 
 class UNet3d(nn.Module):
     """A plain U-Net for volumes, like that of nnU-Net (Isensee et al. 2021, arXiv:1904.08128).
 
-    Each stage has two convolutions, each with an InstanceNorm and a LeakyReLU. The way down has
-    strides of 2, and the way up transposed convolutions.
+    Each stage has two convolutions, each with an InstanceNorm and a LeakyReLU. The encoder
+    downsamples by strides of 2, the decoder upsamples by transposed convolutions.
 
     Args:
         inputs: channels of the input.
         classes: channels of the output.
-        widths: channels of each stage, from the finest.
+        widths: channels of each stage, finest first.
     """
 
     def __init__(self, inputs: int, classes: int, widths: Sequence[int]) -> None:

@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 
 from normplug._report.figures import Style, legend_below
 
-INCH_A_BAR, BETWEEN_CASES = 0.17, 0.8  # inches; heights of a bar
+INCH_A_BAR, BETWEEN_CASES = 0.17, 0.8  # inches per bar; the gap between cases, in bars
 
 
 class Bar(NamedTuple):
-    """A length, and the range of the middle 60% of its samples if it is known."""
+    """A length, and the range of the middle 60% of its samples if known."""
 
     length: float
     spread: tuple[float, float] | None = None
@@ -32,15 +32,15 @@ def draw_panels(
     unit: str,
     form: str,
 ) -> list[Axes]:
-    """Draw rows of panels of bars. The figure becomes as high as they need.
+    """Draw rows of panels of bars, and set the figure's height to fit them.
 
     Args:
         figure: a figure without panels.
         panels: the bars of each panel; panels in a row show the same cases at the same heights.
         titles: the titles of the panels.
-        looks: series -> its look, in order from top to bottom.
+        looks: series -> its style, in order from top to bottom.
         unit: the unit of the lengths.
-        form: the format of the length that is written beside each bar.
+        form: the format of the length beside each bar.
     """
     rows = [_places(row, looks) for row in panels]
     heights = [INCH_A_BAR * (1 + max(at for _, _, at in places)) + 0.1 for places in rows]
@@ -67,12 +67,12 @@ def draw_panels(
 
 def _places(panels: Iterable[Bars], looks: Collection[str]) -> list[tuple[str, str, float]]:
     """(case, series, y) of each bar in any of the panels, from top to bottom."""
-    there: dict[str, set[str]] = {}
+    present: dict[str, set[str]] = {}
     for bars in panels:
         for case, found in bars.items():
-            there.setdefault(case, set()).update(found)
+            present.setdefault(case, set()).update(found)
     places, y = [], 0.0
-    for case, series in there.items():
+    for case, series in present.items():
         for name in [name for name in looks if name in series]:
             places.append((case, name, y))
             y += 1
@@ -111,7 +111,7 @@ def _draw_bars(
             label=name,
             **more,
         )
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over a line behind it
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # hides lines behind it
         axes.bar_label(drawn, fmt=form, padding=3, fontsize="x-small", bbox=box)
     middles: dict[str, list[float]] = {}
     for case, _, at in places:

@@ -1,4 +1,4 @@
-"""BatchNorm in training, alone and with what follows it in a residual network."""
+"""BatchNorm in training, alone and with the ops that follow it in a residual network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from normplug.bench.suites import Case, Shape
 
 EPS = 1e-5
 MOMENTUM = 0.1
-CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB of float64 a tensor
+CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB per float64 tensor
 
 Norm = Callable[..., Tensor]
 
@@ -27,9 +27,9 @@ Norm = Callable[..., Tensor]
 def make(case: Case, device: str, activation: str | None, has_residual: bool) -> Problem:
     """Random tensors, the same in every call, with a mean away from 0.
 
-    Weight, bias and statistics of a half input are float32. With an activation, dy is 0 where
-    rounding decides the sign of the activation's input, so that every way to compute it has the
-    same gradients.
+    For a half-precision x, weight, bias and statistics are float32. With an activation, dy is 0
+    where rounding may decide the sign of the activation's input, so that all implementations have
+    the same gradients.
     """
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.dtype)
@@ -55,21 +55,21 @@ def make(case: Case, device: str, activation: str | None, has_residual: bool) ->
     }
     problem = Problem(leaves, state, {"y": image()})
     if activation is not None:
-        _mask_the_undecided(problem)
+        _mask_undecided_signs(problem)
     for leaf in leaves.values():
         leaf.requires_grad_()
     return problem
 
 
 def refusal(shape: Shape) -> str | None:
-    """Why a BatchNorm in training does not take the shape."""
+    """Why a BatchNorm in training cannot take the shape; None if it can."""
     if not 2 <= len(shape) <= 5:
         return "takes (N, C, *space) of 2 to 5 dimensions"
     return None if math.prod(shape) > shape[1] else "needs more than one value per channel"
 
 
 def normplug_bn(x: Tensor, *, mode: str = "golden", **others: Any) -> Tensor:
-    """The norm in one call, with the residual and the activation if there are any."""
+    """Run normplug's norm in one call, with the residual and the activation if any."""
     return functional.batch_norm(x, training=True, momentum=MOMENTUM, eps=EPS, mode=mode, **others)
 
 
@@ -82,7 +82,7 @@ def eager_bn(
     num_batches_tracked: Tensor,
     cudnn: bool = False,
 ) -> Tensor:
-    """What `nn.BatchNorm2d` does; `cudnn`: by cuDNN, which it takes in some dtypes only."""
+    """What `nn.BatchNorm2d` does; `cudnn`: through cuDNN, which torch picks in some dtypes only."""
     num_batches_tracked.add_(1)
     running = (running_mean, running_var)
     if cudnn:
@@ -91,19 +91,19 @@ def eager_bn(
 
 
 def relu_after(norm: Norm, **tensors: Tensor) -> Tensor:
-    """What torchvision's residual blocks do: ReLU in place."""
+    """The norm and an in-place ReLU, as inside torchvision's residual blocks."""
     return torch.relu_(norm(**tensors))
 
 
 def add_relu_after(norm: Norm, residual: Tensor, **tensors: Tensor) -> Tensor:
-    """What torchvision's residual blocks end in: both in place."""
+    """The norm, then addition and ReLU in place, as at the end of torchvision's residual blocks."""
     out = norm(**tensors)
     out += residual
     return torch.relu_(out)
 
 
 def truth(problem: Problem, variance: float, activation: str | None) -> Iterator[Piece]:
-    """The exact outputs, by groups of channels."""
+    """Yield the exact outputs, one group of channels at a time."""
     for part in _channel_groups(problem.leaves["x"]):
         exact = _exact(problem, part)
         x, weight = exact["x"], exact["weight"]
@@ -133,14 +133,14 @@ def truth(problem: Problem, variance: float, activation: str | None) -> Iterator
 
 
 def aten_backend(problem: Problem) -> dict[str, str]:
-    """Which of ATen's kernels eager takes; it depends on shape, layout and dtype."""
+    """The ATen backend that eager dispatches to; it depends on shape, layout and dtype."""
     x, weight, bias = (problem.leaves[name] for name in ("x", "weight", "bias"))
     running = (problem.state["running_mean"], problem.state["running_var"])
     chosen = select_batch_norm_backend(x, weight, bias, *running, True, EPS)
     return {"aten_backend": chosen.name}
 
 
-def _mask_the_undecided(problem: Problem) -> None:
+def _mask_undecided_signs(problem: Problem) -> None:
     dy = problem.gradients["y"]
     margin = math.sqrt(torch.finfo(dy.dtype).eps)  # far above any rounding of the input
     for part in _channel_groups(problem.leaves["x"]):
@@ -180,7 +180,7 @@ def _op(
     activation: str | None = None,
     has_residual: bool = False,
 ) -> Op:
-    """The operation; `around` adds to a norm what follows it."""
+    """Make the operation; `around` wraps a norm with the ops that follow it."""
     return Op(
         name,
         passes,

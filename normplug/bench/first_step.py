@@ -1,7 +1,7 @@
 """Time the first training step, in a new process with empty kernel caches.
 
-Run as a module, it is that process, and prints the seconds and where the kernels came from:
-`python -m normplug.bench.first_step MODEL BATCH ARM DEVICE`.
+Run as a module, this file is that process: it prints the seconds and the origins of the kernels.
+Usage: `python -m normplug.bench.first_step MODEL BATCH ARM DEVICE`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 def run(cases: Sequence[Case], arms: Sequence[str], results: Results) -> bool:
     """Measure and print every case and arm, one after the other; return whether any worked.
 
-    An arm that is a graph is left out: its first step is that of the arm without one.
+    CUDA graph arms are left out: their first step is that of the same arm without a graph.
     """
     native.build()
     done = False
@@ -62,15 +62,14 @@ def in_a_process(case: Case, arm: str, device: str) -> Row:
 
 
 def measured(model: str, batch: str, arm: str, device: str) -> Row:
-    """Seconds of a first step in this process, and how many kernels came from where.
+    """Time a first step in this process, and count its kernels by origin.
 
-    The device is initialised before. `normplug.native.status()` counts the kernels.
+    The device is initialised before the clock starts. `normplug.native.status()` has the counts.
     """
     torch.manual_seed(SEED)
-    made = MODELS[model]
-    step = make_step(
-        build(made.build(), arm, made, device), made, made.random_batch(int(batch), device)
-    )
+    entry = MODELS[model]
+    net = build(entry.build(), arm, entry, device)
+    step = make_step(net, entry, entry.random_batch(int(batch), device))
     start = at_rest()
     step()
     seconds = at_rest() - start

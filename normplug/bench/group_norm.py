@@ -19,11 +19,11 @@ from normplug.bench.suites import Case, Shape
 
 EPS = 1e-5
 GROUPS = 32
-CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB of float64 a tensor
+CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB per float64 tensor
 
 
 def groups_of(x: Tensor) -> int:
-    """`GROUPS`, or the most below that divide the channels, too."""
+    """The number of groups: the greatest common divisor of `GROUPS` and the channels."""
     return _groups(x.shape)
 
 
@@ -32,7 +32,7 @@ def _groups(shape: Sequence[int]) -> int:
 
 
 def refusal(shape: Shape) -> str | None:
-    """Why a GroupNorm does not take the shape."""
+    """Why a GroupNorm cannot take the shape; None if it can."""
     if not 3 <= len(shape) <= 5:
         return "takes (N, C, *space) of 3 to 5 dimensions"
     per_group = math.prod(shape[1:]) // _groups(shape)
@@ -40,7 +40,7 @@ def refusal(shape: Shape) -> str | None:
 
 
 def refusal_3d(shape: Shape) -> str | None:
-    """Why an InstanceNorm of volumes does not take the shape."""
+    """Why an InstanceNorm of volumes cannot take the shape; None if it can."""
     if len(shape) != 5:
         return "takes (N, C, D, H, W)"
     return None if math.prod(shape[2:]) > 1 else "needs more than one value per channel"
@@ -73,14 +73,14 @@ def make(case: Case, device: str) -> Problem:
 def normplug_gn(
     x: Tensor, weight: Tensor, bias: Tensor, *, mode: str = "golden", **others: Any
 ) -> Tensor:
-    """The norm in one call, with the activation if there is one."""
+    """Run normplug's norm in one call, with the activation if any."""
     return functional.group_norm(x, groups_of(x), weight, bias, EPS, mode=mode, **others)
 
 
 def normplug_in(
     x: Tensor, weight: Tensor, bias: Tensor, *, mode: str = "golden", backend: str
 ) -> Tensor:
-    """The norm in one call."""
+    """Run normplug's norm in one call."""
     return functional.instance_norm(
         x, weight=weight, bias=bias, eps=EPS, mode=mode, backend=backend
     )
@@ -92,7 +92,7 @@ def eager_gn(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def eager_gn_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """What the residual blocks of diffusion models do."""
+    """The norm and a SiLU, as in residual blocks of diffusion models."""
     return F.silu(eager_gn(x, weight, bias))
 
 
@@ -104,7 +104,7 @@ def eager_in(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def truth(
     problem: Problem, variance: float, activation: str | None, by_channel: bool
 ) -> Iterator[Piece]:
-    """The exact outputs, by samples; sums over samples come last."""
+    """Yield the exact outputs, some samples at a time; sums over samples come last."""
     x = problem.leaves["x"].detach()
     groups = x.shape[1] if by_channel else groups_of(x)
     weight, bias = (problem.leaves[name].detach().double() for name in ("weight", "bias"))

@@ -1,4 +1,4 @@
-"""The GPU's time in a training step, by groups of kernels; a kernel's name says its group."""
+"""The GPU time of a training step by groups of kernels, which are classified by name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from normplug.bench.results import Row
 from normplug.bench.timing import Call
 
 STEPS = 3
-LARGEST = 12  # the kernels that are listed by name
+LARGEST = 12  # how many kernels to list by name
 
 OTHER = "other"
-# The first rule that matches a kernel's name counts. Attention counts as the products in it.
+# The first rule that matches a kernel's name wins. Attention counts as its matrix products.
 LIBRARIES = {
     "optimizer": r"multi_tensor_apply",
     "norm": r"norm(?!al)|\bbn_|GammaBeta|RowwiseMoments",
@@ -31,7 +31,7 @@ LIBRARIES = {
     ),
     "elementwise": r"elementwise",
 }
-# Inductor names a kernel after all that it fused: a kernel with a norm counts as `norm` whole.
+# Inductor names a kernel after all the ops in it: a kernel with a norm counts wholly as `norm`.
 INDUCTOR = {
     "conv/gemm": r"^triton_tem_",
     "norm": r"norm|var_mean",
@@ -50,13 +50,13 @@ def group(kernel: str) -> str:
 
 
 def profiled(step: Call) -> Row:
-    """What the GPU does in a step.
+    """Profile the GPU's work in a step.
 
     Returns:
-        gpu_ms: milliseconds in which it does anything; groups_ms: in each group; kernels: those
-        that take longest.
+        gpu_ms: milliseconds per step in which the GPU is busy; groups_ms: those of each group;
+        kernels: the kernels that take longest.
     """
-    # The host's side of a trace is not read, and takes longer to write than all of the GPU's.
+    # The host's events are not needed, and take longer to export than all of the GPU's.
     activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else None
     with profile(activities=activities) as profiler:
         for _ in range(STEPS):
@@ -71,7 +71,7 @@ def profiled(step: Call) -> Row:
 
 
 def busy_ms(events: Iterable[Mapping[str, Any]], steps: int) -> float:
-    """Milliseconds a step in which the GPU does anything: what runs side by side counts once."""
+    """Milliseconds per step in which the GPU is busy; overlapping work counts once."""
     work = [event for event in events if event.get("cat") in ON_THE_GPU]
     total_us, busy_until = 0.0, -math.inf
     for start, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in work):
@@ -81,7 +81,7 @@ def busy_ms(events: Iterable[Mapping[str, Any]], steps: int) -> float:
 
 
 def summed(events: Iterable[Mapping[str, Any]], steps: int) -> Row:
-    """groups_ms and kernels, from the events of a Chrome trace of `steps` steps."""
+    """Sum up the events of a Chrome trace of `steps` steps: groups_ms and kernels."""
     ms: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for event in events:

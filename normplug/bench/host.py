@@ -1,7 +1,8 @@
 """Measure single calls of layers back to back: on small inputs the GPU waits for the host.
 
-The calls of a case take turns. All compute the same: the weight of eager's layer is the root of the
-target variance. BatchNorm's parameters are float32, those of others are of the input's dtype.
+The calls of a case take turns. All compute the same function: the weight of eager's layer is the
+root of the target variance. BatchNorm's parameters are float32, those of others have the input's
+dtype.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from normplug.bench.timing import Call, HostTime, back_to_back
 MODE = "golden"
 EAGER, OURS, PYTHON = "eager", "normplug", "normplug-python"
 PROVIDERS = (EAGER, OURS, PYTHON)
-CALLS = 2000  # at most, in a repeat
-SECONDS = 0.1  # a repeat has fewer calls if they would take longer
+CALLS = 2000  # per repeat, at most
+SECONDS = 0.1  # per repeat: slow calls are made fewer times
 REPEATS = 5
 WARM_UPS = 20  # calls
-FAR = 0.02  # of an output or gradient from eager's, relative: some roundings to bfloat16 are nearer
+FAR = 0.02  # a relative error that counts as wrong; a few roundings to bfloat16 stay below it
 
 ROWS: tuple[tuple[Shape, str], ...] = (
     ((32, 128), "float32"),
@@ -48,13 +49,13 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class Op(NamedTuple):
-    """What is called.
+    """A layer, and how to call it stock and swapped.
 
     Attributes:
-        layer: makes the stock layer of a case.
-        eager: calls the stock layer, and what goes with it.
+        layer: makes the stock layer of a case on a device.
+        eager: calls the stock layer and the ops around it.
         normplug: calls the swapped layer for the same work.
-        inputs: the number of tensors that they take.
+        inputs: the number of input tensors of both.
     """
 
     layer: Callable[[Case, str], nn.Module]
@@ -110,7 +111,7 @@ def _fused_relu(norm: Any, x: Tensor) -> Outputs:
     return (norm.fused(x, activation="relu"),)
 
 
-# The fused pairs are called as a model calls them after `fuse`.
+# Fused ops are called as a model calls them after `fuse`.
 OPS = {
     "ln": Op(_layer_norm, _call, _call),
     "add_ln": Op(_layer_norm, _add, _fused_add, inputs=2),
@@ -146,7 +147,7 @@ def run(
             for row in rows:
                 results.add(row)
             print(line(case, rows), flush=True)
-        content["native"] = native.status()  # it may have been loaded by now
+        content["native"] = native.status()  # the C++ path may have been loaded by now
     return results
 
 
@@ -154,7 +155,7 @@ def measure(case: Case, providers: Sequence[str], calls: int, device: str) -> It
     """Yield the rows of each direction: one for each provider.
 
     Raises:
-        AssertionError: a provider computes something else than eager.
+        AssertionError: the results of a provider differ from eager's.
     """
     for direction, ways in prepared(case, providers, device).items():
         facts = {**case._asdict(), "shape": list(case.shape), "direction": direction}
@@ -169,7 +170,7 @@ class Way(NamedTuple):
     context: Context
 
     def repeat(self, count: int) -> HostTime:
-        """Make `count` calls back to back."""
+        """Time `count` calls back to back."""
         with self.context():
             return back_to_back(self.call, count)
 
@@ -196,6 +197,7 @@ def prepared(case: Case, providers: Sequence[str], device: str) -> dict[str, dic
         return outputs + torch.autograd.grad(outputs, leaves, gradients)
 
     ways: dict[str, dict[str, Way]] = {"F": {}, "F+B": {}}
+    # The gradients of parameters come last and are not compared: the weights differ by design.
     compared = -len(list(layers[EAGER].parameters()))
     expected = both(EAGER)[:compared]
     for name in providers:
@@ -227,23 +229,23 @@ def tensors(case: Case, device: str) -> tuple[Outputs, Outputs]:
 
 
 def require_near(what: str, found: Outputs, expected: Outputs) -> None:
-    """Compare outputs and gradients of inputs, in Euclidean norm.
+    """Compare outputs and gradients of inputs in the Euclidean norm.
 
     Raises:
-        AssertionError: a tensor is further than `FAR` from what is expected, or is NaN.
+        AssertionError: the relative error of a tensor is above `FAR`, or NaN.
     """
     for ours, theirs in zip(found, expected, strict=True):
         expected_values = theirs.detach().float()
         error = float((ours.detach().float() - expected_values).norm() / expected_values.norm())
         if not error <= FAR:
             raise AssertionError(
-                f"normplug.bench host: {what}: an output or gradient is {error:.3g} from eager's, "
-                f"relative, above {FAR}."
+                f"normplug.bench host: {what}: an output or gradient differs from eager's by a "
+                f"relative error of {error:.3g}, above {FAR}."
             )
 
 
 def in_turns(ways: Mapping[str, Way], calls: int) -> dict[str, Row]:
-    """Provider -> the figures of its row."""
+    """Provider -> the measured fields of its row."""
     counts: dict[str, int] = {}
     for name, way in ways.items():
         warm_ups = min(WARM_UPS, calls)

@@ -1,4 +1,4 @@
-"""Time the norms next to the same work by torch and other packages."""
+"""Time the norms against the same work in torch and other packages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Candidate(NamedTuple):
     """A function to time.
 
     Attributes:
-        function: it takes a problem's tensors by name.
+        function: takes a problem's tensors by name.
         differences: direction -> the largest difference from eager; empty for eager itself.
     """
 
@@ -116,7 +116,7 @@ def measure(
         times, host = stopwatch.gpu_us(calls), stopwatch.host_time(calls)
         if on_the_cpu:
             times[CPU] = cpu_us(on_the_cpu[direction])
-            host[CPU] = HostTime(*[statistics.median(times[CPU])] * 2)
+            host[CPU] = HostTime(*[statistics.median(times[CPU])] * 2)  # the host does all the work
         floor = floor_bytes(case, passes)
         measured = {
             "op": case.op,
@@ -174,7 +174,7 @@ def accurate_candidates(
     if "eager" in providers:
         candidates["eager"] = Candidate(op.eager, {})
     if "compile" in providers:
-        torch.compiler.reset()  # earlier cases count towards the limit of recompilations
+        torch.compiler.reset()  # earlier cases count towards the recompilation limit
         compiled = torch.compile(op.eager, fullgraph=True, dynamic=False)
         add("compile", compiled, compiled)
     for name in [name for name in op.rivals if name in providers]:
@@ -188,12 +188,12 @@ def accurate_candidates(
 
 
 def floor_bytes(case: Case, passes: int) -> int:
-    """The fewest bytes to move; vectors of statistics and parameters do not count."""
+    """The fewest bytes that must be moved, not counting statistics and parameters."""
     return passes * math.prod(case.shape) * getattr(torch, case.dtype).itemsize
 
 
 def figures(floor: int, samples_us: list[float], copy_gbps: float) -> Row:
-    """Median and spread of the repetitions, and the speed at which the floor's bytes moved."""
+    """The median and spread of the repetitions, and the bandwidth that `floor` bytes imply."""
     times = spread("us", samples_us)
     gbps = floor / times["us"] / 1e3
     return {

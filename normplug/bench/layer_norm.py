@@ -1,4 +1,4 @@
-"""LayerNorm in training, alone and with what comes before it in a transformer."""
+"""LayerNorm in training, alone and with the ops that precede it in a transformer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from normplug.bench.suites import Case, Shape
 
 EPS = 1e-5
 MOMENTUM = 0.1
-CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB of float64 a tensor
+CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB per float64 tensor
 
 
 def make(extra: str | None, case: Case, device: str) -> Problem:
@@ -42,14 +42,14 @@ def make(extra: str | None, case: Case, device: str) -> Problem:
 
 
 def refusal(shape: Shape) -> str | None:
-    """Why a norm of rows does not take the shape."""
+    """Why a norm of rows cannot take the shape; None if it can."""
     return None if len(shape) >= 2 else "takes (*rows, width) of 2 or more dimensions"
 
 
 def normplug_ln(
     x: Tensor, weight: Tensor, bias: Tensor, *, mode: str = "golden", **others: Any
 ) -> Tensor:
-    """The norm in one call, with running statistics or the input bias if there are any."""
+    """Run normplug's norm in one call, with running statistics or the input bias if any."""
     return functional.layer_norm(
         x, x.shape[-1:], weight, bias, EPS, mode=mode, momentum=MOMENTUM, **others
     )
@@ -58,7 +58,7 @@ def normplug_ln(
 def normplug_add_ln(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, mode: str = "golden", backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Sum and norm in one call."""
+    """Run normplug's sum and norm in one call."""
     return functional.add_layer_norm(
         x, residual, x.shape[-1:], weight, bias, EPS, mode=mode, backend=backend
     )
@@ -77,7 +77,7 @@ def eager_ln_stats(
     running_var: Tensor,
     num_batches_tracked: Tensor,
 ) -> Tensor:
-    """The same, plus moving averages of the rows' mean and variance."""
+    """`eager_ln`, plus moving averages of the rows' mean and variance."""
     with torch.no_grad():
         var, mean = torch.var_mean(x, -1, correction=0)
         running_mean.lerp_(mean.mean(dtype=running_mean.dtype), MOMENTUM)
@@ -89,18 +89,18 @@ def eager_ln_stats(
 def eager_add_ln(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What a pre-norm block does between its parts."""
+    """The residual addition and the next norm of a pre-norm block."""
     total = x + residual
     return eager_ln(total, weight, bias), total
 
 
 def eager_bias_ln(x: Tensor, weight: Tensor, bias: Tensor, input_bias: Tensor) -> Tensor:
-    """The layer before without its bias, which is added here."""
+    """The norm of the previous layer's output, whose bias is added here."""
     return eager_ln(x + input_bias, weight, bias)
 
 
 def truth(problem: Problem, variance: float) -> Iterator[Piece]:
-    """The exact outputs by groups of rows; sums over rows come last."""
+    """Yield the exact outputs, one group of rows at a time; sums over rows come last."""
     x = problem.leaves["x"]
     sums: dict[str, Tensor] = {}
     for part in row_groups(x):
@@ -138,7 +138,7 @@ def row_groups(x: Tensor) -> Iterator[slice]:
 def _exact(
     problem: Problem, part: slice, variance: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The exact values of some rows, and what they add to sums over all rows."""
+    """The exact values of some rows, and their contributions to sums over all rows."""
     leaves = {name: leaf.detach() for name, leaf in problem.leaves.items()}
     weight, bias = leaves["weight"].double(), leaves["bias"].double()
     h = normalised(leaves, part)

@@ -29,12 +29,12 @@ from normplug.bench.timing import StepStopwatch
 MODE = "golden"
 DTYPE = torch.bfloat16  # of autocast
 MOMENTUM = 0.9
-# A step's work does not depend on the rate. Rate 0 keeps the weights finite: without norms they
-# would soon be infinite, and a GPU computes infinities with less power, so faster.
+# A step's work does not depend on the learning rate. A rate of 0 keeps the weights finite: without
+# norms they would soon overflow, and infinities take a GPU less power, so it would run faster.
 LEARNING_RATE = 0.0
-WARM_UPS = 5  # steps, compilation among them
-ROUNDS, TURN = 6, 2  # rounds of turns, measured steps in each
-SEED = 0  # of weights, of samples and of the order of turns
+WARM_UPS = 5  # steps, including compilation
+ROUNDS, TURN = 6, 2  # rounds of turns; measured steps per turn
+SEED = 0  # for weights, samples and the order of turns
 PACKAGES = tuple(EXTRAS)
 SETTINGS = {
     "mode": MODE,
@@ -46,7 +46,7 @@ SETTINGS = {
 
 T = TypeVar("T")
 Change = Callable[[nn.Module], Any]
-Step = Callable[..., Tensor]  # its optional argument is called between its parts
+Step = Callable[..., Tensor]  # calls its optional argument between forward, backward and optimizer
 
 
 def _nothing() -> None:
@@ -82,7 +82,7 @@ ARMS: dict[str, tuple[Change, ...]] = {
     "no-norm": (without_norms,),
     "liger": (rivals.liger_llama,),
 }
-# The whole step, optimizer included, is one CUDA graph: the GPU does not wait for the host.
+# Arms whose whole step, optimizer included, is one CUDA graph: the GPU never waits for the host.
 GRAPHED = ("eager+graph", "swap+fuse+graph")
 USUAL = ("eager", "swap", "swap+fuse")  # the arms that are measured unless others are named
 
@@ -144,14 +144,14 @@ def warmed(
     case: Case, arms: Sequence[str], stopwatch: StepStopwatch, device: str
 ) -> tuple[dict[str, Step], dict[str, Row]]:
     """Arm -> its step after the warm-up, and arm -> its peak memory and loss."""
-    torch.compiler.reset()  # earlier cases count towards the limit of recompilations
+    torch.compiler.reset()  # earlier cases count towards the recompilation limit
     model = MODELS[case.model]
     torch.manual_seed(SEED)
     stock = model.build()
-    nothing = stopwatch.held_bytes()
+    before = stopwatch.held_bytes()
     batch = model.random_batch(case.batch, device)
-    batch_bytes = stopwatch.held_bytes() - nothing
-    # The libraries allocate workspaces in the first step and keep them: no arm is charged for them.
+    batch_bytes = stopwatch.held_bytes() - before
+    # Libraries allocate workspaces in the first step and keep them: charge no arm for them.
     eager = partial(build, stock, "eager", model, device)
     attempt(f"{case}: the first step", lambda: make_step(eager(), model, batch)())
 
@@ -192,7 +192,7 @@ def build(stock: nn.Module, arm: str, model: Model, device: str) -> nn.Module:
 
 
 def make_step(net: nn.Module, model: Model, batch: Batch) -> Step:
-    """A whole training step; it returns the model's loss and does not wait for the GPU."""
+    """Make a whole training step, which returns the loss and does not wait for the GPU."""
     optimizer = SGD(net.parameters(), LEARNING_RATE, momentum=MOMENTUM, foreach=True)
 
     def step(between: Callable[[], None] = _nothing) -> Tensor:
@@ -209,7 +209,7 @@ def make_step(net: nn.Module, model: Model, batch: Batch) -> Step:
 
 
 class Captured:
-    """A step as one CUDA graph, replayed at each call; the loss is overwritten each time.
+    """A step as one CUDA graph, which each call replays; a replay overwrites the loss.
 
     It keeps the step alive: the graph reads weights and optimizer state that it does not own.
     """
@@ -252,10 +252,10 @@ def in_turns(
 
 
 def attempt(what: str, call: Callable[[], T]) -> T | None:
-    """What `call` returns; if it raises, print why and return None."""
+    """Return `call()`; if it raises, print why and return None."""
     try:
         return call()
-    except Exception as error:  # of any kind: the other arms go on
+    except Exception as error:  # of any kind: measure the other arms anyway
         print(f"{what} is left out: {error!r}", file=sys.stderr, flush=True)
     # Not in the except block: the traceback there keeps tensors alive.
     gc.collect()
@@ -279,7 +279,7 @@ def figures(batch: int, samples_ms: list[float], host_ms: list[float]) -> Row:
 
 
 def line(case: Case, rows: list[Row]) -> str:
-    """The rows of a case as one line of text: times are the best ones."""
+    """The rows of a case as one line of text, with the best times."""
     cells = [
         f"{row['arm']} {row['ms']:.2f} ms, GPU {row['gpu_ms'] or math.nan:.2f}, "
         f"host {row['host_ms']:.2f}, {row['peak_gib']:.2f} GiB"

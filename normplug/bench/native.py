@@ -1,4 +1,4 @@
-"""The host path in C++: it is built before a clock starts, as calls do not wait for a build."""
+"""The C++ host path, built before any timing: calls do not wait for a build."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["build", "python_way", "status"]
 
 
 def build() -> None:
-    """Build it now; if that fails, print that calls run through Python."""
+    """Build the C++ host path; if that fails, print that calls run through Python."""
     if subprocess.run([sys.executable, "-m", "normplug.native", "build"]).returncode:
         message = "normplug.bench: the host path in C++ was not built; calls run through Python"
         print(message, file=sys.stderr, flush=True)
 
 
 def status() -> str:
-    """Which way calls go: "C++" or "Python"."""
+    """The path that calls take: "C++" or "Python"."""
     return native.status().way

@@ -16,7 +16,7 @@ from normplug.bench import architectures
 
 
 class Batch(NamedTuple):
-    """What a step is trained on: the network's arguments, and what its output is compared with."""
+    """The data of a step: the network's arguments, and the target of its loss."""
 
     inputs: tuple[Tensor, ...]
     target: Tensor
@@ -24,13 +24,13 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Model(ABC):
-    """A network, and what it is trained on.
+    """A network, and the task that it is trained on.
 
     Attributes:
-        build: a new network with random weights, on the CPU.
-        batches: samples a step, in the order of measuring.
-        library: the package that the network is of, if it is not torch.
-        memory_format: of weights and images.
+        build: makes a network with random weights, on the CPU.
+        batches: the batch sizes to measure, in order.
+        library: the package that provides the network, if it is not torch.
+        memory_format: the memory format of weights and images.
     """
 
     build: Callable[[], nn.Module]
@@ -55,11 +55,11 @@ class Model(ABC):
 
 @dataclass(frozen=True)
 class Images(Model):
-    """A class for each image.
+    """Classification of images.
 
     Attributes:
         image_size: height and width, in pixels.
-        classes: outputs.
+        classes: the number of classes.
     """
 
     _: KW_ONLY
@@ -76,11 +76,11 @@ class Images(Model):
 
 @dataclass(frozen=True)
 class Noise(Model):
-    """The noise in each image, as in a diffusion model.
+    """Prediction of the noise in images, as in a diffusion model.
 
     Attributes:
         image_size: height and width, in pixels.
-        times: steps of the diffusion.
+        times: the number of diffusion steps.
     """
 
     _: KW_ONLY
@@ -104,11 +104,11 @@ class Noise(Model):
 
 @dataclass(frozen=True)
 class Volumes(Model):
-    """A class for each voxel.
+    """Classification of voxels.
 
     Attributes:
         size: depth, height and width, in voxels.
-        classes: the output's channels.
+        classes: the number of classes, which are the output's channels.
     """
 
     _: KW_ONLY
@@ -129,11 +129,11 @@ class Volumes(Model):
 
 @dataclass(frozen=True)
 class Text(Model):
-    """A class for each token.
+    """Classification of tokens.
 
     Attributes:
-        length: tokens a sample.
-        classes: tokens of the vocabulary.
+        length: tokens per sample.
+        classes: the size of the vocabulary.
     """
 
     _: KW_ONLY
@@ -148,17 +148,17 @@ class Text(Model):
 
 @dataclass(frozen=True)
 class Translation(Text):
-    """A class for each token of a second text, whose earlier tokens are known.
+    """Classification of the tokens of a second text, whose earlier tokens are given.
 
     Attributes:
-        target_length: tokens of the second text; `length` is of the first.
+        target_length: tokens of the second text; `length` is that of the first.
     """
 
     _: KW_ONLY
     target_length: int
 
     def random_batch(self, count: int, device: str) -> Batch:
-        """Tokens of the first text and of the second, and labels for the second."""
+        """Tokens (count, length) and (count, target_length), and labels for the latter."""
         tokens = torch.randint(self.classes, (count, self.length), device=device)
         shape = (2, count, self.target_length)
         known, labels = torch.randint(self.classes, shape, device=device)
@@ -167,7 +167,7 @@ class Translation(Text):
 
 @dataclass(frozen=True)
 class Vectors(Text):
-    """A model of vectors as wide as its output; the output's elements count as classes."""
+    """Classification of vectors that are as wide as the output, whose elements are the classes."""
 
     def random_batch(self, count: int, device: str) -> Batch:
         """Vectors (count, length, classes) in float32, and labels (count, length)."""
@@ -176,7 +176,7 @@ class Vectors(Text):
 
 
 class Case(NamedTuple):
-    """A model and a number of samples a step."""
+    """A model and a batch size."""
 
     model: str
     batch: int
@@ -185,7 +185,7 @@ class Case(NamedTuple):
         return f"{self.model}, batch {self.batch}"
 
 
-EXTRAS = {  # library -> the extra that brings it
+EXTRAS = {  # library -> the extra that installs it
     "torchvision": "bench",
     "transformers": "zoo",
     "diffusers": "zoo",

@@ -36,7 +36,7 @@ class Problem:
         return {"F": forward, "F+B": lambda: self._backward(forward())}
 
     def outputs(self, function: Function) -> dict[str, Tensor]:
-        """All that `function` computes: outputs, gradients and a new state; ours stays as it is."""
+        """Outputs, gradients and the updated state of `function`; `self.state` stays as it is."""
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         made = function(**self.leaves, **state)
         outputs = [made] if isinstance(made, Tensor) else made
@@ -56,13 +56,13 @@ class Op:
     Attributes:
         name: as in `Case.op`.
         passes: direction -> the fewest passes over the input's bytes.
-        make: makes the tensors of a case on a device.
+        make: creates the tensors of a case on a device.
         normplug: normplug's function, in mode golden unless `mode` is given; it takes a problem's
             tensors by name, and `backend`.
-        eager: the stock norm in separate calls of torch; takes a problem's tensors by name.
-        truth: a problem's exact outputs for a target variance.
+        eager: the stock norm in separate torch calls; takes a problem's tensors by name.
+        truth: yields a problem's exact outputs for a target variance.
         refusal: why the operation does not take a shape; None if it does.
-        eager_facts: more keys for the rows of `eager`.
+        eager_facts: extra fields for the rows of `eager`.
         rivals: provider -> a function that loads its stock norm, which is called like `eager`.
     """
 

@@ -15,8 +15,8 @@ from normplug.bench.suites import NORMS, WIDTHS_ROWS, shape_name
 
 Row = Mapping[str, Any]
 
-OP = "ln"
-# The names of operations in plots.
+OP = "ln"  # of `speed_figure`
+# Operations by their names in plots.
 NAMES = {
     "bn": "BatchNorm",
     "bn_relu": "BatchNorm + ReLU",
@@ -89,10 +89,10 @@ def kernel_figure(content: Mapping[str, Any], norm: str | None = None) -> Figure
     Raises:
         ValueError: `content` has no row of the norm.
     """
-    there = [name for name, ops in NORMS.items() if any(r["op"] in ops for r in content["rows"])]
-    if norm not in (None, *there) or not there:
+    present = [name for name, ops in NORMS.items() if any(r["op"] in ops for r in content["rows"])]
+    if norm not in (None, *present) or not present:
         raise ValueError(f"no row of {norm or 'a norm'}")
-    norm = norm or there[0]
+    norm = norm or present[0]
     rows = [row for row in content["rows"] if row["op"] in NORMS[norm]]
     content = {**content, "rows": rows}
     return speed_figure(content) if norm == "LayerNorm" else shape_figure(content, norm)
@@ -273,7 +273,7 @@ def _over_eager(rows: Mapping[str, Row], key: str, arms: Collection[str]) -> dic
 def _draw_lines(
     axes: Axes, rows: Iterable[Row], providers: Iterable[str], copy_gbps: float
 ) -> None:
-    """Draw one panel; providers without a row here are in the legend, too."""
+    """Draw one panel; providers without a row here still get a legend entry."""
     for provider in providers:
         points = {row["shape"][1]: row["gbps"] for row in rows if row["provider"] == provider}
         x = sorted(points)

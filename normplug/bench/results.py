@@ -26,8 +26,8 @@ class Results:
     Args:
         path: the file; None to write none.
         packages: record the versions of these packages, too.
-        resume: keep the rows of a file of this kind, if `path` is one; None starts the file anew.
-        **facts: what else holds for all rows, such as the speed of a copy.
+        resume: keep the rows of a file of this kind if `path` exists; None starts a new file.
+        **facts: other facts about all rows, such as the speed of a copy.
 
     Attributes:
         path: as given.
@@ -35,7 +35,7 @@ class Results:
 
     Raises:
         ValueError: the file to resume cannot be read, is of another kind, or has rows of another
-            device, of other versions or of other facts.
+            device, other versions or other facts.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Results:
     def update(self, row: Row, keys: Sequence[str]) -> None:
         """Set the fields of the row that has the same `keys`, or add a row; write the file.
 
-        The row gets the date: the other rows of the file may be older.
+        The row gets a date of its own: the other rows of the file may be older.
         """
         rows = self.content["rows"]
         found = next((old for old in rows if all(old[key] == row[key] for key in keys)), None)
@@ -89,11 +89,11 @@ class Kind(NamedTuple):
     """A kind of JSON file.
 
     Attributes:
-        what: what it holds, for error messages.
-        writer: the command that writes it.
-        use: what reads it, for error messages.
-        keys: the keys that its object has at least.
-        row_keys: the keys that each of its rows has at least; empty if it has no rows.
+        what: what the file holds, for error messages.
+        writer: the command that writes the file.
+        use: what to do with the file, for error messages.
+        keys: the required keys of the JSON object.
+        row_keys: the required keys of each row; empty if the file has no rows.
     """
 
     what: str
@@ -112,7 +112,7 @@ class Kind(NamedTuple):
         )
 
 
-STEP = ("model", "batch", "arm")  # what a row of training steps is told by
+STEP = ("model", "batch", "arm")  # the keys that identify a row of training steps
 ORIGIN = frozenset({"device", "versions", "date"})
 KERNELS = Kind(
     "times of kernels",
@@ -142,7 +142,7 @@ HOST = Kind(
     ORIGIN | {"settings", "rows"},
     frozenset({"op", "direction", "layout", "shape", "dtype", "provider", "wall_us"}),
 )
-KINDS = (  # the first that fits counts: a profile would pass for times
+KINDS = (  # the first that fits wins: a profile also fits `MODELS`
     KERNELS,
     PROFILE,
     HOST,
@@ -170,7 +170,7 @@ KINDS = (  # the first that fits counts: a profile would pass for times
 
 
 def spread(unit: str, samples: Sequence[float]) -> Row:
-    """The median of some times, and the bounds of their middle 60%, by the keys of a row."""
+    """The median of some times, and the bounds of their middle 60%, as fields of a row."""
     quintiles = statistics.quantiles(samples, n=5, method="inclusive")
     bounds = {f"{unit}_p20": quintiles[0], f"{unit}_p80": quintiles[-1]}
     return {unit: statistics.median(samples), **bounds}

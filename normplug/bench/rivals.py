@@ -48,7 +48,7 @@ def liger_layer_norm(eps: float) -> Function:
 
 
 def liger_group_norm(eps: float, groups: Callable[[Tensor], int]) -> Function:
-    """GroupNorm of Liger-Kernel, which takes contiguous input with one dimension of space."""
+    """GroupNorm of Liger-Kernel, which takes contiguous input with one spatial dimension."""
     from liger_kernel.ops.group_norm import LigerGroupNormFunction
 
     def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def liger_llama(net: nn.Module) -> nn.Module:
     try:
         for llama in llamas:
             apply_liger_kernel_to_llama(rms_norm=True, model=llama, **dict.fromkeys(others, False))
-    finally:  # Liger also replaces the class for Llamas that are built later
+    finally:  # Liger also replaces the class, for Llamas that are built later
         modeling.LlamaRMSNorm = stock
     return net
 

@@ -26,14 +26,14 @@ def make(extra: str | None, case: Case, device: str) -> Problem:
 
 
 def normplug_rms(x: Tensor, weight: Tensor, *, mode: str = "golden", backend: str) -> Tensor:
-    """The norm in one call."""
+    """Run normplug's norm in one call."""
     return functional.rms_norm(x, x.shape[-1:], weight, EPS, mode=mode, backend=backend)
 
 
 def normplug_add_rms(
     x: Tensor, residual: Tensor, weight: Tensor, *, mode: str = "golden", backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Sum and norm in one call."""
+    """Run normplug's sum and norm in one call."""
     return functional.add_rms_norm(
         x, residual, x.shape[-1:], weight, EPS, mode=mode, backend=backend
     )
@@ -45,13 +45,13 @@ def eager_rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def eager_add_rms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What a pre-norm block does between its parts."""
+    """The residual addition and the next norm of a pre-norm block."""
     total = x + residual
     return eager_rms(total, weight), total
 
 
 def truth(problem: Problem, variance: float) -> Iterator[Piece]:
-    """The exact outputs by groups of rows; the sum over rows comes last."""
+    """Yield the exact outputs, one group of rows at a time; the sum over rows comes last."""
     leaves = {name: leaf.detach() for name, leaf in problem.leaves.items()}
     weight = leaves["weight"].double()
     total = weight.new_zeros(weight.shape)

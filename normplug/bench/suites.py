@@ -47,7 +47,7 @@ OTHER_SHAPES: tuple[Shape, ...] = (
     (4, 32, 16, 56, 56),  # video
     (64, 128, 1024),  # sequence
     (256, 1024, 14, 14),  # ResNet-50, third stage
-    (32, 1024, 14, 14),  # the same of a small batch
+    (32, 1024, 14, 14),  # the same with a small batch
     (512, 512, 4, 4),  # ResNet-18 on CIFAR: last stage
     (100, 33, 17, 19),  # no powers of two
 )
@@ -58,7 +58,7 @@ VIT_ROWS: Shape = (50432, 768)  # ViT-B/16 at 224 px, batch 256
 FEW_WIDE_ROWS: Shape = (512, 8192)
 # ConvNeXt-T at 224 px, batch 128: its first three stages.
 CONVNEXT_ROWS: tuple[Shape, ...] = ((401_408, 96), (100_352, 192), (25_088, 384))
-HEADS: Shape = (4096, 32, 128)  # of queries: Llama-2-7B, 4096 tokens
+HEADS: Shape = (4096, 32, 128)  # queries of Llama-2-7B: 4096 tokens, 32 heads
 SMALL_ROWS: tuple[Shape, ...] = ((32, 128), (512, 256), (4096, 256))
 OTHER_ROWS: tuple[Shape, ...] = (
     (1_000_000, 64),  # attention heads
@@ -154,7 +154,7 @@ FAMILIES = (
     *_cases(["gn", "gn_silu"], GROUP_SHAPES, ["bfloat16"]),
     Case("in3d", "NHWC", VOLUME, "bfloat16"),
 )
-# BatchNorm where eager runs cuDNN's: float16, channels_last.
+# BatchNorm where eager runs cuDNN's kernels: float16, channels_last.
 CUDNN = (
     *(Case("bn", "NHWC", shape, "float16") for shape in HEADLINE_SHAPES),
     *(
@@ -182,7 +182,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "cudnn": CUDNN,
     "full": tuple(dict.fromkeys(FULL)),
 }
-WITH_CPU = ("float32-float64",)  # the suites that also time torch on the CPU
+WITH_CPU = ("float32-float64",)  # suites that also time torch on the CPU
 
 
 def select(

@@ -1,6 +1,6 @@
 """Time training steps of a ResNet-50 over several processes, for each way to synchronise its norms.
 
-Run it in each process: `python -m torch.distributed.run --nproc_per_node 2 -m normplug.bench sync`.
+Start it by `python -m torch.distributed.run --nproc_per_node 2 -m normplug.bench sync`.
 All arms start from the same weights, are in memory together, and take turns.
 """
 
@@ -28,9 +28,9 @@ from normplug.bench.results import Results
 
 MODEL = "resnet50"
 BATCHES = (128, 32)  # images per process and step
-SIZE = 224  # pixels of an image's side
-WARM_UPS = 10  # steps, compilation among them
-ROUNDS, TURN = 10, 10  # rounds of turns, measured steps in each
+SIZE = 224  # height and width of an image, in pixels
+WARM_UPS = 10  # steps, including compilation
+ROUNDS, TURN = 10, 10  # rounds of turns; measured steps per turn
 
 
 def _stock(net: nn.Module) -> nn.Module:
@@ -66,15 +66,15 @@ def add_command(commands: Any, number: Callable[[str], int]) -> None:
         help=f"images per process; may be repeated; default: {', '.join(map(str, BATCHES))}",
     )
     for name, default, what in (
-        ("size", SIZE, "pixels of an image's side"),
+        ("size", SIZE, "height and width of an image, in pixels"),
         ("warm-ups", WARM_UPS, "steps before the first round"),
-        ("rounds", ROUNDS, "how often each arm is timed"),
-        ("turn", TURN, "steps that are timed at once"),
+        ("rounds", ROUNDS, "rounds, with a turn of every arm in each"),
+        ("turn", TURN, "steps that are timed together"),
     ):
         help_text = f"{what}; default: {default}"
         command.add_argument(f"--{name}", metavar="N", type=number, default=default, help=help_text)
     command.add_argument(
-        "-o", "--out", metavar="FILE.json", type=Path, help="all rows, written after each one"
+        "-o", "--out", metavar="FILE.json", type=Path, help="all rows, rewritten after each one"
     )
 
 
@@ -91,7 +91,7 @@ def run(
     """Measure and print every arm of every batch; process 0 writes the rows to `out`.
 
     Raises:
-        SystemExit: the process was not started with others.
+        SystemExit: the process was not started by `torch.distributed.run`.
     """
     if "RANK" not in os.environ:
         raise SystemExit(
@@ -132,7 +132,7 @@ def run(
 def measure(
     batch: int, size: int, warm_ups: int, rounds: int, turn: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Arm -> milliseconds a step, of each turn."""
+    """Arm -> milliseconds per step, for each turn."""
     stated = MODELS[MODEL]
     assert isinstance(stated, Images)
     model = replace(stated, image_size=size)
@@ -150,7 +150,7 @@ def measure(
             steps[arm]()
     times: dict[str, list[float]] = {arm: [] for arm in steps}
     for done in range(rounds):
-        # Each round begins with another arm, the same in all processes.
+        # Each round starts with another arm, which is the same in all processes.
         order = list(steps)
         for arm in order[done % len(order) :] + order[: done % len(order)]:
             times[arm].append(_turn_ms(steps[arm], turn, device))
@@ -162,14 +162,14 @@ def _parallel(
 ) -> nn.Module:
     if device.type == "cuda":
         return nn.parallel.DistributedDataParallel(change(net), device_ids=[device])
-    # On the CPU it refuses to wrap a SyncBatchNorm.
+    # On the CPU, DistributedDataParallel refuses to wrap a SyncBatchNorm.
     parallel = nn.parallel.DistributedDataParallel(net)
     parallel.module = change(net)
     return parallel
 
 
 def _turn_ms(step: Callable[[], Any], count: int, device: torch.device) -> float:
-    """Milliseconds of each of `count` steps back to back, after one that is not measured."""
+    """Mean milliseconds per step of `count` steps back to back, after one that is not timed."""
     step()
     _wait(device)
     dist.barrier()

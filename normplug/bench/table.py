@@ -21,7 +21,7 @@ Time = Callable[[Row], float]
 
 OURS, TWIN = "normplug", "normplug-triton"  # the twin is compared only if normplug is missing
 PEERS = ("eager", "compile", "liger")  # arms of others
-# Arms of training steps that are compared.
+# Pairs of arms whose training steps are compared.
 STEPS = (
     ("swap", "eager"),
     *(("swap+fuse", peer) for peer in PEERS),
@@ -29,7 +29,8 @@ STEPS = (
     ("swap+fuse+graph", "eager+graph"),
     ("no-norm", "eager"),
 )
-# A key of the rows, the caption of its table, the time, and the format of a cell.
+# A required key of the rows, the table's caption, the time of a row, and the format of a cell. Rows
+# have the best time as `ms` and the median as `median_ms`; older rows only the median, as `ms`.
 STEP_TIMES: tuple[tuple[str, str, Time, str], ...] = (
     (
         "ms",
@@ -215,7 +216,7 @@ def _pivot(
         columns: keys of the rows.
         series: a key of the rows.
         cell: the text for a row.
-        pairs: pairs of values of `series`: a column has the speed of the first over the second.
+        pairs: pairs of values of `series`; a column has the speedup of the first over the second.
         time: the time of a row, for the speed.
     """
     by_key: dict[tuple[str, ...], dict[str, Row]] = {}

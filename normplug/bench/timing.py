@@ -1,7 +1,7 @@
 """How long a call takes: on the GPU alone, on the host alone, and on both in a training loop.
 
-Calls to be compared take turns of a few repetitions each, so that a drift of the clocks, or load on
-a shared host, affects all of them.
+Calls to be compared take turns of a few repetitions each, so that clock drift, or load on a shared
+host, affects all of them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Call = Callable[[], Any]
 WARM_UPS = 5
 TURN = 5  # repetitions before the next call's turn
 FEWEST, MOST = 3 * TURN, 10 * TURN  # repetitions
-BUDGET_S = 0.5  # seconds for one call's repetitions; a slow call has fewer, but FEWEST at least
+BUDGET_S = 0.5  # seconds for one call's repetitions; a slow call has fewer, but at least FEWEST
 HOST_TURNS = 9
-HOST_CALLS = (5, 50)  # in one turn: so few that no launch waits for a full queue
+HOST_CALLS = (5, 50)  # fewest and most per turn: few enough that no launch waits for a full queue
 HOST_TURN_S = 0.02
 # The GPU sleeps before a call until the host has queued all of it: LEAD times the host's time, plus
 # LEAD_US. If that was too short, the measurement is repeated with twice the sleep.
 LEAD, LEAD_US = 2.0, 50.0
 LEAD_DOUBLINGS = 8
 COPY_BYTES = 512 * 2**20
-SETTLING = 2  # steps not timed at the start of a turn: caches hold another model's data
+SETTLING = 2  # untimed steps at the start of a turn, as caches hold another model's data
 SCRATCH_BYTES = 128 * 2**20  # at least; twice the L2 cache if that is more
 
 
 class HostTime(NamedTuple):
-    """Microseconds a call.
+    """Microseconds per call.
 
     Attributes:
         host_us: until the host is free again, while the GPU may still work.
@@ -59,10 +59,10 @@ class Gpu:
     def time_us(self, call: Call, lead_us: float) -> float | None:
         """Microseconds on the GPU, with a cold L2 cache; None if it had to wait for the host.
 
-        The GPU sleeps for `lead_us` before, while the host queues the call.
+        The GPU first sleeps for `lead_us`, while the host queues the call.
         """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # The cache is left dirty: the call pays to write this back, as others pay for its output.
+        # Leave the cache dirty: the call pays to write it back, as others pay for its output.
         self._scratch.zero_()
         gpu_sleep(int(lead_us * self._cycles_per_us))
         start.record()
@@ -82,7 +82,7 @@ class Stopwatch:
 
     Args:
         gpu: where they run; None for the current CUDA device.
-        clock: seconds, to see how many repetitions are affordable.
+        clock: returns seconds, to decide how many repetitions are affordable.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Stopwatch:
         }
 
     def copy_gbps(self) -> float:
-        """The speed of a large copy in 1e9 bytes a second, read and written bytes together."""
+        """The bandwidth of a large copy in 1e9 bytes per second, reads and writes together."""
         source = torch.randn(COPY_BYTES // 2, device="cuda").to(torch.bfloat16)
         target = torch.empty_like(source)
         samples = self.gpu_us({"copy": lambda: target.copy_(source)})["copy"]
@@ -150,7 +150,7 @@ class Stopwatch:
 
 
 class StepStopwatch:
-    """Times and weighs whole training steps on the current CUDA device."""
+    """Measures time and memory of whole training steps on the current CUDA device."""
 
     def turn_ms(self, step: Call, count: int) -> list[float]:
         """Milliseconds of each of `count` steps back to back: the slower of host and GPU."""
@@ -165,10 +165,10 @@ class StepStopwatch:
         return [start.elapsed_time(end) for start, end in pairwise(marks)]
 
     def host_ms(self, step: Callable[[Callable[[], None]], Any]) -> float:
-        """Milliseconds of the host for one step; the GPU is idle at its start.
+        """Host milliseconds of one step; the GPU is idle at its start.
 
         The step calls its argument between its parts. There the host waits for the GPU, untimed, so
-        that the queue has room for the next part's launches: a full queue would add to the time.
+        that the launch queue is empty for the next part: a full queue would add to the time.
         """
         total, start = 0.0, at_rest()
 
@@ -196,7 +196,7 @@ class StepStopwatch:
 
 
 def back_to_back(call: Call, count: int) -> HostTime:
-    """Make `count` calls; the GPU, if there is one, is idle before and after them."""
+    """Time `count` calls; the GPU, if there is one, is idle before and after them."""
     start = at_rest()
     for _ in range(count):
         call()
@@ -227,7 +227,7 @@ def at_rest() -> float:
 
 
 def _cycles_per_us() -> float:
-    """Cycles of `gpu_sleep` in a microsecond; the first sleep also wakes an idle GPU."""
+    """Cycles of `gpu_sleep` per microsecond; the first sleep also wakes an idle GPU."""
     cycles, rates = 20_000_000, []
     for _ in range(4):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""A timeline of the GPU work of torch's calls and normplug's."""
+"""Timelines of the GPU work of eager's calls and normplug's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The yardstick of the numeric tests: torch's own error against float64, not a magic number.
 
-Its home is `normplug.bench.accuracy`; beside tests that draw inputs at random it needs to know what
-cancels, too: two errors of the same making may differ by far more than a factor of two, where one
-of them is small by luck.
+The bound is that of `normplug.bench.accuracy`. Tests with random inputs must also know how much
+cancels: the errors of two equally good implementations may differ by far more than a factor of two
+where one of them is small by chance.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def assert_no_worse(
     terms: Tensor | None = None,
     spare: float = 0.0,
 ) -> None:
-    """Ours may be twice as far from the truth as theirs, and a few roundings more.
+    """Assert that our error is at most twice theirs, plus a few roundings.
 
-    terms: how large the terms are that the result was added up from, elementwise, where sums may
-    cancel; each may have been rounded. spare: a relative error to allow beyond that.
+    terms: where sums may cancel, the elementwise sum of the absolute values of their terms, each of
+    which may have been rounded. spare: a relative error to allow beyond that.
     """
     assert ours.shape == theirs.shape, name
     assert ours.dtype == theirs.dtype, name
@@ -40,14 +40,14 @@ def assert_no_worse(
     if terms is not None:
         limits = torch.finfo(ours.dtype)
         rounding = ROUNDINGS_OF_SUMS * torch.finfo(accumulator_dtype(ours.dtype)).eps
-        # Below the smallest normal number, what a rounding is no longer shrinks with the value.
+        # Below the smallest normal number, a rounding error no longer shrinks with the value.
         subnormal = limits.smallest_normal * limits.eps * math.sqrt(ours.numel())
         allowed += float((rounding * terms.norm() + subnormal) / _scale(truth))
     assert error(ours, truth) <= allowed, f"{name}: {error(ours, truth):.3g} > {allowed:.3g}"
 
 
 def leaf(tensor: Tensor | None) -> Tensor | None:
-    """A copy that gradients end in."""
+    """A detached copy that requires a gradient."""
     return None if tensor is None else tensor.detach().clone().requires_grad_()
 
 

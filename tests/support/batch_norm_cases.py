@@ -33,7 +33,7 @@ def make(shape, dtype, layout="contiguous", affine="weight+bias", params=None, o
 
 
 def run(norm, x, weight, bias, dy, training=True, running=None, **options):
-    """Forward and backward; a dict of everything that comes out."""
+    """Run forward and backward; return all results by name."""
     x, weight, bias = leaf(x), leaf(weight), leaf(bias)
     mean, var = (None, None) if running is None else (r.clone() for r in running)
     y = norm(x, mean, var, weight, bias, training, **options)
@@ -53,7 +53,7 @@ def double(tensor):
 
 
 def compare(x, weight, bias, mode, training=True, running=None):
-    """Ours against the stock kernel with the folded weight, both against float64."""
+    """Compare our error against float64 with that of the stock kernel with the folded weight."""
     tv = target_variance(mode)
     dy = torch.randn_like(x)
 
@@ -69,7 +69,7 @@ def compare(x, weight, bias, mode, training=True, running=None):
     exact = (double(x), double(weight), double(bias), dy.double(), training)
     truth = run(stock, *exact, None if running is None else tuple(map(double, running)))
     theirs, got = run(stock, *args), run(ours, *args)
-    # A float64 truth is no better than either: what mean >> std amplifies, it has of its own.
+    # A truth in the input's float64 is no better than either: mean >> std amplifies its roundings.
     values = x.double()
     amplified = float(1 + values.mean().abs() / values.std()) if x.numel() > 1 else 1.0
     spare = 64 * torch.finfo(x.dtype).eps * amplified if x.dtype == torch.float64 else 0.0

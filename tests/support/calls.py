@@ -20,7 +20,7 @@ INPUTS = ("x", "residual", "weight", "bias", "input_bias")
 
 @dataclass
 class Tensors:
-    """What a call is given, and the gradients of its outputs; None where there is none."""
+    """The inputs of a call, and the gradients of its outputs; None where there is none."""
 
     x: Tensor
     weight: Tensor | None
@@ -36,7 +36,7 @@ class Tensors:
         return Tensors(*(None if t is None else t.to(dtype) for t in vars(self).values()))
 
     def inputs(self, needs: Iterable[str]) -> dict[str, Any]:
-        """By name, and ready for the gradients that are needed."""
+        """The inputs by name; those in `needs` require a gradient."""
         found = {name: getattr(self, name) for name in INPUTS}
         return {
             n: t if t is None else t.detach().requires_grad_(n in needs) for n, t in found.items()
@@ -59,7 +59,7 @@ def run(
     used: Iterable[str] = ("y",),
     tracked: bool = True,
 ) -> dict[str, Tensor]:
-    """Forward and backward: all that comes out, by name."""
+    """Run forward and backward; return outputs, gradients and running statistics by name."""
     inputs, running = tensors.inputs(case.needs), tensors.running(tracked)
     outputs = call(case, inputs, backend, **running)
     out = {name: output.detach() for name, output in outputs.items()}
@@ -72,20 +72,20 @@ def run(
     return {**out, **running}
 
 
-def said(case: Any) -> str:
-    """What differs from the defaults."""
-    said = [f for f in fields(case) if getattr(case, f.name) != f.default]
-    return " ".join(f"{f.name}={getattr(case, f.name)}" for f in said).replace("torch.", "")
+def describe(case: Any) -> str:
+    """The fields that differ from their defaults, as text."""
+    changed = [f for f in fields(case) if getattr(case, f.name) != f.default]
+    return " ".join(f"{f.name}={getattr(case, f.name)}" for f in changed).replace("torch.", "")
 
 
 def error(value: Tensor, truth: Tensor) -> float:
-    """Relative, in the Euclidean norm."""
+    """The relative error in the Euclidean norm."""
     value, truth = value.detach().double(), truth.detach().double()
     return float((value - truth).norm() / truth.norm().clamp_min(1e-300))
 
 
 def truncation(value: Tensor) -> float:
-    """A relative error to allow: Triton's interpreter cuts off what a GPU rounds."""
+    """A relative error to allow: Triton's interpreter truncates to bfloat16, where a GPU rounds."""
     truncated = value.is_cpu and value.dtype == torch.bfloat16
     return 0.5 * torch.finfo(value.dtype).eps if truncated else 0.0
 
@@ -97,7 +97,7 @@ def assert_all_no_worse(
     terms: dict[str, Tensor],
     spare: Callable[[str, Tensor], float] = lambda name, value: truncation(value),
 ) -> None:
-    """Each of ours is as close to the truth as theirs; counts are equal."""
+    """Assert that each of ours is as close to the truth as theirs, and that counts are equal."""
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         if name == "num_batches_tracked":
@@ -107,7 +107,7 @@ def assert_all_no_worse(
 
 
 def assert_recomputable(y: Tensor, buffers: Iterable[Tensor]) -> None:
-    """What the backward keeps gives y again, to the bit; no buffer moves."""
+    """Assert that y is recomputed bit for bit from saved tensors, and that no buffer changes."""
     before = [(buffer, buffer.clone()) for buffer in buffers]
     again = routes.recomputed(y)
     assert torch.equal(again, y)
@@ -122,7 +122,7 @@ def check_one_graph(
     backend: str,
     **close: float,
 ) -> list[torch.fx.GraphModule]:
-    """One graph of `ours` serves every number of rows, gradients and statistics included."""
+    """Assert that one graph serves every number of rows, gradients and statistics included."""
     graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend=graphs)
@@ -134,6 +134,6 @@ def check_one_graph(
             leaves = (leaf, *module.parameters())
             outputs.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
         torch.testing.assert_close(*outputs, **close)
-    assert graphs.frame_count <= 2
+    assert graphs.frame_count <= 2  # the first may be specialised to its size
     torch.testing.assert_close([*ours.buffers()], [*eager.buffers()])
     return graphs.graphs

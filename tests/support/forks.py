@@ -1,4 +1,4 @@
-"""Programs in processes of their own that need not import torch again: it takes seconds."""
+"""Run programs in processes of their own without importing torch again, which takes seconds."""
 
 import atexit
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Forks itself for each program that it is sent. It has never touched a GPU, as pytest may have.
+# Forks itself for each program that it receives. Unlike pytest, it has never initialised CUDA.
 SERVER = """
 import gc, importlib, json, os, sys, tempfile, traceback
 
@@ -48,7 +48,7 @@ def answer(request):
         return code, out.read(), err.read()
 
 gc.collect()
-gc.freeze()  # or each fork copies the memory that it looks through
+gc.freeze()  # or the collector of each fork copies the pages that it visits
 for line in sys.stdin:
     print(json.dumps(answer(json.loads(line))), flush=True)
 """
@@ -66,20 +66,20 @@ def server(imported):
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(process.communicate)  # which ends it
+    atexit.register(process.communicate)  # closing its stdin ends it
     return process
 
 
 def forked(code, *arguments, imported="torch", hidden=(), environment=None, directory=ROOT):
-    """The finished process of a Python program that may import this repository.
+    """Run a Python program that may import this repository; return the finished process.
 
     Args:
         code: the program.
         arguments: its `sys.argv`.
-        imported: the module that it finds imported.
-        hidden: the packages that it cannot import.
-        environment: variables of its own.
-        directory: where it runs.
+        imported: a module that is imported before the fork.
+        hidden: packages that it cannot import.
+        environment: extra environment variables.
+        directory: the working directory.
     """
     if not hasattr(os, "fork"):
         pytest.skip("needs fork")

@@ -1,4 +1,4 @@
-"""Models with all that can be fused, what their steps give, and what fusing them saves."""
+"""Models with every pattern that can be fused, the results of steps, and the bytes they save."""
 
 import copy
 from functools import partial
@@ -15,7 +15,7 @@ ROWS = torch.randn(4, 3, 8, dtype=torch.double)
 
 
 class Parts(nn.Module):
-    """Has the children and attributes that it is given, for the forward of a subclass."""
+    """Holds the given children and attributes, for the forward of a subclass."""
 
     def __init__(self, **parts):
         super().__init__()
@@ -24,7 +24,7 @@ class Parts(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block with all that can be fused."""
+    """A residual block with every pattern that can be fused in one."""
 
     def __init__(self, width=8, act=None, down=None):
         super().__init__()
@@ -84,7 +84,7 @@ class Encoder(nn.Module):
 
 
 def check_saved_bytes(memory_format, device="cpu"):
-    """With an activation the input is kept, and with a residual before it a bit a value too."""
+    """With an activation, only the input is saved; with a residual too, also a bit per value."""
     torch.manual_seed(0)
     x = torch.randn(4, 64, 8, 8, device=device).to(memory_format=memory_format).requires_grad_()
     vectors = 4 * 64 * 4
@@ -92,18 +92,18 @@ def check_saved_bytes(memory_format, device="cpu"):
     def kept(model):
         return saved_bytes(lambda: model(x), besides=model.parameters())
 
-    lone = swap(nn.Sequential(nn.BatchNorm2d(64), nn.ReLU()).to(device), backend="triton")
-    assert kept(lone) >= 2 * x.nbytes
-    assert kept(fuse(lone)) <= x.nbytes + vectors
+    single = swap(nn.Sequential(nn.BatchNorm2d(64), nn.ReLU()).to(device), backend="triton")
+    assert kept(single) >= 2 * x.nbytes
+    assert kept(fuse(single)) <= x.nbytes + vectors
     block = Block(64).to(device, memory_format=memory_format)
     fuse(swap(block, backend="triton"))
-    # Of convolutions and norms their inputs, and the signs after the addition.
+    # The inputs of convolutions and norms, and the signs after the addition.
     assert kept(block) <= 4 * x.nbytes + x.numel() // 8 + 2 * vectors
     assert kept(unfuse(block)) >= 5 * x.nbytes
 
 
 class Half(nn.Module):
-    """What can be fused with its norm is in the module after it, so that the caller follows it."""
+    """A norm whose activation is in the next module, so that only the caller's trace finds it."""
 
     def __init__(self, act=None):
         super().__init__()
@@ -115,7 +115,7 @@ class Half(nn.Module):
 
 
 class Nested(nn.Module):
-    """Containers in containers, which the forward goes through in every way that is traced."""
+    """Nested containers, which the forward accesses in every way that can be traced."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ def twins(model, mode="golden", **options):
 
 
 def outcome(model, *inputs, training=True):
-    """All that a step gives: output, gradients, buffers."""
+    """The output, gradients and buffers of a step."""
     bare = getattr(model, "_orig_mod", getattr(model, "module", model))  # compiled, distributed
     torch.manual_seed(1)
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
@@ -174,7 +174,7 @@ def assert_same_step(model, plain, *inputs, training=True):
 
 
 def assert_same_after(change, model, plain):
-    """What happens to both has the same effect on their steps."""
+    """Assert that `change` has the same effect on the steps of both models."""
     for each in (model, plain):
         torch.manual_seed(2)
         change(each)
@@ -182,7 +182,7 @@ def assert_same_after(change, model, plain):
 
 
 def skip_if_not_followed(model):
-    """For models that torch.fx of older versions of torch cannot trace."""
+    """Skip models that torch.fx of older torch versions cannot trace."""
     if any("torch.fx cannot follow" in row.note for row in fusions(model)):
         pytest.skip("torch.fx of this version takes no sequence for torch.cat")
 
@@ -207,7 +207,7 @@ def convnext():
     return models.ConvNeXt(blocks, num_classes=3)
 
 
-ZOO = {
+ZOO = {  # name -> (how to build the model, how many of its norms are fused)
     "resnet18": (partial(torchvision_model, "resnet18"), 17),
     "resnext50": (partial(torchvision_model, "resnext50_32x4d"), 49),
     "regnet": (partial(torchvision_model, "regnet_y_400mf"), 49),

@@ -1,4 +1,4 @@
-"""What tests of a GPU share: steps of modules as CUDA graphs, and the memory that is free."""
+"""Shared by GPU tests: steps of modules as CUDA graphs, and a check of the free memory."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ WARM_UPS = 2
 
 
 def skip_below(gib):
-    """Skip the test unless so much GPU memory is free."""
+    """Skip the test unless `gib` GiB of GPU memory are free."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < gib << 30:
         pytest.skip(f"needs {gib} GiB of free GPU memory")
 
 
 def captured(step, module):
-    """A graph of `step(module)`, and the tensors that its replays write."""
+    """Capture `step(module)`; return the graph and the tensors that its replays write."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -30,9 +30,9 @@ def captured(step, module):
 
 
 def check_replays(step, graphed, eager, x):
-    """A graph of `step(graphed)` does, at each replay, what `step(eager)` does to the bit.
+    """Assert that each replay of a graph of `step(graphed)` gives the same bits as `step(eager)`.
 
-    Both modules are alike, and so are their buffers after each; x is what the steps read.
+    Both modules start equal, and their buffers must stay equal; x is the input of the steps.
     """
     graph, results = captured(step, graphed)
     for _ in range(WARM_UPS):

@@ -1,4 +1,4 @@
-"""Calls of GroupNorm for the tests of its kernels: inputs, what is exact, and how exact to be."""
+"""Calls of GroupNorm for the tests of its kernels: inputs, exact results and error bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 import calls
 import routes
 from batch_norm_cases import laid_out
-from calls import Tensors, assert_all_no_worse, said
+from calls import Tensors, assert_all_no_worse, describe
 from normplug import _activations
 from normplug._activations import ActivationLike
 from normplug._ops.spec import GroupNormSpec
@@ -24,7 +24,7 @@ HALF = {"dtype": torch.bfloat16, "params": torch.float32}
 
 @dataclass(frozen=True)
 class Case:
-    """One call. layout, dy: as in `batch_norm_cases`; a dy of None lies as x does.
+    """One call. layout, dy: as in `batch_norm_cases`; a dy of None has the layout of x.
 
     params: dtype of weight and bias; None is that of x. output: the dtype that autocast asks for.
     """
@@ -44,7 +44,7 @@ class Case:
     needs: tuple[str, ...] = ("x", "weight", "bias")
     seed: int = 0
 
-    __str__ = said
+    __str__ = describe
 
     @property
     def spec(self) -> GroupNormSpec:
@@ -54,7 +54,7 @@ class Case:
 
 
 def make(case: Case, device: str = "cpu") -> Tensors:
-    """The same numbers on every device of a kind."""
+    """Random tensors, the same on every device of one type."""
     generator = torch.Generator(device).manual_seed(case.seed)
 
     def normal(shape: tuple[int, ...], scale: float, shift: float) -> Tensor:
@@ -62,7 +62,7 @@ def make(case: Case, device: str = "cpu") -> Tensors:
         return torch.randn(shape, **options) * scale + shift
 
     c, params = case.shape[1:2], case.params or case.dtype
-    # Channels of a group have means of their own.
+    # Give each channel of a group its own mean.
     x = normal(case.shape, 2.0, case.offset)
     x = x + normal((1, *c, *[1] * (len(case.shape) - 2)), 1.0, 0.0)
     tensors = Tensors(
@@ -76,7 +76,7 @@ def make(case: Case, device: str = "cpu") -> Tensors:
     )
     name, _ = _activations.parts(case.activation)
     if name in ("relu", "leaky_relu") and case.dy != "expanded":
-        # A rounding may decide on which side of 0 a value is: no gradient goes through there.
+        # Where a rounding may decide the sign of a value, dy is 0.
         z, terms = _before_activation(case, tensors)
         clear = z.abs() > 64 * torch.finfo(accumulator_dtype(case.dtype)).eps * terms
         tensors.dy = torch.where(clear, tensors.dy, 0)
@@ -85,7 +85,7 @@ def make(case: Case, device: str = "cpu") -> Tensors:
 
 
 def call(case: Case, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
-    """The output, by name: by kernel, or by torch in the dtype of the sums."""
+    """The output, by name: from the kernels, or from torch in the accumulator dtype."""
     x, weight, bias = (inputs[name] for name in ("x", "weight", "bias"))
     if backend == "triton":
         t = routes.Tensors(x, None, weight, bias)
@@ -93,7 +93,7 @@ def call(case: Case, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
     acc = accumulator_dtype(*(t.dtype for t in (x, weight, bias) if t is not None))
     vectors = (None if t is None else t.to(acc).view(_vector(x)) for t in (weight, bias))
     weight, bias = vectors
-    # On the CPU torch loses digits of a mean far from 0 where channels come last.
+    # On the CPU, torch is inaccurate for channels_last input whose mean is far from 0.
     y = F.group_norm(x.to(acc).contiguous(), case.groups, eps=case.eps) * case.variance**0.5
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
@@ -105,7 +105,7 @@ run = partial(calls.run, call)
 
 
 def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
-    """The kernels' results, which are as close to float64 as those of torch."""
+    """Assert that the kernels are as close to float64 as torch; return their results."""
     tensors = make(case, device)
     ours, theirs = (run(case, tensors, backend) for backend in ("triton", "torch"))
     truth = run(case, tensors.to(torch.double), "torch")
@@ -125,7 +125,7 @@ def _statistics(case: Case, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _before_activation(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """The input of the activation, and the absolute values that it is the sum of."""
+    """The input of the activation, and the sum of the absolute values of its terms."""
     x, mean, rstd = _statistics(case, tensors.x)
     z, terms = (x - mean) * rstd, (x.abs() + mean.abs()) * rstd
     z, terms = (t.reshape(case.shape) * case.variance**0.5 for t in (z, terms))
@@ -139,11 +139,11 @@ def _before_activation(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def _terms(case: Case, tensors: Tensors) -> dict[str, Tensor]:
-    """Per result, the absolute values that it is the sum of, before anything cancels."""
+    """For each result, the sum of the absolute values of its terms, before any cancel."""
     x, mean, rstd = _statistics(case, tensors.x)
     centre, xhat = (x.abs() + mean.abs()) * rstd, (x - mean).abs() * rstd
     _, y = _before_activation(case, tensors)
-    # No activation's slope, nor that of the slope, is much above 1.
+    # No activation's first or second derivative is much above 1.
     dy = tensors.dy.double().abs()
     dz = dy * (1.0 if case.activation is None else 1.2 + y)
     root = case.variance**0.5

@@ -1,4 +1,4 @@
-"""The kernels' tests where Triton interprets them: their marks, and processes that run them."""
+"""Kernel tests in Triton's interpreter: their marks, a faster interpreter, and how to run them."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ from normplug._kernels.launch import INTERPRETED  # noqa: E402
 
 MARKS = [
     pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: see test_interpreter"),
-    # numpy's, where a GPU says nothing: exp of much, and values that are masked afterwards.
+    # numpy's warnings, where a GPU has none: exp of large values, and values masked afterwards.
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
@@ -30,7 +30,7 @@ MARKS = [
 
 
 def _patch_each_module_once():
-    """Triton patches `tl` at each launch and each call of a helper, and then takes it all back."""
+    """Patch `tl` for good: Triton patches and restores it at each launch and each helper call."""
     patch, patched = interpreter._patch_lang, set()
 
     def patch_once(fn):
@@ -42,8 +42,8 @@ def _patch_each_module_once():
     interpreter._patch_lang = patch_once
 
 
-def _remember_types():
-    """All but the data of a value follows from its type, which is made for each value."""
+def _cache_types():
+    """Cache attributes by type: Triton derives them again for each value."""
     core = triton.language.core
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
     find_dtype = interpreter._get_np_dtype
@@ -71,8 +71,8 @@ def _remember_types():
     interpreter._get_np_dtype = np_dtype
 
 
-def _broadcast_what_differs():
-    """Triton compares shapes, by classes of its own, before each operation."""
+def _skip_needless_broadcasts():
+    """Broadcast only unequal types: Triton compares shapes, in classes of its own, each time."""
     semantic = getattr(interpreter, "TritonSemantic", None)
     if semantic is None:  # Triton before 3.4
         return
@@ -85,7 +85,7 @@ def _broadcast_what_differs():
 
 
 def _reduce_whole_slices():
-    """Triton calls a function that combines values for each two of them."""
+    """Combine whole slices: Triton calls the combining function for each pair of values."""
 
     def reduce(self, input):
         def tensors(i):
@@ -100,25 +100,25 @@ def _reduce_whole_slices():
     interpreter.ReduceOps.generic_reduce = reduce
 
 
-def _leave_out_checks_that_say_nothing():
-    """Each sum of integers is computed again for an assertion, which only debugging looks at."""
+def _skip_overflow_checks():
+    """Triton computes each integer sum twice for an assertion that only debugging reads."""
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 if INTERPRETED:
     _patch_each_module_once()
-    _remember_types()
-    _broadcast_what_differs()
+    _cache_types()
+    _skip_needless_broadcasts()
     _reduce_whole_slices()
-    _leave_out_checks_that_say_nothing()
+    _skip_overflow_checks()
 
 
 def version(module):
     return tuple(int(part) for part in module.__version__.split(".")[:2])
 
 
-# Triton's interpreter takes numpy 2.4 from its version 3.7 on.
+# Triton's interpreter supports numpy 2.4 since Triton 3.7.
 INTERPRETS = version(triton) >= (3, 7) or version(np) < (2, 4)
 NEEDS_INTERPRETER = pytest.mark.skipif(
     "TRITON_INTERPRET" in os.environ or not INTERPRETS,
@@ -127,7 +127,7 @@ NEEDS_INTERPRETER = pytest.mark.skipif(
 
 
 def run(*files, native):
-    """Run tests in a process in which Triton interprets; native: its NORMPLUG_NATIVE."""
+    """Run tests in a process with TRITON_INTERPRET=1; native: its NORMPLUG_NATIVE."""
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=short", "--color=no"]
     done = subprocess.run(
         [*command, *files],

@@ -1,4 +1,4 @@
-"""What the processes of the tests of the joined kernels run: see `sync_cases`."""
+"""What each process runs in the tests of the joined kernels: see `sync_cases`."""
 
 import copy
 import warnings
@@ -17,14 +17,14 @@ from sync_cases import CHANNELS, counting
 
 @dataclass(frozen=True)
 class Case(sync_cases.Case):
-    """With what a fused call takes; `backends` are those of the processes."""
+    """A case with the arguments of a fused call; `backends` has one for each process."""
 
     activation: str | None = None
     residual: bool = False
     backends: tuple[str, ...] = ("triton", "triton")
 
     def joined_residual(self):
-        """That of all processes together, or None."""
+        """The residual of all processes together, or None."""
         x, dy, *_ = self.joined()
         return x.flip(0) - dy if self.residual else None
 
@@ -61,7 +61,7 @@ CASES = [
 
 
 def quiet(check):
-    """Without what numpy says in the interpreter, of values that are masked afterwards."""
+    """Silence numpy's warnings in the interpreter about values that are masked afterwards."""
 
     @wraps(check)
     def quieter(*arguments):
@@ -74,7 +74,7 @@ def quiet(check):
 
 @quiet
 def numbers(rank, world, device):
-    """Every case's results for two equal batches, of which the second's are kept."""
+    """Every case's results for the second of two equal batches."""
     results = []
     for case in CASES:
         layer, x, dy = case.of_rank(rank, device)
@@ -96,9 +96,9 @@ def numbers(rank, world, device):
 
 @quiet
 def messages(rank, world, device):
-    """What is sent in training, in eval, and without a gradient for the input."""
+    """The messages of a training step, of one without a gradient of the input, and in eval."""
     layer = SyncBatchNorm(CHANNELS, backend="triton", device=device)
-    x = torch.randn(4 * rank, CHANNELS, device=device)  # the first has no data
+    x = torch.randn(4 * rank, CHANNELS, device=device)  # process 0 has no data
     with counting() as training:
         layer(x.requires_grad_()).sum().backward()
     with counting() as fixed_input:
@@ -110,7 +110,7 @@ def messages(rank, world, device):
 
 @quiet
 def too_few(rank, world, device):
-    """What one value a channel in the joined batch raises."""
+    """The error for one value per channel in the joined batch."""
     layer = SyncBatchNorm(CHANNELS, backend="triton")
     try:
         layer(torch.randn(rank, CHANNELS))
@@ -135,7 +135,7 @@ def second_derivatives(rank, world, device):
 
 @quiet
 def recomputed(rank, world, device):
-    """y, and the same from what it saved."""
+    """y, and y recomputed from its saved tensors."""
     case = Case((5, 3), **LAST, **ADD_RELU)
     layer, x, _ = case.of_rank(rank, device)
     residual = case.own_residual(rank, device)
@@ -150,7 +150,7 @@ MEASURED = Case((5, 3), backends=("triton", "triton"))
 
 @quiet
 def measured(rank, world, device):
-    """What one process alone measures while all train."""
+    """The variance probe of process 0, which alone measures while all train."""
     layer, x, _ = MEASURED.of_rank(rank, device)
     layer.backend = MEASURED.backends[rank]
     if rank == 0:
@@ -176,7 +176,7 @@ class Block(nn.Module):
 
 @quiet
 def fused(rank, world, device):
-    """A model's results as it is and fused, by torch and by kernels; what made the last."""
+    """A model's results unfused and fused, by torch and by kernels, and the last autograd node."""
     x = torch.randn(4, 3, 10, 10, generator=torch.Generator().manual_seed(rank)).to(device)
     stock, results = Block().to(device), []
     for backend in ("torch", "triton"):

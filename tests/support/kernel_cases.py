@@ -1,4 +1,4 @@
-"""Calls of BatchNorm for the tests of its kernels: inputs, what is exact, and how exact to be."""
+"""Calls of BatchNorm for the tests of its kernels: inputs, exact results and error bounds."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import calls
 import normplug
 import routes
 from batch_norm_cases import laid_out
-from calls import Tensors, assert_all_no_worse, assert_recomputable, check_one_graph, said
+from calls import Tensors, assert_all_no_worse, assert_recomputable, check_one_graph, describe
 from normplug import _activations, functional, reference, target_variance
 from normplug._activations import ActivationLike
 
 INPUTS = ("x", "weight", "bias", "residual")
 HALF = {"dtype": torch.bfloat16, "params": torch.float32}
-# Where an activation's slope jumps.
+# Inputs where an activation's slope jumps.
 BENDS = {"relu": (0,), "relu6": (0, 6), "hardswish": (-3, 3), "leaky_relu": (0,)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call; what is not said is as a layer in training has it.
+    """One call; the defaults are those of a layer in training.
 
-    layout, residual, dy: "contiguous", "channels_last", "strided" or "expanded"; without a residual
-    if None, and a dy of None lies as x does. params: dtype of weight, bias and running statistics;
-    None is that of x. needs: the inputs that gradients are taken of.
+    layout, residual, dy: "contiguous", "channels_last", "strided" or "expanded"; None means
+    no residual, and a dy with the layout of x. params: dtype of weight, bias and statistics; None
+    is that of x. needs: the inputs that require a gradient.
     """
 
     shape: tuple[int, ...]
@@ -50,11 +50,11 @@ class Case:
     needs: tuple[str, ...] = INPUTS
     seed: int = 0
 
-    __str__ = said
+    __str__ = describe
 
 
 def make(case: Case, device: str = "cpu") -> Tensors:
-    """The same numbers on every device."""
+    """Random tensors, the same on every device."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(shape: tuple[int, ...], dtype: torch.dtype, scale: float, shift: float) -> Tensor:
@@ -77,7 +77,7 @@ def make(case: Case, device: str = "cpu") -> Tensors:
         tensors.residual = laid_out(normal(case.shape, case.dtype, 1.0, 0.0), case.residual)
     name, _ = _activations.parts(case.activation)
     if name in BENDS and case.dy != "expanded":
-        # A rounding may decide on which side of a bend a value is: no gradient goes through there.
+        # Where a rounding may decide on which side of a bend a value is, dy is 0.
         exact = _Exact(case, tensors)
         rounding = torch.finfo(reference.accumulator_dtype(case.dtype)).eps
         for bend in BENDS[name]:
@@ -94,7 +94,7 @@ def call(
     norm: Callable[..., Tensor] = functional.batch_norm,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """The output, by name; `options` are running statistics, and what else the norm takes."""
+    """The output, by name; `options` are running statistics and other arguments of the norm."""
     running = (options.pop("running_mean", None), options.pop("running_var", None))
     y = norm(
         inputs["x"], *running, inputs["weight"], inputs["bias"], case.training, case.momentum,
@@ -108,7 +108,7 @@ run = partial(calls.run, call)
 
 
 def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
-    """The kernels' results, which are as close to float64 as those of torch's own."""
+    """Assert that the kernels are as close to float64 as torch's; return their results."""
     tensors = make(case, device)
     ours, theirs = (run(case, tensors, backend) for backend in ("triton", "torch"))
     exact = _Exact(case, tensors)
@@ -117,7 +117,7 @@ def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def check_recomputed(case: Case, device: str = "cpu") -> None:
-    """The backward can recompute the result."""
+    """Assert that the backward can recompute the result."""
     tensors = make(case, device)
     running = tensors.running()
     options = {"norm": routes.batch_norm, "keeps_residual": True}
@@ -142,7 +142,7 @@ OPERATOR_CASES = [
 
 
 def check_operators(case: Case, device: str) -> None:
-    """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
+    """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
     from normplug._ops.batch_norm.compiled import PLAIN
 
     tensors = make(case, device)
@@ -156,19 +156,19 @@ def check_operators(case: Case, device: str) -> None:
 def check_compiled(
     shape: tuple[int, ...], layout: str, activation: str | None, device: str, backend: str
 ) -> None:
-    """One graph serves every batch size."""
+    """Assert that one graph serves every batch size."""
     layers = [_FusedNorm(shape, activation).to(device) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     batches = [(n, *shape[1:]) for n in (shape[0], 2 * shape[0] + 1, 3 * shape[0])]
     values = [torch.randn(batch, generator=generator).to(device) for batch in batches]
-    # The bias's gradients add up to nearly 0, so their rounding is no fraction of the sum.
+    # The bias's gradients add up to nearly 0, so their rounding errors are large against the sum.
     inputs = [laid_out(x, layout) for x in values]
     check_one_graph(*layers, inputs, backend, rtol=1e-5, atol=5e-5)
     assert layers[0].norm.num_batches_tracked == 3
 
 
 class _FusedNorm(torch.nn.Module):
-    """The end of a residual block, by the kernels."""
+    """The end of a residual block, computed by the kernels."""
 
     def __init__(self, shape: tuple[int, ...], activation: str | None) -> None:
         super().__init__()
@@ -215,13 +215,13 @@ class _Exact:
         return out
 
     def terms(self) -> dict[str, Tensor]:
-        """Per result, the absolute values that it is the sum of, before anything cancels."""
+        """For each result, the sum of the absolute values of its terms, before any cancel."""
         t, dims = self.tensors, self.dims
         rstd = self._wide(torch.rsqrt(self.var + self.case.eps))
         scale, centre = self._scale(), t.x.abs() + self._wide(self.mean.abs())
         dz = t.dy.abs()
         if self.case.activation in ("silu", "gelu", "hardswish"):
-            dz = dz * (1 + self.terms_of_z())  # their slopes have slopes of at most 1
+            dz = dz * (1 + self.terms_of_z())  # their second derivatives are at most 1
         xhat = (t.x - self._wide(self.mean)).abs() * rstd
         dz_xhat = dz * xhat + self.dz.abs() * centre * rstd
         dx = dz
@@ -239,7 +239,7 @@ class _Exact:
         for name, value in self._batch().items():
             out[name] = getattr(self.tensors, name).abs() + value.abs()
         if "running_var" in out:
-            # Parts of a channel have means of their own, each rounded.
+            # The kernels merge the means of parts of a channel, and each of these is rounded.
             spread = (t.x - self._wide(self.mean)).abs() * centre
             out["running_var"] += spread.mean(dims) / self.n**0.5
         return out
@@ -260,7 +260,7 @@ class _Exact:
         return values.reshape(1, -1, *[1] * (self.tensors.x.dim() - 2))
 
     def _batch(self) -> dict[str, Tensor]:
-        """What the running statistics move towards."""
+        """The batch statistics that the running statistics are updated with."""
         if self.tensors.running_mean is None:
             return {}
         unbiased = self.var * (self.n / max(self.n - 1, 1))

@@ -41,7 +41,7 @@ def compare(x, row, weight, bias, mode):
     dy = torch.randn_like(x)
     truth = run(stock, double(x), row, double(weight), double(bias), dy.double())
     theirs, got = (run(norm, x, row, weight, bias, dy) for norm in (stock, ours))
-    # Of float64 input the truth, too, is rounded at the size of the values.
+    # For float64 input the truth, too, has roundings relative to the size of the values.
     spare = 0.0
     if x.dtype == torch.float64:
         deviation = (x.var(correction=0) + 1e-5).sqrt()

@@ -15,7 +15,7 @@ from normplug.lightning import SwapNorms, SyncNorms, VarianceLogger
 
 
 class Module(LightningModule):
-    """What `make` makes, by default a model of two BatchNorms; late: in `configure_model`."""
+    """Trains what `make` builds, by default with two BatchNorms; late: in `configure_model`."""
 
     def __init__(self, make=sync_cases.make_net, late=False):
         super().__init__()
@@ -37,7 +37,7 @@ class Module(LightningModule):
 
 
 def trainer(directory, *callbacks, **options):
-    """One that only trains, on the CPU."""
+    """A Trainer that only trains, on the CPU."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     usual = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 1}
     options = dict.fromkeys(off, False) | usual | options
@@ -45,7 +45,7 @@ def trainer(directory, *callbacks, **options):
 
 
 class Classes(Callback):
-    """Notes what the BatchNorms are while they train."""
+    """Records the classes of the BatchNorms during training."""
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         self.seen = classes(pl_module)
@@ -61,7 +61,7 @@ def classes(model):
 
 
 def fit(module, batch, directory, *callbacks, **options):
-    """The classes of the BatchNorms while it trains, and after."""
+    """Train; return the classes of the BatchNorms during training, and after."""
     noted = Classes()
     data = TensorDataset(sync_cases.IMAGES, sync_cases.LABELS)
     run = trainer(directory, *callbacks, noted, max_epochs=3, **options)
@@ -70,7 +70,7 @@ def fit(module, batch, directory, *callbacks, **options):
 
 
 def distributed(directory):
-    """Fits of one process's share, by name: classes while it trains, after, and the weights."""
+    """Train on this process's share; return classes during training, classes after, and weights."""
     runs = {
         "stock": (Module(), []),
         "swapped": (Module(), [SwapNorms("golden")]),

@@ -24,7 +24,7 @@ INPUTS = ("x", "weight", "bias")
 
 @dataclass(frozen=True)
 class PoolCase(Case):
-    """A `Case` of channels_last input, and what is pooled at a time; dy is the pooled one's."""
+    """A `Case` of channels_last input, and the pooling window; dy is that of the pooled output."""
 
     layout: str = "channels_last"
     kernel: tuple[int, int] = (3, 3)
@@ -39,7 +39,7 @@ class PoolCase(Case):
 
 
 def make(case: PoolCase, device: str = "cpu") -> Tensors:
-    """Values are eighths, so that two in a window are the same, or further apart than roundings."""
+    """Values are multiples of 1/8: two in a window are equal, or differ by more than roundings."""
     tensors = kernel_cases.make(case, device)
     generator = torch.Generator().manual_seed(case.seed)
     eighths = torch.randint(-40, 41, case.shape, generator=generator) / 8 + case.offset
@@ -67,7 +67,7 @@ run = partial(calls.run, call)
 
 
 def assert_accurate(case: PoolCase, device: str = "cpu") -> dict[str, Tensor]:
-    """The kernels' results, which are as close to float64 as torch's own, rounded at the end."""
+    """Assert that the kernels are as close to float64 as torch in a wider dtype, rounded once."""
     tensors = make(case, device)
     ours = run(case, tensors, "triton")
     wide = tensors.to(reference.accumulator_dtype(case.dtype))
@@ -95,7 +95,7 @@ OPERATOR_CASES = [
 
 
 def check_operators(case: Case, device: str) -> None:
-    """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
+    """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
     from normplug._ops.batch_norm.compiled import POOLED
 
     tensors = make(case, device)
@@ -120,9 +120,9 @@ class Stem(nn.Module):
 
 
 def check_compiled(device: str, backend: str) -> None:
-    """One graph serves every batch size."""
+    """Assert that one graph serves every batch size."""
     torch.manual_seed(0)
-    # cuDNN's convolutions of float64 undo channels_last, and of float32 may take TF32.
+    # cuDNN's float64 convolutions undo channels_last, and its float32 ones may use TF32.
     dtype = torch.double if device == "cpu" else torch.float32
     close = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {}
     eager, model = (

@@ -1,4 +1,4 @@
-"""Models for the tests of recomputed results, and what their steps keep and return."""
+"""Models for the tests of recomputation, the results of their steps, and the inputs they keep."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ class Feed(PreNorm):
 
 
 class FeedByName(Feed):
-    """One whose statements are edited, since it takes arguments by name."""
+    """A `Feed` whose forward is edited instead of traced, since it takes keyword arguments."""
 
     def forward(self, x, **options):
         x = x + self.drop(self.mix(self.norm1(x)))
@@ -32,7 +32,7 @@ class FeedByName(Feed):
 
 
 class FeedInside(Feed):
-    """Another, which calls the norm and the module that reads it in one statement."""
+    """Likewise; it calls the norm and the module that reads it in one statement."""
 
     def forward(self, x, **options):
         x = x + self.drop(self.mix(self.norm1(x)))
@@ -40,7 +40,7 @@ class FeedInside(Feed):
 
 
 class Attend(nn.Module):
-    """An addition, a norm, and attention over its result, which permutes it and copies that."""
+    """An addition, a norm, and attention, which permutes the norm's result and copies that."""
 
     def __init__(self, width=8):
         super().__init__()
@@ -54,7 +54,7 @@ class Attend(nn.Module):
 
 
 class Mixer(nn.Module):
-    """An addition, a norm, and a linear layer over its result with rows and columns exchanged."""
+    """An addition, a norm, and a linear layer over the transpose of its result."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ class Across(nn.Linear):
 
 
 class Residual(nn.Module):
-    """A residual block whose input only a convolution and the addition read."""
+    """A residual block whose input is read only by a convolution and the addition."""
 
     def __init__(self, act=None, down=None, width=4):
         super().__init__()
@@ -87,7 +87,7 @@ class Residual(nn.Module):
 
 
 class ActivatedByName(Residual):
-    """A block whose activations are edited, since it takes arguments by name."""
+    """A block whose forward is edited instead of traced, since it takes keyword arguments."""
 
     def forward(self, x, **options):
         y = self.bn1(self.conv1(x))
@@ -98,7 +98,7 @@ class ActivatedByName(Residual):
 
 
 def convolutions(*between, width=4):
-    """Convolutions with a BatchNorm and one of `between` after each, and a last one."""
+    """Convolutions, each followed by a BatchNorm and one of `between`, and a last convolution."""
     layers = []
     for module in between:
         conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
@@ -107,7 +107,7 @@ def convolutions(*between, width=4):
 
 
 def twins(model, **options):
-    """The model swapped and fused, with recompute and without; equal otherwise."""
+    """The model swapped and fused, and its copy without recompute."""
     swap(model.train(), backend="triton", **options)
     plain = fuse(copy.deepcopy(model))
     return fuse(model, recompute=True), plain

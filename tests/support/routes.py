@@ -1,4 +1,4 @@
-"""Routes forced, watched and counted: the only tests' file that knows the inside of `_ops`.
+"""Force, watch and count routes: what tests need to know of the internals of `_ops` belongs here.
 
 Import it after `pytest.importorskip("triton")` where a test needs the kernels.
 """
@@ -21,24 +21,24 @@ __all__ = ["HAS_RECOMPUTE", "NEEDS_RECOMPUTE", "Pool"]
 
 HAS_RECOMPUTE = recompute.AVAILABLE
 NEEDS_RECOMPUTE = pytest.mark.skipif(not HAS_RECOMPUTE, reason="needs torch 2.8")
-# Of an operator that is traced within another one, whose test compiles both.
+# Checks of an operator that is traced within another one, whose own test compiles both.
 INNER_RULES = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on no call has been seen before: each is checked, and planned, again."""
+    """Empty the cache of plans: from here on, each call is checked and planned anew."""
     monkeypatch.setattr(cache, "_kept", {})
-    # The C++ way has a cache of its own, which would mix these calls with those before and after.
+    # Disable the C++ path: its own cache would mix these calls with those before and after.
     native.forget()
     for name in ("call", "keep", "forward", "learn", "note"):
         monkeypatch.setattr(native, name, lambda *arguments: None)
 
 
 def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
-    """Cut every call into work as `changes` makes it of a schedule function's choice, by name."""
+    """Change schedules: each of `changes` maps the result of the schedule function of its name."""
     for name, change in changes.items():
-        room = "layer_norm" if name.startswith("layer_norm") else "batch_norm"
-        schedule = import_module(f"normplug._kernels.{room}.schedule")
+        norm = "layer_norm" if name.startswith("layer_norm") else "batch_norm"
+        schedule = import_module(f"normplug._kernels.{norm}.schedule")
         chosen = getattr(schedule, name)
         monkeypatch.setattr(
             schedule, name, lambda *sizes, chosen=chosen, change=change: change(chosen(*sizes))
@@ -47,7 +47,7 @@ def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any])
 
 
 def use_64_bit_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As tensors of 2^31 values and more need."""
+    """Use the offsets that tensors of 2^31 or more values need."""
     from normplug._kernels import device
 
     monkeypatch.setattr(device, "_INT32", 0)
@@ -61,7 +61,7 @@ def use_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_operators_for_small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a compiler operators however small the input is."""
+    """Have compilers use the operators even for small inputs."""
     for name in ("batch_norm", "layer_norm"):
         route = import_module(f"normplug._ops.{name}.route")
         for constant in ("_OPERATOR_BYTES", "_ADD_OPERATOR_BYTES"):
@@ -69,10 +69,10 @@ def use_operators_for_small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
-    """The addresses that launches from now on are given, by their names in the kernel."""
+    """Record the addresses passed to launches from now on, by their names in the kernel."""
     from normplug._kernels.launch import Launch
 
-    if torch.cuda.is_available():  # there the C++ way launches without Python
+    if torch.cuda.is_available():  # there the C++ path launches without Python
         native.start()
         monkeypatch.setattr(native, "_extension", None)
     given: list[dict[str, int]] = []
@@ -88,14 +88,14 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
 
 
 def is_cpp(y: Any) -> bool:
-    """Whether y has an autograd node of the C++ way."""
+    """Whether y has an autograd node of the C++ path."""
     return native.plan_of(y) is not None
 
 
 def both_ways(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `compute` returns, which is the same to the bit the C++ way and the Python way.
+    """Return `compute()`, which must give the same bits by the C++ path and the Python path.
 
-    Its first calls the C++ way are not as later ones: they ask Python for what they do not know.
+    The first C++ calls differ from later ones: they ask Python for what they have not cached.
     """
     found = [compute() for _ in range(4 if torch.cuda.is_available() else 2)]
     with native.python_way():
@@ -108,7 +108,7 @@ def both_ways(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def assert_same(name: str, one: Any, other: Any) -> None:
-    """Values, and of tensors also dtypes and strides; nan is like nan."""
+    """Assert equal values; for tensors equal dtypes, strides and bits, so that NaN equals NaN."""
     if not isinstance(other, Tensor):
         assert one == other, name
         return
@@ -123,7 +123,7 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def kernels_of(norm: str) -> Any:
-    """The kernels' route of a norm."""
+    """The route of a norm through the kernels."""
     return import_module(f"normplug._ops.{norm}.eager").KERNELS
 
 
@@ -131,7 +131,7 @@ def watch_compiled(
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda constants: constants,
 ) -> list[dict[str, Any]]:
-    """The constants of launches that are made from now on, as `change` makes them."""
+    """Record the constants of launches that are created from now on, after `change`."""
     from normplug._kernels.launch import Launch
 
     made: list[dict[str, Any]] = []
@@ -147,7 +147,7 @@ def watch_compiled(
 
 
 def assert_counters_are_zero() -> None:
-    """In the workspaces of the GPU, after all launches."""
+    """Assert it for every workspace on the GPU, after all launches."""
     from normplug._kernels.launch import Workspace
 
     torch.cuda.synchronize()
@@ -156,7 +156,7 @@ def assert_counters_are_zero() -> None:
 
 
 def watch_recomputed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The results that backwards recompute from now on."""
+    """Record the results that backwards recompute from now on."""
     made: list[Tensor] = []
     plain = recompute._recomputation
 
@@ -175,14 +175,14 @@ def watch_recomputed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def recomputed(y: Any) -> Tensor:
-    """y again, from what its backward has."""
+    """Recompute y from its saved tensors."""
     make = recompute._recomputation(y)
     assert make is not None
     return make()
 
 
 def is_recomputable(y: Any) -> bool:
-    """Whether the backward of y has all that y can be recomputed from."""
+    """Whether y can be recomputed from its saved tensors."""
     return recompute._recomputation(y) is not None
 
 
@@ -200,7 +200,7 @@ def refusal_to_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -
 
 
 def bound_max_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -> Tensor:
-    """BatchNorm, relu and max pooling as later calls on a GPU compute it; as above."""
+    """BatchNorm, ReLU and max pooling by a bound plan, as in later GPU calls; vectors: as above."""
     t = Tensors(x, None, *vectors[2:], None, *vectors[:2])
     spec = BatchNormSpec(True, 0.1, 1e-5, target_variance("golden"), "relu", pool)
     choose = import_module("normplug._ops.batch_norm.route").choose
@@ -208,7 +208,7 @@ def bound_max_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) ->
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
-    """By kernel, in the interpreter too."""
+    """Compute the statistics by kernel, in the interpreter too."""
     from normplug._ops.batch_norm import eager
 
     return eager.channel_stats(x)
@@ -232,7 +232,7 @@ def batch_norm(
     backend: str = "triton",
     keeps_residual: bool = False,
 ) -> Tensor:
-    """`functional.batch_norm` with what only a fused model asks for; pooling comes after relu."""
+    """`functional.batch_norm` with arguments that only fused models pass; pooling implies ReLU."""
     t = Tensors(x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
     activation = activation if pool is None else "relu"
     spec = BatchNormSpec(
@@ -244,7 +244,7 @@ def batch_norm(
 def check_operators(
     operators: Any, t: Tensors, numbers: tuple[Any, ...], dy: Tensor, dtotal: Tensor | None = None
 ) -> None:
-    """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
+    """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
     torch.library.opcheck(operators.differentiable, (*t, *numbers))
     bare = Tensors(*(each if each is None else each.detach() for each in t))
     torch.library.opcheck(operators.forward, (*bare, *numbers), test_utils=INNER_RULES)
@@ -264,7 +264,7 @@ def check_operators(
 
 
 def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What norms compute in one call from now on, in order; on the CPU as on a GPU."""
+    """Record the ops that norms fuse from now on, in order; the CPU counts as a GPU."""
     made: list[str] = []
     carry_out = functional.carry_out
 
@@ -281,14 +281,14 @@ def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return carry_out(caller, t, spec, *args, **options)
 
     monkeypatch.setattr(eligible, "has_kernels", lambda caller, backend, x: True)
-    # C++ would carry out what it knows without these functions.
+    # The C++ path would run cached calls without these functions.
     monkeypatch.setattr(native, "forward", lambda *arguments: None)
     monkeypatch.setattr(functional, "carry_out", watched)
     return made
 
 
 def watch_input_biases(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
-    """The input biases of LayerNorms from now on."""
+    """Record the input biases of LayerNorms from now on."""
     biases: list[Tensor | None] = []
     carry_out = functional.carry_out
 

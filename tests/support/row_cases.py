@@ -1,4 +1,4 @@
-"""Calls of LayerNorm and RMSNorm for the tests of their kernels: inputs, and how exact to be."""
+"""Calls of LayerNorm and RMSNorm for the tests of their kernels: inputs and error bounds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from torch import Tensor
 import calls
 import normplug
 import routes
-from calls import INPUTS, Tensors, assert_all_no_worse, assert_recomputable, check_one_graph, said
+from calls import (
+    INPUTS,
+    Tensors,
+    assert_all_no_worse,
+    assert_recomputable,
+    check_one_graph,
+    describe,
+)
 from normplug import functional, reference, target_variance
 
-PERMUTED = ("permuted", "rotated", "permuted apart", "repeated inside")  # two strides
+PERMUTED = ("permuted", "rotated", "permuted apart", "repeated inside")  # rows with two strides
 LAYOUTS = (
     "contiguous", "apart", "odd", "every second", "transposed", "repeated", "expanded", "heads",
     *PERMUTED,
@@ -25,13 +32,13 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One call; what is not said is as a layer without running statistics has it.
+    """One call; the defaults are those of a layer without running statistics.
 
-    dims: of `shape`, how many make a row. params: dtype of the vectors; None is that of x. layout,
-    residual, dy, dtotal: one of LAYOUTS; without a residual if None; a gradient lies as x does if
-    None. running: dtype of the running statistics, if any. used: the outputs that gradients come
-    from. needs: the inputs that gradients are taken of. centred: for LayerNorm, or else for
-    RMSNorm, which takes no bias. weight_offset: RMSNorm's.
+    dims: how many dimensions of `shape` make a row. params: dtype of the vectors; None is that of
+    x. layout, residual, dy, dtotal: one of LAYOUTS; None means no residual, and a gradient with the
+    layout of x. running: dtype of the running statistics, if any. used: the outputs that have a
+    gradient. needs: the inputs that require one. centred: whether it is a LayerNorm; otherwise it
+    is an RMSNorm, which has no bias. weight_offset: RMSNorm's.
     """
 
     shape: tuple[int, ...]
@@ -56,7 +63,7 @@ class Case:
     centred: bool = True
     weight_offset: float = 0.0
 
-    __str__ = said
+    __str__ = describe
 
     @property
     def row(self) -> tuple[int, ...]:
@@ -64,14 +71,14 @@ class Case:
 
     @property
     def total(self) -> torch.dtype:
-        """The dtype of what is normalised."""
+        """The dtype of the normalised tensor."""
         if self.residual is None:
             return self.dtype
         return torch.promote_types(self.dtype, self.residual_dtype or self.dtype)
 
 
 def laid_out(x: Tensor, dims: int, layout: str) -> Tensor:
-    """x in a layout; of those that repeat or expand, a part of x for all of it."""
+    """x in a layout; layouts that repeat or expand broadcast a part of x."""
     outer = x.dim() - dims
     row = tuple(x.shape[outer:])
     if layout in ("apart", "odd"):  # rows are dense, with something between them
@@ -83,14 +90,15 @@ def laid_out(x: Tensor, dims: int, layout: str) -> Tensor:
     if layout == "transposed":
         order = tuple(reversed(range(x.dim())))
         return x.permute(order).contiguous().permute(order)
-    if layout == "heads":  # as queries and keys are laid out: heads within tokens, three strides
+    if layout == "heads":  # as queries and keys lie: heads within tokens, three strides
         if outer < 2:
             return laid_out(x, dims, "apart")
         return laid_out(x.transpose(outer - 2, outer - 1), dims, "apart").transpose(
             outer - 2, outer - 1
         )
     if layout in PERMUTED and outer > 0:
-        # As `batch_first` leaves a batch, whose axis lies inside all others; or the last outside.
+        # Permuted: the first axis is the innermost outer one, as `batch_first` leaves the batch.
+        # Rotated: the last outer axis is the outermost one.
         there, back = (outer - 1, 0) if layout == "rotated" else (0, outer - 1)
         if layout == "repeated inside":
             return x.narrow(outer - 1, 0, 1).expand(x.shape)
@@ -104,7 +112,7 @@ def laid_out(x: Tensor, dims: int, layout: str) -> Tensor:
 
 
 def make(case: Case, device: str = "cpu") -> Tensors:
-    """The same numbers on every device of a kind."""
+    """Random tensors, the same on every device of one type."""
     generator = torch.Generator(device).manual_seed(case.seed)
 
     def normal(shape: tuple[int, ...], dtype: torch.dtype, scale: float, shift: float) -> Tensor:
@@ -156,12 +164,12 @@ def call(case: Case, inputs: dict[str, Any], backend: str, **running: Any) -> di
 
 
 def run(case: Case, tensors: Tensors, backend: str) -> dict[str, Tensor]:
-    """Forward and backward: all that comes out, by name."""
+    """Run forward and backward; return outputs, gradients and running statistics by name."""
     return calls.run(call, case, tensors, backend, case.used, case.tracked)
 
 
 def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
-    """The kernels' results, which are as close to float64 as those of torch's own."""
+    """Assert that the kernels are as close to float64 as torch's; return their results."""
     tensors = make(case, device)
     ours, theirs = (run(case, tensors, backend) for backend in ("triton", "torch"))
     if "total" in ours:
@@ -172,7 +180,7 @@ def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     def spare(name: str, value: Tensor) -> float:
         assert value.isfinite().all(), name
         if name.startswith("running") and case.running == torch.float64 != case.dtype:
-            return float(1e-6 * terms[name] / truth[name].abs())  # they move by float32
+            return float(1e-6 * terms[name] / truth[name].abs())  # they are updated in float32
         return calls.truncation(value)
 
     assert_all_no_worse(ours, theirs, truth, terms, spare)
@@ -182,7 +190,7 @@ def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
 def _of_the_same_total(
     case: Case, tensors: Tensors, ours: dict[str, Tensor], theirs: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Torch's results, of a total that agrees to the bit."""
+    """Torch's results for a total with the same bits as ours."""
     total = ours["total"]
     if calls.truncation(total):
         off = (total.double() - theirs["total"].double()).abs()
@@ -194,7 +202,7 @@ def _of_the_same_total(
 
 
 def check_recomputed(case: Case, device: str = "cpu") -> None:
-    """The backward can recompute the result."""
+    """Assert that the backward can recompute the result."""
     tensors = make(case, device)
     running = tensors.running()
     y = call(case, tensors.inputs(("x",)), "triton", **running)["y"]
@@ -221,7 +229,7 @@ OPERATOR_CASES = [
 
 
 def check_operators(case: Case, device: str) -> None:
-    """`torch.library.opcheck` of the operator with gradients and of the two that it consists of."""
+    """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
     from normplug._ops.layer_norm.compiled import ADD, ADD_RMS, PLAIN, RMS
 
     tensors = make(case, device)
@@ -238,7 +246,7 @@ def check_operators(case: Case, device: str) -> None:
 
 
 def check_compiled(residual: bool, layout: str, device: str, backend: str) -> None:
-    """One graph serves every number of rows."""
+    """Assert that one graph serves every number of rows."""
     layers = [_Block(residual).to(device) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn((rows, 3, 2, 24), generator=generator) for rows in (6, 13, 18)]
@@ -248,7 +256,7 @@ def check_compiled(residual: bool, layout: str, device: str, backend: str) -> No
 
 
 class _Block(torch.nn.Module):
-    """A norm by the kernels, alone or between two blocks of a transformer."""
+    """A norm computed by the kernels, alone or between two blocks of a transformer."""
 
     def __init__(self, residual: bool) -> None:
         super().__init__()
@@ -263,7 +271,7 @@ class _Block(torch.nn.Module):
 
 
 def check_around_attention(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Norms before and after an attention take its permuted tensors, and are right."""
+    """Assert that norms around attention read its permuted tensors uncopied, and are accurate."""
     block, exact = _attention(device)
     seen = []
 
@@ -284,7 +292,7 @@ def check_around_attention(monkeypatch: pytest.MonkeyPatch, device: str) -> None
 
 
 def check_compiled_around_attention(device: str, backend: str) -> None:
-    """The same in one graph."""
+    """Assert that the same norms are accurate when compiled into one graph."""
     block, exact = _attention(device)
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend=backend)
@@ -292,7 +300,7 @@ def check_compiled_around_attention(device: str, backend: str) -> None:
 
 
 def _attention(device: str) -> tuple[_Attention, _Attention]:
-    """By the kernels, and the same by torch in float64."""
+    """A block that runs the kernels, and its float64 twin that runs torch."""
     torch.manual_seed(0)
     block = _Attention().to(device)
     exact = copy.deepcopy(block).double()
@@ -312,7 +320,7 @@ def _assert_block_as_exact(block: Any, exact: torch.nn.Module, x: Tensor) -> Non
 
 
 class _Attention(torch.nn.Module):
-    """An attention between norms, of what goes in, what comes out, and both together."""
+    """An attention with norms of its input, of its output, and of their sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +335,7 @@ class _Attention(torch.nn.Module):
 
 
 class _Exact:
-    """A call in float64, by the formulas of `normplug.reference`; of a total that is known."""
+    """A call in float64, by the formulas of `normplug.reference`; total: x + residual, if known."""
 
     def __init__(self, case: Case, tensors: Tensors, total: Tensor | None) -> None:
         self.case, self.tensors = case, tensors.to(torch.double)
@@ -375,7 +383,7 @@ class _Exact:
         return out
 
     def terms(self) -> dict[str, Tensor]:
-        """Per result, the absolute values that it is the sum of, before anything cancels."""
+        """For each result, the sum of the absolute values of its terms, before any cancel."""
         t, dims, rstd = self.tensors, self.dims, self.rstd
         centre = (self.h.abs() + self.mean.abs()) * rstd
         if t.input_bias is not None:
@@ -403,7 +411,7 @@ class _Exact:
         for name, value in self._batch().items():
             out[name] = getattr(t, name).abs() + value.abs()
         if "running_var" in out:
-            # Parts of a row have means of their own, each rounded.
+            # The kernels merge the means of parts of a row, and each of these is rounded.
             width = self.h[(0,) * len(self.rows)].numel()
             spread = (xhat * centre / rstd.square()).mean()
             out["running_var"] = out["running_var"] + spread / width**0.5
@@ -415,6 +423,6 @@ class _Exact:
         return values.sum(self.rows) if self.rows else values
 
     def _batch(self) -> dict[str, Tensor]:
-        """What the running statistics move towards."""
+        """The batch statistics that the running statistics are updated with."""
         batch = {"running_mean": self.mean.mean(), "running_var": self.var.mean()}
         return {n: value for n, value in batch.items() if getattr(self.tensors, n) is not None}

@@ -1,4 +1,4 @@
-"""Cuts of LayerNorm's work that reach every corner of its kernels in Triton's interpreter."""
+"""Schedules of LayerNorm that reach every branch of its kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from row_cases import Case
 
 
 class Setup(NamedTuple):
-    """A tensor, and how it is cut into work forward and backward."""
+    """The shape of x, and the schedules of its forward and backward."""
 
     shape: tuple[int, ...]
     forward: Callable[[Any], Any]
@@ -27,7 +27,7 @@ def as_is(shape):
 
 
 def held(r, bc, programs, **rest):
-    """Tiles of r rows, in columns of bc, taken in turn by so many programs."""
+    """Tiles of r rows, in blocks of bc columns, that so many programs take in turn."""
 
     def change(shape):
         u = -(-power_of_2(shape.width) // bc)
@@ -39,12 +39,12 @@ def held(r, bc, programs, **rest):
 
 
 def tiled(block, lag):
-    """Tiles of a row, written some after they were read."""
+    """Tiles of a row, written `lag` programs after they were read."""
     return lambda shape: WideForward(shape.rows, shape.width, block, 1, lag)
 
 
 def blocks(rb, cw, lag):
-    """Tiles of a block of rows, written some after they were read."""
+    """Tiles of a block of rows, written `lag` programs after they were read."""
     return lambda shape: WideBackward(shape.rows, shape.width, rb, cw, 1, lag)
 
 
@@ -80,7 +80,7 @@ def reschedule(monkeypatch, forward, backward):
 
 
 def prepare(monkeypatch, name, **options):
-    """A `Case` in the setup of that name."""
+    """Install the schedules of the named setup; return a `Case` of its shape."""
     setup = SETUPS[name]
     reschedule(monkeypatch, setup.forward, setup.backward)
     return Case(**{"shape": setup.shape, **options})

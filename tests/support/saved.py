@@ -1,10 +1,10 @@
-"""What autograd keeps of a call, and modules that train alike."""
+"""The bytes that autograd saves, and modules that train alike."""
 
 import torch
 
 
 def saved_bytes(call, besides=()):
-    """The bytes, besides some tensors, that the backward of what `call` computes keeps."""
+    """The bytes that autograd saves in `call`, without those of the tensors `besides`."""
     kept = {}
 
     def pack(tensor):
@@ -18,7 +18,7 @@ def saved_bytes(call, besides=()):
 
 
 def check_training(ours, theirs, data):
-    """Some steps of both give the same parameters, buffers and outputs."""
+    """Assert that some steps of both give the same parameters, buffers and outputs."""
     for layer in (ours, theirs):
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         for x in data:

@@ -1,4 +1,4 @@
-"""What the processes of the tests of DTensor input and FSDP2 run, and save for pytest to see."""
+"""What each process runs in the tests of DTensor input and FSDP2, and saves for pytest."""
 
 import copy
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ MODE = 0.5
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a layer on input that is sharded in one way.
+    """One call of a layer on sharded input.
 
-    shard: the dimension, or "replicated", or "partial" for terms of a sum, or "both" for the first
-        two dimensions over a mesh of two.
-    after: how the output is sharded, as `shard`.
+    shard: the sharded dimension, or "replicated", or "partial" for a partial sum, or "both" for the
+        first two dimensions over a two-dimensional mesh.
+    after: the same for the output.
     """
 
     make: partial
@@ -62,7 +62,7 @@ class Case:
 LAYER_NORM, RMS_NORM = partial(nn.LayerNorm, 8), partial(nn.RMSNorm, 8)
 GROUP_NORM = partial(nn.GroupNorm, 2, 8)
 CASES = [
-    # Rows, in shares that are uneven or empty.
+    # Norms of rows, with uneven or empty shards.
     Case(LAYER_NORM, ROWS, 0, 0),
     Case(LAYER_NORM, ROWS, 1, 1, "triton", torch.bfloat16, swap_first=False),
     Case(LAYER_NORM, (1, 6, 8), 0, 0),
@@ -73,14 +73,14 @@ CASES = [
     Case(RMS_NORM, ROWS, 1, 1, "triton"),
     Case(RMS_NORM, ROWS, 0, 0, dtype=torch.float64, swap_first=False),
     Case(RMS_NORM, ROWS, 2),
-    # Samples.
+    # Norms of samples.
     Case(GROUP_NORM, IMAGES, 0, 0, "triton"),
     Case(GROUP_NORM, (1, *IMAGES[1:]), 0, 0),
     Case(GROUP_NORM, IMAGES, 1),
     Case(INSTANCE_NORM, IMAGES, 0, 0, "triton"),
     Case(TRACKING, IMAGES, 0, swap_first=False),
     Case(TRACKING, IMAGES, 2, 2, training=False),
-    # The whole batch, but for constant statistics.
+    # Norms of the whole batch, and with constant statistics.
     Case(BATCH_NORM, IMAGES, 0),
     Case(BATCH_NORM, IMAGES, 0, 0, "triton", training=False),
     Case(BATCH_NORM, IMAGES, 3, 3, training=False),
@@ -123,7 +123,7 @@ def gradients(layer):
 
 
 def one(case):
-    """All that a layer gives, and whether in the shards expected; None where it cannot run."""
+    """A layer's results, and whether y is sharded as expected; None where the case cannot run."""
     if case.backend == "triton" and not INTERPRETS:
         return None
     layer, (x, dy) = case.layer(), case.tensors()
@@ -148,10 +148,10 @@ def numbers(rank, world, device):
 
 
 def added(rank, world, device):
-    """x + residual and its norm, where a block's output is yet to be summed over processes."""
+    """x + residual and its norm, where x is a partial sum that is yet to be reduced."""
     case = Case(LAYER_NORM, ROWS, "partial")
     x, residual = case.tensors()
-    weight = torch.full((8,), 2.0, requires_grad=True)  # no DTensor
+    weight = torch.full((8,), 2.0, requires_grad=True)  # a plain tensor
     x = distributed(x, "partial").requires_grad_()
     args = x, distributed(residual, 1), (8,), weight
     y, total = functional.add_layer_norm(*args, mode=MODE)
@@ -160,13 +160,13 @@ def added(rank, world, device):
 
 
 def arriving(rank, world, device):
-    """A norm and its gradient, of tensors that are on their way; and what tensors these are."""
+    """A norm and its gradient for tensors whose all-reduce is in flight, and their class."""
     backend, replicated = "triton" if INTERPRETS else "torch", [tools().Replicate()]
     x, dy = (distributed(t, "partial") for t in Case(LAYER_NORM, ROWS, 1).tensors())
     x.requires_grad_()
-    on_its_way = x.redistribute(placements=replicated, async_op=True)
-    kind = type(on_its_way.to_local()).__name__
-    y = functional.layer_norm(on_its_way, (8,), mode=MODE, backend=backend)
+    in_flight = x.redistribute(placements=replicated, async_op=True)
+    kind = type(in_flight.to_local()).__name__
+    y = functional.layer_norm(in_flight, (8,), mode=MODE, backend=backend)
     y.backward(dy.redistribute(placements=replicated, async_op=True))
     return [whole(y), whole(x.grad)], kind
 
@@ -185,7 +185,7 @@ def compiled(rank, world, device):
 
 
 def refused(rank, world, device):
-    """What sharded running statistics raise."""
+    """The error for sharded running statistics."""
     layer = swap(nn.BatchNorm2d(8).eval())
     layer.running_mean = distributed(layer.running_mean, 0)
     try:
@@ -207,7 +207,7 @@ class Block(nn.Module):
 
 
 def trained(net, x, steps=2):
-    """The losses of some steps, the weights after them, and the function."""
+    """Train some steps; return the losses, the weights, and the output after them."""
     optimizer, losses = torch.optim.SGD(net.parameters(), 0.1), []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -221,7 +221,7 @@ def trained(net, x, steps=2):
 
 
 def sequence_parallel(rank, world, device):
-    """A block trained with its norms sharded over the sequence: swapped before, after, and not."""
+    """A block trained with norms sharded over the sequence: swapped before, after, and never."""
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
     mesh, _ = mesh_and_placements(0)

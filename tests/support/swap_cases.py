@@ -12,7 +12,7 @@ from normplug.modules import TargetVarianceNorm
 
 GOLDEN = target_variance("golden")
 X = torch.randn(16, 3, 6, 6)
-# Torch's own compiled layers miss such changes there, too: a dict of it has no version to watch.
+# There, compiled stock layers miss such changes, too: its dicts have no version to guard on.
 NEEDS_GUARDS = pytest.mark.skipif(
     sys.version_info[:3] == (3, 13, 0),
     reason="what torch compiles with Python 3.13.0 misses changes of attributes",
@@ -52,7 +52,7 @@ _convert.register(TargetStubborn, Stubborn)
 
 
 def one_graph(model):
-    """The model compiled, which fails where it takes more than one graph."""
+    """Compile the model; more than one graph is an error."""
     torch.compiler.reset()
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
@@ -68,7 +68,7 @@ def train_step(model, optimizer=None):
 
 
 def frozen(model):
-    """All that a refused call must leave: classes, attributes, values and identities."""
+    """All that a refused call must not change: classes, attributes, values and identities."""
     layers = [
         (path, type(m), sorted(vars(m)), {**m._parameters, **m._buffers})
         for path, m in model.named_modules(remove_duplicate=False)

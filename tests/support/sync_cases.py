@@ -1,4 +1,4 @@
-"""What the processes of the tests of SyncBatchNorm run, and save for pytest to see."""
+"""What each process runs in the tests of SyncBatchNorm, and saves for pytest."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ CHANNELS = 5
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a layer; `batches` are what each process has, of `space`."""
+    """One call of a layer; batches: samples per process. space: the spatial dimensions."""
 
     batches: tuple[int, ...]
     space: tuple[int, ...] = (4, 3)
@@ -37,12 +37,12 @@ class Case:
     track_running_stats: bool = True
 
     def __str__(self):
-        """What is not the default."""
+        """The fields that differ from their defaults."""
         given = [getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default]
         return "-".join(str(value).removeprefix("torch.") for value in given)
 
     def settings(self):
-        """What the constructors of torch and of normplug take alike."""
+        """The arguments that torch's and normplug's constructors share."""
         names = ("momentum", "affine", "track_running_stats")
         return {name: getattr(self, name) for name in names}
 
@@ -105,7 +105,7 @@ CASES = {2: TWO, 3: THREE}
 
 
 def outcome(layer, x, dy):
-    """All that a layer gives for two equal batches, of which the second's result is kept."""
+    """A layer's results for the second of two equal batches."""
     x = x.detach().requires_grad_()
     layer(x)
     y = layer(x)
@@ -123,7 +123,7 @@ def numbers(rank, world, device):
 
 @contextmanager
 def counting():
-    """A list of what is sent while it is open."""
+    """Yield a list that records the messages sent inside the block."""
     sent, gather, reduce = [], _messages._all_gather, dist.all_reduce
 
     def counted_gather(out, own, group):
@@ -142,7 +142,7 @@ def counting():
 
 
 def messages(rank, world, device):
-    """What is sent in training, in eval, and without a gradient for the input."""
+    """The messages of a training step, of one without a gradient of the input, and in eval."""
     layer = SyncBatchNorm(CHANNELS, device=device)
     x = torch.randn(4, CHANNELS, device=device)
     with counting() as training:
@@ -156,7 +156,7 @@ def messages(rank, world, device):
 
 
 def too_few(rank, world, device):
-    """What one value a channel in the joined batch raises."""
+    """The error for one value per channel in the joined batch."""
     try:
         layer = SyncBatchNorm(CHANNELS)
         layer(torch.randn(1 if rank == world - 1 else 0, CHANNELS))
@@ -177,7 +177,7 @@ def compiled(rank, world, device):
     """A compiled layer's outcome, and the layer's own."""
     layer, x, dy = Case((5, 3)).of_rank(rank, device)
     twin = copy.deepcopy(layer)
-    # Inductor is slow on a CPU: there the first process has it, and the others' graphs run as is.
+    # Inductor is slow on a CPU: there only process 0 uses it, and the others run graphs as is.
     layer.compile(fullgraph=True, backend="aot_eager" if device == "cpu" and rank else "inductor")
     return outcome(layer, x, dy), outcome(twin, x, dy)
 
@@ -205,7 +205,7 @@ def with_activation(rank, world, device):
 
 
 def measured(rank, world, device):
-    """What one process alone measures while all train."""
+    """The variance probe of process 0, which alone measures while all train."""
     layer, x, _ = Case((5, 3)).of_rank(rank, device)
     if rank == 0:
         layer._probe = torch.zeros(4, device=device)
@@ -250,7 +250,7 @@ def data_parallel(rank, world, device):
 
 
 def without_waiting(rank, world, device):
-    """What made the host wait for the GPU in a step of training; None where nothing did."""
+    """The error where the host waits for the GPU in a training step; None where it never does."""
     layer = SyncBatchNorm(CHANNELS, momentum=None, device=device)
     x = torch.randn(8, CHANNELS, 6, 6, device=device, requires_grad=True)
     layer(x).sum().backward()
@@ -287,16 +287,16 @@ ON_GPU = [
 
 
 def ran(process, world, directory, *arguments):
-    """What each process of `world` saved."""
+    """Run `process` in `world` processes; return what each of them saved."""
     arguments = (world, str(directory), *arguments)
     torch.multiprocessing.spawn(_fork, (process, arguments), nprocs=1)
-    # Weights only would refuse nothing but the tests' own containers.
+    # weights_only=True would only refuse the tests' own containers.
     files = [directory / f"{rank}.pt" for rank in range(world)]
     return [torch.load(file, weights_only=False, map_location="cpu") for file in files]
 
 
 def _fork(_, process, arguments):
-    """From one process, which imports for all."""
+    """Fork all processes from this one, which imports for all."""
     torch.multiprocessing.start_processes(
         process, arguments, nprocs=arguments[0], start_method="fork"
     )

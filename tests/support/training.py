@@ -1,4 +1,4 @@
-"""How tests call train.py and Python's commands, and the small runs that they share."""
+"""How tests call train.py and Python command lines, and the small runs that they share."""
 
 import contextlib
 import csv
@@ -26,9 +26,9 @@ GOLDEN = Path("logs/sweeps/smoke/vit_tiny/fake/golden/seed_0")  # a run of that 
 
 
 def run_in(directory, monkeypatch, *overrides, draws=False):
-    """Call train.py as if started in `directory`: the exit code.
+    """Call train.py as if started in `directory`; return the exit code.
 
-    Without `draws` it leaves out the plots, which take longer than such a run.
+    Without `draws`, skip the plots, which take longer than such a run.
     """
     pytest.importorskip("torchvision")
     import train
@@ -47,14 +47,14 @@ def run_in(directory, monkeypatch, *overrides, draws=False):
 
 
 def output_in(directory, monkeypatch, *overrides, **how):
-    """As `run_in`, with all that is printed: (exit code, output)."""
+    """Call `run_in`; return (exit code, all that was printed)."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         code = run_in(directory, monkeypatch, *overrides, **how)
     return code, printed.getvalue()
 
 
 def python(*arguments, directory=ROOT):
-    """The finished process of a Python command line, which may import this repository."""
+    """Run a Python command line that may import this repository; return the finished process."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=directory,
@@ -67,7 +67,7 @@ def python(*arguments, directory=ROOT):
 
 @contextlib.contextmanager
 def one_thread():
-    """Sums round by the number of threads: runs that are compared have one."""
+    """Use one thread: sums round by the number of threads, and compared runs must round alike."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,1 +1,1 @@
-"""Whether a swap is right in the architectures of other libraries: `python tests/zoo`."""
+"""Check that a swap is right in the architectures of other libraries: `python tests/zoo`."""

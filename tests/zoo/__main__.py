@@ -1,6 +1,6 @@
-"""Swap the norms of other libraries' architectures, and compare each with its stock self.
+"""Swap the norms of other libraries' architectures, and compare each with the stock model.
 
-The exit status is 1 where a comparison fails, or a library that was asked for is not installed.
+The exit status is 1 if a comparison fails, or if a library that was asked for is not installed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from zoo.table import render, summary  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser of the command line."""
     top = argparse.ArgumentParser(prog="python tests/zoo", description=__doc__)
     top.add_argument(
         "--library", choices=LIBRARIES, action="append", help="may be repeated; default: all"
     )
-    top.add_argument("--only", metavar="GLOB", default="*", help="only those whose name fits")
-    top.add_argument("--all", action="store_true", help="take large architectures, too")
+    top.add_argument("--only", metavar="GLOB", default="*", help="only names that match")
+    top.add_argument("--all", action="store_true", help="include large architectures")
     top.add_argument(
-        "--device", default="cpu", help="others than cpu compute in float64, deterministically"
+        "--device", default="cpu", help="any but cpu computes in float64, deterministically"
     )
-    top.add_argument("--json", metavar="FILE", type=Path, help="all rows, written after each")
+    top.add_argument("--json", metavar="FILE", type=Path, help="all rows, rewritten after each one")
     top.add_argument("--markdown", metavar="FILE", type=Path, help="the table")
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status."""
+    """Run the command line; return the exit status."""
     arguments = parser().parse_args(argv)
     libraries = arguments.library or list(LIBRARIES)
     if arguments.device != "cpu":
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make_deterministic() -> None:
-    """Let two runs on a GPU give the same bits, so that their digests can be compared."""
+    """Make two runs on a GPU give the same bits, so that their digests can be compared."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)

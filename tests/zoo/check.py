@@ -1,4 +1,4 @@
-"""One model, swapped every way and compared with the stock model that it must equal."""
+"""Swap one model in every way, and compare it with the stock model that it must equal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from normplug import _convert, plan, swap, target_variance, unswap
 
 SEED = 0
 GOLDEN = math.sqrt(target_variance("golden"))
-# Some tensors are rounding errors only, such as the gradient of a bias that the next norm cancels.
-# So no tensor is measured against less than this part of the largest tensor of its kind.
+# Some tensors are pure rounding error, such as the gradient of a bias that the next norm cancels.
+# So the scale of a tensor is at least this fraction of the largest tensor of its kind.
 NOISE = 1e-3
-NUDGE = 1e-15  # of a parameter: in float64 about four roundings, in float32 nothing
+NUDGE = 1e-15  # relative change of a parameter: about four roundings in float64, none in float32
 
 Inputs: TypeAlias = Mapping[str, Any]
 # "output in training/0" -> its value
@@ -34,8 +34,8 @@ class Architecture(NamedTuple):
     Attributes:
         library: its package.
         name: its name in that package.
-        build: makes it with random weights, under `torch.device("meta")` too.
-        inputs: arguments of its forward by name; tensors are on the CPU.
+        build: builds it with random weights, under `torch.device("meta")` too.
+        inputs: makes the arguments of its forward, by name; tensors are on the CPU.
     """
 
     library: str
@@ -54,9 +54,9 @@ class Report:
         error: the largest relative difference between the golden model and the stock model with
             folded weights, and between unswapped and swapped.
         failures: what is wrong, one sentence each.
-        unsteady: how the stock model differs from itself in a second run, in which its parameters
-            are rounded otherwise; then nothing is compared.
-        digest: a hash of every bit of the golden model's values, to compare two runs by.
+        unsteady: how the stock model differs from itself in a second run with differently rounded
+            parameters; then nothing is compared.
+        digest: a hash of every bit of the golden model's values, to compare two runs.
     """
 
     taken: dict[str, int] = field(default_factory=dict)
@@ -75,8 +75,8 @@ def check(model: nn.Module, inputs: Inputs) -> Report:
     keys. Each forward starts from the same seed, so that dropout draws the same.
 
     Args:
-        model: its constant parameters and its running statistics are made random, so that no 0
-            hides a factor; otherwise it stays as it is.
+        model: its constant parameters and running statistics are randomised in place, so that no 0
+            hides a factor; otherwise it is left as it is.
         inputs: arguments of its forward.
     """
     planned = plan(model)
@@ -99,7 +99,7 @@ def check(model: nn.Module, inputs: Inputs) -> Report:
             said = f"the stock model differs from itself in {worst} by {spread[worst]:.1e}"
             return Report(report.taken, report.left, unsteady=said)
         tolerance = max(tolerance, 16 * spread[worst])
-    _hold("standard is not the stock model", errors, tolerance, report)
+    _record("standard is not the stock model", errors, tolerance, report)
 
     folded = observe(fold(copy.deepcopy(model), taken), inputs)
     if max(compare(folded, stock).values()) < 1e3 * tolerance:
@@ -109,17 +109,17 @@ def check(model: nn.Module, inputs: Inputs) -> Report:
         folded[key] = folded[key] * GOLDEN  # the chain rule
     golden = _swapped(model, "golden")
     observed = observe(golden, inputs)
-    report.error = _hold(
+    report.error = _record(
         "golden is not the folded stock model", compare(observed, folded), tolerance, report
     )
     report.digest = digest(observed)
     del folded, observed
 
-    # Training moves the running statistics: both evaluations lie between the two trainings.
+    # Training updates the running statistics: both evaluations run between the two training passes.
     before = train(golden, inputs) | evaluate(golden, inputs)
     unswap(golden)
     after = evaluate(golden, inputs) | train(golden, inputs)
-    error = _hold("unswapped is not the swapped model", compare(after, before), tolerance, report)
+    error = _record("unswapped is not the swapped model", compare(after, before), tolerance, report)
     report.error = max(report.error, error)
     report.failures += differences(golden, model, affine=True)
     del golden
@@ -143,7 +143,7 @@ def _swapped(model: nn.Module, mode: str) -> nn.Module:
 
 
 def _nudged(model: nn.Module) -> nn.Module:
-    """A copy whose parameters are rounded otherwise, to see how far rounding moves its values."""
+    """A copy with differently rounded parameters, to see how far rounding alone moves results."""
     generator = torch.Generator().manual_seed(SEED)
     nudged = copy.deepcopy(model)
     with torch.no_grad():
@@ -175,7 +175,7 @@ def randomise(model: nn.Module) -> None:
 
 
 def fold(model: nn.Module, paths: list[str]) -> nn.Module:
-    """Multiply what the norms at `paths` scale by by sqrt(tv); golden must equal the result."""
+    """Multiply the effective norm weights at `paths` by sqrt(tv); golden must equal the result."""
     done: set[int] = set()
     for path in paths:
         module = model.get_submodule(path)
@@ -199,13 +199,13 @@ def _constant_weight(module: nn.Module) -> nn.Parameter:
 
 
 def _weights(model: nn.Module, paths: list[str]) -> set[str]:
-    """The keys of the gradients of the norms' weights; a shared weight has its first name."""
+    """The keys of the gradients of the norms' weights; a shared weight has only its first name."""
     norms = {id(model.get_submodule(path).weight) for path in paths}
     return {f"gradient/{name}" for name, p in model.named_parameters() if id(p) in norms}
 
 
 def observe(model: nn.Module, inputs: Inputs) -> Observed:
-    """Outputs in evaluation and training, gradients, and running statistics after the step."""
+    """Outputs in evaluation and training, gradients, and buffers after the training step."""
     seen = evaluate(model, inputs)
     outputs = train(model, inputs)
     _loss(outputs).backward()
@@ -240,7 +240,7 @@ def _flat(name: str, result: Any) -> Observed:
 
 
 def _loss(outputs: Observed) -> Tensor:
-    """A weighted sum of all elements: the gradient of a plain sum vanishes behind a norm."""
+    """A sum of weighted means: the gradient of plain means would vanish behind a norm."""
     total = torch.zeros(())
     for y in outputs.values():
         if y.is_floating_point() and y.requires_grad:
@@ -287,8 +287,8 @@ def _largest(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.detach(), math.inf)) if tensor.numel() else 0.0
 
 
-def _hold(what: str, errors: dict[str, float], tolerance: float, report: Report) -> float:
-    """Return the largest error, and report it if it is above `tolerance`."""
+def _record(what: str, errors: dict[str, float], tolerance: float, report: Report) -> float:
+    """Return the largest error; add a failure to the report if it is above `tolerance`."""
     worst = max(errors, key=lambda key: errors[key])
     if errors[worst] > tolerance:
         count = sum(error > tolerance for error in errors.values())
@@ -305,7 +305,7 @@ def differences(ours: nn.Module, stock: nn.Module, *, affine: bool) -> list[str]
     """
     found = []
     was = dict(stock.named_modules())
-    weights = {"weight"} if affine else set()  # None may have been a plain attribute
+    weights = {"weight"} if affine else set()  # a weight of None may have been a plain attribute
     for path, module in ours.named_modules():
         if type(module) is not type(was[path]):
             names = f"{type(module).__name__} after unswap, was {type(was[path]).__name__}"

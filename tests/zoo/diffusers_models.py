@@ -1,4 +1,4 @@
-"""Architectures of diffusers, each narrow and of few layers."""
+"""Architectures of diffusers, each narrow and shallow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _tokens(width: int, length: int = 4) -> Tensor:
     return torch.rand(2, length, width)
 
 
-# Name -> its configuration, and the inputs of its forward.
+# Name -> configuration, and inputs of the forward.
 _MODELS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "AutoencoderKL": (_CODER, {"sample": _images(3)}),
     "AuraFlowTransformer2DModel": (
@@ -198,7 +198,7 @@ _MODELS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 
 
 def architectures() -> Iterator[Architecture]:
-    """All that are listed here, by name."""
+    """Every architecture listed here, sorted by name."""
     for name in sorted(_MODELS):
         yield Architecture("diffusers", name, partial(_build, name), partial(_inputs, name))
 

@@ -1,4 +1,4 @@
-"""Check one architecture after another; a failure does not stop the next."""
+"""Check one architecture after another; a failure does not stop the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from normplug._report.provenance import hardware, versions
 from zoo.check import SEED, Architecture, Inputs, check, observe
 
 LIBRARIES = ("torchvision", "timm", "transformers", "diffusers")
-# Parameters. In 16 GiB lie five copies of a model and two of its gradients.
+# Parameters. 16 GiB must hold five copies of a model and two of its gradients.
 LARGE = 150_000_000
 
 
@@ -40,10 +40,11 @@ def run(
     """Check the libraries' architectures.
 
     Args:
-        libraries: some of `LIBRARIES`; one that is not installed is named and passed over.
+        libraries: some of `LIBRARIES`; those that are not installed are printed and skipped.
         only: a glob on the architecture's name.
-        large: take architectures with more than `LARGE` parameters, too.
-        device: on the CPU both sides run the same kernels, so float32 is exact enough there.
+        large: include architectures with more than `LARGE` parameters.
+        device: any but the CPU computes in float64; on the CPU both sides run the same kernels, so
+            float32 is accurate enough.
         path: the JSON file of the result, rewritten after each row.
 
     Returns:
@@ -89,7 +90,7 @@ def check_one(architecture: Architecture, *, large: bool, device: torch.device) 
         warnings.simplefilter("ignore")  # from the libraries
         try:
             row |= _check(architecture, large=large, device=device)
-        except Exception as error:  # of any kind: the next architecture is waiting
+        except Exception as error:  # of any kind: go on with the next architecture
             row |= {"result": "failed", "reason": f"{type(error).__name__}: {error}"[:300]}
     return row | {"seconds": round(time.monotonic() - start, 1)}
 
@@ -119,7 +120,7 @@ def _check(architecture: Architecture, *, large: bool, device: torch.device) -> 
         return row | {"result": "unsteady", "reason": report.unsteady}
     if not report.taken:
         return row | {"result": "none taken", "reason": ""}
-    # Other kinds of CPU give other bits, and their file is kept.
+    # Bits depend on the kind of CPU, and the CPU's results are kept in the repository.
     bits = {} if device.type == "cpu" else {"digest": report.digest}
     return row | {"result": "ok", "reason": "", "error": report.error} | bits
 

@@ -10,7 +10,7 @@ from normplug._report.markdown import table
 
 Row = Mapping[str, Any]
 
-# "unsteady": the stock model differs from itself from run to run, or if it is rounded otherwise.
+# "unsteady": the stock model differs from itself from run to run, or if rounded differently.
 RESULTS = ("ok", "none taken", "failed", "unsteady", "skipped")
 SUMMARY = ("library", "architectures", *RESULTS, "norms taken", "left")
 ARCHITECTURES = ("architecture", "norms taken", "norms left", "result", "error")
@@ -44,7 +44,7 @@ def render(content: Mapping[str, Any]) -> str:
 
 
 def summary(content: Mapping[str, Any]) -> str:
-    """One line a library: how many of which result."""
+    """One line per library: the count of each result."""
     results: dict[str, Counter[str]] = {}
     for row in content["rows"]:
         results.setdefault(row["library"], Counter())[row["result"]] += 1

@@ -1,4 +1,4 @@
-"""Architectures of other libraries, swapped; and that the check would see a wrong swap."""
+"""Swapped architectures of other libraries are right, and the check detects wrong swaps."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from zoo.run import check_one
 from zoo.table import render, summary
 
 CPU = torch.device("cpu")
-# Those that take a second or few, one or more of each family.
+# Architectures that take a few seconds at most; one or more of each family.
 NAMES = {
     "torchvision": """
         alexnet convnext_tiny deeplabv3_mobilenet_v3_large densenet121 efficientnet_b0
@@ -87,7 +87,7 @@ class ReadsTheWeight(Net):
 
 
 class Cancelled(Net):
-    """Nothing of the norms comes out."""
+    """The output does not depend on the norms."""
 
     def forward(self, x):
         return 0 * self.last(self.bn(self.first(x))).sum() + x.sum()
@@ -164,7 +164,7 @@ def test_a_stock_model_that_rounding_moves_is_not_judged(monkeypatch):
     model = Unstable(nn.Linear(4, 4), nn.LayerNorm(4)).double()
     batch = {"x": torch.randn(2, 4).double()}
     weight = model[0].weight.sum().item()
-    assert not check(model, batch).unsteady  # the same bits on the CPU, so nobody asks
+    assert not check(model, batch).unsteady  # the same bits, so nothing looks for noise
     monkeypatch.setattr(zoo.check, "_swapped", lambda model, mode: zoo.check._nudged(model))
     assert "differs from itself in output" in check(model, batch).unsteady
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from zoo.check import Architecture, Inputs
 
-# The smallest of each family of timm 1.0.31, and others that have norms which it has not.
+# The smallest of each family of timm 1.0.31, and others with norms that it lacks.
 _NAMES = """
 beit_base_patch16_224 caformer_s18 cait_xxs24_224 coat_tiny convit_tiny convmixer_768_32
 cpubone_nano crossvit_tiny_240 cs3darknet_focus_s csatv2 cspnext_tiny davit_tiny deepseek_vit_412m
@@ -38,7 +38,7 @@ _OWN_SIZE = ("crossvit",)  # accepts a smaller size when built, then fails
 
 
 def architectures() -> Iterator[Architecture]:
-    """The known ones of each family; of an unknown family, its first."""
+    """The listed ones of each family; the first of a family without a listed one."""
     known = set(_NAMES.split())
     families: dict[str, list[str]] = {}
     for name in timm.list_models():
@@ -53,7 +53,7 @@ def _build(name: str) -> nn.Module:
         try:
             return timm.create_model(name, num_classes=5, img_size=_SIZES[0])
         except (TypeError, ValueError, AssertionError, RuntimeError):
-            pass  # it has no such argument, or takes its own size only
+            pass  # no such argument, or no size but its own
     return timm.create_model(name, num_classes=5)
 
 

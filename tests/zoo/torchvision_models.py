@@ -36,7 +36,7 @@ _DETECTION = ("rcnn", "retinanet", "fcos", "ssd")
 
 
 def architectures() -> Iterator[Architecture]:
-    """All, by name, with 5 classes and small images."""
+    """Every architecture by name, with 5 classes and small images."""
     for name in models.list_models():
         yield Architecture("torchvision", name, partial(_build, name), partial(_inputs, name))
 

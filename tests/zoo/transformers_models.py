@@ -1,4 +1,4 @@
-"""Architectures of transformers, each of a configuration of two narrow layers."""
+"""Architectures of transformers, each configured with two narrow layers."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ dinov2 distilbert dpt electra ernie esm falcon flaubert fnet gpt2 gpt_neox ijepa
 longformer mamba mobilebert mpnet mpt nystromformer olmo opt persimmon phi rembert roberta
 roformer starcoder2 vit vit_mae vit_msn xlm xlm-roberta
 """
-# Their norms are RMSNorms of each kind.
+# Between them, they have every kind of RMSNorm.
 _DECODERS = "gemma gemma2 gemma3_text glm4 gpt_oss mistral olmo2 phi3 qwen3"
-# Name -> what its configuration has beyond `_TINY`.
+# Name -> configuration on top of `_TINY`.
 _BEYOND: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_PLAIN.split(), {}),
     **dict.fromkeys(_DECODERS.split(), {"head_dim": 8, "num_key_value_heads": 2}),
@@ -93,7 +93,7 @@ _BEYOND: dict[str, dict[str, Any]] = {
     },
     "yolos": {"image_size": [32, 32]},
 }
-# Name -> all that its configuration has.
+# Name -> whole configuration.
 _WHOLE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("convnext", "convnextv2", "dinov3_convnext", "poolformer"), _STAGES),
     **dict.fromkeys(("clip", "siglip"), _TEXT_AND_IMAGE),
@@ -135,7 +135,7 @@ _CONFIGURATIONS = {name: {**_TINY, **more} for name, more in _BEYOND.items()} | 
 
 
 def architectures() -> Iterator[Architecture]:
-    """All that are listed here, by name."""
+    """Every architecture listed here, sorted by name."""
     for name in sorted(_CONFIGURATIONS):
         yield Architecture("transformers", name, partial(_build, name), _inputs)
 
