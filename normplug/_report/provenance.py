@@ -10,12 +10,19 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("normplug", "torchvision", "triton", "lightning", "hydra-core", "numpy")
+import normplug
+
+PACKAGES = ("torchvision", "triton", "lightning", "hydra-core", "numpy")
 
 
 def versions(*more: str) -> dict[str, str]:
     """Name -> version: Python, torch, the packages that results depend on, and `more`."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    found = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        # Not from the installed metadata, which an editable install keeps from an older version.
+        "normplug": normplug.__version__,
+    }
     for package in (*PACKAGES, *more):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)

@@ -85,6 +85,7 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     assert result["images_per_s"] == pytest.approx(16e3 / result["step_ms"], rel=0.5)
     assert result["peak_memory_bytes"] > 2**20
     assert result["versions"]["torch"] == torch.__version__
+    assert result["versions"]["normplug"] == normplug.__version__
     directory = next(tmp_path.rglob("result.json")).parent
     logs = ("metrics.csv", "variance.csv", "variance.png", "tensorboard")
     for name in ("config.yaml", "checkpoints/last.ckpt", *logs):
