@@ -1,6 +1,6 @@
-"""Activations that a kernel applies to the norm's result, and relu's signs as bits.
+"""Activations that a kernel applies to the norm's result, and relu's mask packed as bits.
 
-ACTIVATION comes from `_activations.kernel_code`. If it is below 0, it is minus leaky relu's slope.
+ACTIVATION comes from `_activations.kernel_code`. Below 0, it is minus leaky relu's slope.
 """
 
 import triton
@@ -11,20 +11,20 @@ import triton.language as tl
 def _sigmoid(z):
     """1 / (1 + exp(-z)), to a few units in the last place.
 
-    The square of a reciprocal root takes half the instructions of a division. With the division,
-    SiLU's kernels have more instructions than the GPU can issue while it waits for memory.
+    Squaring a reciprocal square root takes half the instructions of a division. With the division,
+    SiLU's kernels are bound by instruction issue, and no longer by memory.
     """
     if z.dtype == tl.float64:
         gate = tl.sigmoid(z)
     else:
-        root = tl.math.rsqrt(1.0 + tl.exp2(z * -1.4426950408889634))
+        root = tl.math.rsqrt(1.0 + tl.exp2(z * -1.4426950408889634))  # -log2(e)
         gate = root * root
     return gate
 
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """relu, silu, exact gelu, relu6, hardswish or leaky relu of z; nan stays nan."""
+    """Apply relu, silu, exact gelu, relu6, hardswish or leaky relu to z; nan stays nan."""
     if ACTIVATION < 0:
         y = tl.where(z > 0, z, z * -ACTIVATION)
     elif ACTIVATION == 1:
@@ -44,10 +44,10 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activation_gradient(dy, z, ACTIVATION: tl.constexpr):
-    """The gradient dy times the derivative of the activation at z.
+    """Return dy times the derivative of the activation at z.
 
-    At the kink of relu and leaky relu this is the derivative below it, and at 6 of relu6 the one
-    above.
+    At 0, relu, relu6 and leaky relu take the derivative from the left. At 6, relu6 takes the one
+    from the right.
     """
     if ACTIVATION < 0:
         dz = tl.where(z > 0, dy, dy * -ACTIVATION)
@@ -71,18 +71,18 @@ def activation_gradient(dy, z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def positive(z):
-    """1 where relu lets a gradient through, which is everywhere but at z <= 0."""
+    """Return 1 where relu passes the gradient, else 0: at z <= 0 it does not, at nan it does."""
     return tl.where(z <= 0, 0, 1)
 
 
 @triton.jit
 def pack_bits(bits, COUNT: tl.constexpr):
-    """COUNT zeros and ones, of any shape, as COUNT / 8 bytes."""
+    """Pack COUNT zeros and ones, of any shape, into COUNT / 8 bytes, lowest bit first."""
     eights = tl.reshape(bits.to(tl.int32), [COUNT // 8, 8])
     return tl.sum(eights << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
 
 
 @triton.jit
 def unpack_bits(packed, COUNT: tl.constexpr):
-    """COUNT / 8 bytes as COUNT zeros and ones."""
+    """Unpack COUNT / 8 bytes into COUNT zeros and ones."""
     return tl.reshape((packed.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1, [COUNT])

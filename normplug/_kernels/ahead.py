@@ -1,14 +1,16 @@
-"""Other processes compile kernels before they are needed.
+"""Compile kernels in other processes before they are needed.
 
 Without this, the first step compiles its kernels one after another, each in one to four seconds.
-But when a forward is set up, the kernel of its backward is already known, so other processes can
-compile it meanwhile. They put it into Triton's cache on disk, where this process finds it.
-`ahead_server` is the process that forks them. It starts when a needed kernel is not in the cache.
-It ends with this process, or when it has nothing left to do. If it fails, this process compiles.
+But when a forward is set up, its backward's kernel is already known, so a worker can compile it in
+the meantime. The result goes to Triton's cache on disk, where this process finds it.
 
-The environment variable `NORMPLUG_COMPILE_WORKERS` says how many kernels are compiled at once; 0
-turns it off. The default is one less than the number of cores, at most 15. The processes of a
-torchrun share the cores.
+`ahead_server` runs in a process of its own, the server, which forks the workers. It starts when a
+needed kernel is not in the cache. It exits with this process, or once it is idle. If it fails, this
+process compiles the kernels itself.
+
+The environment variable `NORMPLUG_COMPILE_WORKERS` sets how many kernels are compiled at once; 0
+disables the workers. The default is one less than the number of cores, at most 15. Under torchrun,
+the processes of a node share its cores.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ from normplug import native
 from normplug._kernels import ahead_server
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-# Whether the key of a kernel in Triton's cache can be told, and workers be forked.
+# Whether a kernel's key in Triton's cache can be computed, and workers can be forked.
 KEYED = _VERSION >= (3, 5) and sys.platform == "linux"
 _PATIENCE = 60.0  # seconds to wait for a worker that has started
-_MOST = 15
+_MOST = 15  # workers
 
 
 class Job(NamedTuple):
-    """A kernel to compile: the arguments of `triton.compiler.ASTSource`, and the options."""
+    """A kernel to compile: arguments of `triton.compiler.ASTSource`, and the compiler's options."""
 
     kernel: Any
     signature: dict[str, str]
@@ -51,7 +53,7 @@ class Job(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What tells it from others."""
+        """A string that identifies the job in this process."""
         return f"{self.kernel.__module__}.{self.kernel.__name__}{self[1:]}"
 
 
@@ -60,7 +62,7 @@ def most_workers() -> int:
     """How many kernels to compile at once in other processes.
 
     Raises:
-        ValueError: `NORMPLUG_COMPILE_WORKERS` is no number, or below 0.
+        ValueError: `NORMPLUG_COMPILE_WORKERS` is not an integer, or below 0.
     """
     wanted = os.environ.get("NORMPLUG_COMPILE_WORKERS", "")
     if wanted and not wanted.isdecimal():
@@ -76,7 +78,7 @@ def most_workers() -> int:
 
 
 def kernel_modules() -> list[str]:
-    """Names of the modules with kernels that this process has imported: they need no torch."""
+    """Return the names of the imported modules that define kernels: these need no torch."""
     return [
         name
         for name, module in list(sys.modules.items())
@@ -86,22 +88,22 @@ def kernel_modules() -> list[str]:
 
 
 class Server:
-    """The process that forks workers, and the states of their jobs."""
+    """The client of a server process, and the states of the jobs sent to it."""
 
     def __init__(self, workers: int) -> None:
         package = Path(__file__).parent.parent
         start = (workers, str(package), sys.path, kernel_modules())
-        self.states: dict[int, str] = {}  # number -> state of a kernel
-        self._sent = 0  # how many kernels and launchers
-        self._launched: set[tuple[Any, ...]] = set()  # kernels and signatures with a launcher
-        self._said = b""
+        self.states: dict[int, str] = {}  # job number -> waiting, started, done or failed
+        self._sent = 0  # jobs so far, of kernels and launchers: the number of the next
+        self._launched: set[tuple[Any, ...]] = set()  # kernels and signatures sent for a launcher
+        self._said = b""  # the beginning of a line that has not arrived in full
         self._process = subprocess.Popen(
             [sys.executable, "-I", ahead_server.__file__, pickle.dumps(start).hex()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # an interrupt from the keyboard is not meant for it
+            start_new_session=True,  # Ctrl+C must not reach it, and `end` kills its process group
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -110,7 +112,7 @@ class Server:
         os.set_blocking(self._answers, False)
 
     def take(self, job: Job) -> int | None:
-        """Begin a job, after the launcher of its kernel; return its number, or None on failure."""
+        """Send a job, after one for its launcher if that is new; return its number, or None."""
         name = (job.kernel.__module__, job.kernel.__name__)
         launched = (*name, *job.signature.items())
         if launched not in self._launched:
@@ -131,12 +133,12 @@ class Server:
         return self._sent - 1
 
     def drop(self, number: int) -> None:
-        """Do not begin a job any more."""
+        """Withdraw a job, unless it has started."""
         self._tell(number.to_bytes(ahead_server.SHORT, "little"))
 
     def _tell(self, data: bytes) -> bool:
         data = len(data).to_bytes(4, "little") + data
-        if len(data) > select.PIPE_BUF:  # it might be written in part
+        if len(data) > select.PIPE_BUF:  # a longer write is not atomic
             return False
         try:
             return os.write(self._jobs, data) > 0
@@ -144,7 +146,11 @@ class Server:
             return False
 
     def listen(self, seconds: float = 0.0) -> bool:
-        """Note what has been said, after waiting for it; False once the process has ended."""
+        """Update states from the server's lines; wait for one at most `seconds`.
+
+        Returns:
+            False once the server has exited.
+        """
         if select.select([self._answers], [], [], seconds)[0]:
             more = os.read(self._answers, 1 << 16)
             if not more:
@@ -157,7 +163,7 @@ class Server:
         return True
 
     def end(self) -> None:
-        """Stop the process and its workers."""
+        """Kill the server and its workers."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with self._process:  # closes the pipes, and waits
@@ -165,24 +171,25 @@ class Server:
 
 
 class Ahead:
-    """What this process has had compiled; one for each process."""
+    """The kernels that this process needs compiled; there is one instance per process."""
 
     def __init__(self) -> None:
+        # Kernels by origin: compiled here, compiled by a worker, found in Triton's cache.
         self.counts = {"here": 0, "workers": 0, "cache": 0}
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._server: Server | None = None
         self._off = not KEYED
-        self._given: dict[str, tuple[Server, int | None]] = {}  # jobs, by number
-        self._kept: set[str] = set()  # in Triton's cache
-        self._settled: dict[str, str | None] = {}  # the key in Triton's cache
+        self._given: dict[str, tuple[Server, int | None]] = {}  # by job: its server and number
+        self._kept: set[str] = set()  # jobs whose kernel was in Triton's cache
+        self._settled: dict[str, str | None] = {}  # by job: the kernel's key in Triton's cache
         self._met_nothing: bool | None = None  # whether the cache was empty at the first job
 
     def expect(self, job: Job) -> bool:
-        """Have a kernel compiled that will be launched later.
+        """Have a worker compile a kernel that will be launched later.
 
         Returns:
-            Whether a worker will do it; False where it is compiled already.
+            Whether it is left to a worker. False if it is compiled already, or if there are none.
         """
         with self._lock:
             key = job.key
@@ -191,7 +198,7 @@ class Ahead:
             if self._met_nothing is None:
                 self._met_nothing = _is_empty()
             if key not in self._given:
-                # Computing a kernel's name takes time, and is needless if the cache was empty.
+                # Computing a cache key takes time, and is unnecessary if the cache was empty.
                 if not self._met_nothing and _is_kept(_name(job)):
                     self._kept.add(key)
                     return False
@@ -201,10 +208,10 @@ class Ahead:
             return True
 
     def settle(self, job: Job) -> str | None:
-        """Before this process launches a kernel: wait for it, if a worker is compiling it.
+        """Wait for a kernel if a worker is compiling it; called before its first launch.
 
         Returns:
-            Its key in Triton's cache; None if that is unknown.
+            The kernel's key in Triton's cache; None if that is unknown.
         """
         with self._lock:
             key = job.key
@@ -219,7 +226,7 @@ class Ahead:
         return name
 
     def give_up(self) -> None:
-        """Compile everything here from now on."""
+        """Stop the workers, and compile everything in this process from now on."""
         with self._lock:
             self._off = True
             self.end()
@@ -232,15 +239,15 @@ class Ahead:
             self._server = None
 
     def _is_off(self) -> bool:
-        # A process forked from this one has no part in it.
+        # A process forked from this one must not talk to its server.
         return self._off or most_workers() == 0 or self._process != os.getpid()
 
     def _started(self) -> Server | None:
-        """The server, started if need be."""
+        """The server, started if necessary; None if there can be none."""
         if self._is_off():
             return None
         if self._server is not None and not self._server.listen():
-            self._off = "done" not in self._server.states.values()  # it never worked
+            self._off = "done" not in self._server.states.values()  # no job has ever succeeded
             self.end()
             return self._started()
         if self._server is None:
@@ -251,7 +258,7 @@ class Ahead:
         return self._server
 
     def _wait(self, server: Server, number: int | None) -> bool:
-        """Whether a worker has done a job, or does it now: then this waits for the end."""
+        """Whether a worker compiled a kernel; wait for a started job, withdraw a waiting one."""
         end = time.monotonic() + _PATIENCE
         while number is not None and self._process == os.getpid() and time.monotonic() < end:
             with self._lock:
@@ -271,7 +278,7 @@ native.counts_in(_ahead.counts)
 
 
 def _name(job: Job) -> str:
-    """The key of a kernel in Triton's cache."""
+    """Compute a kernel's key in Triton's cache."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import ASTSource, get_cache_key, make_backend
 
@@ -293,7 +300,7 @@ def _is_empty() -> bool:
 
 
 def _is_kept(name: str) -> bool:
-    """Whether Triton's cache has it."""
+    """Whether Triton's cache has the kernel of this key."""
     from triton.runtime.cache import get_cache_manager
 
     directory = getattr(get_cache_manager(name), "cache_dir", None)

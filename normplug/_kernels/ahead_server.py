@@ -1,9 +1,9 @@
-"""The process that compiles kernels for another one: see `ahead`, which runs this file.
+"""The server process that compiles kernels for another process: see `ahead`, which runs this file.
 
-It reads jobs from its standard input, and forks a worker for each, unless it reads before that the
-other process does the job itself. It writes a line when a worker starts and another when it ends,
-and stops at the end of its input, or with nothing left to do. It does without torch, which takes
-longer to import than a kernel takes to compile.
+It reads jobs from its standard input and forks a worker for each, unless the job is withdrawn
+before it starts. It writes one line when a worker starts and another when it ends. It exits at the
+end of its input, or once it is idle. It never imports torch, which takes longer to import than a
+kernel takes to compile.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-SHORT = 4  # bytes that say which job is not to be done any more; a job has more
-_IDLE = 60.0  # seconds without a job after which it ends
-_POLL = 0.01  # seconds between two looks at the workers
+SHORT = 4  # bytes of a message that withdraws a job: the job's number; jobs are longer
+_IDLE = 60.0  # seconds without a job after which the server exits
+_POLL = 0.01  # seconds between two checks of the workers
 
 
 def main(most: int) -> None:
-    """Carry out jobs, `most` at a time, in their order."""
-    waiting: dict[int, bytes] = {}
-    workers: dict[int, int] = {}  # the job of each
+    """Run jobs in order, `most` at a time."""
+    waiting: dict[int, bytes] = {}  # job number -> job
+    workers: dict[int, int] = {}  # process id -> job number
     data, given, open_ = b"", 0, True
     try:
         while open_:
@@ -39,6 +39,7 @@ def main(most: int) -> None:
             if select.select([0], [], [], _POLL if workers else _IDLE)[0]:
                 more = os.read(0, 1 << 16)
                 open_, data = bool(more), data + more
+                # A message is its length in 4 bytes, and a pickled job or a number to withdraw.
                 while len(data) >= (end := 4 + int.from_bytes(data[:4], "little")) > 4:
                     job, data = data[4:end], data[end:]
                     if len(job) == SHORT:
@@ -72,13 +73,13 @@ def compile_now(
     """Compile a kernel into Triton's cache; return its key there.
 
     Args:
-        module: where the kernel is defined.
-        name: of the kernel.
-        key: what the other process takes for the kernel's source in keys of the cache. In Triton
-            before 3.9 it depends on which kernels a process has met before this one.
-        arguments: signature, constants and attributes, as `triton.compiler.ASTSource` takes them.
-        options: the compiler's.
-        on: backend, architecture and warp size of the GPU.
+        module: The module that defines the kernel.
+        name: The kernel's name.
+        key: The hash of the kernel's source in the other process, which goes into cache keys.
+            Before Triton 3.9 it depends on which kernels a process has met before this one.
+        arguments: Signature, constants and attributes, as `triton.compiler.ASTSource` takes them.
+        options: The compiler's options.
+        on: Backend, architecture and warp size of the GPU.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -90,15 +91,15 @@ def compile_now(
 
 
 def build_launcher(module: str, name: str, arguments: tuple[Any, ...]) -> None:
-    """Build the launcher of kernels of one signature, if Triton compiles launchers from C.
+    """Build the launcher for kernels of one signature, if Triton compiles launchers from C.
 
-    Triton keeps it in its cache, too. Version 3.6 compiles it at the first launch, in half a
-    second. Version 3.9 has one launcher for all signatures.
+    Triton caches the launcher, too. Version 3.6 compiles it at the first launch, in half a second.
+    Version 3.9 has one launcher for all signatures.
 
     Args:
-        module: where the kernel is defined.
-        name: the name of the kernel.
-        arguments: as in `compile_now`.
+        module: The module that defines the kernel.
+        name: The kernel's name.
+        arguments: As in `compile_now`.
     """
     import triton
     from triton.backends.nvidia import driver
@@ -109,7 +110,7 @@ def build_launcher(module: str, name: str, arguments: tuple[Any, ...]) -> None:
 
 
 class _Metadata:
-    """A stand-in for the metadata of a compiled kernel, which a launcher does not depend on."""
+    """A placeholder for a compiled kernel's metadata, on which a launcher does not depend."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -123,14 +124,14 @@ def _say(what: str, number: int) -> None:
 
 
 def _start(package: str, path: list[str], modules: list[str]) -> None:
-    """Import the modules of the kernels, without what `normplug` itself imports."""
+    """Import the kernels' modules under an empty `normplug`; the real one would import torch."""
     sys.path[:] = path
     root = ModuleType("normplug")
     root.__path__ = [package]
     sys.modules["normplug"] = root
     for module in modules:
         importlib.import_module(module)
-    # The names of kernels need a hash of all of Triton. It is computed here, once for all workers.
+    # Cache keys include a hash of all of Triton. It is computed here, once for all workers.
     from triton.runtime.cache import triton_key
 
     triton_key()

@@ -1,4 +1,4 @@
-"""What every schedule needs to know: the machine, and the limits of the kernels' integers."""
+"""What the schedules share: properties of the GPU, limits of int32 offsets, powers of two."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from functools import cache
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what compiles kernels does without torch
+if TYPE_CHECKING:  # the processes that compile kernels never import torch
     import torch
 
-_INT32 = 2**31 - 2**24  # leaves room for what the padding of the last tile adds
-MOST_PLACES = _INT32  # along one axis, whose places are int32
+_INT32 = 2**31 - 2**24  # offsets in the padding of the last tile must not overflow either
+MOST_PLACES = _INT32  # along one axis, where the kernels index in int32
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; on a CPU those of an H100."""
+    """Number of multiprocessors of a GPU; on a CPU, that of an H100."""
     if device.type != "cuda":
         return 132
     import torch
@@ -25,7 +25,7 @@ def processors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program can have; on a CPU those of an H100."""
+    """Bytes of shared memory that one program can use; on a CPU, those of an H100."""
     if device.type != "cuda":
         return 227 << 10
     import triton
@@ -35,7 +35,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def needs_int64(rows: int, stride: int) -> bool:
-    """Whether offsets into so many rows outgrow an int32."""
+    """Whether offsets into `rows` rows, `stride` apart, overflow an int32."""
     return rows * stride > _INT32
 
 

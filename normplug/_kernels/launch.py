@@ -1,9 +1,10 @@
-"""Launching a Triton kernel at the cost of a native one.
+"""Launch a Triton kernel at the cost of a native one.
 
 `kernel[grid](...)` binds, hashes and looks up its arguments on every call, which takes longer than
 many norms run. A `Launch` does that once, keeps the compiled kernel, and then passes raw pointers
-to its launcher. That launcher is private to Triton. So a launch takes the public way in versions
-where the launcher is unknown, and for pointers that the compiled kernel was not made for.
+to its launcher. That launcher is private to Triton, so a launch falls back to `kernel[grid](...)`
+in versions whose launcher is unknown, and for pointers that are not aligned to 16 bytes, for which
+the kept kernel was not compiled.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from normplug._kernels import ahead
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _DIRECT = (3, 3) <= _VERSION <= (3, 9) and torch.version.hip is None
-BUILDS = _VERSION >= (3, 3)  # the compiler of 3.2 ends the process over some of the kernels
+BUILDS = _VERSION >= (3, 3)  # the compiler of 3.2 crashes the process on some of the kernels
 COOPERATIVE = _VERSION >= (3, 3) and torch.version.hip is None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes", "y")
 
 
-# How parameters lie in memory, by Triton's name of their type.
+# Formats of kernel parameters for `struct`, by Triton's name of their type.
 _LAYOUTS = {"*": "<Q", "i32": "<i", "i64": "<q", "fp32": "<f"}
-# Triton's names of the dtypes of tensors.
+# Triton's names of tensor dtypes.
 _TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
     torch.uint8: "u8", torch.int64: "i64",
@@ -37,7 +38,7 @@ _TYPES = {
 
 
 def scalars(double: bool, **values: float) -> dict[str, float | int]:
-    """Numbers as the kernels take them: see `primitives.scalar`."""
+    """Encode numbers as the kernels take them, a float64 as its bits: see `primitives.scalar`."""
     if not double:
         return {name: float(value) for name, value in values.items()}
     return {n: struct.unpack("<q", struct.pack("<d", v))[0] for n, v in values.items()}
@@ -46,8 +47,9 @@ def scalars(double: bool, **values: float) -> dict[str, float | int]:
 class Compiled(NamedTuple):
     """A compiled kernel as the driver launches it, for the host path in C++.
 
-    threads: of a program. shared: bytes of shared memory. parameters: of each, the place of its
-    tensor among the launch's tensors, or -1; the bits of a number; and its size in bytes.
+    function: the driver's handle. threads: per program. shared: bytes of shared memory.
+    parameters: for each, the index of its tensor among the launch's tensors, or -1 for a number;
+    the number's bits; and the parameter's size in bytes.
     """
 
     function: int
@@ -61,18 +63,18 @@ class Compiled(NamedTuple):
 class Launch:
     """A kernel with everything but its tensors: grid, sizes, constants and compiler options.
 
-    A call passes tensors by position. So each argument is named here, and the names must be the
-    kernel's own, in its order.
+    A call passes tensors by position, where a wrong order would go unnoticed. So every argument is
+    named here, and the names must be the kernel's own, in its order.
 
     Args:
         kernel: The Triton kernel.
-        grid: How many programs run.
-        pointers: Names of the tensors of a call; the kernel's argument of tensor `x` is `x_ptr`.
+        grid: Number of programs.
+        pointers: Names of the tensors of a call; the kernel's argument for tensor `x` is `x_ptr`.
         sizes: Integers, by name.
-        scalars: Numbers, as `scalars` makes them.
-        constants: What is compiled into the kernel, by name.
-        warps: Warps of a program.
-        cooperative: All programs run at once.
+        scalars: Numbers, by name, as `scalars` encodes them.
+        constants: Compile-time constants (`tl.constexpr`), by name.
+        warps: Warps per program.
+        cooperative: Whether it is a cooperative launch, whose programs all run at once.
 
     Raises:
         TypeError: The names are not those of the kernel's arguments, in order.
@@ -93,20 +95,20 @@ class Launch:
         _check_names(kernel, [*(f"{name}_ptr" for name in pointers), *sizes, *scalars, *constants])
         self.pointers, self._kernel, self._grid = pointers, kernel, grid
         self._numbers = (*sizes.values(), *scalars.values())
-        # a * b + c in one rounding: the default of Triton before 3.10.
+        # Allow a fused multiply-add for a * b + c: the default of Triton before 3.10.
         self._constants = {**constants, "num_warps": warps, "enable_fp_fusion": True}
         if cooperative:
             self._constants["launch_cooperative_grid"] = True
         self._tail = (*self._numbers, *constants.values())
         self._direct = _DIRECT and not INTERPRETED
-        self._run: Any = None
+        self._run: Any = None  # Triton's launcher, once it is known
         self._function: Any = None
         self._metadata: Any = None
         self._signature: dict[str, str] = {}
-        self._settled = INTERPRETED
+        self._settled = INTERPRETED  # whether `ahead` was asked for the kernel
 
     def __call__(self, stream: int, *tensors: Tensor) -> None:
-        """Launch on `stream`, which must be the current one of the current device."""
+        """Launch on `stream`, which must be the current stream of the current device."""
         if self._run is not None:
             pointers = [tensor.data_ptr() for tensor in tensors]
             misaligned = 0
@@ -129,7 +131,7 @@ class Launch:
             self._signature = compiled.src.signature
 
     def compiled(self) -> Compiled | None:
-        """What the driver needs to launch it; None before its first launch, or if unknown."""
+        """Return what the driver needs for a launch; None before the first one, or if unknown."""
         details = getattr(self._run, "__self__", self._run)
         scratch = [getattr(details, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
         if self._run is None or any(scratch) or self._metadata is None:
@@ -141,7 +143,7 @@ class Launch:
         values = (*range(len(self.pointers)), *self._numbers)
         for place, (name, value) in enumerate(zip(names, values, strict=False)):
             kind = self._signature.get(name, "constexpr")
-            if kind == "constexpr":  # a number that is compiled in
+            if kind == "constexpr":  # compiled in, so it is not passed
                 continue
             is_tensor = place < len(self.pointers)
             layout = _LAYOUTS.get("*" if is_tensor and kind.startswith("*") else kind)
@@ -161,12 +163,12 @@ class Launch:
     def _compile(self, tensors: tuple[Tensor, ...]) -> Any:
         name = self._settle(tensors)
         compiled = self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)
-        if name is not None and compiled.hash != name:  # what is expected is not what is needed
+        if name is not None and compiled.hash != name:  # `job` fails to predict it
             ahead.give_up()
         return compiled
 
     def _settle(self, tensors: tuple[Tensor, ...]) -> str | None:
-        """Count the first launch, and wait for a worker that compiles it; its name, if known."""
+        """Before the first launch, wait for a worker's kernel; return its cache key, if known."""
         aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         if self._settled or not tensors[0].is_cuda or not aligned:
             return None
@@ -174,7 +176,7 @@ class Launch:
         return ahead.settle(self.job([tensor.dtype for tensor in tensors]))
 
     def job(self, dtypes: Sequence[torch.dtype]) -> ahead.Job:
-        """What Triton compiles for tensors of these dtypes at addresses divisible by 16."""
+        """Describe what Triton compiles for tensors of these dtypes, aligned to 16 bytes."""
         names, count = self._kernel.arg_names, len(dtypes)
         signature = dict.fromkeys(names, "constexpr")
         signature |= {n: "*" + _TYPES[dtype] for n, dtype in zip(names, dtypes, strict=False)}
@@ -203,11 +205,11 @@ def _check_names(kernel: Any, given: list[str]) -> None:
 
 
 class Workspace:
-    """Counters, which are zero between launches, and room for what programs tell each other.
+    """Counters, which are zero between launches, and a buffer for programs' partial results.
 
-    One workspace is kept for a device's default stream, on which launches follow each other. A
-    launch on another stream gets its own. It may run beside others, and its memory may belong to a
-    CUDA graph: while one is captured, and in the warm-up of mode="reduce-overhead".
+    One workspace is kept for a device's default stream, whose launches run one after another. A
+    launch on another stream gets its own. It may run concurrently with others, and its memory may
+    belong to a CUDA graph: during capture, and in the warm-up of mode="reduce-overhead".
     """
 
     _kept: dict[tuple[int, torch.dtype], Workspace] = {}
@@ -218,7 +220,7 @@ class Workspace:
 
     @classmethod
     def get(cls, device: torch.device, dtype: torch.dtype, counters: int, room: int) -> Workspace:
-        """The default stream's workspace, with at least `counters` and `room`."""
+        """The default stream's workspace, grown to at least `counters` and `room` elements."""
         key = (device.index, dtype)
         kept = cls._kept.get(key)
         if kept is None or not kept.fits(counters, room):
@@ -229,5 +231,5 @@ class Workspace:
         return kept
 
     def fits(self, counters: int, room: int) -> bool:
-        """Whether it has enough of both."""
+        """Whether both buffers are large enough."""
         return self.counters.numel() >= counters and self.partial.numel() >= room

@@ -1,9 +1,12 @@
-"""How programs merge what others found: always in the order of the data, so that bits are equal.
+"""Merge partial results of programs, always in the order of the data, so runs agree bit for bit.
 
 - `merge_moments` and the like: each program that needs a result merges those of K tiles itself.
 - `publish_part`: programs publish their parts of a unit, which is whatever has statistics of its
-  own. The last one to arrive merges them.
-- `finish_columns`: programs at the end of a launch add up parts of a gradient.
+  own. The last program to arrive merges them.
+- `finish_columns`: programs at the end of the grid add up the parts of a gradient.
+
+Moments are a mean and m2, the sum of squared distances from it; Chan's formula merges them (see
+`batch_norm.merge`). What other programs have stored is loaded with ".cg", from L2 and not from L1.
 """
 
 import triton
@@ -12,24 +15,24 @@ import triton.language as tl
 from normplug._kernels.primitives import as_stored
 from normplug._kernels.waiting import arrive
 
-FAN_IN = tl.constexpr(32)  # parts of a unit that one program merges
+FAN_IN = tl.constexpr(32)  # parts that `publish_part` merges at a time
 
 
 def room_for_parts(units: int, items: int, columns: int) -> tuple[int, int]:
-    """Counters, with those of `ready_flag`, and partial results that `publish_part` needs."""
+    """How many counters (with those of `ready_flag`) and partial results `publish_part` needs."""
     batches = -(-items // FAN_IN.value)
     return units * (batches + 2), units * (items + batches) * 2 * columns
 
 
 @triton.jit
 def tile_counts(k, total, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    """How many values tile k has, of `total` values cut into tiles of BLOCK."""
+    """Number of values in tile k, where `total` values are cut into tiles of BLOCK."""
     return tl.minimum(tl.maximum(total - k * BLOCK, 0), BLOCK).to(ACC)
 
 
 @triton.jit
 def _with_chunk(count, mean, m2, chunk_count, chunk_mean, chunk_m2):
-    """Count, mean and sum of squared distances from it, of some values and a chunk more."""
+    """Merge the moments of one more chunk of values into those of `count` values."""
     fraction = chunk_count / (count + chunk_count)
     difference = chunk_mean - mean
     m2 += chunk_m2 + difference * difference * count * fraction
@@ -38,9 +41,10 @@ def _with_chunk(count, mean, m2, chunk_count, chunk_mean, chunk_m2):
 
 @triton.jit
 def merge_moments(partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr):
-    """Mean of `total` values, and sum of squared distances from it, from those of K tiles.
+    """Merge the moments of K tiles into those of all `total` values.
 
-    KP tiles at a time, in their order.
+    It takes KP tiles at a time, in order. Means are relative to that of the first tile, so that
+    their sums do not round at the size of the mean.
     """
     count = tl.full([], 0.0, ACC)
     mean = tl.full([], 0.0, ACC)
@@ -62,7 +66,7 @@ def merge_moments(partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, 
 
 @triton.jit
 def merge_sum(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
-    """A sum from those of K tiles, KP at a time, in their order."""
+    """Add up the sums of K tiles, KP at a time, in order."""
     total = tl.full([], 0.0, ACC)
     for start in range(0, K, KP):
         k = start + tl.arange(0, KP)
@@ -72,7 +76,7 @@ def merge_sum(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def merge_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
-    """Two sums from those of K tiles, KP at a time, in their order."""
+    """Add up the pairs of sums of K tiles, KP at a time, in order."""
     a = tl.full([], 0.0, ACC)
     b = tl.full([], 0.0, ACC)
     for start in range(0, K, KP):
@@ -86,7 +90,10 @@ def merge_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
 def merge_part_moments(
     partial_ptr, items, rows_each, rows, BC: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr
 ):
-    """Moments of `rows` rows from those of `items` parts of at most `rows_each`, F at a time."""
+    """Merge each column's moments of `items` parts, F at a time, as in `merge_moments`.
+
+    A part has `rows_each` rows, or the last one fewer; all together have `rows`.
+    """
     places = tl.arange(0, BC)
     count = tl.full([], 0.0, ACC)
     mean = tl.zeros([BC], ACC)
@@ -111,7 +118,7 @@ def merge_part_moments(
 
 @triton.jit
 def merge_part_sums(partial_ptr, items, BC: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr):
-    """Two sums from those of `items` parts, F at a time."""
+    """Add up each column's pairs of sums of `items` parts, F at a time, in order."""
     places = tl.arange(0, BC)
     a = tl.zeros([BC], ACC)
     b = tl.zeros([BC], ACC)
@@ -129,13 +136,14 @@ def publish_part(
     a, b, partial_ptr, counters_ptr, unit, item, UNITS, ITEMS, ROWS, ROWS_EACH, HW,
     BC: tl.constexpr, ACC: tl.constexpr, MOMENTS: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Publish an item's part of a unit; the last program to do so gets the whole, and True.
+    """Publish an item's part of a unit; return the whole, and True, to the last program to arrive.
 
-    A unit is ROWS rows of BC columns, and an item ROWS_EACH of them; a row has HW values a column.
-    a and b are two numbers a column: mean and sum of squared distances from it, if MOMENTS, or two
-    sums. Parts are merged in two levels: FAN_IN items to a batch, then the batches. `partial` holds
-    a and b of each item, then of each batch. `counters` holds one counter for each batch, then one
-    for each unit's batches. A SINGLE item is a whole unit.
+    The others get False, and no result. A unit is ROWS rows of BC columns, and an item ROWS_EACH of
+    these rows; a row has HW values per column. a and b are two numbers per column: mean and m2 if
+    MOMENTS, else two sums. Parts are merged in two levels: FAN_IN items are a batch, which its last
+    program merges; the last of these programs merges the unit's batches. `partial` holds a and b of
+    each item, then of each batch. `counters` holds one counter per batch, then one for each unit's
+    batches; the last to arrive clears them. SINGLE: the one item is the whole unit.
     """
     places = tl.arange(0, BC)
     batches = tl.cdiv(ITEMS, FAN_IN)
@@ -178,13 +186,13 @@ def publish_part(
 
 @triton.jit
 def after_parts(partial_ptr, UNITS, ITEMS, BC: tl.constexpr):
-    """What lies in `partial` behind all parts."""
+    """The address in `partial` after the parts of all items and batches."""
     return partial_ptr + (UNITS * (ITEMS + tl.cdiv(ITEMS, FAN_IN))) * (2 * BC)
 
 
 @triton.jit
 def ready_flag(counters_ptr, unit, UNITS, ITEMS):
-    """The counter that says that a unit is merged; it lies behind those of `publish_part`."""
+    """The counter that signals that a unit is merged; it follows those of `publish_part`."""
     return counters_ptr + UNITS * (tl.cdiv(ITEMS, FAN_IN) + 1) + unit
 
 
@@ -193,9 +201,10 @@ def finish_columns(
     gradient_ptr, parts_ptr, which, c, WIDTH, PARTS, factor,
     SUMS: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """A gradient of CB columns from its parts, in their order.
+    """Store the c-th CB columns of a gradient, the sum of its parts times `factor`.
 
-    Of PARTS parts, each is SUMS rows of WIDTH sums; this gradient's is row `which`.
+    Each of PARTS parts has SUMS rows of WIDTH sums, of which row `which` belongs to this gradient.
+    Parts are added GB at a time, in order.
     """
     columns = c * CB + tl.arange(0, CB)
     live = columns < WIDTH

@@ -1,15 +1,16 @@
-"""What the kernels of several norms share: numbers and their dtypes, pairs of sums, an affine."""
+"""What the kernels of several norms share: scalars, dtypes, pairs of sums, the affine map."""
 
 import triton
 import triton.language as tl
 
-# Names of numbers that no kernel is to be compiled for: a float64's bits are an integer to Triton.
+# Scalars for `do_not_specialize`. The bits of a float64 are an integer to Triton, which would
+# compile another kernel if that is 1 or divisible by 16.
 SCALARS = ("momentum", "eps", "root")
 
 
 @triton.jit
 def scalar(value, ACC: tl.constexpr):
-    """A number from the host, which passes a float64 as its bits: Triton takes none."""
+    """Decode a number from the host, which passes a float64 as its bits: Triton takes none."""
     if ACC == tl.float64:
         number = value.to(tl.int64).to(tl.float64, bitcast=True)
     else:
@@ -19,7 +20,7 @@ def scalar(value, ACC: tl.constexpr):
 
 @triton.jit
 def as_dtype(value, DTYPE: tl.constexpr):
-    """A value in another dtype; float64 is rounded to float32 before half."""
+    """Convert to another dtype; float64 is rounded to float32 before float16 or bfloat16."""
     if value.dtype == tl.float64:
         # Two conditions: Triton 3.3 cannot join them with `or` here.
         if DTYPE == tl.float16:
@@ -31,7 +32,7 @@ def as_dtype(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def as_stored(value, pointer):
-    """A value in the dtype that `pointer` points to."""
+    """Convert to the dtype that `pointer` points to."""
     return as_dtype(value, pointer.dtype.element_ty)
 
 
@@ -42,7 +43,7 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def sum_both(a, b, AXIS: tl.constexpr):
-    """The sums of a and b over an axis, in one exchange between threads."""
+    """Sum a and b over an axis, in one exchange between threads."""
     return tl.reduce((a, b), AXIS, _add_pairs)
 
 
@@ -51,7 +52,7 @@ def affine(
     rstd, weight_ptr, bias_ptr, channels, live, root,
     BC: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """What x - mean is multiplied by, and what is added, for each column."""
+    """Each column's scale and bias: the norm is (x - mean) * scale + bias."""
     scale = rstd * scalar(root, ACC)
     if WEIGHT:
         scale *= tl.load(weight_ptr + channels, mask=live, other=0.0).to(ACC)

@@ -1,10 +1,10 @@
 """Tiles: what a program reads and writes at a time.
 
 The kernels for rows of adjacent columns read tiles of three axes: LANES, STEPS and columns. Columns
-and lanes are to be spread over threads, and each thread is to hold all the steps, so that a sum
-over the steps moves nothing between threads. Triton spreads the axis with the most contiguous
-addresses first. Lanes and steps tie, and a tie goes to the first axis up to Triton 3.6 and to the
-last since 3.7 (triton-lang/triton#7143), so the order of those two depends on the version.
+and lanes should be spread over threads, and each thread should hold all the steps, so that a sum
+over the steps moves nothing between threads. Triton first spreads the axis with the most contiguous
+addresses. Lanes and steps tie, and a tie goes to the first axis up to Triton 3.6 and to the last
+since 3.7 (triton-lang/triton#7143), so the order of those two axes depends on the version.
 """
 
 import triton
@@ -29,7 +29,7 @@ def tile_of_zeros(LANES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit
 def as_tile(values, LANES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The values of a tensor of any shape, in their order, as a tile."""
+    """Reshape a tensor of any shape to a tile, its values in order."""
     if STEP_AXIS == 1:
         tile = tl.reshape(values, [LANES, STEPS, COLUMNS])
     else:
@@ -39,7 +39,7 @@ def as_tile(values, LANES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def load(pointer, offsets, mask, FULL: tl.constexpr, LAST: tl.constexpr):
-    """A tile of any shape. FULL: all of it exists. LAST: it is not read again."""
+    """Load a tile of any shape. FULL: all of it is in bounds. LAST: it is not read again."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     if FULL:
         tile = tl.load(pointer + offsets, eviction_policy=policy)
@@ -50,7 +50,7 @@ def load(pointer, offsets, mask, FULL: tl.constexpr, LAST: tl.constexpr):
 
 @triton.jit
 def store(pointer, offsets, value, mask, FULL: tl.constexpr, LAST: tl.constexpr):
-    """Store a tile of any shape. FULL: as in `load`. LAST: it leaves the caches first."""
+    """Store a tile of any shape. FULL: as in `load`. LAST: caches evict it first."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     value = as_stored(value, pointer)
     if FULL:
@@ -61,14 +61,14 @@ def store(pointer, offsets, value, mask, FULL: tl.constexpr, LAST: tl.constexpr)
 
 @triton.jit
 def tile_rows(row, U: tl.constexpr, BT: tl.constexpr):
-    """Rows of a tile from `row` on: of BT lanes, each takes every BT-th row, in U steps."""
+    """Row numbers of a tile from `row` on: each of BT lanes takes every BT-th row, in U steps."""
     lanes = tl.expand_dims(tl.arange(0, BT), STEP_AXIS)
     return row + lanes + tl.expand_dims(tl.arange(0, U), LANE_AXIS) * BT
 
 
 @triton.jit
 def _places(row, end, columns, live, W, U: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr):
-    """Offsets and mask of a tile: first the two axes of its rows, then its columns."""
+    """Offsets and mask of a tile: the two axes of its rows, W values apart, then its columns."""
     rows = tile_rows(row, U, BT)
     mask = (rows < end)[:, :, None] & live[None, None, :]
     if WIDE:
@@ -81,7 +81,7 @@ def load_tile(
     pointer, columns, live, row, end, W, U: tl.constexpr, BT: tl.constexpr, EVEN: tl.constexpr,
     WHOLE: tl.constexpr, WIDE: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile of U * BT rows. WHOLE: all of them exist. EVEN: all columns do. LAST: as in `load`."""
+    """Load U * BT rows. WHOLE: all of them exist. EVEN: all columns do. LAST: as in `load`."""
     offsets, mask = _places(row, end, columns, live, W, U, BT, WIDE)
     return load(pointer, offsets, mask, WHOLE and EVEN, LAST)
 
@@ -98,13 +98,13 @@ def write_tile(
 
 @triton.jit
 def lane_counts(rows, BT: tl.constexpr, ACC: tl.constexpr):
-    """How many of `rows` rows each lane gets, if they are dealt to BT lanes in turn."""
+    """How many of `rows` rows each of BT lanes gets, if they take rows in turn."""
     return tl.maximum((rows - tl.arange(0, BT) + BT - 1) // BT, 0).to(ACC)[:, None]
 
 
 @triton.jit
 def column_totals(mean, m2, counts, rows):
-    """Moments of columns from those of their lanes."""
+    """Merge the moments of the lanes of each column."""
     column_mean = tl.sum(mean * counts, axis=0) / rows
     spread = mean - column_mean[None, :]
     return column_mean, tl.sum(m2 + counts * spread * spread, axis=0)

@@ -1,10 +1,10 @@
-"""How programs of one launch wait for each other, and tell each other what they found.
+"""How programs of one launch wait for each other, and pass each other their results.
 
 A norm reads a channel or a row twice: once for its statistics, once to normalise. The kernels do
 both in one launch, so that the second read finds the data in the L2 cache. Program t gathers
 statistics of tile t and then normalises an *earlier* tile, whose statistics only programs with
 lower numbers gather. The hardware starts programs in the order of their numbers, and a program
-publishes its own part of the statistics before it waits. So each wait ends, however few programs
+publishes its own part of the statistics before it waits. So every wait ends, however few programs
 fit the GPU at a time. (The argument is that of single-pass scans: Merrill and Garland 2016,
 "Single-pass Parallel Prefix Scan with Decoupled Look-back".) An interpreter that runs the programs
 in order never waits at all.
@@ -20,8 +20,11 @@ _ARRIVALS = tl.constexpr((1 << 32) - 1)
 
 @triton.jit
 def arrive(counter_ptr):
-    """Count this program in. A program that sees the count sees all that this one has stored."""
-    tl.debug_barrier()
+    """Count this program in; return how many arrived before.
+
+    A program that sees the count also sees everything that this one has stored.
+    """
+    tl.debug_barrier()  # the atomic must follow the stores of all threads
     return tl.atomic_add(counter_ptr, 1, sem="acq_rel")
 
 
@@ -29,8 +32,8 @@ def arrive(counter_ptr):
 def wait(counter_ptr, arrivals, readers):
     """Return once `arrivals` programs have arrived; the last of `readers` leaves the counter at 0.
 
-    A reader counts itself in. So if it then reads 0, all readers have come and the counter was
-    cleared: the next launch finds it ready, and nothing has to be zeroed in between.
+    A reader counts itself in. So if it then reads 0, the last reader has come, seen all arrivals
+    and cleared the counter. The next launch finds it at 0, without a memset in between.
     """
     seen = tl.atomic_add(counter_ptr, _READER, sem="acquire")
     earlier = seen >> 32
@@ -44,9 +47,9 @@ def wait(counter_ptr, arrivals, readers):
 
 @triton.jit
 def meet(counter_ptr, programs):
-    """Let `programs` programs that run at once wait for each other; the last clears the counter.
+    """A barrier for `programs` programs that run at once; the last to arrive clears the counter.
 
-    Afterwards each sees what all have stored before.
+    Afterwards each program sees everything that all of them stored before.
     """
     if arrive(counter_ptr) == programs - 1:
         tl.atomic_xchg(counter_ptr, 0, sem="release")
@@ -58,17 +61,18 @@ def meet(counter_ptr, programs):
 
 @triton.jit
 def _word(value):
+    """Encode a number as its float64's bits, inverted, which are never 0."""
     bits = value.to(tl.float64).to(tl.int64, bitcast=True)
-    # All ones is one of the nans, and no other number.
+    # Only a nan can be all ones, so a nan gets the word 1, which decodes to a nan as well.
     return tl.where(value == value, ~bits, 1)
 
 
 @triton.jit
 def publish(words_ptr, place, a, b):
-    """Store two numbers as words that are never 0, so that each word shows that it is there.
+    """Store two numbers as words that are never 0, so that a word is its own ready flag.
 
-    A word of eight bytes arrives whole and needs no store before it. So a plain store will do, and
-    the program can end at once. `collect` reads the words.
+    A store of eight bytes is never seen in part, and depends on no other store. So plain stores
+    suffice, without a fence, and the program can end at once. `collect` reads the words.
     """
     tl.store(words_ptr + 2 * place, _word(a))
     tl.store(words_ptr + 2 * place + 1, _word(b))
@@ -76,7 +80,7 @@ def publish(words_ptr, place, a, b):
 
 @triton.jit
 def collect(words_ptr, PAIRS, FAN_IN: tl.constexpr):
-    """Wait for PAIRS pairs; return the sums of their numbers, in order, and clear the words."""
+    """Wait for PAIRS published pairs; return their two sums, added in order; clear the words."""
     halves = tl.arange(0, 2)[None, :]
     total = tl.zeros([FAN_IN, 2], tl.float64)
     for start in range(0, PAIRS, FAN_IN):

@@ -1,15 +1,15 @@
 """BatchNorm over rows of adjacent channels: (N, C), channels_last, and small contiguous planes.
 
-What a slab, a tile and an item are, `slabs` explains. Each slab is read twice, in one of two ways:
+`slabs` explains slabs, tiles and items. Each slab is read twice, in one of two ways:
 
 - In phases. GATHERS items gather a slab's moments, and WRITES items of one tile each normalise it.
   Slabs are taken GROUP at a time: first all the items that gather a group, then those that
   normalise it. These go in *reverse* order, since the L2 cache still holds what was read last. The
-  first HEAD items of the next group come before them, so that the chip has work while the last
+  first HEAD items of the next group come before them, so that the GPU has work while the last
   moments are merged.
-- OWN: each program keeps to its own rows. It reads them down for the moments, and back up to
-  normalise. The programs of a slab wait for each other, so they must all run at once (a
-  cooperative launch); a slab may also be a single program's, SOLO.
+- OWN: each program keeps to its own rows. It reads them downwards for the moments, and back upwards
+  to normalise. The programs of a slab wait for each other, so they must all run at once (a
+  cooperative launch). If a single program takes each slab, SOLO, none waits.
 """
 
 import triton
@@ -50,17 +50,17 @@ from normplug._kernels.waiting import arrive, wait
 # Scalars.
 #   root                 square root of the target variance
 # Constants: how the work is cut.
-#   UNIT                 values that divide the width and a slab's: the compiler sees the alignment
+#   UNIT                 divides the widths of tensor and slab, so the compiler sees the alignment
 #   U, BT, BC            a tile: U steps of BT rows, of BC columns
 #   BCH                  channels of a slab, padded to a power of two
-#   STAGES               tiles under way at once in a loop over tiles
+#   STAGES               tiles in flight in a loop over tiles
 #   ACC                  the dtype to compute in: float32, or float64 for float64
-#   OWN, SOLO            a program writes the rows it gathered; a slab is a single program's
+#   OWN, SOLO            a program writes the rows that it gathered; one takes a whole slab
 #   SEGMENTS             channels have more than one column
 #   EVEN                 every slab fills its BC columns
 #   WIDE                 offsets need 64 bits
 # Constants: what the call has or asks for. WEIGHT, BIAS, RESIDUAL: there is one, and it is needed.
-# BITS: relu's signs are saved, a bit a value. ACTIVATION: see `activation`.
+# BITS: relu's mask is saved, one bit per value. ACTIVATION: see `activation`.
 _SIZES = [
     "ROWS", "C", "HW", "CHANNELS", "LIVE_UNITS", "WIDTH_UNITS", "SLABS", "GATHERS", "WRITES",
     "ROWS_EACH", "GROUP", "HEAD",
@@ -73,7 +73,7 @@ def _finish_forward(
     CHANNELS, momentum, eps, BCH: tl.constexpr, ACC: tl.constexpr, VARIANCE: tl.constexpr,
     COUNT: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr, TRACKED: tl.constexpr,
 ):  # fmt: skip
-    """Save a slab's statistics, update its running ones, count the batch."""
+    """Save a slab's statistics, update its running statistics, and count the batch."""
     places = tl.arange(0, BCH)
     channels = slab * CHANNELS + places
     there = (places < CHANNELS) & (channels < C)
@@ -107,7 +107,7 @@ def _normalise(
     RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
     WHOLE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of y, and its bits."""
+    """Write a tile of y and, if BITS, of relu's mask."""
     z = (x.to(ACC) - mean[None, None, :]) * scale[None, None, :] + bias[None, None, :]
     if RESIDUAL:
         z += load_tile(residual_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, True).to(
@@ -140,9 +140,9 @@ def batch_norm_columns_forward(
 
     TRAINING: mean and rstd are the batch's. Otherwise they are those of the running statistics or,
     if GIVEN, read from stats. Without NORMALIZE, only statistics are written. VARIANCE: stats are
-    (mean, var). COUNT: how many values a channel has comes after them. RUNNING: the running
-    statistics are updated, with CUMULATIVE as averages over `tracked` batches and else by momentum.
-    TRACKED: `tracked` is counted up.
+    (mean, var). COUNT: the number of values per channel follows them. RUNNING: the running
+    statistics are updated, with CUMULATIVE as averages over `tracked` batches (the host has counted
+    this one), and else by momentum. TRACKED: `tracked` is incremented.
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
@@ -178,9 +178,10 @@ def batch_norm_columns_forward(
                     arrive(flag_ptr)
             if OWN and NORMALIZE:
                 if SOLO:
-                    tl.debug_barrier()
+                    tl.debug_barrier()  # all threads see the statistics just stored
                 else:
                     wait(flag_ptr, 1, GATHERS)
+                # Back up: first the rows after the last whole tile, then the tiles in reverse.
                 average, scale, bias = coefficients(
                     stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
                 )
@@ -232,9 +233,9 @@ def _finish_backward(
     means_ptr, sums_ptr, root, BCH: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr, SHARE: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Write a slab's dweight and dbias, and what its dx needs: the mean of dz, the slope in x.
+    """Write a slab's dweight and dbias and, if LATE, the mean of dz and the slope for its dx.
 
-    SHARE: write the sums, which the dx of several processes needs.
+    SHARE: write the sums, too, from which dx is computed where there are several processes.
     """
     places = tl.arange(0, BCH)
     channels = slab * CHANNELS + places
@@ -261,7 +262,7 @@ def _read_gradient(
     BITS: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dy, of x, and of what else the activation's slope needs: bits, or the residual."""
+    """Load dy, x, and what else the activation's derivative needs: relu's mask or the residual."""
     dy = load_tile(dy_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, LAST)
     x = load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, LAST)
     extra = 0
@@ -280,9 +281,9 @@ def _gradient(
     dy, x, extra, mean, scale, bias, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
     ACC: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """dz, the gradient before the activation, and x - mean."""
+    """Compute dz, the gradient of the activation's input, and x - mean."""
     centred = x.to(ACC) - mean[None, None, :]
-    dz = dy.to(ACC)  # 0 past the end, and so is all that is computed from it
+    dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
     if BITS:
         bits = unpack_bits(tl.reshape(extra, [BT * U * BC // 8]), BT * U * BC)
         dz = tl.where(as_tile(bits, BT, U, BC) != 0, dz, 0.0)
@@ -303,11 +304,11 @@ def _tile_gradients(
     DRESIDUAL: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
     SUM: tl.constexpr, LATE: tl.constexpr, WRITE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Read a tile of dy and x, and go on from its dz; return the two sums.
+    """Read a tile of dy and x, add its dz to the sums, write its gradients; return the two sums.
 
-    WHOLE: all its rows exist. SUM: add to the sums. WRITE: write dx and dresidual, and LATE: with
-    the terms that depend on the sums. WAIT: these terms are another program's; the tile is read
-    first, and then waited for them.
+    WHOLE: all its rows exist. SUM: add to the sums. WRITE: write dx and dresidual. LATE: dx has the
+    terms that depend on the sums. WAIT: another program stores these terms; wait for them after
+    the tile's loads, which then overlap with the wait.
     """
     dy, x, extra = _read_gradient(
         dy_ptr, x_ptr, residual_ptr, bits_ptr, row, end, columns, live, W, slab, SLABS, U, BT, BC,
@@ -348,11 +349,15 @@ def batch_norm_columns_backward(
 ):  # fmt: skip
     """The gradients of `batch_norm_columns_forward` that DX, DRESIDUAL, DWEIGHT, DBIAS ask for.
 
-    LATE: dx depends on sums over the batch, so it is written after them. Otherwise statistics are
-    constants, and the first read gives dx. SUMS: the sums are needed, for LATE, dweight or dbias.
+    With dz, the gradient of the activation's input, and scale = weight * root * rstd:
+    dx = scale * (dz - mean(dz) - (x - mean) * slope), slope = rstd^2 * mean(dz * (x - mean)).
+
+    LATE: dx depends on these means over the batch, so it is written after them. Else statistics are
+    constants, dx = scale * dz, and the first read gives it. SUMS: the sums are needed, for LATE,
+    dweight, dbias or SHARE.
 
     Over several processes, one launch SHAREs: it writes its sums to dx, in ACC. In another they are
-    GIVEN: all processes' sums are read from partial, and the number of values from behind stats.
+    GIVEN: all processes' sums are read from partial, the number of values from the end of stats.
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT

@@ -1,4 +1,4 @@
-"""BatchNorm's launches: from a geometry and what a call asks for."""
+"""Set up BatchNorm's launches from a geometry and the flags of a call."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _BACKWARD = (
     "partial", "counters",
 )  # fmt: skip
 _MERGE = ("parts", "running_mean", "running_var", "tracked", "stats")
-_MERGE_PARTS = 8  # rows that are read at a time
-_MERGE_CHANNELS = 256  # channels of a program: a row of 1 KiB
+_MERGE_PARTS = 8  # processes' rows that are read at a time
+_MERGE_CHANNELS = 256  # channels that a program takes at a time: 1 KiB of a row
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Flags:
     """What a call has and asks for, besides its shape and dtype.
 
     given: without training, mean and rstd are passed in. running, cumulative, tracked: as the
-    kernel's RUNNING, CUMULATIVE, TRACKED. normalize: without it only statistics are computed.
+    kernel's RUNNING, CUMULATIVE, TRACKED. normalize: without it, only statistics are computed.
     variance: these are saved as (mean, var), not as (mean, rstd).
 
-    joined: the batch is that of several processes. Without normalize, a forward saves the number of
-    values, too. A backward saves the sums of this process, or with given reads those of all.
+    joined: the batch is spread over several processes. Without normalize, a forward also saves the
+    number of values. A backward saves the sums of this process or, with given, reads those of all.
     """
 
     training: bool = True
@@ -106,7 +106,7 @@ def backward_launch(
     needs: tuple[bool, bool, bool, bool],
     tv: float,
 ) -> Launch:
-    """Set up the backward kernel; `needs` are those of dx, dweight, dbias and dresidual."""
+    """Set up the backward kernel; `needs`: which of dx, dweight, dbias, dresidual are wanted."""
     double = dtype == torch.float64
     dx, dweight, dbias, dresidual = needs
     late = flags.training and dx
@@ -213,7 +213,7 @@ def _columns(
     numbers: dict[str, float | int],
     constants: dict[str, Any],
 ) -> Launch:
-    """both: the launch gathers each slab and then writes it."""
+    """Set up a kernel of `columns`. both: it gathers each slab and then writes it."""
     sizes = {
         "ROWS": shape.rows,
         "C": shape.c,
@@ -253,8 +253,8 @@ def _columns(
 
 
 def scratch(shape: Geometry) -> tuple[int, int]:
-    """Counters and partial results that a launch needs."""
+    """How many counters and partial results a launch needs."""
     if isinstance(shape, Planes):
         return shape.c, 2 * shape.tiles
     counters, parts = room_for_parts(shape.slabs, shape.gathers, shape.bch)
-    return counters, parts + 2 * shape.c
+    return counters, parts + 2 * shape.c  # and the terms of dx that depend on sums

@@ -1,13 +1,13 @@
-"""The statistics of several processes' batches together, from those of each.
+"""Merge the statistics of several processes' batches into those of the joined batch.
 
 A process sends, in one row of 2 * C + 1 numbers, the mean and the biased variance of each channel,
-and how many values each channel has. An empty batch sends zeros. With n_r, mean_r and var_r of
+and the number of values per channel. An empty batch sends zeros. With n_r, mean_r and var_r of
 process r, and n = sum_r n_r:
 
     mean = sum_r n_r * mean_r / n        n * var = sum_r n_r * (var_r + (mean_r - mean)^2)
 
-which is Chan's merge. All processes add the same numbers in the order of the ranks, and so have the
-same bits.
+which is Chan's formula. All processes add the same numbers in the order of the ranks, so their
+results are bitwise equal.
 
 Source: Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115.
 """
@@ -29,7 +29,10 @@ from normplug._kernels.primitives import SCALARS, scalar
 def _joined_moments(
     parts_ptr, channels, there, PARTS, C, F: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr
 ):
-    """Count, mean and sum of squared distances from it, over all processes."""
+    """Count, mean, and sum of squared distances from it (m2), over all processes.
+
+    Where batches may be empty, counts below 1 are raised to 1 before they divide.
+    """
     count = tl.full([], 0.0, ACC)
     mean = tl.zeros([BC], ACC)
     m2 = tl.zeros([BC], ACC)
@@ -44,7 +47,7 @@ def _joined_moments(
         chunk_count = tl.sum(counts)
         weights = counts / tl.maximum(chunk_count, 1.0)
         chunk_mean = tl.sum(weights * means, axis=0)
-        # The sum above rounds at the size of the mean.
+        # The sum above rounds at the size of the mean. The mean distance from it corrects that.
         chunk_mean += tl.sum(weights * (means - chunk_mean[None, :]), axis=0)
         spread = means - chunk_mean[None, :]
         chunk_m2 = tl.sum(counts * (variances + spread * spread), axis=0)
@@ -64,10 +67,11 @@ def batch_norm_merge(
     F: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr, RUNNING: tl.constexpr,
     CUMULATIVE: tl.constexpr, TRACKED: tl.constexpr,
 ):  # fmt: skip
-    """Stats = (mean, rstd, n) of all processes; the running statistics move, as in `columns`.
+    """Stats = (mean, rstd, n) of all processes; update the running statistics as in `columns`.
 
-    A channel of less than two values moves nothing, and is not counted. CUMULATIVE: there is only
-    one program, as all of them would read the counter that one of them raises.
+    But here `tracked` does not count this batch yet. With fewer than two values per channel nothing
+    is updated or counted. CUMULATIVE needs a single program, since all programs would read the
+    counter that one of them increments.
     """
     step = scalar(momentum, ACC)
     if CUMULATIVE:

@@ -2,7 +2,7 @@
 
 The N * HW values of a channel are cut into tiles. Program t reduces tile t, publishes its moments,
 and then normalises tile t - LAG (see `waiting`): by then the tile's channel is complete, and the
-tile is still in the L2 cache. DRAM traffic is one read and one write.
+tile is still in the L2 cache. So DRAM traffic is one read and one write.
 """
 
 import triton
@@ -23,7 +23,7 @@ from normplug._kernels.waiting import arrive, wait
 # Sizes. They are not compiled in, so another batch size needs no other kernel.
 #   N, C                 batch size; channels
 #   HW_UNITS             values of a plane / UNIT
-#   TILES_A_CHANNEL      tiles of a channel
+#   TILES_A_CHANNEL      tiles per channel
 #   TILES                tiles of all channels
 #   LAG                  programs between a tile's first read and its second
 # Scalars.
@@ -35,20 +35,20 @@ from normplug._kernels.waiting import arrive, wait
 #   ACC                  the dtype to compute in: float32, or float64 for float64
 #   WIDE                 offsets need 64 bits
 # Constants: what the call has or asks for. WEIGHT, BIAS, RESIDUAL: there is one, and it is needed.
-# BITS: relu's signs are saved, a bit a value. ACTIVATION: see `activation`.
+# BITS: relu's mask is saved, one bit per value. ACTIVATION: see `activation`.
 _SIZES = ["N", "C", "HW_UNITS", "TILES_A_CHANNEL", "TILES", "LAG"]
 
 
 @triton.jit
 def _offset(place, channel, C, HW):
-    """The offset in the tensor of a place in the channel, counted over batch and space."""
+    """The offset in the tensor of a channel's value `place`, counted over batch and space."""
     n = place // HW
     return (n * C + channel) * HW + (place - n * HW)
 
 
 @triton.jit
 def _tile(channel, k, N, C, HW, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Offsets of tile k of a channel, which of them exist, and the offset of the first."""
+    """Offsets of tile k of a channel, their mask, and the offset of its first value."""
     if WIDE:
         channel = channel.to(tl.int64)
         k = k.to(tl.int64)
@@ -71,10 +71,11 @@ def batch_norm_planes_forward(
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
     TRAINING: mean and rstd are the batch's. Otherwise they are those of the running statistics or,
-    if GIVEN, read from stats. Without NORMALIZE, only statistics are written, by one more program a
-    channel after LAG = TILES. VARIANCE: stats are (mean, var). COUNT: how many values a channel has
-    comes after them. RUNNING: the running statistics are updated, with CUMULATIVE as averages over
-    `tracked` batches and else by momentum. TRACKED: `tracked` is counted up.
+    if GIVEN, read from stats. Without NORMALIZE, only statistics are written, by one program per
+    channel after the TILES programs: LAG = TILES. VARIANCE: stats are (mean, var). COUNT: the
+    number of values per channel follows them. RUNNING: the running statistics are updated, with
+    CUMULATIVE as averages over `tracked` batches (the host has counted this one), and else by
+    momentum. TRACKED: `tracked` is incremented.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT
@@ -87,7 +88,7 @@ def batch_norm_planes_forward(
             channel = t // TILES_A_CHANNEL
             k = t - channel * TILES_A_CHANNEL
             offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
-            # Distances from one of the values: their sums do not round at the size of the mean.
+            # Distances from one of the values, whose sums do not round at the size of the mean.
             first = tl.load(x_ptr + first).to(ACC)
             x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(ACC) - first
             mean = tl.sum(tl.where(inside, x, 0.0)) / tile_counts(k, total, BLOCK, ACC)
@@ -164,7 +165,7 @@ def _load_extra(
     offsets, inside, channel, k, total,
     BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """What the activation's slope needs beside x: the forward's bits, or its residual."""
+    """Load what the activation's derivative needs beside x: relu's mask or the residual."""
     if BITS:
         stride = tl.cdiv(total, 8)
         byte = k * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
@@ -182,9 +183,9 @@ def _gradient(
     BLOCK: tl.constexpr, ACC: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """dz, the gradient before the activation, and x - mean; `extra` is the bits or the residual."""
+    """Compute dz, the gradient of the activation's input, and x - mean; see `_load_extra`."""
     centred = x.to(ACC) - mean
-    dz = dy.to(ACC)  # 0 past the end, and so is all that is computed from it
+    dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
     if BITS:
         dz = tl.where(unpack_bits(extra, BLOCK) != 0, dz, 0.0)
     elif ACTIVATION != 0:
@@ -209,12 +210,12 @@ def batch_norm_planes_backward(
 ):  # fmt: skip
     """The gradients of `batch_norm_planes_forward` that DX, DRESIDUAL, DWEIGHT, DBIAS ask for.
 
-    LATE: dx depends on sums over the batch, so tiles are written LAG programs later. Otherwise
-    statistics are constants, and the first read gives dx; with SUMS, one more program a channel
-    after LAG = TILES writes dweight and dbias.
+    LATE: dx depends on sums over the batch, so tiles are written LAG programs later (the formula is
+    in `columns`). Otherwise statistics are constants, and the first read gives dx; with SUMS, one
+    program per channel after the TILES programs writes dweight and dbias: LAG = TILES.
 
     Over several processes, one launch SHAREs: it writes its sums to dx, in ACC. In another they are
-    GIVEN: all processes' sums are read from partial, and the number of values from behind stats.
+    GIVEN: all processes' sums are read from partial, the number of values from the end of stats.
     That one has SUMS and LATE, and LAG = 0.
     """
     t = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Launches of BatchNorm with relu and max pooling: from sizes and what a call asks for."""
+"""Set up the launches of BatchNorm with relu and max pooling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from normplug._kernels.batch_norm import windows
 from normplug._kernels.batch_norm.schedule import Pixels
 from normplug._kernels.launch import Launch, scalars
 
-_UNROLLED = 25  # most steps through a window whose loop is unrolled
+_UNROLLED = 25  # most steps of a loop over a window that is unrolled
 _FORWARD = (
     "x", "weight", "bias", "running_mean", "running_var", "y", "peaks", "places", "stats",
 )  # fmt: skip
@@ -36,8 +36,8 @@ def forward_launch(
 ) -> Launch:
     """Set up the forward over the rows of the output.
 
-    size, pooled: height and width of the input and of the output. keep: what the backward needs is
-    written too.
+    size, pooled: height and width of the input and of the output. keep: also write what the
+    backward needs.
     """
     constants = {"TRAINING": training, "WEIGHT": weight, "BIAS": bias, "KEEP": keep}
     numbers = scalars(dtype == torch.float64, eps=eps, root=math.sqrt(tv))
@@ -57,7 +57,7 @@ def backward_launch(
     weight: bool,
     tv: float,
 ) -> Launch:
-    """Set up the backward over the input, in squares of the stride; sizes as above."""
+    """Set up the backward over blocks of the input, of one stride each; sizes as above."""
     constants = {"TRAINING": training, "WEIGHT": weight}
     steps = max(math.prod(window[0]), math.prod(window[1]))
     numbers = scalars(dtype == torch.float64, root=math.sqrt(tv))

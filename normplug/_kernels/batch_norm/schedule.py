@@ -1,7 +1,7 @@
-"""How BatchNorm cuts a tensor into work: a table from measurements, without a search at run time.
+"""How BatchNorm cuts a tensor into work: rules from measurements, without autotuning at run time.
 
-A search would make results differ between ranks and runs, and cost a training loop its first
-seconds. The numbers come from sweeps over tile, warps, live set and items on an H100, described in
+Autotuning would make results differ between ranks and runs, and slow down the first seconds of
+training. The numbers come from sweeps over tile, warps, live set and items on an H100, described in
 docs/notebook.md. Any choice gives correct results; only speed depends on it.
 """
 
@@ -11,22 +11,22 @@ from dataclasses import dataclass, replace
 
 from normplug._kernels.device import floor_2, needs_int64, power_of_2, unit_of
 
-_SMALL_PLANE = 100  # values: contiguous planes of up to so many are taken as columns
-_LAG_BYTES = 24 << 10  # a multiprocessor, between a tile's first read and its second
+_SMALL_PLANE = 100  # values; contiguous planes of at most so many are treated as columns
+_LAG_BYTES = 24 << 10  # read per multiprocessor between a tile's first read and its second
 _PHASED_SLAB = 64 << 20  # bytes from which items are faster than programs with rows of their own
-_ITEM_BYTES = 128 << 10  # times the itemsize: what an item gathers
+_ITEM_BYTES = 128 << 10  # times the itemsize: bytes that an item gathers
 _SOLO_SLAB = 1 << 20  # bytes up to which one program is enough for a slab, if there are many
-_SEGMENT_COLUMNS = 256  # columns of a slab of small planes, at most
-_GROUP_BYTES = 12 << 20  # of slabs that are gathered before the first of them is written
-_FEW_ROWS = 2048
-_MANY_ROWS = 1 << 17
+_SEGMENT_COLUMNS = 256  # most columns of a slab of small planes
+_GROUP_BYTES = 12 << 20  # of the slabs that are gathered before the first of them is written
+_FEW_ROWS = 2048  # up to which one program takes a slab, and slabs are narrow
+_MANY_ROWS = 1 << 17  # beyond which slabs of float32 are wide
 
 
 @dataclass(frozen=True)
 class Planes:
-    """The n * hw values of each channel in tiles of `block`; see `planes`.
+    """The n * hw values of each channel, cut into tiles of `block`; see `planes`.
 
-    A tile is written `lag` programs after it was read. `unit` divides hw.
+    A tile is written `lag` programs after it was first read. `unit` divides hw.
     """
 
     n: int
@@ -52,8 +52,9 @@ class Planes:
 class Columns:
     """`rows` rows of c * hw columns, in slabs of `channels`; see `columns`.
 
-    With `programs`, so many programs share a slab, and each writes the rows that it read first.
-    Otherwise an item of `gather_rows` rows is one program's.
+    A slab has `bc` columns with its padding, and a tile is `u` steps of `bt` rows. If `programs` is
+    not 0, so many programs share a slab, and each writes the rows that it gathered. Otherwise a
+    program gathers one item of `gather_rows` rows.
     """
 
     rows: int
@@ -112,11 +113,12 @@ class Columns:
             return self.slabs * self.gathers
         groups = -(-self.slabs // self.group)
         gathers, writes = self.group * self.gathers, self.group * self.writes
+        # As in `slabs.assignment`; no group follows the last one, only an idle `head`.
         return gathers + groups * (gathers + writes) - (gathers - self.head)
 
     @property
     def even(self) -> bool:
-        """Whether slabs fill their padding."""
+        """Whether no slab has padding."""
         return self.c % self.channels == 0 and self.channels * self.hw == self.bc
 
     @property
@@ -129,7 +131,7 @@ class Columns:
 class Pixels:
     """`rows` rows of `width` pixels of `c` adjacent channels; see `windows`.
 
-    A program takes `bc` channels of one row, `bp` pixels at a time.
+    A program handles `bc` channels of one row, `bp` pixels at a time.
     """
 
     rows: int
@@ -150,7 +152,7 @@ class Pixels:
 
     @property
     def even(self) -> bool:
-        """Whether slabs fill their padding."""
+        """Whether no slab has padding."""
         return self.c % self.bc == 0
 
 
@@ -167,7 +169,7 @@ def geometry(
     sms: int,
     cooperative: bool,
 ) -> Geometry:
-    """How the kernels take (N, C, *space) of hw values a plane.
+    """Choose how the kernels cut (N, C, *space) with planes of hw values.
 
     Args:
         n: Batch size.
@@ -175,7 +177,7 @@ def geometry(
         hw: Values of a plane.
         channels_last: Channels are adjacent in memory.
         itemsize: Bytes of a value.
-        tensors: How many tensors like this one are read at once.
+        tensors: Tensors of this size that are read, besides a residual: 1 forward, 2 backward.
         sms: The GPU's multiprocessors.
         cooperative: A cooperative launch is possible: all its programs run at once.
     """
@@ -187,7 +189,7 @@ def geometry(
 
 
 def mask_bytes(n: int, c: int, hw: int, channels_last: bool, itemsize: int) -> int:
-    """Bytes of the bit mask that a forward with residual and relu saves; sizes may be symbols."""
+    """Bytes of the bit mask that a forward with residual and relu saves; sizes may be symbolic."""
     if not channels_last and hw > _SMALL_PLANE:
         return c * ((n * hw + 7) // 8)
     rows, hw = (n * hw, 1) if channels_last else (n, hw)
@@ -207,7 +209,7 @@ def _planes(n: int, c: int, hw: int, itemsize: int, tensors: int, sms: int) -> P
 
 
 def _slab(rows: int, c: int, hw: int, itemsize: int) -> tuple[int, int]:
-    """Channels of a slab and columns, padded; the same forward and backward, for the mask."""
+    """Channels and padded columns of a slab: the mask's layout, so forward and backward agree."""
     if hw > 1:
         channels = min(floor_2(_SEGMENT_COLUMNS // hw), power_of_2(c))
         return channels, max(power_of_2(channels * hw), 8)
@@ -248,13 +250,13 @@ def _columns(
 
 
 def pixels(rows: int, width: int, c: int, itemsize: int) -> Pixels:
-    """How the kernels with max pooling take rows of pixels, 16 bytes to a thread."""
+    """Choose how the max-pooling kernels cut rows of pixels, with 16 bytes per thread."""
     unit = unit_of(c)
     bc = max(min(power_of_2(c), 128 // itemsize), 8)
 
     def at_once(warps: int) -> int:
         return max(warps * 32 * min(16 // itemsize, unit) // bc, 1)
 
-    # Those that take the fewest pixels past the end of a row.
+    # Whichever wastes the fewest pixels past the end of a row.
     warps = min((4, 2), key=lambda warps: -width % at_once(warps))
     return Pixels(rows, width, c, unit, bc, at_once(warps), warps)

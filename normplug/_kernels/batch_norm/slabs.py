@@ -1,14 +1,15 @@
-"""Slabs: what the kernels of `columns` read, sum and tell each other.
+"""Slabs: how the kernels of `columns` cut the tensor, and how they reduce it.
 
 The tensor is ROWS rows of W columns. A channel is HW adjacent columns: one for (N, C) and for
-channels_last; a whole plane for a contiguous tensor with few values a plane. A slab is CHANNELS
+channels_last; a whole plane for a contiguous tensor with small planes. A slab is CHANNELS
 adjacent channels. Its columns are padded to BC, of which the first LIVE exist.
 
 A tile of a slab is U * BT rows of BC columns: BT lanes, each of which takes every BT-th row, in U
 steps (see `tiles`).
 
-The sums of a slab come from GATHERS items of ROWS_EACH rows each, one program an item. The programs
-publish their parts. Whichever arrives last merges them, in the order of the rows and in two levels.
+The sums of a slab come from GATHERS items of ROWS_EACH rows, one program per item. The programs
+publish their parts. Whichever arrives last merges them, in the order of the rows and in two levels
+(`merging.publish_part`).
 """
 
 import triton
@@ -20,7 +21,12 @@ from normplug._kernels.tiles import STEP_AXIS, column_totals, lane_counts, load_
 
 @triton.jit
 def assignment(t, SLABS, GATHERS, WRITES, GROUP, HEAD):
-    """What program t does: its slab, its item, and whether it writes (or gathers)."""
+    """Program t's slab and item, and whether it writes the item (or else gathers it).
+
+    First come the gathers of the first group. Then, for each group: HEAD gathers of the next group,
+    the writes of this one in reverse order, and the other gathers of the next. A slab may come out
+    as SLABS or more; then there is nothing to do.
+    """
     gathers = GROUP * GATHERS
     writes = GROUP * WRITES
     group = (t - gathers) // (gathers + writes)
@@ -36,7 +42,7 @@ def assignment(t, SLABS, GATHERS, WRITES, GROUP, HEAD):
 
 @triton.jit
 def slab_columns(slab, LIVE, W, HW, CHANNELS, BC: tl.constexpr, SEGMENTS: tl.constexpr):
-    """A slab's columns, which of them exist, and each one's channel: in the slab and in all."""
+    """A slab's columns, which of them exist, and their channels: in the slab and in the tensor."""
     places = tl.arange(0, BC)
     columns = slab * LIVE + places
     live = (places < LIVE) & (columns < W)
@@ -49,13 +55,13 @@ def slab_columns(slab, LIVE, W, HW, CHANNELS, BC: tl.constexpr, SEGMENTS: tl.con
 
 @triton.jit
 def bit_columns(slab, BC: tl.constexpr):
-    """Columns of a slab in the mask of bits, whose rows have BC / 8 bytes a slab."""
+    """Columns of a slab in relu's mask, whose rows have BC / 8 bytes per slab."""
     return slab * (BC // 8) + tl.arange(0, BC // 8)
 
 
 @triton.jit
 def _merge_tile(x, mean, m2, n, U: tl.constexpr):
-    """Merge the moments of a tile, U rows a lane, into those of the n rows a lane before it."""
+    """Merge a tile's moments, of U rows per lane, into those of the n rows per lane before it."""
     tile_mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
     x = x - tl.expand_dims(tile_mean, STEP_AXIS)
     difference = tile_mean - mean
@@ -72,8 +78,8 @@ def column_moments(
 ):  # fmt: skip
     """Each column's mean, and sum of squared distances from it, over rows start to end.
 
-    Each lane takes U rows at a time and merges their moments into those of its rows before. Values
-    are distances from the first row, so that no sum rounds at the size of the mean.
+    Each lane takes U rows at a time, and merges their moments into those of its earlier rows. The
+    first row is subtracted from all values, so that no sum rounds at the size of the mean.
     """
     top = load_tile(x_ptr, columns, live, start, end, W, 1, 1, EVEN, False, WIDE, False).to(ACC)
     mean = tl.zeros([BT, BC], ACC)
@@ -109,12 +115,13 @@ def column_moments(
 
 @triton.jit
 def channel_moments(mean, m2, rows, channel, HW, BCH: tl.constexpr):
-    """Moments of channels from those of their HW columns; `channel` is each column's, or -1.
+    """Merge the moments of each channel's HW columns, which are over `rows` rows each.
 
-    `rows`: what each column's moments were taken over.
+    `channel` is each column's channel in the slab, or -1 for padding.
     """
     own = channel[None, :] == tl.arange(0, BCH)[:, None]
     average = tl.sum(tl.where(own, mean[None, :], 0.0), axis=1) / HW
+    # The sum above rounds at the size of the mean. The mean distance from it corrects that.
     average += tl.sum(tl.where(own, mean[None, :] - average[:, None], 0.0), axis=1) / HW
     spread = mean[None, :] - average[:, None]
     m2 = tl.sum(tl.where(own, m2[None, :] + rows * spread * spread, 0.0), axis=1)
@@ -123,7 +130,7 @@ def channel_moments(mean, m2, rows, channel, HW, BCH: tl.constexpr):
 
 @triton.jit
 def channel_sums(value, channel, BCH: tl.constexpr):
-    """Sums of channels from those of their columns."""
+    """Add up the sums of each channel's columns."""
     own = channel[None, :] == tl.arange(0, BCH)[:, None]
     return tl.sum(tl.where(own, value[None, :], 0.0), axis=1)
 
@@ -133,7 +140,7 @@ def coefficients(
     stats_ptr, weight_ptr, bias_ptr, channels, live, C, root,
     BC: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Each column's mean and `affine`, from statistics that another program may have written."""
+    """Each column's mean, scale and bias; another program may have written the statistics."""
     mean = tl.load(stats_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
     rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
     scale, bias = affine(rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS)
@@ -142,7 +149,7 @@ def coefficients(
 
 @triton.jit
 def dx_terms(means_ptr, channels, live, C):
-    """What the end of the sums found, for each column."""
+    """Each column's mean of dz, and slope of dx in x - mean, as `_finish_backward` stored them."""
     mean_dz = tl.load(means_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
     slope = tl.load(means_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
     return mean_dz, slope
@@ -150,7 +157,7 @@ def dx_terms(means_ptr, channels, live, C):
 
 @triton.jit
 def joined_dx_terms(sums_ptr, stats_ptr, channels, live, C):
-    """The same for several processes, from the sums and the number of values of all of them."""
+    """As `dx_terms`, but from sums over all processes and the number of values of all of them."""
     each = 1.0 / tl.load(stats_ptr + 2 * C)
     rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0)
     mean_dz = tl.load(sums_ptr + channels, mask=live, other=0.0) * each

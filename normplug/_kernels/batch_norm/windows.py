@@ -1,13 +1,13 @@
 """BatchNorm, relu and max pooling of a channels_last tensor: the norm's result is never written.
 
-Forward, the statistics come from `columns`. Then each program takes a row of the output. For each
-window it normalises all the values and finds the largest. It keeps that value's relu, its x (the
-peak) and its place in the window, which is NOWHERE where relu is 0.
+Forward, the statistics come from `columns`. Then each program computes a row of the output. For
+each window it normalises all the values and finds the largest. It stores that value's relu, its x
+(the peak) and its place in the window, which is NOWHERE where relu is 0.
 
 Backward, only peaks have a gradient. So the sums by channel are those of BatchNorm + relu of the
 peaks: `columns` computes them, over a tensor as small as the output. Then each program takes as
-many rows of the input as windows are apart. Each value adds up the gradients of those windows that
-have it in their place.
+many rows of the input as windows are apart. Each value gathers the gradients of those windows whose
+peak it is.
 """
 
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 from normplug._kernels.activation import activate
 from normplug._kernels.primitives import SCALARS, affine, scalar
 
-MOST_PLACES = 255  # in a window: a byte says which, or NOWHERE
+MOST_PLACES = 255  # in a window: a place is a byte, of which one value is NOWHERE
 _NOWHERE = tl.constexpr(MOST_PLACES)
 # The arguments of both kernels.
 # Sizes. They are not compiled in, so another image size needs no other kernel.
@@ -28,11 +28,11 @@ _NOWHERE = tl.constexpr(MOST_PLACES)
 #   root                 square root of the target variance
 # Constants: how the work is cut.
 #   UNIT                 divides C, so that the compiler sees the alignment of pixels
-#   BP, BC               a tile: BP pixels (backward: squares of SH * SW) of BC channels
+#   BP, BC               a tile: BP pixels (backward: blocks of SH * SW) of BC channels
 #   KH, KW, SH, SW, PH, PW   kernel, stride and padding of the windows, by height and width
 #   ACC                  the dtype to compute in: float32, or float64 for float64
 #   EVEN                 every slab has BC channels
-#   UNROLL               unroll the loops over a window, so that all its loads are under way at once
+#   UNROLL               unroll the loops over a window, so that all its loads are in flight at once
 # Constants: what the call has or asks for. TRAINING: the statistics are the batch's, and else
 # constants. WEIGHT, BIAS: there is one.
 _SIZES = ["H", "W", "OH", "OW", "C_UNITS", "SLABS"]
@@ -43,10 +43,10 @@ def _higher(
     x_row_ptr, top_place, left, kw, W, C, channels, live, mean, scale, bias, best, peak, place,
     ACC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Best, peak and place of windows after one more of their values.
+    """Update windows' largest z (best), its x (peak) and its place by one more of their values.
 
     A place past an edge stands for the nearest one in the image, which is in the window too. So
-    all of a window exists, and a value that is seen twice is not higher than itself.
+    all loads are in bounds, and a value that is seen twice is not higher than itself.
     """
     column = tl.minimum(tl.maximum(left + kw, 0), W - 1)
     offsets = column[:, None] * C + channels[None, :]
@@ -64,7 +64,7 @@ def _higher(
 
 @triton.jit
 def _image_row(top, kh, image, H, row_stride):
-    """Offset of the row kh below `top`, or of the nearest that exists; its place in the window."""
+    """Offset of the row kh below `top`, or of the nearest in the image; its row in the window."""
     row = tl.minimum(tl.maximum(top + kh, 0), H - 1)
     return (image * H + row).to(tl.int64) * row_stride, row - top
 
@@ -82,8 +82,8 @@ def batch_norm_pool_forward(
 ):  # fmt: skip
     """Y = max over windows of relu(weight * root * (x - mean) * rstd + bias).
 
-    stats = (mean, rstd) are read in TRAINING. Otherwise they come from the running statistics, and
-    are written. KEEP: peaks and places are written too, for the backward.
+    In TRAINING, stats = (mean, rstd) are read. Otherwise they are computed from the running
+    statistics, and written. KEEP: peaks and places are written too, for the backward.
     """
     t = tl.program_id(0)
     C = C_UNITS * UNIT
@@ -128,7 +128,7 @@ def batch_norm_pool_forward(
                 )  # fmt: skip
         offsets = out[:, None] * C + channels[None, :]
         mask = (out < OW)[:, None] & live[None, :]
-        y = activate(best, 1).to(y_ptr.dtype.element_ty)
+        y = activate(best, 1).to(y_ptr.dtype.element_ty)  # relu
         tl.store(y_ptr + first + offsets, y, mask=mask)
         if KEEP:
             tl.store(peaks_ptr + first + offsets, peak, mask=mask, eviction_policy="evict_first")
@@ -141,7 +141,7 @@ def _received(
     dz, dy_ptr, places_ptr, image, row, column, inside, below, beside, OH, OW, C, channels, live,
     KW: tl.constexpr, ACC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The dz of values, plus dy of those windows that have them at row `below`, column `beside`."""
+    """Add to dz the dy of windows whose peak is this value, at row `below`, column `beside`."""
     first = (image * OH + row).to(tl.int64) * (OW * C)
     offsets = column[:, None] * C + channels[None, :]
     width = tl.where((row >= 0) & (row < OH), OW, 0)
@@ -162,7 +162,7 @@ def _gather(
 ):  # fmt: skip
     """Write dx of the values in row up * SH + i and columns left * SW + j.
 
-    They all have the same places in the windows over them: windows are SH and SW apart.
+    They all have the same places in the windows that cover them: windows are SH and SW apart.
     """
     row = up * SH + i
     column = left * SW + j
@@ -207,9 +207,9 @@ def batch_norm_pool_backward(
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, ACC: tl.constexpr,
     TRAINING: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x. In TRAINING its sums are read from dweight and dbias, which are in ACC.
+    """Compute dx. In TRAINING its sums are read from dweight and dbias, which are in ACC.
 
-    A program takes SH rows, BP squares of SH * SW values at a time.
+    A program takes SH rows, BP blocks of SH * SW values at a time.
     """
     t = tl.program_id(0)
     C = C_UNITS * UNIT
@@ -228,6 +228,7 @@ def batch_norm_pool_backward(
         each = 1.0 / ((tl.num_programs(0) // SLABS // rows).to(ACC) * H * W)
         mean_dz = tl.load(dbias_ptr + channels, mask=live, other=0.0) * each
         dweight = tl.load(dweight_ptr + channels, mask=live, other=0.0)
+        # The slope of `columns`, as dweight is root * rstd times the sum of dz * (x - mean).
         slope = dweight * rstd * (each / scalar(root, ACC))
     for start in range(0, tl.cdiv(W, SW), BP):
         left = start + tl.arange(0, BP)

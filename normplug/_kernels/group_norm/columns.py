@@ -1,11 +1,12 @@
 """GroupNorm over channels_last (N, C, *space), where a sample is S rows of C adjacent channels.
 
-`shared` explains how programs wait for each other; here a unit is a sample. It is cut into slabs
-of BC adjacent channels, which may begin or end inside a group. A slab is cut into K items of
-ROWS_EACH rows. A tile is U * BT rows of a slab: BT lanes, each of which takes every BT-th row, in U
-steps (see `tiles`). A program reads the tiles of an item one after the other, and publishes
-the moments of each channel. The last program of a slab merges the slab's items. The last one of a
-sample computes the statistics of the groups from those of their channels.
+`shared` explains how programs wait for each other; here a unit is a sample, and programs read and
+write items of it. A sample is cut into slabs of BC adjacent channels, which may begin or end inside
+a group. A slab is cut into K items of ROWS_EACH rows. A tile is U * BT rows of a slab: BT lanes,
+each of which takes every BT-th row, in U steps (see `tiles`). A program reads the tiles of an item
+one after the other, and publishes the moments of each channel. The last program of a slab merges
+the slab's items (for `publish_part`, a unit is a slab of a sample). The last program of a sample
+computes the statistics of the groups from those of their channels.
 """
 
 import triton
@@ -38,7 +39,7 @@ from normplug._kernels.waiting import arrive, wait
 #   SLABS, K, ROWS_EACH  slabs of a sample; items of a slab; rows of an item
 # Constants.
 #   U, BT, BC            a tile: U steps of BT rows, of BC columns
-#   STAGES               tiles that a loop over tiles has in flight
+#   STAGES               tiles in flight in a loop over tiles
 #   SINGLE               an item is a whole slab of a sample
 #   SOLO                 an item is a whole sample, which its program also writes
 _SIZES = ["N", "G", "CHANNELS", "S", "WIDTH_UNITS", "SLABS", "K", "ROWS_EACH", "LAG"]
@@ -51,7 +52,7 @@ def _finish_forward(
     """Save the statistics of a sample's groups, from the moments of its channels."""
     n = S.to(ACC)
     for first in range(0, G, GROUPS_AT_ONCE):
-        count = tl.full([], 0.0, ACC)  # channels of each group that are merged
+        count = tl.full([], 0.0, ACC)  # channels of each group merged so far
         mean = tl.zeros([GROUPS_AT_ONCE], ACC)
         m2 = tl.zeros([GROUPS_AT_ONCE], ACC)
         for channel in range(0, CHANNELS, CHANNELS_AT_ONCE):
@@ -78,7 +79,7 @@ def _affine(
     rstd, weight_ptr, bias_ptr, channels, live, root, ACC: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """What x - mean is multiplied by, and what is added, for each column."""
+    """Each column's scale and bias: the norm is (x - mean) * scale + bias."""
     weight = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
     bias = load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)
     return weight * rstd * scalar(root, ACC), bias
@@ -136,7 +137,8 @@ def group_norm_columns_forward(
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias); stats = (mean, rstd) of all groups.
 
-    Program t gathers item t, and writes item t - LAG, or if SOLO its own.
+    Program t gathers item t. It writes item t - LAG, counting each sample's items in reverse, or if
+    SOLO its own.
     """
     t = tl.program_id(0)
     C = WIDTH_UNITS * UNIT
@@ -160,7 +162,7 @@ def group_norm_columns_forward(
             tl.store(moments_ptr + columns, mean, mask=live)
             tl.store(moments_ptr + C + columns, m2, mask=live)
             if last_slab(counters_ptr, sample, N, SLABS, K):
-                tl.debug_barrier()
+                tl.debug_barrier()  # all threads see the moments of the others
                 _finish_forward(moments_ptr, stats_ptr, sample, G, CHANNELS, GROUPS, S, C, eps, ACC)
                 if not SOLO:
                     arrive(ready_flag(counters_ptr, sample, UNITS, K))
@@ -190,7 +192,7 @@ def _gradient(
     U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr, ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile's gradient before the activation, and its distances from the mean."""
+    """Load a tile; compute dz, the gradient of the activation's input, and x - mean."""
     dy = load_tile(dy_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, LAST)
     x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, LAST)
     centred = x.to(ACC) - mean[None, None, :]
@@ -204,7 +206,7 @@ def _add_tile(
     U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr, ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile to the sums of each lane."""
+    """Add a tile to each lane's sums of dz and of dz * (x - mean)."""
     dz, centred = _gradient(
         dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN,
         WHOLE, WIDE, LAST,
@@ -236,7 +238,7 @@ def _write_item_dx(
     U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
     ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write an item's rows of dx from its groups' saved means, the last tile first."""
+    """Write an item's rows of dx from its groups' means of g and g * xhat, the last tile first."""
     mean_g = tl.load(means_ptr + groups, mask=live, other=0.0, cache_modifier=".cg")
     mean_gx = tl.load(means_ptr + GROUPS + groups, mask=live, other=0.0, cache_modifier=".cg")
     rstd_root = rstd * scalar(root, ACC)

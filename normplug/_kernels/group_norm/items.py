@@ -18,9 +18,9 @@ GROUPS_AT_ONCE, CHANNELS_AT_ONCE = tl.constexpr(32), tl.constexpr(64)
 def item_of(
     turn, SLABS, K, S, ROWS_EACH, C, BC: tl.constexpr, REVERSE: tl.constexpr
 ):  # fmt: skip
-    """The item of a turn: its sample, slab and number, its rows, and the slab's channels.
+    """Item number `turn`: its sample, slab and place k, its rows, and the slab's channels and mask.
 
-    With REVERSE, the last item of a sample comes first.
+    With REVERSE, the items of each sample are counted from the last.
     """
     sample = turn // (SLABS * K)
     place = turn - sample * (SLABS * K)
@@ -35,7 +35,7 @@ def item_of(
 
 @triton.jit
 def behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SINGLE: tl.constexpr):
-    """The address behind the parts of items in `partial`; with SINGLE there are no parts."""
+    """The address in `partial` after the parts of items; with SINGLE there are no parts."""
     if SINGLE:
         behind_ptr = partial_ptr
     else:
@@ -45,9 +45,9 @@ def behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SINGLE: tl.constexpr):
 
 @triton.jit
 def last_slab(counters_ptr, sample, N, SLABS, K):
-    """Whether this program is the last to merge a slab of a sample."""
+    """Whether this program, which has merged a slab of a sample, is the last to do so."""
     last = SLABS == 1
-    if not last:
+    if not last:  # then flags N to 2 * N - 1 of N * SLABS are free; those before are the samples'
         counter = ready_flag(counters_ptr, N + sample, N * SLABS, K)
         last = arrive(counter) == SLABS - 1
         if last:
@@ -57,7 +57,7 @@ def last_slab(counters_ptr, sample, N, SLABS, K):
 
 @triton.jit
 def channels_of_groups(first, channel, G, CHANNELS):
-    """Channels of some groups, from the `channel`-th of each group on, and which of them exist."""
+    """Channels of groups from `first` on, from the `channel`-th of each on, and their mask."""
     groups = first + tl.arange(0, GROUPS_AT_ONCE)
     within = channel + tl.arange(0, CHANNELS_AT_ONCE)
     live = (groups < G)[:, None] & (within < CHANNELS)[None, :]
@@ -99,8 +99,8 @@ def item_moments(
 ):  # fmt: skip
     """Each column's mean, and sum of squared distances from it, over rows start to end.
 
-    Each lane sums distances from the mean of its first U rows. That mean is within sqrt(rows / U)
-    standard deviations of the lane's mean, so hardly anything cancels.
+    Each lane sums distances from the mean of its first U rows, and their squares. That mean is
+    within sqrt(rows / U) standard deviations of the lane's mean, so hardly anything cancels in m2.
     """
     R: tl.constexpr = U * BT
     if start + R <= end:

@@ -1,4 +1,4 @@
-"""GroupNorm's launches: from a geometry, and what a call has and asks for."""
+"""Set up GroupNorm's launches from a geometry and the flags of a call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Flags:
 def forward_launch(
     shape: PlanesForward | Columns, dtype: torch.dtype, flags: Flags, eps: float, tv: float
 ) -> Launch:
-    """Set up the forward kernel of a geometry; `dtype` is that of the sums."""
+    """Set up the forward kernel of a geometry; `dtype` is the dtype of the sums."""
     double = dtype == torch.float64
     numbers = scalars(double, eps=eps, root=math.sqrt(tv))
     constants: dict[str, Any] = {
@@ -90,7 +90,7 @@ def backward_launch(
     needs: tuple[bool, bool, bool],
     tv: float,
 ) -> Launch:
-    """Set up the backward kernel; `needs` are those of dx, dweight and dbias."""
+    """Set up the backward kernel; `needs`: which of dx, dweight and dbias are wanted."""
     double = dtype == torch.float64
     numbers = scalars(double, root=math.sqrt(tv))
     dx, dweight, dbias = needs
@@ -150,7 +150,7 @@ def backward_launch(
 
 
 def forward_scratch(shape: PlanesForward | Columns) -> tuple[int, int]:
-    """Counters and partial results that a forward launch needs."""
+    """How many counters and partial results a forward launch needs."""
     if isinstance(shape, Columns):
         counters, parts = _column_parts(shape)
         return counters, parts + 2 * shape.n * shape.c
@@ -160,7 +160,7 @@ def forward_scratch(shape: PlanesForward | Columns) -> tuple[int, int]:
 def backward_scratch(
     shape: PlanesBackward | Columns, needs: tuple[bool, bool, bool]
 ) -> tuple[int, int]:
-    """Counters and partial results that a backward launch needs."""
+    """How many counters and partial results a backward launch needs."""
     if isinstance(shape, Columns):
         counters, parts = _column_parts(shape)
         return counters + 1, parts + 2 * shape.n * (shape.groups + shape.c)

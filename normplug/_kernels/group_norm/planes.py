@@ -1,12 +1,12 @@
 """GroupNorm over contiguous (N, C, *space), where a group is CHANNELS * HW adjacent values.
 
-What a unit is, and how programs wait for each other, `shared` explains. Here a unit is a group of a
-sample, and a tile has three axes: groups, channels, and places in a plane. There are R groups if
-they are held, and one otherwise.
+`shared` explains what a unit is, and how programs wait for each other. Here a unit is a group of a
+sample, and a tile has three axes: groups, channels, and places in a plane. It has R groups if they
+are HELD, and one otherwise.
 
 Forward, a tile is BLOCK adjacent values of a group, as runs of RUN values of one channel: RUN
-divides HW. So weight and bias are read once a run, and only the end of a group is padded. Backward,
-sums over each channel are needed, and a tile is CB channels of SB places each.
+divides HW. So weight and bias are read once per run, and only the end of a group is padded.
+Backward, sums over each channel are needed, so a tile is CB channels of SB places each.
 """
 
 import triton
@@ -29,7 +29,7 @@ from normplug._kernels.waiting import arrive, wait
 # The arguments that `shared` does not explain.
 #   HW, HW_UNITS         values of a plane; the same / UNIT
 #   WIDTH_UNITS          values of a group / UNIT
-#   KS                   tiles side by side in the planes of a group, backward
+#   KS                   tiles across a plane, backward
 _SIZES = [
     "N", "G", "CHANNELS", "HW", "HW_UNITS", "WIDTH_UNITS", "K", "KS", "LAG", "SPLITS",
 ]  # fmt: skip
@@ -40,7 +40,7 @@ def _runs(
     groups, inside, k, G, CHANNELS, HW, WIDTH, BLOCK: tl.constexpr, RUN: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Tile k of some groups: offsets and mask; channels of the runs, and which of them exist."""
+    """Tile k of some groups: offsets and mask; the runs' channels, and which runs exist."""
     begins = k * BLOCK + tl.arange(0, BLOCK // RUN) * RUN
     columns = begins[:, None] + tl.arange(0, RUN)[None, :]
     mask = inside[:, None, None] & (columns < WIDTH)[None, :, :]
@@ -66,10 +66,10 @@ def _moments(
     x, x_ptr, groups, inside, k, count, WIDTH, mask, R: tl.constexpr, BLOCK: tl.constexpr,
     ACC: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Mean of each group's tile, sum of squared distances from it, and the distances."""
+    """Mean of each group's tile, sum of squared distances from it (m2), and these distances."""
     if WIDE:
         groups = groups.to(tl.int64)
-    # Distances from one of the values: their sums do not round at the size of the mean.
+    # Distances from one of the values, whose sums do not round at the size of the mean.
     first = tl.load(x_ptr + groups * WIDTH + k * BLOCK, mask=inside, other=0.0).to(ACC)
     d = x.to(ACC) - first[:, None, None]
     if not EVEN:
@@ -87,14 +87,14 @@ def _normalise(
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
     HELD: tl.constexpr,
 ):  # fmt: skip
-    """Write y from distances to the mean."""
+    """Write y from d, the distances from the mean."""
     scale = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
     scale *= (rstd * scalar(root, ACC))[:, None]
     z = d * scale[:, :, None]
     if BIAS:
         z += load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)[:, :, None]
-    # Where tiles are read twice, results leave the caches first. Where they are HELD, that is
-    # slower, as LayerNorm's rows have shown.
+    # Tiles that are read twice should stay in the caches, so results are evicted first. If tiles
+    # are HELD, that is slower, as LayerNorm's rows have shown.
     store(y_ptr, offsets, activate(z, ACTIVATION), mask, EVEN, not HELD)
 
 
@@ -109,7 +109,7 @@ def group_norm_planes_forward(
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias); stats = (mean, rstd) of all groups.
 
-    Held, one program takes R groups.
+    If HELD, one program takes R groups.
     """
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
@@ -175,7 +175,7 @@ def group_norm_planes_forward(
 def _planes(
     groups, inside, kc, ks, CHANNELS, HW, CB: tl.constexpr, SB: tl.constexpr, WIDE: tl.constexpr
 ):
-    """A tile of some groups: offsets and mask; its channels in a group, and which of them exist."""
+    """Tile (kc, ks) of some groups: offsets and mask; its channels in a group, and their mask."""
     own = kc * CB + tl.arange(0, CB)
     places = ks * SB + tl.arange(0, SB)
     live = inside[:, None] & (own < CHANNELS)[None, :]
@@ -191,9 +191,9 @@ def _gradient(
     dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient before the activation, distances from the mean, and the weight.
+    """Compute dz, the gradient of the activation's input, and x - mean.
 
-    The weight comes alone, and times rstd and the root.
+    Returned with them: the weight, and the weight times rstd and root.
     """
     weight = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
     bias = load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)
@@ -228,7 +228,7 @@ def group_norm_planes_backward(
 ):  # fmt: skip
     """The gradients of `group_norm_planes_forward` that DX, DWEIGHT and DBIAS ask for.
 
-    Held, one program takes R adjacent groups of every SPLITS-th sample.
+    If HELD, one program takes R adjacent groups of every SPLITS-th sample.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT
@@ -315,7 +315,7 @@ def group_norm_planes_backward(
                     tl.store(means_ptr + groups, sum_g / n)
                     tl.store(means_ptr + GROUPS + groups, sum_gx / n)
                     arrive(ready_flag(counters_ptr, group, GROUPS, K))
-                    if SUMS:
+                    if SUMS:  # the group's tiles have all published theirs
                         arrive(done_ptr)
             else:
                 arrive(done_ptr)

@@ -1,4 +1,4 @@
-"""How GroupNorm cuts a tensor into work: rules, without a search at run time.
+"""How GroupNorm cuts a tensor into work: rules, without autotuning at run time.
 
 The numbers come from sweeps over tile, warps and lag on an H100, described in docs/notebook.md, and
 for small units from those of LayerNorm. Any choice gives correct results; only speed depends on it.
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 from normplug._kernels.device import floor_2, needs_int64, power_of_2, unit_of
 
-# Bytes of a unit, as float32 or wider, that a program holds at most. LayerNorm holds rows of
+# Most bytes of a unit, counted as float32 or wider, that a program holds. LayerNorm holds rows of
 # 32,768 halves. Backward there are two tensors.
 _HELD_FORWARD, _HELD_BACKWARD = 128 << 10, 64 << 10
-_HELD_HALF_EMPTY = 64 << 10  # bytes up to which it does not matter how much is padding
-_HELD_BY_FEW = 16 << 10  # bytes up to which a group is held though few programs have work
-_SMALL_TILE = 4096  # values that a program takes of small units together
-# A multiprocessor: what is read of later units before a unit is written.
+_HELD_HALF_EMPTY = 64 << 10  # bytes up to which a group is held however much is padding
+_HELD_BY_FEW = 16 << 10  # bytes up to which a group is held even if few programs have work
+_SMALL_TILE = 4096  # values of several small units that a program holds together
+# Bytes per multiprocessor that are read of later units before a unit is written.
 _LAG_FORWARD, _LAG_BACKWARD = 48 << 10, 24 << 10
-_TILE_COST = 512  # values: what a tile costs beside them
-_SHORTEST_RUN = 64  # values side by side of a plane, of a tile that is not a whole plane
+_TILE_COST = 512  # the overhead of a tile, in values
+_SHORTEST_RUN = 64  # fewest adjacent values of a plane in a tile that does not span the plane
 # For columns: chosen by sweeps over tile, warps and lag on an H100.
 _SEGMENT_BYTES = 128  # of a row that a tile reads; rows of up to twice that are read whole
-_CACHED_TENSOR = 64 << 20  # bytes: most of such a tensor is still cached at its second read
+_CACHED_TENSOR = 64 << 20  # bytes up to which most of a tensor is cached at its second read
 _LAG_COLUMNS = 192 << 10  # as the lags of planes, but programs wait for whole samples
 _SOLO_SAMPLE = 64 << 10  # bytes of a sample that one program takes, if there are many samples
 _FINISH = 64  # channels of a gradient that one program adds up
@@ -30,10 +30,10 @@ _FINISH = 64  # channels of a gradient that one program adds up
 
 @dataclass(frozen=True)
 class PlanesForward:
-    """Groups of `channels` * `hw` adjacent values in tiles of `block`, or held, `r` at a time.
+    """Groups of `channels` * `hw` adjacent values, in tiles of `block` or held, `r` at a time.
 
-    A tile is runs of `run` values of one channel. It is written about `lag` programs after it was
-    read; a lag of 0 says that programs hold their groups.
+    A tile consists of runs of `run` values of one channel. It is written about `lag` programs after
+    it was first read; a lag of 0 means that programs hold their groups.
     """
 
     n: int
@@ -67,7 +67,7 @@ class PlanesForward:
 
     @property
     def even(self) -> bool:
-        """Whether all of every tile exists."""
+        """Whether every tile is full."""
         return self.width % self.block == 0 and self.n * self.groups % self.r == 0
 
     @property
@@ -78,9 +78,10 @@ class PlanesForward:
 
 @dataclass(frozen=True)
 class PlanesBackward:
-    """Groups of `channels` planes of `hw` values in tiles of `cb` channels and `sb` places.
+    """Groups of `channels` planes of `hw` values, in tiles of `cb` channels and `sb` places.
 
-    `lag` as in `PlanesForward`. Held, `r` groups are, and `splits` programs share the samples.
+    `lag` is as in `PlanesForward`. If programs hold groups, each holds `r` at a time, and `splits`
+    programs share the samples.
     """
 
     n: int
@@ -101,7 +102,7 @@ class PlanesBackward:
 
     @property
     def ks(self) -> int:
-        """Tiles side by side in a plane."""
+        """Tiles across a plane."""
         return -(-self.hw // self.sb)
 
     @property
@@ -111,19 +112,19 @@ class PlanesBackward:
 
     @property
     def programs(self) -> int:
-        """Programs that read tiles first."""
+        """Programs that read tiles for the first time."""
         if self.held:
             return -(-self.groups // self.r) * self.splits
         return self.n * self.groups * self.k
 
     @property
     def parts(self) -> int:
-        """Parts that the sums for weight and bias come in."""
+        """Parts of the sums for the gradients of weight and bias."""
         return self.splits if self.held else self.n * self.ks
 
     @property
     def even(self) -> bool:
-        """Whether all of every tile exists."""
+        """Whether every tile is full."""
         whole = self.channels % self.cb == 0 and self.hw % self.sb == 0
         return whole and self.groups % self.r == 0
 
@@ -190,7 +191,7 @@ class Columns:
 
     @property
     def even(self) -> bool:
-        """Whether slabs fill their padding."""
+        """Whether no slab has padding."""
         return self.c % self.bc == 0
 
     @property
@@ -202,7 +203,7 @@ class Columns:
 def group_norm_forward(
     n: int, groups: int, channels: int, space: int, channels_last: bool, itemsize: int, sms: int
 ) -> PlanesForward | Columns:
-    """How the kernels take (N, groups * channels, *space).
+    """Choose how the forward kernels cut (N, groups * channels, *space).
 
     Args:
         n: Batch size.
@@ -239,7 +240,7 @@ def group_norm_forward(
 def group_norm_backward(
     n: int, groups: int, channels: int, space: int, channels_last: bool, itemsize: int, sms: int
 ) -> PlanesBackward | Columns:
-    """How the kernels take the backward; arguments as in `group_norm_forward`."""
+    """Choose how the backward kernels cut them; arguments as in `group_norm_forward`."""
     if channels_last:
         return _columns(n, groups, channels, space, itemsize, 2, sms)
     padded = power_of_2(channels), power_of_2(space)
@@ -262,12 +263,12 @@ def group_norm_backward(
 
 
 def _tile(bytes_each: int) -> int:
-    """Values of a tile that is read twice, of so many bytes in all tensors that are read."""
+    """Values of a tile that is read twice, each of `bytes_each` bytes over all tensors read."""
     return 8192 if bytes_each <= 4 else 4096 if bytes_each <= 8 else 2048
 
 
 def _at_once(values: int, units: int, times: int, sms: int) -> int:
-    """How many units of so many values a program holds; there are `units` for it, so many times."""
+    """How many units of `values` values a program holds at a time, of `times` times `units`."""
     r = max(min(_SMALL_TILE // values, power_of_2(units)), 1)
     while r > 1 and times * -(-units // r) < 4 * sms:
         r //= 2
@@ -275,23 +276,24 @@ def _at_once(values: int, units: int, times: int, sms: int) -> int:
 
 
 def _held_warps(values: int, tensors: int) -> int:
-    """Warps that hold so many values of each of the tensors, 32 in each thread."""
+    """Warps to hold `values` values of each of `tensors` tensors, 32 values per thread."""
     return max(min(floor_2(values * tensors // 1024), 32 // tensors), 1)
 
 
 def _splits(n: int, programs: int, sms: int) -> int:
-    """Programs among which the samples of a held unit are shared, where there are so many units.
+    """How many programs share the n samples, if it takes `programs` to hold all groups of one.
 
-    At least about as many programs as the GPU runs at a time.
+    Together they are at least about as many as the GPU runs at a time: 8 per multiprocessor, unless
+    each sample has its own program already.
     """
     each = max(n * programs // (8 * sms), 1)
     return -(-n // each)
 
 
 def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:
-    """Channels and places of a tile: those that leave the least padding, and then the longest.
+    """Channels and places of a tile: those that cost least, and of equals the longest.
 
-    A tile has `block` values or half as many.
+    Padding costs, and so does each tile. A tile has `block` values or half as many.
     """
 
     def cost(tile: tuple[int, int]) -> int:
@@ -327,7 +329,7 @@ def _columns(
     while tiles > 1 and n * slabs * -(-s // (tiles * tile)) < sms:
         tiles //= 2
     rows_each = tiles * tile
-    items = slabs * -(-s // rows_each)  # of a sample
+    items = slabs * -(-s // rows_each)  # per sample
     lag = min(sms * _LAG_COLUMNS // (rows_each * bc * itemsize) + items, n * items)
     return cut(rows_each, lag)
 

@@ -1,16 +1,17 @@
 """What the kernels of planes and of columns share: arguments, statistics, gradients.
 
-The statistics are those of a *unit*: in `planes` a group of a sample, in `columns` a slab of a
-sample, which is several groups. There are two ways to take a unit.
+A *unit* is what has to be read before any of it can be written: in `planes` a group of a sample, in
+`columns` a whole sample. There are two ways to read a unit.
 
 - HELD: a program reads it once, into registers.
-- Otherwise it is cut into K tiles. Program t reads tile t and publishes what it found. The last
-  program to publish a part of a unit merges all its parts, in their order. Then program t writes
+- Otherwise it is cut into K tiles. Program t reads tile t and publishes its part of the statistics.
+  The last program to publish a part of a unit merges all its parts, in order. Then program t writes
   tile t - LAG (see `waiting`): by then its unit is complete, and it is still in the L2 cache. The
   tiles of a unit are written in reverse order, since the cache holds what was read last.
 
-Backward, programs add the sums for weight and bias up over space, and publish them for each sample.
-At the end of the launch, further programs add them up over the samples, in order.
+Backward, programs sum the gradients of weight and bias over space, and publish the sums of each
+sample or, HELD, of all their samples. At the end of the grid, further programs add these parts up,
+in order.
 
 The arguments of all four kernels.
 
@@ -18,7 +19,7 @@ Sizes. They are not compiled in, so another batch size needs no other kernel.
     N, G: batch size, and groups of a sample.
     CHANNELS: channels of a group.
     K: tiles of a unit.
-    LAG: programs between the first read of a tile and the write of one at its place.
+    LAG: how many programs later the writes begin than the first reads.
     SPLITS: programs that share the samples of a held unit, backward.
 
 Scalars.
@@ -50,7 +51,7 @@ from normplug._kernels.waiting import wait
 
 @triton.jit
 def save_statistics(stats_ptr, groups, live, GROUPS, mean, m2, values, eps, ACC: tl.constexpr):
-    """Save mean and rstd of groups of so many values each; return rstd."""
+    """Save mean and rstd of groups of `values` values each; return rstd."""
     rstd = 1.0 / tl.sqrt(m2 / values + scalar(eps, ACC))
     tl.store(stats_ptr + groups, mean, mask=live)
     tl.store(stats_ptr + GROUPS + groups, rstd, mask=live)
@@ -67,7 +68,7 @@ def load_statistics(stats_ptr, groups, live, GROUPS):
 
 @triton.jit
 def load_vector(pointer, channels, live, default, ACC: tl.constexpr, GIVEN: tl.constexpr):
-    """A weight or bias of some channels; its default where there is none."""
+    """Load the weight or bias of some channels; not GIVEN, it is `default`."""
     if GIVEN:
         vector = tl.load(pointer + channels, mask=live, other=0.0).to(ACC)
     else:
@@ -77,9 +78,9 @@ def load_vector(pointer, channels, live, default, ACC: tl.constexpr, GIVEN: tl.c
 
 @triton.jit
 def gradient_before(dy, centred, scale, bias, ACC: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The gradient before the activation, in ACC; `scale` and `bias` as the forward applies them.
+    """Compute dz, the gradient of the activation's input, in ACC; scale and bias as forward.
 
-    Where nothing exists dy is 0, and so is all that is computed from it.
+    Out of bounds dy is 0, and so is all that is computed from it.
     """
     dz = dy.to(ACC)
     if ACTIVATION != 0:
@@ -92,7 +93,7 @@ def publish_sums(
     sums_ptr, part, channels, live, C, sum_dz, sum_dz_xhat,
     DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums of some channels in a part: a row of C sums for each gradient wanted."""
+    """Store sums of some channels in a part, which has a row of C sums per wanted gradient."""
     part_ptr = sums_ptr + (part * (DWEIGHT + DBIAS)).to(tl.int64) * C
     if DWEIGHT:
         tl.store(part_ptr + channels, sum_dz_xhat, mask=live)
@@ -107,7 +108,7 @@ def finish_sums(
     FINISH: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr,
 ):  # fmt: skip
-    """Wait until all parts are there, and add up those of FINISH channels, in their order."""
+    """Wait for all parts, and add up those of FINISH channels, in order."""
     SUMS: tl.constexpr = DWEIGHT + DBIAS
     wait(counter_ptr, arrivals, tl.cdiv(C, FINISH))
     if DWEIGHT:

@@ -1,4 +1,4 @@
-"""LayerNorm's and RMSNorm's launches: from a geometry, strides, and what a call asks for."""
+"""Set up the launches of LayerNorm and RMSNorm from a geometry, strides and a call's flags."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Flags:
 
 
 class Levels(NamedTuple):
-    """Where rows begin that lie on two levels, or on three.
+    """Where row r begins, in values, if rows have strides on two levels or on three.
 
         (g // heads) * outer + (g % heads) * middle + (r % inner) * step        g = r // inner
 
-    That is for row r, in values. A kernel is compiled for `heads` and `middle`, which are those of
-    an attention, and not for the rest.
+    `heads` and `middle`, which are those of an attention, are compiled into a kernel; the rest is
+    not.
     """
 
     inner: int
@@ -76,21 +76,21 @@ class Levels(NamedTuple):
         )
 
     def dense(self, rows: int, width: int) -> bool:
-        """Whether so many rows have nothing between them."""
+        """Whether `rows` rows of `width` values leave no gaps."""
         if self.heads == 1:
             return self.outer == width and self.step == rows // self.inner * width
         within = self.heads * width
         return self.middle == width and self.step == within and self.outer == self.inner * within
 
 
-Spacing = int | Levels  # of rows: values from one to the next, or several such numbers
+Spacing = int | Levels  # of rows: one stride from each to the next, or strides on levels
 
 
 @dataclass(frozen=True)
 class Strides:
-    """How each tensor's rows lie; None for one that a call lacks.
+    """The spacing of each tensor's rows; None for a tensor that a call does not have.
 
-    All `inner` are the same, and all `heads` of rows on three levels.
+    All `inner` are the same, and so are all `heads` of rows with three levels.
     """
 
     x: Spacing
@@ -99,7 +99,7 @@ class Strides:
     dtotal: Spacing | None = None
 
     def unit(self, width: int) -> int:
-        """What divides the width and all strides: the alignment the compiler may assume."""
+        """A divisor of the width and all strides: the alignment the compiler may assume."""
         sizes = (
             (s.outer, s.step, s.middle) if isinstance(s, Levels) else (s,) for s in self._present
         )
@@ -107,12 +107,12 @@ class Strides:
 
     @property
     def inner(self) -> int | None:
-        """The `inner` of the tensors whose rows lie on levels, if there are any."""
+        """The `inner` of the tensors whose spacing is `Levels`; None if there are none."""
         return next((s.inner for s in self._present if isinstance(s, Levels)), None)
 
     @property
     def heads(self) -> int:
-        """The `heads` of the tensors whose rows lie on three levels; 1 if there are none."""
+        """The `heads` of the tensors whose rows have three levels; 1 if there are none."""
         return max((s.heads for s in self._present if isinstance(s, Levels)), default=1)
 
     @property
@@ -181,7 +181,7 @@ def backward_launch(
     needs: tuple[bool, bool, bool, bool],
     tv: float,
 ) -> Launch:
-    """Set up the backward kernel; `needs` are those of dx, dweight, dbias and dinput_bias."""
+    """Set up the backward kernel; `needs`: which of dx, dweight, dbias, dinput_bias are wanted."""
     double = dtype == torch.float64
     x = strides.x
     sizes, placing = _sizes(shape, strides, X=x, DY=strides.dy, DTOTAL=strides.dtotal)
@@ -236,7 +236,7 @@ def backward_launch(
 
 
 def _formula(double: bool, flags: Flags) -> dict[str, Any]:
-    """What is computed, and in which dtype; compiled in."""
+    """The constants that select the formula and its dtypes."""
     acc = tl.float64 if double else tl.float32
     rounded = acc if flags.rounded is None else _TYPES[flags.rounded]
     return {"ACC": acc, "CENTRED": flags.centred, "OFFSET": flags.offset, "ROUND": rounded}
@@ -249,7 +249,7 @@ def _tile(shape: Rows) -> dict[str, Any]:
 def _sizes(
     shape: Rows | WideForward | WideBackward, strides: Strides, **spacings: Spacing | None
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """The sizes that a kernel takes, and what it compiles in; `spacings` by the tensors' names."""
+    """The sizes that a kernel takes, and its constants for them; `spacings` are by tensor name."""
     count, width = shape.rows, shape.width
     unit, inner = strides.unit(width), strides.inner or count
     sizes = {"ROWS": count, "INNER": inner, "WIDTH_UNITS": width // unit}
@@ -276,7 +276,7 @@ def _sizes(
 
 
 def forward_scratch(shape: Rows | WideForward, flags: Flags) -> tuple[int, int]:
-    """Counters and partial results that a forward launch needs."""
+    """How many counters and partial results a forward launch needs."""
     words = 2 * (_parts(shape) + _finishers(shape)) if flags.running else 0
     if isinstance(shape, WideForward):
         return shape.rows + words, 2 * shape.rows * shape.k
@@ -289,7 +289,7 @@ def _parts(shape: Rows | WideForward) -> int:
 
 
 def _finishers(shape: Rows | WideForward) -> int:
-    """Programs that add the parts up; each takes about as many parts as there are programs."""
+    """How many programs add up the parts: each adds about as many as there are such programs."""
     parts, at_a_time = _parts(shape), _FAN_IN * shape.warps
     times = -(-math.isqrt(parts) // at_a_time)
     return -(-parts // (times * at_a_time))
@@ -298,7 +298,7 @@ def _finishers(shape: Rows | WideForward) -> int:
 def backward_scratch(
     shape: Rows | WideBackward, needs: tuple[bool, bool, bool, bool]
 ) -> tuple[int, int]:
-    """Counters and partial results that a backward launch needs."""
+    """How many counters and partial results a backward launch needs."""
     sums = sum(needs[1:])
     if isinstance(shape, WideBackward):
         rows_room = shape.blocks * (shape.k + 1) * 2 * shape.rb

@@ -1,12 +1,13 @@
 """LayerNorm and RMSNorm over rows that a program can hold: x is read once, forward and backward.
 
-A tile is R rows of U * BC columns, with the axes that `tiles` explains: BC adjacent columns go
-to the threads of a row, U times over. Programs take tiles in turn, so sums over rows (the running
-statistics; the gradients of weight and bias) stay in registers until a program's last tile. Then
-each program publishes its part, and further programs add the parts up in the programs' order.
+A tile is R rows of U * BC columns, with the axes that `tiles` explains: R lanes and U steps. The
+threads of a row take BC adjacent columns at a time, U times. Programs take tiles in turn, so sums
+over rows (the running statistics; the gradients of weight and bias) stay in registers until a
+program's last tile. Then each program publishes its part, and further programs add the parts up in
+the programs' order.
 
-Backward, the sums for weight and bias may not fit beside a whole row. Then K programs that run at
-once share its columns, and tell each other the two sums that the row's dx depends on.
+Backward, the sums for weight and bias may not fit in registers beside a whole row. Then K programs
+that run at once share the row's columns, and exchange the two sums that its dx depends on.
 """
 
 import triton
@@ -24,8 +25,8 @@ from normplug._kernels.waiting import arrive, meet, publish, wait
 #   VECTOR               adjacent values that a thread takes at a time
 #   KEEP                 weight and bias stay in registers from tile to tile
 #   K, KP                programs that share a row; the same, padded to a power of two
-#   STAGES               tiles under way at once in the loop over tiles
-#   LANES                sums a column that are kept apart until the last tile
+#   STAGES               tiles in flight in the loop over tiles
+#   LANES                sums per column that are kept apart until the last tile
 #   FINISH               columns of a gradient that one program adds up
 _SIZES = [
     "ROWS", "INNER", "WIDTH_UNITS", "X_UNITS", "X_OUTER_UNITS", "RESIDUAL_UNITS",
@@ -38,9 +39,9 @@ _SIZES = [
 def _columns(start, WIDTH, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr):
     """U times BC columns, and which of them exist.
 
-    The compiler is told of no more than VECTOR adjacent ones. Otherwise, where tensors differ in
-    dtype, it would choose one number for the narrow and another for the wide, and move values
-    between threads for that.
+    The compiler is told that VECTOR columns are contiguous, and no more. Otherwise, where tensors
+    differ in dtype, it would give a thread more adjacent values of the narrow than of the wide, and
+    move values between threads to match them.
     """
     columns = start + tl.arange(0, U)[:, None] * BC + tl.arange(0, BC)[None, :]
     return tl.max_contiguous(columns, [1, VECTOR]), columns < WIDTH
@@ -57,13 +58,13 @@ def _rows(tile, ROWS, R: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _all_rows(values):
-    """A number of each column, (U, BC), beside the tile's values in that column."""
+    """Expand one number per column, (U, BC), to broadcast over the rows of a tile."""
     return tl.expand_dims(values, LANE_AXIS)
 
 
 @triton.jit
 def _vector(pointer, columns, live, R: tl.constexpr, EVEN: tl.constexpr):
-    """Weights or the like, once for each row of a tile: every thread loads its own columns'."""
+    """Load weights or the like once for each row of a tile: every thread loads its own columns."""
     places = _all_rows(columns) + tile_of_zeros(R, 1, 1, tl.int32)
     if EVEN:
         vector = tl.load(pointer + places)
@@ -74,7 +75,7 @@ def _vector(pointer, columns, live, R: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _load(pointer, places, inside, columns, live, EVEN: tl.constexpr, LAST: tl.constexpr):
-    """A tile. EVEN: all its rows and columns exist. LAST: it leaves the caches first."""
+    """Load a tile. EVEN: all its rows and columns exist. LAST: caches evict it first."""
     offsets = _each(places) + _all_rows(columns)
     return load(pointer, offsets, _each(inside) & _all_rows(live), EVEN, LAST)
 
@@ -87,7 +88,7 @@ def _store(pointer, value, places, inside, columns, live, EVEN: tl.constexpr):
 
 @triton.jit
 def _sum(values):
-    """The sum of each row of a tile: over what a thread holds, then over threads."""
+    """Sum each row of a tile: over what a thread holds, then over threads."""
     return tl.sum(tl.sum(values, axis=STEP_AXIS), axis=1)
 
 
@@ -99,7 +100,7 @@ def _sums(a, b):
 
 @triton.jit
 def _folded(values, LANES: tl.constexpr):
-    """A tile summed over every LANES-th of its rows: those that one thread holds."""
+    """Fold a tile's rows into LANES: sum those LANES apart, which one thread holds."""
     R: tl.constexpr = values.shape[LANE_AXIS]
     U: tl.constexpr = values.shape[STEP_AXIS]
     BC: tl.constexpr = values.shape[2]
@@ -116,7 +117,7 @@ def _folded(values, LANES: tl.constexpr):
 
 @triton.jit
 def _each(values):
-    """A number of each row, in the layout that `_sum` leaves it in, beside the row's values."""
+    """Expand one number per row, in `_sum`'s layout, to broadcast over the columns of a tile."""
     return tl.expand_dims(values[:, None], STEP_AXIS)
 
 
@@ -137,7 +138,8 @@ def layer_norm_rows_forward(
 ):  # fmt: skip
     """Y = weight * root * (h - mean) * rstd + bias, and stats = (mean, rstd) of all rows.
 
-    h = x + input_bias. With a residual it is total = x + residual, rounded as it is stored.
+    h = x + input_bias. With a residual, total = x + residual, rounded as it is stored, takes the
+    place of x.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0) - FINISHERS
@@ -179,7 +181,7 @@ def layer_norm_rows_forward(
                 if CENTRED:
                     first += tl.load(input_bias_ptr).to(ACC)
             if CENTRED:
-                # Distances from one of the values: their sums do not round at the size of the mean.
+                # Distances from one of the values, whose sums do not round at the size of the mean.
                 d = h - _each(first)
             else:
                 d = h
@@ -197,7 +199,7 @@ def layer_norm_rows_forward(
                 if not EVEN:
                     d = tl.where(_all_rows(live), d, 0.0)
                 mean = _sum(d) / n + first
-                # From the mean as it is saved, so that GIVEN gives the same bits.
+                # Subtract the mean as it is saved, so that GIVEN gives the same bits.
                 d -= _each(mean - first)
                 if not EVEN:
                     d = tl.where(_all_rows(live), d, 0.0)
@@ -239,7 +241,7 @@ def layer_norm_rows_forward(
 def _share_sums(
     partial_ptr, counters_ptr, tile, k, a, b, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
 ):
-    """Two sums for each row of a tile, from those that K programs have of its columns."""
+    """All-reduce two sums per row of a tile, over the K programs that share its columns."""
     rows = tl.arange(0, R)
     shares = tl.arange(0, KP)[None, :]
     tile_ptr = partial_ptr + tile.to(tl.int64) * (2 * K * R)
@@ -277,7 +279,7 @@ def layer_norm_rows_backward(
     WIDTH = WIDTH_UNITS * UNIT
     SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
     SHARE: tl.constexpr = U * BC
-    # Faster where few programs share a row, slower where many do, and the same for one.
+    # evict_first: faster where few programs share a row, slower where many do, the same for one.
     LAST: tl.constexpr = K > 1 and K <= 4
     groups = PROGRAMS // K
     group = program // K
@@ -296,7 +298,7 @@ def layer_norm_rows_backward(
         DTOTAL_OUTER = size(DTOTAL_OUTER_UNITS, UNIT, WIDE)
         n = WIDTH.to(ACC)
         columns, live = _columns(k * SHARE, WIDTH, U, BC, VECTOR)
-        # Inside the loop it would be prefetched like a tile, into as much shared memory.
+        # Inside the loop these would be prefetched like a tile, into as much shared memory.
         if KEEP and WEIGHT:
             weight = _vector(weight_ptr, columns, live, R, EVEN)
         if KEEP and INPUT_BIAS:
@@ -319,7 +321,7 @@ def layer_norm_rows_backward(
                 if not KEEP:
                     input_bias = _vector(input_bias_ptr, columns, live, R, EVEN)
                 h += input_bias.to(ACC)
-            # dy is 0 past the end, and so is all that d is multiplied by.
+            # d needs no mask: out of bounds dy is 0, and so is all that d is multiplied by.
             if CENTRED:
                 d = h - _each(mean)
             else:
@@ -381,7 +383,7 @@ def layer_norm_rows_backward(
     if SUMS > 0:
         stretches = tl.cdiv(WIDTH, FINISH)
         if K > 1:
-            c = program  # all run at once, and so can wait for each other
+            c = program  # all run at once, so they can wait for each other
             step = PROGRAMS
         else:
             c = program - PROGRAMS  # further programs, which wait for the numbers below theirs
@@ -390,7 +392,7 @@ def layer_norm_rows_backward(
             wait(counters_ptr, PROGRAMS, tl.minimum(stretches, PROGRAMS) if K > 1 else stretches)
             for stretch in range(c, stretches, step):
                 if DWEIGHT:
-                    # What was rounded has the root in it.
+                    # The rounded values already include the root.
                     finish_columns(
                         dweight_ptr, parts_ptr, 0, stretch, WIDTH, groups,
                         scalar(root, ACC) if ROUND == ACC else 1.0, SUMS, GB, FINISH, ACC,

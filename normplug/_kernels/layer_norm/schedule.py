@@ -1,4 +1,4 @@
-"""How norms of rows are cut into work: a table from measurements, as in `batch_norm.schedule`."""
+"""How norms of rows are cut into work: rules from measurements, as in `batch_norm.schedule`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from normplug._kernels.device import power_of_2
 
-_HELD_BYTES = 128 << 10  # of a row as float32 or wider, that a program holds forward
+_HELD_BYTES = 128 << 10  # most bytes of a row, as float32 or wider, that a program holds forward
 _SUMMED_BYTES = 32 << 10  # the same backward, beside the sums for weight and bias
 _SHARED_WIDTH = 65536  # values up to which programs share rows backward, where they can
-# A multiprocessor, between a wide row's first read and its second.
-_WIDE_FORWARD_LAG, _WIDE_BACKWARD_LAG = 24 << 10, 32 << 10  # bytes
-_MANY_ROWS_EACH = 128  # rows a multiprocessor, from which two programs on it are faster than one
+# Bytes per multiprocessor that are read between a wide row's first read and its second.
+_WIDE_FORWARD_LAG, _WIDE_BACKWARD_LAG = 24 << 10, 32 << 10
+_MANY_ROWS_EACH = 128  # rows per multiprocessor, above which two programs on it beat one
 _MOST_PROGRAMS = 1 << 17  # with running statistics each has two words of its own
 
 
@@ -20,7 +20,7 @@ class Rows:
     """Rows of `width` values that a program holds, `r` at a time in u * bc columns; see `rows`.
 
     A thread takes `vector` adjacent values at a time. With `keep`, weight and bias stay in
-    registers. Sums over rows are kept in `lanes` sums a column until the last tile; then one
+    registers. Sums over rows are kept as `lanes` sums per column until the last tile; then one
     program adds up `finish` columns of them. `k` programs share a row.
     """
 
@@ -49,13 +49,13 @@ class Rows:
 
     @property
     def even(self) -> bool:
-        """Whether all of every tile exists."""
+        """Whether every tile is full."""
         return self.k * self.u * self.bc == self.width and self.rows % self.r == 0
 
 
 @dataclass(frozen=True)
 class WideForward:
-    """Rows of `width` values in tiles of `block`, written `lag` programs after they were read."""
+    """Rows of `width` values in tiles of `block`, written `lag` programs after their first read."""
 
     rows: int
     width: int
@@ -70,13 +70,13 @@ class WideForward:
 
     @property
     def even(self) -> bool:
-        """Whether all of every tile exists."""
+        """Whether every tile is full."""
         return self.width % self.block == 0
 
 
 @dataclass(frozen=True)
 class WideBackward:
-    """Blocks of `rb` rows in tiles of `cw` columns, written `lag` programs after being read."""
+    """Blocks of `rb` rows in tiles of `cw` columns, written `lag` programs after a first read."""
 
     rows: int
     width: int
@@ -96,19 +96,19 @@ class WideBackward:
 
     @property
     def even(self) -> bool:
-        """Whether all of every tile exists."""
+        """Whether every tile is full."""
         return self.width % self.cw == 0 and self.rows % self.rb == 0
 
 
 def layer_norm_forward(
     rows: int, width: int, unit: int, itemsize: int, running: bool, sms: int
 ) -> Rows | WideForward:
-    """How the kernels take `rows` rows of `width` values.
+    """Choose how the forward kernels cut `rows` rows of `width` values.
 
-    unit: what divides width and strides. itemsize: bytes of a value of the widest tensor that has
+    unit: a divisor of width and strides. itemsize: bytes of a value of the widest tensor that has
     rows. running: there are running statistics, to which each program adds its part. sms: the GPU's
-    multiprocessors. How a row is spread over threads, and with it the order of its sums, does not
-    depend on the number of rows.
+    multiprocessors. How a row is spread over threads, and so the order of its sums, does not depend
+    on the number of rows.
     """
     padded = power_of_2(width)
     if padded > _HELD_BYTES // max(itemsize, 4) or (width > 8192 and 5 * width <= 4 * padded):
@@ -141,11 +141,11 @@ def layer_norm_backward(
     shared: int,
     cooperative: bool,
 ) -> Rows | WideBackward:
-    """How the kernels take the backward; arguments as in `layer_norm_forward`, and further.
+    """Choose how the backward kernels cut them; `layer_norm_forward` has the other arguments.
 
     input_bias: there is one, whose gradient is a third sum over the rows. shared: bytes of shared
-    memory that a program can have. cooperative: a cooperative launch is possible, whose programs
-    all run at once.
+    memory that a program can use. cooperative: a cooperative launch is possible, whose programs all
+    run at once.
     """
     padded = power_of_2(width)
     if padded * max(itemsize, 4) <= _SUMMED_BYTES:
@@ -153,7 +153,7 @@ def layer_norm_backward(
         at_once = 2 if warps == 4 and rows > _MANY_ROWS_EACH * sms else 1
         values = 32 if itemsize <= 4 and (padded >= 1024 or at_once == 2) else 16
         shape = _row_tile(rows, width, unit, itemsize, warps, warps, values)
-        # Folding a tile's rows takes time and saves registers, which three sums and masks need.
+        # Folding a tile's rows takes time but saves registers, which three sums and masks need.
         if padded <= 512 and not (input_bias and width < padded):
             shape = replace(shape, lanes=shape.r)
         programs = min(at_once * sms, _programs_for(rows, itemsize), shape.tiles)
@@ -186,9 +186,9 @@ def layer_norm_backward(
 def _row_tile(
     rows: int, width: int, unit: int, itemsize: int, warps: int, needed: int, values: int
 ) -> Rows:
-    """Tiles of rows, with one program for each, up to the most programs there may be.
+    """Tiles of rows, with one program per tile, up to the most programs that there may be.
 
-    A row is spread over at most `needed` warps, with `values` values for each thread.
+    A row is spread over at most `needed` warps, with about `values` values per thread.
     """
     padded = power_of_2(width)
     vector = min(16 // itemsize, unit)
@@ -202,5 +202,5 @@ def _row_tile(
 
 
 def _programs_for(rows: int, itemsize: int) -> int:
-    """The most programs whose sums are no more traffic than the rows."""
+    """The most programs whose published sums cause no more traffic than the rows do."""
     return max(3 * rows * itemsize // 16, 1)

@@ -1,14 +1,15 @@
-"""What the kernels of held and of wide rows share: arguments, where rows begin, running sums.
+"""What the kernels of `rows` and `wide_rows` share: arguments, row offsets, running statistics.
 
-They are those of LayerNorm and, not CENTRED, of RMSNorm: the mean is 0, and the variance is the
+They compute LayerNorm or, if not CENTRED, RMSNorm: then the mean is 0, and the variance is the
 second moment.
 
 The arguments of all four kernels.
 
 Sizes. They are not compiled in, so another number of rows needs no other kernel.
     ROWS, WIDTH_UNITS: rows, and values of a row / UNIT.
-    X_UNITS, X_OUTER_UNITS, INNER: how the rows of x lie: see `row_places`. In values / UNIT. The
+    X_UNITS, X_OUTER_UNITS: STEP and OUTER of the rows of x, in values / UNIT: see `row_places`. The
         same for RESIDUAL, DY and DTOTAL.
+    INNER: rows of a group, for all these tensors.
     FINISHERS: programs that add up the running statistics.
 
 Scalars.
@@ -19,22 +20,22 @@ Constants: how the work is cut.
     GB: parts of a gradient that a program adds at a time.
     ACC: the dtype to compute in: float32, or float64 if a tensor is float64.
     UNIT: divides width and strides, so that the compiler sees their alignment.
-    TWO_LEVELS: rows lie on two levels, or on three.
-    HEADS, X_MIDDLE: where rows of x lie on three levels: see `row_places`. The same for RESIDUAL,
-        DY and DTOTAL.
+    TWO_LEVELS: rows have strides on two levels, or on three.
+    HEADS, X_MIDDLE: for the third level of x: see `row_places`. The same for RESIDUAL, DY and
+        DTOTAL.
     EVEN: every tile is full.
     WIDE: offsets need 64 bits.
 
 Constants: what the call has or asks for.
-    CENTRED: the mean is subtracted. If not, stats has rstd only, and no running mean is moved.
-    OFFSET: added to the weight. ROUND: the dtype that is rounded to before the product with the
-        weight; ACC for no rounding.
+    CENTRED: the mean is subtracted. If not, stats has rstd only, and no running mean is updated.
+    OFFSET: added to the weight. ROUND: the dtype to round to before multiplying by the weight; ACC
+        for no rounding.
     WEIGHT, BIAS, INPUT_BIAS, RESIDUAL, DTOTAL: there is one.
     GIVEN: the rows' statistics are read from stats. STATS: they are written there.
     RUNNING: the running statistics are updated, with CUMULATIVE as averages over `tracked` batches
-        and else by momentum. TRACKED: `tracked` is counted up.
+        and else by momentum. TRACKED: `tracked` is incremented.
     DX, DWEIGHT, DBIAS, DINPUT_BIAS: this gradient is wanted.
-    DX_AS_X: the rows of dx lie as those of x; else they follow each other.
+    DX_AS_X: the rows of dx have the strides of x; else they are contiguous.
 """
 
 import triton
@@ -46,7 +47,7 @@ from normplug._kernels.waiting import collect, publish
 
 @triton.jit
 def size(units, UNIT: tl.constexpr, WIDE: tl.constexpr):
-    """A size or stride in values, from one in units; of 64 bits if WIDE."""
+    """Convert a size or stride from units to values; to 64 bits if WIDE."""
     if WIDE:
         units = units.to(tl.int64)
     return units * UNIT
@@ -57,9 +58,10 @@ def row_places(
     rows, INNER, OUTER, STEP,
     MIDDLE: tl.constexpr, HEADS: tl.constexpr, TWO_LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Where rows begin: STEP apart. On two levels, INNER rows are, and such groups OUTER apart.
+    """Offsets at which rows begin, in values: STEP apart if there is one level of strides.
 
-    On three levels, where MIDDLE is not 0, HEADS groups are MIDDLE apart, and such sets OUTER.
+    On two levels, the INNER rows of a group are STEP apart, and groups OUTER apart. On three, where
+    MIDDLE is not 0, sets of HEADS groups are OUTER apart, and the groups of a set MIDDLE apart.
     """
     if TWO_LEVELS and MIDDLE > 0:
         group = rows.to(tl.int32) // INNER
@@ -76,7 +78,7 @@ def row_places(
 
 @triton.jit
 def factor_of(weight, OFFSET: tl.constexpr, ACC: tl.constexpr):
-    """What a normalised value is multiplied by."""
+    """The factor of a normalised value: weight + OFFSET."""
     factor = weight.to(ACC)
     if OFFSET != 0.0:
         factor += OFFSET
@@ -85,7 +87,7 @@ def factor_of(weight, OFFSET: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def move_running(running_ptr, old, value, step):
-    """A moving average, whose value is `old`, takes one step towards `value`."""
+    """Update a moving average from `old` by one step towards `value`."""
     old = old.to(value.dtype)
     tl.store(running_ptr, as_stored(old + step * (value - old), running_ptr))
 
@@ -94,7 +96,7 @@ def move_running(running_ptr, old, value, step):
 def count_batch(
     tracked_ptr, momentum, ACC: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr
 ):
-    """Count a batch if TRACKED; return its weight in the running statistics."""
+    """Increment `tracked` if TRACKED; return the batch's weight in the running statistics."""
     step = scalar(momentum, ACC)
     if TRACKED:
         count = tl.load(tracked_ptr) + 1
@@ -110,11 +112,11 @@ def finish_running(
     FAN_IN: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr, TRACKED: tl.constexpr,
     CUMULATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Running statistics take a step to the mean of ROWS rows' means and of their variances.
+    """Update the running statistics by the average of ROWS rows' means and of their variances.
 
-    `words` holds PARTS pairs, each a sum of means and one of variances, then a pair for each of
-    the FINISHERS. Each finisher adds up a stretch of the parts. The last also adds up the
-    finishers' sums.
+    `words` holds PARTS pairs, each a sum of means and one of variances, then one pair per finisher.
+    Each of FINISHERS programs adds up a stretch of the parts. The last one also adds up the sums of
+    all finishers.
     """
     if CENTRED:
         old_mean = tl.load(running_mean_ptr)

@@ -1,10 +1,10 @@
 """LayerNorm and RMSNorm over rows that are too wide for one program, or too few to occupy the GPU.
 
 Forward, a row is cut into K tiles of BLOCK values; backward, a block of RB rows into K tiles of CW
-columns. Program t reduces tile t, publishes what it found, and then writes tile t - LAG (see
-`waiting`): by then the tile's rows are complete, and the tile is still in the L2 cache. DRAM
-traffic is one read and one write. Gradients of weight and bias are summed over the rows of a tile.
-At the end, further programs add them up over the blocks of rows, in order.
+columns. Program t reduces tile t, publishes its sums, and then writes tile t - LAG (see `waiting`):
+by then the tile's rows are complete, and the tile is still in the L2 cache. So DRAM traffic is one
+read and one write. Gradients of weight and bias are summed over the rows of a tile. At the end of
+the grid, further programs add them up over the blocks of rows, in order.
 """
 
 import triton
@@ -44,9 +44,9 @@ def layer_norm_wide_forward(
     UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr, HEADS: tl.constexpr, X_MIDDLE: tl.constexpr,
     RESIDUAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """As `rows.layer_norm_rows_forward`.
+    """As `rows.layer_norm_rows_forward`, but never RESIDUAL and GIVEN: no program stores the total.
 
-    Counters: arrivals of each row. With RUNNING, two words a row follow, and two a finisher.
+    Counters: arrivals of each row. With RUNNING, two words per row follow, and two per finisher.
     """
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
@@ -79,7 +79,7 @@ def layer_norm_wide_forward(
                 first += tl.load(input_bias_ptr + k * BLOCK).to(ACC)
             h += tl.load(input_bias_ptr + columns, mask=live, other=0.0).to(ACC)
         if CENTRED:
-            # Distances from one of the values: their sums do not round at the size of the mean.
+            # Distances from one of the values, whose sums do not round at the size of the mean.
             d = h - first
             if not EVEN:
                 d = tl.where(live, d, 0.0)
@@ -99,7 +99,7 @@ def layer_norm_wide_forward(
         columns = k * BLOCK + tl.arange(0, BLOCK)
         live = columns < WIDTH
         if RESIDUAL:
-            wait(counters_ptr + row, K, K)  # until the total is there
+            wait(counters_ptr + row, K, K)  # another program stores the total
             h = tl.load(
                 total_ptr + row * DENSE + columns, mask=live, other=0.0, cache_modifier=".cg"
             )
@@ -160,7 +160,7 @@ def _columns_gradient(
     value, gradient_ptr, parts_ptr, which, block, columns, live, WIDTH, SUMS: tl.constexpr,
     SINGLE: tl.constexpr, factor,
 ):  # fmt: skip
-    """A gradient summed over the rows of a tile: the whole if SINGLE, else a part."""
+    """Sum a gradient over the rows of a tile; store the gradient itself if SINGLE, else a part."""
     total = tl.sum(value, axis=0)
     if SINGLE:
         total = as_stored(total * factor, gradient_ptr)
@@ -172,7 +172,7 @@ def _columns_gradient(
 
 @triton.jit
 def _tile(pointer, places, columns, mask, EVEN: tl.constexpr, LAST: tl.constexpr):
-    """A tile. EVEN: all its rows and columns exist. LAST: it is not read again."""
+    """Load a tile. EVEN: all its rows and columns exist. LAST: it is not read again."""
     return load(pointer, places[:, None] + columns[None, :], mask, EVEN, LAST)
 
 
@@ -201,7 +201,8 @@ def layer_norm_wide_backward(
 ):  # fmt: skip
     """As `rows.layer_norm_rows_backward`.
 
-    Counters: arrivals of each block of rows, a flag for its sums, arrivals of each tile of columns.
+    Counters: arrivals of each block of rows; a ready flag for its sums; arrivals of each tile of
+    columns. Partial: two sums per row of each tile, two means per row, parts of the gradients.
     """
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
@@ -242,7 +243,7 @@ def layer_norm_wide_backward(
         h = x.to(ACC)
         if INPUT_BIAS:
             h += _vector(input_bias_ptr, columns, live, EVEN).to(ACC)[None, :]
-        # dy is 0 past the end, and so is all that d is multiplied by.
+        # d needs no mask: out of bounds dy is 0, and so is all that d is multiplied by.
         if CENTRED:
             d = h - mean[:, None]
         else:
