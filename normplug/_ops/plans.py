@@ -1,4 +1,4 @@
-"""What the kernel routes of all norms share: plans, their autograd function, second derivatives.
+"""The base of all kernel routes: plans, their autograd function, and second derivatives.
 
 A plan serves all calls with equal shapes, layouts, dtypes and specs; its launches are set up once.
 A call is then one or two launches in each direction. Second derivatives are computed by torch's own
@@ -41,7 +41,7 @@ class Plan(ABC):
     """
 
     state: ClassVar[tuple[str, ...]]
-    # Whether y can be recomputed, bit for bit, from what the forward saved.
+    # Whether y can be recomputed, bit for bit, from the tensors that the forward saved.
     is_recomputable = False
     # Whether the forward returns (y, x + residual).
     has_total = False

@@ -19,8 +19,8 @@ def check(caller: str, t: Tensors, spec: BatchNormSpec) -> None:
     running = {"running_mean": t.running_mean, "running_var": t.running_var}
     _checks.channels(caller, t.x, **running, weight=t.weight, bias=t.bias)
     _checks.running_pair(caller, t.running_mean, t.running_var, spec.training)
-    moves = spec.training and t.running_mean is not None
-    _checks.momentum(caller, spec.momentum, t.tracked, moves)
+    updates = spec.training and t.running_mean is not None
+    _checks.momentum(caller, spec.momentum, t.tracked, updates)
     if spec.training:
         _checks.more_than_one_value(caller, t.x)
     _checks.activation(caller, spec.activation)

@@ -38,7 +38,7 @@ class BatchNormPlan(Plan):
         self._channels = x.shape[1]
         self._running_dtype = None if t.running_mean is None else t.running_mean.dtype
         self._shape = shape_of(x)
-        moves = spec.training and t.running_mean is not None
+        updates = spec.training and t.running_mean is not None
         self._flags = launches.Flags(
             training=spec.training,
             weight=t.weight is not None,
@@ -46,8 +46,8 @@ class BatchNormPlan(Plan):
             residual=t.residual is not None,
             activation=spec.activation,
             running=t.running_mean is not None,
-            cumulative=moves and spec.momentum is None,
-            tracked=moves and t.tracked is not None and spec.momentum is not None,
+            cumulative=updates and spec.momentum is None,
+            tracked=updates and t.tracked is not None and spec.momentum is not None,
         )
         self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
         # For relu the backward needs only the mask; for others, the input to the activation.

@@ -57,13 +57,13 @@ class JoinedPlan:
         self._work: Workspace | None = None
         self._scratch = (0, 0)
         running = t.running_mean is not None
-        moves = launches.Flags(
+        merging = launches.Flags(
             running=running,
             cumulative=running and spec.momentum is None,
             tracked=running and t.tracked is not None,
         )
         self._merge = launches.merge_launch(
-            processes, c, x.dtype, moves, spec.momentum or 0.0, spec.eps
+            processes, c, x.dtype, merging, spec.momentum or 0.0, spec.eps
         )
         self._sums: dict[tuple[bool, bool, bool], Launch] = {}
         self._dx: dict[bool, Launch] = {}
