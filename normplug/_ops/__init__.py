@@ -1,1 +1,1 @@
-"""Routes: each carries out the calls of a norm in one way. `functional` and `modules` use them."""
+"""The routes by which norm calls run. `functional` and `modules` use them."""

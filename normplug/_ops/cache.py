@@ -9,19 +9,19 @@ from normplug import native
 from normplug._ops.spec import Tensors
 from normplug._torch import interposed
 
-_MOST = 8192
+_MAX_ENTRIES = 8192
 _kept: dict[tuple[Hashable, ...], Any] = {}
 
 
 def key_of(t: Tensors, spec: Hashable, route: Hashable) -> tuple[Any, ...]:
-    """All that decides whether a call is right, and how it is carried out.
+    """The key of a call: all that decides whether it is valid, and how it runs.
 
-    () where an argument has no shape: it is no tensor, which the checks refuse, or a nested one.
+    () if an argument has no shape: a nested tensor, or not a tensor, which the checks refuse.
 
     Args:
         t: the call's tensors.
-        spec: the call's numbers.
-        route: what is asked for: the name of a backend, or a class of plans.
+        spec: the call's non-tensor arguments.
+        route: the requested route: the name of a backend, or a class of plans.
     """
     # In one expression: this runs before every kernel.
     try:
@@ -35,23 +35,23 @@ def key_of(t: Tensors, spec: Hashable, route: Hashable) -> tuple[Any, ...]:
 
 
 def find(key: tuple[Any, ...]) -> Any:
-    """What was kept under this key; None if nothing was, or if kernels must not run now."""
+    """The value stored under this key; None if there is none, or if kernels must not run now."""
     if interposed():
         return None
     try:
         return _kept.get(key)
-    except TypeError:  # a setting that cannot be hashed, and is about to be refused
+    except TypeError:  # an unhashable setting, which the checks will refuse
         return None
 
 
 def keep(key: tuple[Any, ...], value: Any) -> None:
-    """Keep what carries out calls with this key, unless that is (): they skip their checks."""
+    """Store the function that runs calls with this key, unchecked; nothing if the key is ()."""
     if key and not interposed():
         _put(key, value)
 
 
 def made_once(key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -> Any:
-    """The value of this key, made of the arguments when the key is first seen."""
+    """The value of this key, made by `make(*arguments)` when the key is first seen."""
     value = _kept.get(key)
     if value is None:
         value = make(*arguments)
@@ -60,7 +60,7 @@ def made_once(key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -
 
 
 def _put(key: tuple[Any, ...], value: Any) -> None:
-    if len(_kept) >= _MOST:
+    if len(_kept) >= _MAX_ENTRIES:
         _kept.clear()
         native.forget()
     _kept[key] = value

@@ -19,7 +19,7 @@ from normplug._torch import (
     transforms_active,
 )
 
-_HAS_TRITON = find_spec("triton") is not None  # not imported before a kernel is wanted
+_HAS_TRITON = find_spec("triton") is not None  # imported only when a kernel is needed
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -29,17 +29,17 @@ def is_asked_for(backend: str, x: Tensor) -> bool:
 
 
 def is_compiling() -> bool:
-    """Whether a compiler records the call, so that kernels have to be operators."""
+    """Whether a compiler is tracing the call, so that kernels have to be called as operators."""
     return torch.compiler.is_compiling() or dispatch_modes() > 0
 
 
 def size_of(x: Tensor) -> int:
-    """Bytes of a tensor's values."""
+    """The size of a tensor's values, in bytes."""
     return x.numel() * x.element_size()
 
 
 def has_kernels(caller: str, backend: str, x: Tensor) -> bool:
-    """Whether a norm with this backend would run by kernel where x is, as far as can be told."""
+    """Whether a norm with this backend would use kernels on the device of x, as far as known."""
     if not is_asked_for(_checks.backend(caller, backend), x):
         return False
     return refusal_now() is None and refusal_of_device(x) is None
@@ -52,8 +52,8 @@ def takes(caller: str, backend: str, t: Tensors, spec: Any, kernels: Callable[[]
         caller: for the error.
         backend: "auto", "triton" or "torch".
         t: the call's tensors.
-        spec: the call's numbers.
-        kernels: imports the route of the kernels, and with it Triton.
+        spec: the call's non-tensor arguments.
+        kernels: returns the kernel route, whose import imports Triton.
 
     Raises:
         NotImplementedError: backend "triton" where the kernels cannot run.
@@ -117,14 +117,14 @@ def refusal_of(t: Tensors) -> str | None:
     if (why := refusal_of_device(x, *present)) is not None:
         return why
     if x.dtype not in _DTYPES:
-        return f"the input is {x.dtype}"
+        return f"the input is {x.dtype}, which the kernels do not support"
     if x.numel() == 0:
         return "the input is empty"
-    # Dynamo cannot trace the question.
+    # Dynamo cannot trace `is_neg`.
     if not torch.compiler.is_compiling() and any(each.is_neg() for each in (x, *present)):
         return "a tensor is negated lazily"
     if any(each.device != x.device for each in present):
         return f"not every tensor is on {x.device}, where the input is"
     if not all(each.is_contiguous() for each in dense):
-        return "a weight, a bias or a running statistic is strided"
+        return "a weight, a bias or a running statistic is not contiguous"
     return None

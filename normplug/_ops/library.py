@@ -1,11 +1,11 @@
-"""The kernels of a norm as operators of `torch.library`, for compilers: opaque, with gradients.
+"""A norm's kernels as differentiable `torch.library` operators, opaque to compilers.
 
-Eager calls do not come here: dispatching an operator costs more than launching a kernel.
+Eager calls do not use them: dispatching an operator costs more than launching a kernel.
 
-`torch.library.custom_op` puts Python of its own before each call, and more where an operator has
-gradients: twice the time of a dispatch in all. Here an operator is a function and its fake
-implementation. Its gradients come from an `autograd.Function` around it. That function is a second
-operator, a composite one: a compiler that meets it asks for its parts.
+`torch.library.custom_op` runs Python code of its own before each call, and more if the operator has
+gradients, so that a dispatch takes twice the time. Here an operator is only a function and its fake
+implementation. Its gradients come from an `autograd.Function` around it. That function is
+registered as a second operator, a composite one, which compilers decompose.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from normplug._ops.spec import Tensors
 
 _library = torch.library.Library("normplug", "FRAGMENT")
 _TENSORS = len(Tensors._fields)
-_INPUTS = 5  # of them: those that have gradients
+_INPUTS = 5  # the first five, which have gradients
 _AFFINE = "Tensor? residual, Tensor? weight, Tensor? bias, Tensor? input_bias"
 _RUNNING = "Tensor? running_mean, Tensor? running_var, Tensor? tracked"
-_MOVED = "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? tracked"
+_UPDATED = "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? tracked"
 
 
 class NormOperators(ABC):
@@ -35,24 +35,30 @@ class NormOperators(ABC):
 
         forward(*Tensors, *numbers) -> (y, [total,] *state)
         backward(dy, dtotal, x, residual, weight, bias, input_bias, *state, has_residual, *numbers,
-                 needs) -> their five gradients, empty where not needed
+                 needs) -> the gradients of these five, empty where not needed
 
-    Where a norm has a total, its backward's x is that, and has no residual.
+    If a norm has a total, the backward takes it as x, without a residual.
 
     Args:
         name: in the namespace "normplug".
         numbers: the schema of the spec's fields.
-        state: the names of the tensors that the forward's kernels find out for the backward.
+        state: the names of the tensors that the forward computes for the backward.
         has_total: whether the forward returns x + residual as well.
-        moves: whether the forward moves the running statistics.
+        updates_running: whether the forward updates the running statistics.
     """
 
     def __init__(
-        self, name: str, numbers: str, state: Sequence[str], *, has_total: bool, moves: bool
+        self,
+        name: str,
+        numbers: str,
+        state: Sequence[str],
+        *,
+        has_total: bool,
+        updates_running: bool,
     ) -> None:
         self.has_total = has_total
         self.results = 2 if has_total else 1  # y, and the total
-        inputs = f"(Tensor x, {_AFFINE}, {_MOVED if moves else _RUNNING}, {numbers})"
+        inputs = f"(Tensor x, {_AFFINE}, {_UPDATED if updates_running else _RUNNING}, {numbers})"
         outputs = ", ".join(["Tensor"] * (self.results + len(state)))
         kept = ", ".join(f"Tensor {name}" for name in state)
         forward = f"{inputs} -> ({outputs})"
@@ -63,7 +69,7 @@ class NormOperators(ABC):
         self._states = len(state)
         self.forward = self._define(f"{name}_forward", forward, self._forward)
         self.backward = self._define(f"{name}_backward", backward, self._backward)
-        # C++ implements these once it is loaded, and calls Python's under other names.
+        # Once loaded, C++ implements these two, and falls back to Python under other names.
         self._define(f"{name}_forward_python", forward, self._forward)
         self._define(f"{name}_backward_python", backward, self._backward)
         native.when_loaded(partial(native.implement, f"{name}_forward", True, len(state)))
@@ -87,15 +93,15 @@ class NormOperators(ABC):
 
     @abstractmethod
     def spec(self, *numbers: Any) -> Any:
-        """The spec, from its fields as an operator takes them."""
+        """Build the spec from the numbers that an operator takes."""
 
     @abstractmethod
     def fake(self, t: Tensors, spec: Any) -> tuple[Tensor, ...]:
-        """What the forward returns, without values; sizes may be symbols."""
+        """Fake outputs of the forward; sizes may be symbolic."""
 
     @abstractmethod
     def fake_dx(self, x: Tensor, spec: Any) -> Tensor:
-        """The gradient of x, without values."""
+        """A fake gradient of x."""
 
     def reads_residual(self, spec: Any) -> bool:
         """Whether the backward reads the residual."""
@@ -118,6 +124,7 @@ class NormOperators(ABC):
 
     def _backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
         (x, residual, *vectors), state, has_residual, spec, needs = self._parts(arguments)
+        # x stands in for the residual, which is saved only if the backward reads it.
         t = Tensors(x, x if has_residual else None, *vectors)
         plan, t = self._plan_of(t, spec)
         found = (None if each.numel() == 0 else each for each in state)
@@ -136,7 +143,7 @@ class NormOperators(ABC):
 
     def _plan_of(self, t: Tensors, spec: Any) -> tuple[Any, Tensors]:
         plan, ready = self.kernels().plan_of(t, spec)
-        if ready is t:  # then it serves for calls like this one as it is
+        if ready is t:  # no tensor was copied, so C++ can run such calls by the plan
             native.note(plan)
         return plan, ready
 
@@ -183,7 +190,7 @@ class _Differentiable(torch.autograd.Function):
         )
         dx: Tensor = through
         if operators.has_total:
-            # Two gradients from one: compilers want that an operator's results share no memory.
+            # Both gradients come from one, since an operator's results must not share memory.
             dx = through.to(ctx.dtypes[0])
             dresidual = through.to(ctx.dtypes[1])
         elif alias:

@@ -1,8 +1,8 @@
-"""What the kernel routes of all norms share: plans, their autograd function, second derivatives.
+"""The base of all kernel routes: plans, their autograd function, and second derivatives.
 
-A plan is what calls of equal shapes, layouts, dtypes and numbers have in common: its launches are
-set up once. A call is then one or two launches in each direction. Second derivatives go through
-torch's own operations.
+A plan serves all calls with equal shapes, layouts, dtypes and specs; its launches are set up once.
+A call is then one or two launches in each direction. Second derivatives are computed by torch's own
+operations.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from normplug.reference import accumulator_dtype
 
 # The gradients of x, residual, weight, bias and input_bias.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-Needs = tuple[bool, ...]  # which of these will be asked for
+Needs = tuple[bool, ...]  # which of these to compute
 _INPUTS = 5
 _BLANKS = [None] * (len(SLOTS) - len(Tensors._fields))
 _DY, _DTOTAL = PLACE["dy"], PLACE["dtotal"]
 
 
 class Plan(ABC):
-    """The programs for calls that differ in nothing but their tensors' values.
+    """The programs for calls that differ only in their tensors' values.
 
     A forward saves (x, residual, weight, bias, input_bias, *state) for the backward. An input that
-    the backward does not read is None. State is what the kernels found out, by `state`'s names.
+    the backward does not read is None. `state` names the tensors that the kernels compute for it.
     """
 
     state: ClassVar[tuple[str, ...]]
-    # Whether y can be recomputed, to the bit, from what the forward saved.
+    # Whether y can be recomputed, bit for bit, from the tensors that the forward saved.
     is_recomputable = False
     # Whether the forward returns (y, x + residual).
     has_total = False
@@ -50,7 +50,7 @@ class Plan(ABC):
         self.spec = spec
         self.acc = accumulator_dtype(t.x.dtype)
         self.device = t.x.device
-        # The GPU that launches must find current; None on the CPU.
+        # The GPU that must be current at a launch; None on the CPU.
         self.gpu = self.device.index if t.x.is_cuda else None
         self.saved_places = (*range(_INPUTS), *(PLACE[name] for name in self.state))
         self._workspaces: dict[tuple[int, int], Workspace] = {}
@@ -58,36 +58,36 @@ class Plan(ABC):
 
     @classmethod
     def refusal(cls, t: Tensors, spec: Any) -> str | None:
-        """Why the kernels cannot carry out a call; None where they can."""
+        """Why the kernels cannot run a call; None if they can."""
         return eligible.refusal_of(t)
 
     @classmethod
     @abstractmethod
     def laid_out(cls, t: Tensors, spec: Any) -> tuple[Tensors, Any]:
-        """The call with its tensors copied where the kernels cannot read them; else as it is."""
+        """The call, with copies of tensors whose layout the kernels cannot read; `t` if none."""
 
     @abstractmethod
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        """Compute y, or (y, total). keep: whether to save what a backward needs."""
+        """The program of y, or of (y, total). keep: whether to save tensors for a backward."""
 
     @abstractmethod
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        """Compute the gradients that `needs` names, in the order of `Gradients`.
+        """The program of the gradients that `needs` selects, in the order of `Gradients`.
 
-        saved: what the forward saved, by slot, without what is None.
+        saved: the tensors that the forward saved, by slot, without those that are None.
         """
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        """Compute y again, of a plan that `is_recomputable`."""
+        """The program that recomputes y, of a plan that `is_recomputable`."""
         raise NotImplementedError
 
     @abstractmethod
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         """The inputs that have gradients, y computed from them by torch operations, and its dy."""
 
-    # The programs, each made once. The host path in C++ asks for them, too.
+    # The programs, each built once. The host path in C++ calls these methods by name, too.
 
     def forward_of(self, t: Sequence[Tensor | None], keep: bool) -> Program:
         """The program of a forward."""
@@ -95,7 +95,7 @@ class Plan(ABC):
         if found is None:
             found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
             if keep and self.gpu is not None and not torch.cuda.is_current_stream_capturing():
-                found.expect(self.acc, after=1)
+                found.expect(self.acc, after=1)  # this call compiles the first kernel itself
                 backward = self.usual_backward(t, found)
                 if backward is not None and backward.expect(self.acc):
                     self._expect_others(Tensors(*t))  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ class Plan(ABC):
     def usual_backward(self, t: Sequence[Tensor | None], forward: Program) -> Program | None:
         """The program of the usual backward of this forward; None if there is none.
 
-        It computes all gradients, and assumes that dy has the layout of y.
+        It computes all required gradients, and assumes that dy has the layout of y.
         """
         needs = tuple(a is not None and a.requires_grad for a in t[:_INPUTS])
         if not any(needs):
@@ -130,7 +130,7 @@ class Plan(ABC):
         return self.backward_of(saved, dy, dtotal, needs)
 
     def _expect_others(self, t: Tensors) -> None:
-        """Have the kernels compiled of calls that are likely after this one, if any are."""
+        """Start compiling the kernels of calls that are likely to follow, if any are."""
         return
 
     def recompute_of(self, saved: Sequence[Any]) -> Program:
@@ -141,8 +141,8 @@ class Plan(ABC):
         return found
 
     def run(self, t: Tensors) -> Any:
-        """The result, with what its gradients need."""
-        t = _alive(t)
+        """Run a call, and record it for autograd if gradients are enabled."""
+        t = _unwrapped(t)
         if (result := native.run(self, t)) is not None:
             return result
         if self.gpu is not None and self.gpu != current_device_index():
@@ -153,15 +153,15 @@ class Plan(ABC):
         return _apply(*t[:_INPUTS], (self, t, None))
 
     def run_with_state(self, t: Tensors) -> tuple[Any, Sequence[Any]]:
-        """As `run`, but always the Python way; and what the kernels found out, as in `state`."""
+        """As `run`, but always in Python. Also return the tensors that `state` names."""
         if self.gpu is not None and self.gpu != current_device_index():
             with torch.cuda.device(self.gpu):
                 return self.run_with_state(t)
-        t, found = _alive(t), list[Any]()
+        t, found = _unwrapped(t), list[Any]()
         return _apply(*t[:_INPUTS], (self, t, found)), found
 
     def forward(self, t: Tensors, keep: bool) -> tuple[Any, tuple[Any, ...]]:
-        """The result, and what to save if `keep`."""
+        """The result, and the tensors to save if `keep`."""
         program = self.forward_of(t, keep)
         slots = [*t, *_BLANKS]
         program.run(slots, self.device, self.workspace)
@@ -172,7 +172,7 @@ class Plan(ABC):
     def backward(
         self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Gradients:
-        """The gradients that `needs` names."""
+        """Compute the gradients that `needs` selects."""
         dy = None if dy is None else readable(dy)
         dtotal = None if dtotal is None else readable(dtotal)
         program = self.backward_of(saved, dy, dtotal, needs)
@@ -183,7 +183,7 @@ class Plan(ABC):
         return dx, dresidual, dweight, dbias, dinput_bias
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
-        """The output y again."""
+        """Recompute the output y."""
         program = self.recompute_of(saved)
         slots = self._slots(saved)
         program.run(slots, self.device, self.workspace)
@@ -204,7 +204,7 @@ class Plan(ABC):
         return dx, dresidual, dweight, dbias, dinput_bias
 
     def workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
-        """The current stream, and on it `scratch` counters and partial results."""
+        """The current stream, and a workspace on it of `scratch`: (counters, partial results)."""
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
         if stream != 0 or self.gpu is None:
             return stream, Workspace(self.device, self.acc, *scratch)
@@ -224,8 +224,8 @@ class Plan(ABC):
         return {SLOTS[place]: t for place, t in pairs if t is not None}
 
 
-def _alive(t: Tensors) -> Tensors:
-    """The tensors, where a transform of torch.func has left one behind the plain one that it is."""
+def _unwrapped(t: Tensors) -> Tensors:
+    """The call, without wrappers that a torch.func transform has left on its tensors at its end."""
     x = unwrap_if_dead(t.x)
     residual = None if t.residual is None else unwrap_if_dead(t.residual)
     if x is t.x and residual is t.residual:
@@ -234,7 +234,7 @@ def _alive(t: Tensors) -> Tensors:
 
 
 class _Norm(Recomputable):
-    # A tensor argument costs the host time: those without a gradient are in `call` only.
+    # Each tensor argument costs host time, so those without gradients are only in `call`.
     @staticmethod
     def forward(
         ctx: Any,
@@ -271,28 +271,28 @@ _apply = applier(_Norm)
 
 
 class KernelRoute(Route):
-    """The route over the plans of one class."""
+    """The route that runs calls by plans of one class."""
 
     def __init__(self, plan: type[Plan]) -> None:
         self._plan = plan
 
     def refusal(self, t: Tensors, spec: Any) -> str | None:
-        """Why the kernels cannot carry out this call; None where they can."""
+        """Why the kernels cannot run this call; None if they can."""
         return self._plan.refusal(t, spec)
 
     def plan_of(self, t: Tensors, spec: Any) -> tuple[Any, Tensors]:
-        """The plan of a call, and its tensors as the plan reads them."""
+        """The plan of a call, and its tensors in the layouts that the plan reads."""
         native.start()
         t, spec = self._plan.laid_out(t, spec)
         key = cache.key_of(t, spec, self._plan)
         return cache.made_once(key, self._plan, t, spec), t
 
     def __call__(self, t: Tensors, spec: Any) -> Any:
-        """Carry out a call that has been checked, and has no refusal."""
+        """Run a call that has passed the checks and that `refusal` accepts."""
         plan, t = self.plan_of(t, spec)
         return plan.run(t)
 
     def bind(self, t: Tensors, spec: Any) -> Callable[[Tensors], Any]:
-        """The plan's own `run`, where no tensor has to be copied before it."""
+        """The plan's own `run`, if no tensor has to be copied first."""
         plan, ready = self.plan_of(t, spec)
         return plan.run if ready is t else partial(self.__call__, spec=spec)

@@ -1,8 +1,8 @@
-"""What a plan does with its tensors, as data, which Python and C++ carry out alike.
+"""Programs: a plan's work on its tensors as data, which Python and C++ run alike.
 
-A program works on a list of slots, one for each name that a tensor can have, and the last of them
-is always None. It copies what lies wrong, allocates, launches kernels, and says which slots are
-its results and which the backward will need.
+A program works on a list of slots, one for each name that a tensor can have; the last is always
+None. It copies inputs whose layout the kernels cannot read, allocates outputs, launches kernels,
+and names the slots of its results and of the tensors that the backward will need.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PLACE = {name: place for place, name in enumerate(SLOTS)}
 RUNNING = ("running_mean", "running_var", "tracked")
 TRACKED, PARTIAL, COUNTERS = PLACE["tracked"], PLACE["partial"], PLACE["counters"]
 
-# What is passed for a tensor that a call does not have: one of the dtype that it would have, which
-# the kernel does not touch. For other names it is the launch's first tensor.
-_STAND_INS = {
+# Placeholders for absent tensors. The kernel needs a pointer of the right dtype, but never
+# dereferences it. For names that are not listed, the launch's first tensor serves.
+_PLACEHOLDERS = {
     **dict.fromkeys(("weight", "bias", "input_bias", "running_mean", "running_var"), "partial"),
     **dict.fromkeys(("dweight", "dbias", "dinput_bias", "stats"), "partial"),
     "tracked": "counters",
@@ -43,7 +43,7 @@ Layout = tuple[Sequence[int], Sequence[int], torch.dtype]  # sizes, strides, dty
 
 
 class Empty(NamedTuple):
-    """A tensor to allocate; `like`: the place of one with the same sizes, strides and dtype."""
+    """A tensor to allocate; `like`: a slot whose tensor has the same sizes, strides and dtype."""
 
     place: int
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class Empty(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A launch, the places of its tensors, and what takes these tensors from the slots."""
+    """A launch, the slots of its tensors, and `pick`, which takes these tensors from all slots."""
 
     launch: Launch
     places: tuple[int, ...]
@@ -61,7 +61,7 @@ class Step(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A slot to return, in another dtype where one is given."""
+    """A slot to return, cast to `dtype` if one is given."""
 
     place: int
     dtype: torch.dtype | None = None
@@ -76,14 +76,14 @@ class Program:
     Args:
         given: The tensors that the slots hold at the start, by slot.
         empties: Shape, strides and dtype of each tensor to allocate, by slot.
-        launches: The kernels, in order; each with the slots that some of its tensors come from
-            where these are not named like the kernel's arguments.
-        results: What is returned.
+        launches: The launches, in order, each with a map from the kernel's argument to the slot
+            for tensors whose slot has another name.
+        results: The slots that are returned.
         saved: The slots that the backward will need, in the order of `Plan`.
         copies: Slots whose tensors are copied first, and the strides they must have.
-        moves: The slots whose tensors the launches change.
-        counts: Whether `tracked` is raised by one first.
-        scratch: Counters and partial results that the launches need.
+        moves: The slots whose tensors the launches update in place.
+        counts: Whether to increment `tracked` first.
+        scratch: How many counters and how many partial results the launches need.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class Program:
         self.counts, self.scratch = counts, scratch
 
     def run(self, slots: list[Any], device: torch.device, workspace: Callable[..., Any]) -> None:
-        """Fill the slots.
+        """Run the program, which fills the slots.
 
         Args:
             slots: as long as `SLOTS`.
             device: where to allocate.
-            workspace: from `scratch` to the current stream and a `Workspace` on it.
+            workspace: maps `scratch` to the current stream and a `Workspace` on it.
         """
         for place, wanted in self.copies:
             t = slots[place]
@@ -137,14 +137,14 @@ class Program:
             for launch, _, pick in self.steps:
                 launch(stream, *pick(slots))
         if self.moves:
-            note_changes([slots[place] for place in self.moves])
+            increment_versions([slots[place] for place in self.moves])
 
     def jobs(self, accumulator: torch.dtype, after: int = 0) -> list[ahead.Job]:
-        """The kernels to compile.
+        """The jobs that compile the kernels.
 
         Args:
             accumulator: the dtype of partial results.
-            after: how many kernels to leave out, counted from the first.
+            after: how many of the first kernels to leave out.
         """
         dtypes = {PARTIAL: accumulator, COUNTERS: torch.int64, **self._dtypes}
         return [
@@ -153,29 +153,29 @@ class Program:
         ]
 
     def expect(self, accumulator: torch.dtype, after: int = 0) -> bool:
-        """Have other processes compile the kernels; the arguments are those of `jobs`.
+        """Have worker processes compile the kernels; arguments as in `jobs`.
 
         Returns:
-            Whether one of them is being compiled.
+            Whether any of them is being compiled.
         """
         begun = [ahead.expect(job) for job in self.jobs(accumulator, after)]
         return any(begun)
 
     def results_of(self, slots: Sequence[Any]) -> list[Any]:
-        """What a run returns, from its slots."""
+        """The results of a run, from its slots."""
         return [
             t if t is None or dtype is None else t.to(dtype)
             for t, dtype in ((slots[place], dtype) for place, dtype in self.results)
         ]
 
 
-def note_changes(changed: Sequence[Tensor]) -> None:
-    """Tell autograd that kernels have changed these tensors, by their version counters."""
-    increment_version([t for t in changed if not t.is_inference()])
+def increment_versions(updated: Sequence[Tensor]) -> None:
+    """Tell autograd, by the version counters, that kernels have updated these tensors in place."""
+    increment_version([t for t in updated if not t.is_inference()])
 
 
 def named(t: Tensors) -> dict[str, Tensor]:
-    """The tensors that a call has, by slot."""
+    """The tensors of a call that are not None, by slot."""
     return {name: each for name, each in t._asdict().items() if each is not None}
 
 
@@ -207,6 +207,6 @@ def _step(launch: Launch, present: set[str], renamed: Mapping[str, str]) -> Step
     for name in launch.pointers:
         slot = renamed.get(name, name)
         if slot not in present:
-            slot = _STAND_INS.get(name, launch.pointers[0])
+            slot = _PLACEHOLDERS.get(name, launch.pointers[0])
         places.append(PLACE[slot])
     return Step(launch, tuple(places), itemgetter(*places))

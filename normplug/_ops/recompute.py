@@ -1,8 +1,8 @@
 """Recompute a norm's output in the backward of the layer that reads it, instead of storing it.
 
-The kernels store what their own backward needs. From that they recompute the output, bit for bit,
-for one read and one write. Autograd nodes are matched by their names, which finds what attention
-permutes and copies, too: 0.4 GiB of a ViT-B/16.
+The kernels save tensors for their own backward. From these they recompute the output, bit for bit,
+at the cost of one read and one write. Copies of the output are recognised by the names of their
+autograd nodes. That includes the permuted copies of attention: 0.4 GiB of a ViT-B/16.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ AVAILABLE = top_saved_tensors_hooks is not None
 
 
 class Recomputable(torch.autograd.Function):
-    """A norm, whose `ctx.plan` may recompute its first result from what it saved."""
+    """A norm, whose `ctx.plan` may be able to recompute its first result from the saved tensors."""
 
     @staticmethod
     def is_recomputable(node: Any) -> bool:
-        """Whether it can, given its `grad_fn`."""
+        """Whether the norm with this `grad_fn` can be recomputed."""
         return node.plan.is_recomputable
 
     @staticmethod
@@ -35,10 +35,10 @@ class Recomputable(torch.autograd.Function):
         """Recompute the first result.
 
         Args:
-            node: its `grad_fn`.
+            node: the `grad_fn` of the result.
 
         Raises:
-            RuntimeError: what it saved has been freed, or changed in place.
+            RuntimeError: a saved tensor has been freed, or modified in place.
         """
         saved = node.saved_tensors
         with torch.cuda.device_of(saved[0]):
@@ -59,7 +59,7 @@ def call(y: Tensor, module: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         with saved_tensors_hooks(pack, _unpack):
             return module(*args, **kwargs)
     finally:
-        pack.y = None  # the saved tensors hold `pack`
+        pack.y = None  # autograd keeps `pack` with the saved tensors
 
 
 def will_recompute(y: Any) -> bool:
@@ -74,7 +74,7 @@ def will_recompute(y: Any) -> bool:
 
 
 def _recomputation(y: Any) -> Callable[[], Tensor] | None:
-    """What makes y again; None where nothing can."""
+    """The function that recomputes y; None if there is none."""
     node = y.grad_fn if isinstance(y, Tensor) else None  # torch.fx passes proxies
     if node is None:
         return None
@@ -116,7 +116,7 @@ def _cast(stride: tuple[int, ...], dtype: torch.dtype, y: Tensor) -> Tensor:
 
 
 def _permuted(dims: tuple[int, int], y: Tensor) -> Tensor:
-    one, other = (dim - 2**64 if dim >= 2**63 else dim for dim in dims)  # autograd wraps them
+    one, other = (dim - 2**64 if dim >= 2**63 else dim for dim in dims)  # saved as unsigned
     return y.transpose(one, other).contiguous()
 
 
@@ -138,7 +138,7 @@ class _Pack:
                 if recipe is not None:
                     return recipe
                 pack = pack._outer
-        # Detached, since an operation that holds its own result would never be freed.
+        # Detached, since a node that saves its own result would be a reference cycle.
         return t.detach(), t._version
 
     def _recipe(self, t: Tensor) -> _Recipe | None:
@@ -157,12 +157,12 @@ class _Pack:
         return None if copy is None else _Recipe(self._make, copy, t)
 
     def _copy(self, source: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """The function that makes `source` from y, of this dtype; None where there is none."""
+        """The function that makes `source` from y, whose dtype is `dtype`; None if none does."""
         made: Any = source.grad_fn
-        # As autocast casts it, before or after a view as a matrix of rows.
+        # The cast that autocast makes. A linear layer may save a view of it as a matrix of rows.
         if _is_a(made, "ToCopyBackward0") and _before(made) is self._node:
             return partial(_cast, source.stride(), source.dtype)
-        # As a linear layer copies what attention has permuted into a matrix of rows.
+        # The copy that a linear layer makes of a tensor permuted by attention, as a matrix of rows.
         if _is_a(made, "UnsafeViewBackward0") and source.dtype == dtype and source.is_contiguous():
             clone: Any = _before(made)
             permutation = _before(clone)
@@ -177,7 +177,7 @@ class _Pack:
 
 
 def _before(node: Any) -> Any:
-    """The `grad_fn` of the first input of an operation, given the operation's own."""
+    """The `grad_fn` of an operation's first input, given the operation's own `grad_fn`."""
     return node.next_functions[0][0] if node is not None and node.next_functions else None
 
 

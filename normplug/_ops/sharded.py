@@ -1,7 +1,7 @@
-"""DTensor input: each process runs the norm of its own shard, by the same routes as of any tensor.
+"""DTensor inputs: each process normalises its own shard, by the same routes as any tensor.
 
-That is exact where x is sharded over dimensions that no statistic is taken over, such as the rows
-of a LayerNorm. Over all others, x is gathered first, as PyTorch's own layer_norm does.
+This is exact where x is sharded along dimensions that no statistic reduces, such as the rows of a
+LayerNorm. Along all others, x is gathered first, as PyTorch's own layer_norm does.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 def is_sharded(x: Any) -> bool:
-    """Whether x is a DTensor. A process that has none does not import them."""
+    """Whether x is a DTensor. The name is compared, so that DTensor need not be imported."""
     return type(x).__name__ == "DTensor"
 
 
 def run(caller: str, t: Tensors, free: tuple[int, ...], call: Callable[[Tensors], Any]) -> Any:
-    """Carry out a call whose x is a DTensor; the result is sharded as x is, where it may be.
+    """Run a call whose x is a DTensor; the result is sharded like x along the `free` dimensions.
 
-    Weights that are no DTensors count as replicated. Their gradients are sums over all shards.
-    Running statistics are moved by the process's own shard.
+    Weights that are not DTensors count as replicated. Gradients of weights are summed over all
+    shards. Each process updates the running statistics from its own shard.
 
     Args:
         caller: for errors.
         t: the call's tensors.
-        free: the dimensions of x over which the call can be split.
-        call: carries out the call of plain tensors.
+        free: the dimensions of x along which the call can be split.
+        call: runs the call on plain tensors.
 
     Raises:
         ValueError: running statistics that are sharded.
@@ -56,7 +56,7 @@ def run(caller: str, t: Tensors, free: tuple[int, ...], call: Callable[[Tensors]
             return None
         if not is_sharded(value):
             value = DTensor.from_local(value, mesh, whole, run_check=False)
-        # A redistribution would reduce the gradient of a weight at once, and not when it is read.
+        # Only if needed: a redistribution reduces a weight's gradient at once, not when it is read.
         if value.device_mesh != mesh or list(value.placements) != at:
             value = value.redistribute(mesh, at)
         return _waited(value.to_local(grad_placements=gradient))
@@ -75,7 +75,7 @@ def run(caller: str, t: Tensors, free: tuple[int, ...], call: Callable[[Tensors]
 
 
 def own_part(x: Any) -> Tensor:
-    """The process's own part of a DTensor, without gradients; any other tensor as it is."""
+    """The process's own shard of a DTensor, detached; any other tensor unchanged."""
     if not is_sharded(x):
         return x
     with torch.no_grad():
@@ -83,20 +83,20 @@ def own_part(x: Any) -> Tensor:
 
 
 def _statistic(caller: str, name: str, value: Any) -> Tensor | None:
-    """A running statistic to read and to write; of a DTensor, the process's own copy."""
+    """A running statistic to update in place; of a DTensor, the process's own copy."""
     if is_sharded(value) and not all(p.is_replicate() for p in value.placements):
         raise _checks.not_replicated(caller, name, value.placements)
     return own_part(value)
 
 
 def _joined(y: Tensor, x: Any, placements: Placements) -> Tensor:
-    """The DTensor of all processes' y. It is told its sizes, since shards may be uneven."""
+    """The DTensor of all processes' y. Its shape is passed, since shards may be uneven."""
     from torch.distributed.tensor import DTensor, Shard
 
     sharded = {p.dim for p in placements if isinstance(p, Shard)}
     shape = [x.shape[d] if d in sharded else size for d, size in enumerate(y.shape)]
     stride, step = [0] * len(shape), 1
-    for d in sorted(range(len(shape)), key=lambda d: (y.stride(d), -d)):  # laid out as y is
+    for d in sorted(range(len(shape)), key=lambda d: (y.stride(d), -d)):  # in y's order
         stride[d], step = step, step * max(shape[d], 1)
     return DTensor.from_local(
         _waited(y),
@@ -109,7 +109,7 @@ def _joined(y: Tensor, x: Any, placements: Placements) -> Tensor:
 
 
 class _Waited(torch.autograd.Function):
-    """The identity, of values and gradients that have arrived."""
+    """The identity, which waits for pending collectives in the forward and in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -126,5 +126,5 @@ def _waited(x: Tensor) -> Tensor:
 
 
 def _arrived(x: Any) -> Tensor:
-    """A plain tensor of what a message in the background brings, which no kernel can read."""
+    """Wait for the result of an asynchronous collective, which no kernel can read."""
     return x.wait() if type(x).__name__ == "AsyncCollectiveTensor" else x

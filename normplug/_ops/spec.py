@@ -1,4 +1,4 @@
-"""What a call of a norm is: its tensors, its numbers, and what can carry it out."""
+"""A norm call: its tensors, its non-tensor arguments, and the routes that can run it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from normplug.reference import rms_eps
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call, in the order that everything below `functional` has them in.
+    """The tensors of a call, in the order used everywhere below `functional`.
 
-    `tracked` is num_batches_tracked. What a norm does not take is None.
+    `tracked` is num_batches_tracked. A tensor that a call does not have is None.
     """
 
     x: Tensor
@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
 
 
 def others(t: Tensors) -> dict[str, Tensor | None]:
-    """All tensors but x, by the names of the arguments."""
+    """All tensors but x, by argument name."""
     _, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
     return {
         "residual": residual,
@@ -56,16 +56,16 @@ class Pool(NamedTuple):
         return F.max_pool2d(x, self.kernel, self.stride, self.padding, ceil_mode=self.ceil_mode)
 
     def is_proper(self) -> bool:
-        """Whether torch accepts it. Then every window has a value."""
+        """Whether torch accepts the window. If so, every window covers a value."""
         pads = zip(self.padding, self.kernel, strict=True)
         return min(self.kernel + self.stride) > 0 and all(0 <= 2 * p <= k for p, k in pads)
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the output; sizes may be symbols."""
+        """Height and width of the output; sizes may be symbolic."""
         return self._length(height, 0), self._length(width, 1)
 
     def _length(self, size: int, axis: int) -> int:
-        # No slice of self: torch.compile of torch 2.6 cannot follow one.
+        # No slices of self: torch.compile of torch 2.6 cannot trace them.
         kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
         past = size + 2 * padding - kernel
         if not self.ceil_mode:
@@ -76,7 +76,7 @@ class Pool(NamedTuple):
 
 
 class BatchNormSpec(NamedTuple):
-    """All of a BatchNorm that is not a tensor.
+    """The non-tensor arguments of a BatchNorm call.
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
     """
@@ -90,30 +90,30 @@ class BatchNormSpec(NamedTuple):
     keeps_residual: bool = False
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
-        """The dimensions of x over which a call can be split without a change of its results."""
+        """The dimensions of x along which a call can be split without changing its results."""
         if self.training:
             return ()
         return (0,) if self.pool is not None else (0, *range(2, t.x.dim()))
 
     def without_pool(self) -> BatchNormSpec:
-        """The norm alone."""
-        # torch.compile of torch 2.6 cannot follow `_replace`.
+        """The spec of the norm alone."""
+        # torch.compile of torch 2.6 cannot trace `_replace`.
         return BatchNormSpec(
             self.training, self.momentum, self.eps, self.target_variance, self.activation
         )
 
 
 class LayerNormSpec(NamedTuple):
-    """All of a norm of rows that is not a tensor: of a LayerNorm, or of an RMSNorm.
+    """The non-tensor arguments of a norm of rows: of a LayerNorm or an RMSNorm call.
 
-    eps: None is for an RMSNorm: see `reference.rms_eps`.
+    eps: None only for an RMSNorm: see `reference.rms_eps`.
     autocast: the dtype that autocast has set on the device, or None where it is off or ignored.
     autocast_output: "float32", or "low" to return that dtype.
     centred: whether the rows' mean is subtracted: True for LayerNorm, False for RMSNorm.
-    weight_offset: added to the weight, in the dtype of sums. Without a weight it has no effect.
+    weight_offset: added to the weight, in the accumulator dtype. Without a weight it has no effect.
     rounding: where an RMSNorm rounds. None: where `torch.rms_norm` does. "output": once, at the
-        end, to the dtype of the input; in torch 2.6 `torch.rms_norm` rounds half values between
-        its steps too. "input" and "weight": first x / rms * sqrt(tv), to the dtype of the input,
+        end, to the dtype of the input; in torch 2.6 `torch.rms_norm` also rounds half-precision
+        intermediates. "input" and "weight": first x / rms * sqrt(tv), to the dtype of the input,
         or to that of the weight if it is half; then the product with the weight, to the dtype
         that the two promote to.
     """
@@ -129,15 +129,15 @@ class LayerNormSpec(NamedTuple):
     rounding: str | None = None
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
-        """As `BatchNormSpec.free_dims`: the rows. What is only watched may change."""
+        """As `BatchNormSpec.free_dims`: those of the rows. Only watched statistics may differ."""
         return tuple(range(t.x.dim() - len(self.normalized_shape)))
 
     def eps_of(self, total: torch.dtype) -> float:
-        """The eps, where `total` is the dtype of what is normalised."""
+        """The eps, where `total` is the dtype of the tensor that is normalised."""
         return rms_eps(total, self.eps)
 
     def rounds_to(self, total: torch.dtype, weight: torch.dtype | None) -> torch.dtype | None:
-        """The dtype to round to before the product with the weight; None to keep all digits.
+        """The dtype to round to before the product with the weight; None not to round.
 
         weight: the dtype of the weight, if there is one.
         """
@@ -157,10 +157,10 @@ class LayerNormSpec(NamedTuple):
 
 
 class GroupNormSpec(NamedTuple):
-    """All of a GroupNorm that is not a tensor; an InstanceNorm is one whose groups are channels.
+    """The non-tensor arguments of a GroupNorm call, or an InstanceNorm's: a group per channel.
 
     autocast, autocast_output: as in `LayerNormSpec`.
-    momentum: of running statistics, if the call moves any. No kernel depends on it.
+    momentum: of the running statistics, if the call updates any. No kernel depends on it.
     instance: whether it is an InstanceNorm, whose running statistics are those of its channels.
     """
 
@@ -174,34 +174,34 @@ class GroupNormSpec(NamedTuple):
     instance: bool = False
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
-        """As `BatchNormSpec.free_dims`: the samples, unless statistics that are used move."""
+        """As `BatchNormSpec.free_dims`: the samples, unless statistics used in eval are updated."""
         return () if self.instance and t.running_mean is not None else (0,)
 
     def output_dtype(self, x: torch.dtype) -> torch.dtype:
-        """The dtype of the result, where `x` is that of the input."""
+        """The dtype of the result, where `x` is the dtype of the input."""
         return _autocast_result(x, self.autocast, self.autocast_output) or x
 
 
 def _autocast_result(
     dtype: torch.dtype, autocast: torch.dtype | None, autocast_output: str
 ) -> torch.dtype | None:
-    """The dtype of a result under autocast; None where that is off, or leaves `dtype` alone."""
+    """The dtype of a result under autocast; None if autocast is off or does not change `dtype`."""
     if autocast is None or dtype == torch.float64:
         return None
     return autocast if autocast_output == "low" else torch.float32
 
 
 class Route:
-    """One way to carry out the calls of a norm."""
+    """One way to run the calls of a norm."""
 
     def refusal(self, t: Tensors, spec: Any) -> str | None:
-        """Why it cannot carry out this call; None where it can."""
+        """Why this route cannot run a call; None if it can."""
         return None
 
     def __call__(self, t: Tensors, spec: Any) -> Any:
-        """Carry out a call that has been checked, and has no refusal."""
+        """Run a call that has passed the checks and that `refusal` accepts."""
         raise NotImplementedError
 
     def bind(self, t: Tensors, spec: Any) -> Callable[[Tensors], Any]:
-        """The shortest way to carry out calls like this one."""
+        """Return the fastest function that runs calls like this one."""
         return partial(self.__call__, spec=spec)

@@ -1,6 +1,6 @@
-"""Running statistics as torch operations: how a batch is counted, and how they move.
+"""Update running statistics by torch operations.
 
-    step    = momentum, or 1 / number of batches where momentum is None
+    step    = momentum, or 1 / number of batches if momentum is None
     running = running + step * (value - running)
 
 The kernels do the same in their last step.
@@ -15,16 +15,16 @@ from torch import Tensor
 def count_batch(
     running: Tensor, tracked: Tensor | None, momentum: float | None, counts: Tensor | None = None
 ) -> float | Tensor:
-    """Count one more batch; return its step.
+    """Increment `tracked`, and return the step of the update.
 
-    The step is a tensor where momentum is None. torch.nn makes it a float, for which the host has
-    to wait for the GPU.
+    The step is a tensor if momentum is None. torch.nn makes it a float, for which the host has to
+    wait for the GPU.
 
     Args:
         running: a running statistic, for the dtype of the step.
-        tracked: num_batches_tracked, raised in place, or None.
+        tracked: num_batches_tracked, incremented in place, or None.
         momentum: a float, or None for a cumulative average, which needs `tracked`.
-        counts: whether the batch counts, as a tensor; a batch that does not moves nothing.
+        counts: a boolean tensor, whether the batch counts. If not, nothing is updated.
     """
     if tracked is not None:
         tracked.add_(1 if counts is None else counts)
@@ -39,13 +39,13 @@ def count_batch(
 def move(
     running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, step: float | Tensor
 ) -> None:
-    """Move the running statistics one step towards those of a batch."""
+    """Update both running statistics in place, by one step towards those of a batch."""
     move_one(running_mean, mean, step)
     move_one(running_var, var, step)
 
 
 def move_one(running: Tensor, value: Tensor, step: float | Tensor) -> None:
-    """Move a running statistic one step towards a batch's value."""
+    """Update a running statistic in place, by one step towards a batch's value."""
     if running.dim() == 0 and running.dtype == torch.float64:
         # On the CPU, torch.compile of torch 2.8 to 2.13 drops writes to such a tensor, but not
         # those to a view of it.

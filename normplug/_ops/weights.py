@@ -20,7 +20,7 @@ def scaled(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor | None:
-    """The weight times the root of the target variance; of these shape and dtype if it is None."""
+    """The weight times sqrt(target_variance). If it is None, `shape` to `device` describe ones."""
     if target_variance == 1.0:
         return weight
     root = math.sqrt(target_variance)
@@ -30,10 +30,10 @@ def scaled(
 def promoted(
     h: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """All three in their common dtype, as not every device's kernel takes a mixture."""
+    """Cast all three to their common dtype, since not every device's kernel mixes dtypes."""
     dtype = h.dtype
     for affine in (weight, bias):
-        # Asked only where they differ: torch.export of torch 2.6 cannot save the question.
+        # Only if they differ: torch.export of torch 2.6 cannot save a graph with `promote_types`.
         if affine is not None and affine.dtype != dtype:
             dtype = torch.promote_types(dtype, affine.dtype)
     if dtype == h.dtype and (weight is None or weight.dtype == dtype):

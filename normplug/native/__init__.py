@@ -1,12 +1,12 @@
-"""The host path in C++; `_ops` and `functional` call it, and all else may ask for its `status`.
+"""The host path in C++. `_ops` and `functional` call it; other code only asks for its `status`.
 
-A call of a norm costs the host 25 us in Python before its kernel runs, and an autograd function in
-Python as much again. `host_path.cpp` does the same without Python, by the same programs, so the
+In Python, a norm call costs the host 25 us before its kernel runs, and a Python autograd function
+as much again. `host_path.cpp` does the same work without Python. It runs the same programs, so the
 results have the same bits. It is compiled in the background when a kernel is first needed, and the
-file is kept. Until then, and wherever it cannot be compiled, calls run through Python.
+compiled file is cached. Until it is ready, and where it cannot be compiled, calls run in Python.
 
-The environment variable `NORMPLUG_NATIVE` is "auto" (the default), "0" for Python, or "1" to wait
-for the compiler at the first call, and to raise an error if it fails.
+The environment variable `NORMPLUG_NATIVE` is "auto" (the default), "0" to stay in Python, or "1"
+to wait for the compiler at the first call and raise an error if it fails.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Status(NamedTuple):
         way: "C++" or "Python".
         why: the reason, in one sentence.
         library: the compiled file, or None.
-        kernels: how many kernels this process has launched, by where they came from: "here",
-            compiled by the process itself; "workers", by its workers; "cache", found compiled.
+        kernels: how many kernels this process has launched, by origin: "here", compiled by the
+            process itself; "workers", by its worker processes; "cache", found in Triton's cache.
     """
 
     way: str
@@ -52,39 +52,39 @@ class Status(NamedTuple):
         here, workers, cache = (self.kernels[name] for name in ("here", "workers", "cache"))
         return (
             f"{line} Kernels: {here} compiled by this process, {workers} by its workers, {cache} "
-            "found compiled."
+            "from Triton's cache."
         )
 
 
-_NOT_WANTED = Status("Python", "no kernel has been needed yet", None)
+_NOT_STARTED = Status("Python", "no kernel has been needed yet", None)
 _OFF = Status("Python", "NORMPLUG_NATIVE is 0", None)
 
 _loaded: ModuleType | None = None
 _paused = 0  # how many `python_way` contexts are open
-_extension: ModuleType | None = None  # what is loaded, unless it is paused
-_status = _NOT_WANTED
+_extension: ModuleType | None = None  # `_loaded`, or None while paused
+_status = _NOT_STARTED
 _started = False
 _callbacks_lock = threading.Lock()
-_callbacks: list[Callable[[], None]] = []  # what waits for the C++ way to be loaded
-_lock = threading.Lock()
+_callbacks: list[Callable[[], None]] = []  # to run once the C++ path is loaded
+_lock = threading.Lock()  # one thread starts
 _kernels: Mapping[str, int] = MappingProxyType({})  # see `Status`
-# The C++ plan of each Python plan.
+# From a Python plan to its C++ counterpart.
 _plans: dict[Any, Any] = {}
 
 
 def status() -> Status:
-    """Whether calls now run through C++ or Python, and why; and where the kernels came from."""
+    """Return whether calls run through C++ or Python, why, and where the kernels came from."""
     return _status._replace(kernels=dict(_kernels))
 
 
 def build() -> Path:
-    """Compile the host path now, unless that has been done, and wait for it.
+    """Compile the host path and wait for the compiler, unless a file that loads exists already.
 
     Returns:
-        The compiled file, which can be loaded.
+        The compiled file. It has been loaded once, as a check.
 
     Raises:
-        RuntimeError: it cannot be compiled, and why.
+        RuntimeError: it cannot be compiled; the message says why.
     """
     try:
         library = building.library()
@@ -98,7 +98,7 @@ def build() -> Path:
 
 @contextmanager
 def python_way() -> Iterator[None]:
-    """Run the calls of all threads through Python inside a `with` block, to compare the two."""
+    """Within a `with` block, run the calls of all threads through Python, for comparison."""
     global _extension, _paused
     _pause(1)
     try:
@@ -116,13 +116,13 @@ def _pause(change: int) -> None:
 
 
 def start() -> None:
-    """Load the host path, or have it compiled; called wherever a kernel is wanted."""
+    """Load the host path, or start compiling it. Called wherever a kernel may be needed."""
     global _started
     if _started:
         return
     with _lock:
         if not _started:
-            _start()  # raises again at the next call what it raises now
+            _start()  # if it raises, the next call tries again
             _started = True
 
 
@@ -134,7 +134,7 @@ def _start() -> None:
             "these, or unset it."
         )
     if wanted == "0":
-        _say(_OFF, logging.DEBUG)
+        _set_status(_OFF, logging.DEBUG)
     elif wanted == "1":
         _load(build())
     else:
@@ -148,10 +148,10 @@ def _start_in_background() -> None:
             _load(library)
             return
         process = building.compile_in_background(library)
-    except Exception as error:  # whatever it is, calls go on
-        _say(_failed(error))
+    except Exception as error:  # calls must go on, whatever has failed
+        _set_status(_failed(error))
         return
-    _say(Status("Python", "the host path in C++ is being compiled", None), logging.DEBUG)
+    _set_status(Status("Python", "the host path in C++ is being compiled", None), logging.DEBUG)
     threading.Thread(target=_finish, args=(process, library), daemon=True).start()
 
 
@@ -160,7 +160,7 @@ def _finish(process: Popen[bytes], library: Path) -> None:
         building.finish(process, library)
         _load(library)
     except Exception as error:
-        _say(_failed(error))
+        _set_status(_failed(error))
 
 
 def _failed(error: Exception) -> Status:
@@ -169,7 +169,7 @@ def _failed(error: Exception) -> Status:
 
 
 def _is_sound(library: Path) -> bool:
-    """Whether it can be loaded; else it is removed, such as half a file."""
+    """Whether the file can be loaded. If it cannot, such as a truncated one, it is removed."""
     try:
         building.load(library)
     except ImportError:
@@ -187,42 +187,42 @@ def _load(library: Path) -> None:
         _extension = None if _paused else _loaded
         while _callbacks:
             _callbacks.pop(0)()
-    _say(Status("C++", "the host path is compiled", library), logging.DEBUG)
+    _set_status(Status("C++", "the host path is compiled", library), logging.DEBUG)
 
 
-def _say(now: Status, level: int = logging.WARNING) -> None:
+def _set_status(status: Status, level: int = logging.WARNING) -> None:
     global _status
-    _log.log(level, "%s", now)
-    _status = now  # last: who sees it may rely on the log line
+    _log.log(level, "%s", status)
+    _status = status  # last, so that the log line is there when others see the status
 
 
 # --- What `_kernels`, `_ops` and `functional` call ---
 
 
 def counts_in(kernels: Mapping[str, int]) -> None:
-    """Say where the kernels of this process are counted: see `Status`."""
+    """Set the mapping in which the kernels of this process are counted: see `Status`."""
     global _kernels
     _kernels = kernels
 
 
 def call(spec: Any, backend: Any, t: Any) -> Any:
-    """The result of a call that `keep` has made known; else None."""
+    """Run a call like one that `keep` has stored, and return its result; None for others."""
     return None if _extension is None else _extension.call(spec, backend, t)
 
 
 def keep(spec: Any, backend: Any, t: Any, bound: Any) -> None:
-    """Let `call` carry out calls like this one, if what is bound to them is a plan's `run`."""
+    """Store a call for `call` to run, if `bound` is the method `run` of a plan."""
     plan = getattr(bound, "__self__", None)
     if _extension is not None and plan is not None:
         _extension.keep(spec, backend, t, _plan_of(_extension, plan))
 
 
 def forward(module: Any, *inputs: Any) -> Any:
-    """The result of a module's call that `learn` has made known; else None.
+    """Run a module call like one that `learn` has stored; None for others.
 
     Args:
-        module: it declares `_call_reads`, the names of its attributes that a call depends on.
-        *inputs: its input, residual and input bias, and what else a call depends on.
+        module: its `_call_reads` names the attributes that a call depends on.
+        *inputs: the input, residual and input bias, and any other values a call depends on.
     """
     if _extension is None:
         return None
@@ -230,7 +230,7 @@ def forward(module: Any, *inputs: Any) -> Any:
 
 
 def learn(module: Any, spec: Any, backend: Any, t: Any, *inputs: Any) -> None:
-    """Let `forward` carry out calls of a module like this one, as `call` does.
+    """Store a module call for `forward` to run, if `keep` has stored the call that it makes.
 
     Args:
         module: as in `forward`.
@@ -244,7 +244,7 @@ def learn(module: Any, spec: Any, backend: Any, t: Any, *inputs: Any) -> None:
 
 
 def when_loaded(callback: Callable[[], None]) -> None:
-    """Call a function once the C++ way is loaded, or now if it is."""
+    """Call `callback` once the C++ path is loaded; at once if it already is."""
     with _callbacks_lock:
         if _loaded is None:
             _callbacks.append(callback)
@@ -253,49 +253,49 @@ def when_loaded(callback: Callable[[], None]) -> None:
 
 
 def implement(name: str, is_forward: bool, states: int) -> None:
-    """Carry out an operator of `normplug._ops.library` in C++.
+    """Implement an operator of `normplug._ops.library` in C++.
 
     Args:
-        name: in the namespace "normplug"; NAME_python is Python's, which C++ calls for what it
-            does not know.
-        is_forward: whether it is the forward of a norm, or else its backward.
-        states: how many tensors the forward finds out for the backward.
+        name: in the namespace "normplug". NAME_python is the Python implementation, to which C++
+            falls back where it has no plan.
+        is_forward: True for the forward of a norm, False for its backward.
+        states: how many state tensors the forward computes for the backward.
     """
     assert _loaded is not None
     _loaded.implement(name, f"normplug::{name}_python", is_forward, states)
 
 
 def note(plan: Any) -> None:
-    """Say by which plan Python carries out an operator, so that C++ does so next time."""
+    """Record the plan by which Python runs an operator, so that C++ can run it next time."""
     if _extension is not None:
         _extension.note(_plan_of(_extension, plan))
 
 
 def run(plan: Any, t: Any) -> Any:
-    """The result of a call by its plan; None where calls run through Python."""
+    """Run a call by its plan, and return its result; None where calls run through Python."""
     return None if _extension is None else _extension.run(_plan_of(_extension, plan), t)
 
 
 def forget() -> None:
-    """Forget all calls and plans, as the cache of Python does."""
+    """Drop all stored calls and plans, as the Python cache does when it is full."""
     _plans.clear()
     if _extension is not None:
         _extension.forget()
 
 
 def recomputable_node(y: Any) -> Any:
-    """The autograd node of y, if it is one of the C++ way that can recompute y; else None."""
+    """The autograd node of y, if it is a C++ node that can recompute y; else None."""
     return None if _extension is None else _extension.node(y)
 
 
 def recompute(node: Any) -> Any:
-    """The result of a node that `recomputable_node` gave, again."""
+    """Recompute the first result of a node that `recomputable_node` returned."""
     assert _extension is not None
     return _extension.recompute(node)
 
 
 def plan_of(y: Any) -> Any:
-    """The plan of y's autograd node, if that is one of the C++ way; else None."""
+    """The Python plan of y's autograd node, if that is a C++ node; else None."""
     return None if _extension is None or y.grad_fn is None else _extension.plan_of(y)
 
 

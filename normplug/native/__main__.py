@@ -1,4 +1,4 @@
-"""Compile the host path in C++, or show where it is; exit status 1 unless it is compiled."""
+"""Compile the host path in C++, or print where it is; exit status 1 unless it is compiled."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from normplug.native import building
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m normplug.native", description=__doc__)
     parser.add_argument(
         "command",
         choices=("build", "status"),
-        help="build: compile it and wait; status: print where it is, or why there is none",
+        help="build: compile it and wait; status: print the compiled file, or why there is none",
     )
     command = parser.parse_args(arguments).command
     try:
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _compiled() -> Path:
-    """The compiled file."""
+    """The compiled file, checked to load."""
     library = building.library()
     if not library.exists():
         raise RuntimeError(building.failure(library) or f"{library} is not compiled yet")

@@ -1,4 +1,4 @@
-// The autograd node of a norm, and a call of a plan.
+// The autograd node of a norm, and the code that runs a call by its plan.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
@@ -45,7 +45,7 @@ struct NormBackward : public Node {
     for (auto& each : saved) each.reset_data();
   }
 
-  // What the forward saved, in the order of `Plan`.
+  // The tensors that the forward saved, in the order that the Python `Plan` documents.
   variable_list unpacked() {
     std::lock_guard<std::mutex> lock(mutex);
     variable_list found;
@@ -79,7 +79,7 @@ inline void append(std::string& key, const Tensor& t) {
   }
 }
 
-// The gradients that `needs` names, of a forward that saved `found`.
+// Compute the gradients that `needs` selects, where `found` are the tensors that the forward saved.
 inline variable_list gradients_of(Plan& plan, const variable_list& found, const Tensor& dy,
                                   const Tensor& dtotal, const Needs& needs) {
   std::string key = "backward";
@@ -109,7 +109,7 @@ inline variable_list NormBackward::apply(variable_list&& grads) {
   dtotal = readable(dtotal);
   Needs needs;
   for (size_t i = 0; i < kInputs; ++i) needs[i] = next_edge(i).is_valid();
-  if (at::GradMode::is_enabled()) {
+  if (at::GradMode::is_enabled()) {  // create_graph=True
     py::gil_scoped_acquire gil;
     py::object gradients = plan->python.attr("composed_backward")(
         wrapped_list(found), wrapped(dy), wrapped(dtotal), as_tuple(needs));
@@ -141,7 +141,7 @@ inline auto make_node() {
   }
 }
 
-// The kernels write these without autograd's knowledge.
+// Increment the version counters of the tensors that the kernels updated in place.
 inline void raise_versions(const Program& program, const Slots& slots) {
   for (uint8_t place : program.moves) {
     const Tensor& t = slots[place];
@@ -178,7 +178,7 @@ inline void make_history(const std::shared_ptr<Plan>& plan, const Program& progr
 #endif
 }
 
-// Without the GIL.
+// Run a call by its plan, and record it for autograd. Call this without the GIL.
 inline std::shared_ptr<Program> carry_out(const std::shared_ptr<Plan>& plan, Slots& slots) {
   at::DeviceGuard device(plan->device);
   std::array<Tensor, kInputs> inputs;

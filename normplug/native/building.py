@@ -1,4 +1,4 @@
-"""Compiling `host_path.cpp`: where the result lies, with which compiler, and in which process."""
+"""Compile `host_path.cpp`: where the result is cached, by which compiler, in which process."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ SOURCE = Path(__file__).with_name("host_path.cpp")
 _NAME = "normplug_host_path"
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
-_STALE = 24 * 3600.0  # seconds after which a failure is tried again, and a leftover is removed
-_PATIENCE = 600.0  # seconds that a compiler may take
+_STALE = 24 * 3600.0  # seconds after which a failure is retried, and a partial file removed
+_TIMEOUT = 600.0  # seconds that the compiler may take
 
 
 @cache
 def library() -> Path:
-    """Where the compiled file lies, or will lie.
+    """The path of the compiled file, whether or not it exists yet.
 
     Raises:
-        RuntimeError: it cannot be compiled here.
+        RuntimeError: there is no such file, and it cannot be compiled here.
     """
     if sys.platform != "linux":
         raise RuntimeError(f"the host path in C++ needs Linux; this is {sys.platform}")
@@ -50,7 +50,7 @@ def library() -> Path:
     )
     try:
         made_by = _digest(_version(compiler()))
-    except RuntimeError:  # a container image may have the file, and no compiler
+    except RuntimeError:  # a container image may have the file but no compiler
         found = sorted(_folder().glob(f"{_NAME}-{needs}-*.so"))
         if not found:
             raise
@@ -59,10 +59,10 @@ def library() -> Path:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler's command: `CXX`, or the first that is found.
+    """The C++ compiler's command: `CXX`, or the first of `_COMPILERS` that is found.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: no compiler is found.
     """
     wanted = os.environ.get("CXX", "").strip()
     commands = [shlex.split(wanted)] if wanted else [[name] for name in _COMPILERS]
@@ -74,7 +74,7 @@ def compiler() -> list[str]:
 
 
 def compile_now(target: Path) -> None:
-    """Compile, and wait.
+    """Compile and wait.
 
     Raises:
         RuntimeError: the compiler fails, or the result cannot be written.
@@ -83,10 +83,10 @@ def compile_now(target: Path) -> None:
 
 
 def compile_in_background(target: Path) -> subprocess.Popen[bytes]:
-    """Start the compiler, which goes on if this process ends.
+    """Start the compiler, which continues even if this process ends.
 
     Raises:
-        RuntimeError: it has failed lately, or the result cannot be written.
+        RuntimeError: it failed less than a day ago, or the result cannot be written.
     """
     note = _failure_file(target)
     if note.exists() and time.time() - note.stat().st_mtime < _STALE:
@@ -100,31 +100,31 @@ def finish(process: subprocess.Popen[bytes], target: Path) -> None:
     """Wait for a compilation.
 
     Raises:
-        RuntimeError: it has failed, and why.
+        RuntimeError: it failed; the message says why.
     """
     try:
-        process.wait(_PATIENCE)
+        process.wait(_TIMEOUT)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        _failure_file(target).write_text(f"error: it took more than {_PATIENCE:.0f} seconds\n")
-    if not target.exists():  # another process may have made it
+        _failure_file(target).write_text(f"error: it took more than {_TIMEOUT:.0f} seconds\n")
+    if not target.exists():  # another process may have compiled it
         raise RuntimeError(failure(target) or "the compiler was stopped")
 
 
 def failure(target: Path) -> str | None:
-    """Why the last compilation failed; None if it did not, or was stopped.
+    """Why the last compilation failed; None if it did not fail, or was killed.
 
-    The first line that speaks of an error says why, and the file has all lines.
+    The reason is the first line of output that mentions an error. The file has all lines.
     """
     note = _failure_file(target)
     try:
         lines = [line.strip() for line in note.read_text(errors="replace").splitlines()]
     except OSError:
         return None
-    said = [line for line in lines if line]
-    why = next((line for line in said if "error" in line.lower()), said[0] if said else "")
-    return f"the compiler failed: {why or 'it said nothing'} ({note})"
+    output = [line for line in lines if line]
+    why = next((line for line in output if "error" in line.lower()), output[0] if output else "")
+    return f"the compiler failed: {why or 'it printed nothing'} ({note})"
 
 
 def load(path: Path) -> ModuleType:
@@ -132,7 +132,7 @@ def load(path: Path) -> ModuleType:
 
     Raises:
         ImportError: it cannot be loaded.
-        RuntimeError: others may have written it.
+        RuntimeError: another user could have written it.
     """
     _check_owners(path.parent, path)
     loader = ExtensionFileLoader(_NAME, str(path))
@@ -142,7 +142,7 @@ def load(path: Path) -> ModuleType:
 
 
 def _compilation(target: Path) -> subprocess.Popen[bytes]:
-    """Start the compiler; what it writes takes its place at once, and whole."""
+    """Start the compiler. Its output is renamed to `target` when complete: nobody loads half."""
     part = target.with_name(f"{target.name}.{uuid4().hex}.part")
     note = _failure_file(target)
     try:
@@ -153,16 +153,16 @@ def _compilation(target: Path) -> subprocess.Popen[bytes]:
         note.unlink(missing_ok=True)
     except OSError as error:
         raise RuntimeError(f"{target.parent} cannot be written to: {error}") from error
-    # A process of its own session: it outlives this one, and no Ctrl-C reaches it.
+    # In a session of its own, the compiler outlives this process, and Ctrl-C does not reach it.
     script = (
-        'umask 022; "$@" >"$SAID" 2>&1 && mv -f "$PART" "$TARGET" && rm -f "$SAID" && exit 0; '
-        'rm -f "$PART"; mv -f "$SAID" "$NOTE"; exit 1'
+        'umask 022; "$@" >"$LOG" 2>&1 && mv -f "$PART" "$TARGET" && rm -f "$LOG" && exit 0; '
+        'rm -f "$PART"; mv -f "$LOG" "$NOTE"; exit 1'
     )
-    said = part.with_name(f"{part.name}.txt.part")
-    places = {"PART": str(part), "SAID": str(said), "TARGET": str(target), "NOTE": str(note)}
+    log = part.with_name(f"{part.name}.txt.part")
+    paths = {"PART": str(part), "LOG": str(log), "TARGET": str(target), "NOTE": str(note)}
     return subprocess.Popen(
         ["sh", "-c", script, "sh", *command(part)],
-        env={**os.environ, "LC_ALL": "C", **places},
+        env={**os.environ, "LC_ALL": "C", **paths},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -210,24 +210,24 @@ def _failure_file(target: Path) -> Path:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what compilers that were killed have left."""
+    """Remove the partial files that killed compilers have left."""
     for part in folder.glob("*.part"):
         try:
             if time.time() - part.stat().st_mtime > _STALE:
                 part.unlink()
-        except OSError:  # another process was faster
+        except OSError:  # another process removed it first
             continue
 
 
 def _check_owners(*paths: Path) -> None:
-    """Refuse what others can write: to load a library is to run what it says."""
+    """Refuse files that other users can write to, since loading a library runs its code."""
     for path in paths:
         found = path.stat()
         if found.st_uid not in (os.getuid(), 0):
             raise RuntimeError(f"{path} belongs to another user; set NORMPLUG_CACHE_DIR")
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise RuntimeError(
-                f"others can write to {path}; `chmod go-w` it, or set NORMPLUG_CACHE_DIR"
+                f"others can write to {path}; run `chmod go-w` on it, or set NORMPLUG_CACHE_DIR"
             )
 
 

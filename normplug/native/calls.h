@@ -1,7 +1,8 @@
-// Calls that were seen before: what they depend on, and the plan that carries them out.
+// Caches of calls seen before: the key of a call, and the plan that runs it.
 //
-// Of functions these are the spec, the backend and the tensors. Of modules they are the class, the
-// attributes that it declares, and the tensors in the module's own dicts. All is read under the GIL.
+// The key of a function call is its spec, its backend and its tensors' layouts. The key of a module
+// call is the module's class, the attributes that the class declares, and the layouts of the
+// tensors in the module's own dicts. Everything here needs the GIL.
 #pragma once
 
 #include <torch/csrc/autograd/forward_grad.h>
@@ -17,7 +18,7 @@ namespace normplug {
 
 using Signature = c10::SmallVector<int64_t, 64>;
 
-// Whether something sees torch's operations, and would miss a kernel: see `_torch.interposed`.
+// Whether something observes torch's operations, and would miss a kernel: `_torch.interposed`.
 inline bool interposed() {
   return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
          c10::impl::tls_is_dispatch_key_included(at::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
@@ -25,6 +26,7 @@ inline bool interposed() {
          at::tracer::impl::is_dispatch_enabled();
 }
 
+// Whether the values of t are in its memory, where its strides say.
 inline bool is_plain(const Tensor& t) {
   constexpr auto strange = at::DispatchKeySet(
       {at::DispatchKey::Python, at::DispatchKey::FuncTorchBatched,
@@ -33,7 +35,7 @@ inline bool is_plain(const Tensor& t) {
   return t.layout() == at::kStrided && !t.is_nested() && !t.key_set().has_any(strange);
 }
 
-// What a plan depends on of a tensor; false if it is not plainly one, or None.
+// Append the layout of a tensor, on which plans depend; false unless it is a plain tensor or None.
 inline bool describe(PyObject* object, Signature& signature) {
   if (object == Py_None) {
     signature.push_back(-1);
@@ -72,7 +74,7 @@ inline Tensor tensor_in(PyObject* object) {
   return object == Py_None ? Tensor() : THPVariable_Unpack(object);
 }
 
-constexpr size_t kMost = 8192;  // calls that are kept
+constexpr size_t kMost = 8192;  // entries of a cache, which is cleared when full
 
 template <typename Entry>
 struct Kept {
@@ -87,7 +89,7 @@ struct Kept {
 
   void clear() {
     count = 0;
-    auto gone = std::move(entries);  // whose end may run Python
+    auto gone = std::move(entries);  // destroyed last, since that may run Python code
     entries.clear();
   }
 };
@@ -105,7 +107,7 @@ inline Kept<FunctionCall>& function_calls() {
   return *kept;
 }
 
-// The hash and the signature of a call; false where it is not one to be kept.
+// Compute the signature and the hash of a call; false if it must not be cached.
 inline bool read_call(PyObject* spec, PyObject* tensors, Signature& signature, size_t& hash) {
   if (interposed() || !PyTuple_Check(tensors) || PyTuple_GET_SIZE(tensors) != kTensors) {
     return false;
@@ -114,7 +116,7 @@ inline bool read_call(PyObject* spec, PyObject* tensors, Signature& signature, s
     if (!describe(PyTuple_GET_ITEM(tensors, i), signature)) return false;
   }
   Py_hash_t start = PyObject_Hash(spec);
-  if (start == -1) {  // a setting that cannot be hashed, and is about to be refused
+  if (start == -1) {  // an unhashable setting, which the checks will refuse
     PyErr_Clear();
     return false;
   }
@@ -152,7 +154,7 @@ struct ModuleCall {
   Signature signature;
   py::object type;
   std::vector<py::object> values;  // of the attributes, and of the call's other arguments
-  uint8_t used;                    // the tensors that the plan takes, a bit for each
+  uint8_t used;                    // bit i: whether the plan takes tensor i
   std::shared_ptr<Plan> plan;
 };
 
@@ -161,7 +163,7 @@ inline Kept<ModuleCall>& module_calls() {
   return *kept;
 }
 
-// What a call of a module depends on. All references are borrowed.
+// All that a module call depends on. The references are borrowed.
 struct ModuleReading {
   std::array<PyObject*, kTensors> tensors;
   c10::SmallVector<PyObject*, 16> values;
@@ -169,7 +171,7 @@ struct ModuleReading {
   size_t hash;
 };
 
-// What autocast does where a tensor is.
+// Append the autocast dtype of the tensor's device, or -1 where autocast is off.
 inline void describe_autocast(const Tensor& t, Signature& signature) {
   auto device = t.device().type();
   bool is_on =
@@ -177,6 +179,7 @@ inline void describe_autocast(const Tensor& t, Signature& signature) {
   signature.push_back(is_on ? static_cast<int64_t>(at::autocast::get_autocast_dtype(device)) : -1);
 }
 
+// Read a module call; false if it must not be cached.
 // args: module, names of its attributes, input, residual, input bias, others.
 inline bool read_module(PyObject* const* args, Py_ssize_t count, ModuleReading& reading) {
   static PyObject* parameters_name = PyUnicode_InternFromString("_parameters");
@@ -231,7 +234,7 @@ inline const ModuleCall* find_module_call(PyObject* module, const ModuleReading&
   return nullptr;
 }
 
-// Keep a call of a module that amounts to a call of a function which is kept.
+// Store a module call under the plan of the function call that it makes with `tensors`.
 inline void keep_module_call(PyObject* module, const ModuleReading& reading, PyObject* tensors,
                              const std::shared_ptr<Plan>& plan) {
   ModuleCall kept{reading.signature,
@@ -242,7 +245,7 @@ inline void keep_module_call(PyObject* module, const ModuleReading& reading, PyO
   for (size_t i = 0; i < kTensors; ++i) {
     PyObject* taken = PyTuple_GET_ITEM(tensors, i);
     if (taken == Py_None) continue;
-    if (taken != reading.tensors[i]) return;  // not the module's own
+    if (taken != reading.tensors[i]) return;  // such as a cast copy, which is not in the module
     kept.used |= static_cast<uint8_t>(1u << i);
   }
   for (PyObject* value : reading.values) {

@@ -1,4 +1,4 @@
-// The CUDA driver and torch's current stream, looked up when the file is loaded.
+// Functions of the CUDA driver, and torch's current stream; looked up when the module is loaded.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -29,7 +29,7 @@ inline ParamInfo param_info = nullptr;
 inline GetDevice get_device = nullptr;
 inline RetainContext retain_context = nullptr;
 inline SetContext set_context = nullptr;
-inline CurrentStream current_stream = nullptr;  // of torch
+inline CurrentStream current_stream = nullptr;  // torch's
 
 template <typename F>
 void find(void* library, const char* name, F& function) {
@@ -53,7 +53,8 @@ inline bool complete() {
          set_context && current_stream;
 }
 
-// A thread that has called the driver's functions only through this file has no context yet.
+// Make the device's context current. A thread on which only this file has called the driver has
+// none yet.
 inline bool make_context(int index) {
   int device = 0;
   void* context = nullptr;
@@ -66,10 +67,10 @@ inline bool make_context(int index) {
 // A compiled kernel, with the values of its parameters.
 struct Compiled {
   struct Parameter {
-    int tensor;      // the place among the launch's tensors, or -1
+    int tensor;      // the index among the launch's tensors, or -1
     uint64_t value;  // the bits of a number
   };
-  static constexpr int kInvalidContext = 201;
+  static constexpr int kInvalidContext = 201;  // CUDA_ERROR_INVALID_CONTEXT
 
   void* function;
   unsigned grid, threads, shared;

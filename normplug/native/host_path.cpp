@@ -1,11 +1,11 @@
-// The host path of normplug's kernels: what a call of a norm does between Python and the GPU.
+// The host path of normplug's kernels: the work of a norm call between Python and the GPU.
 //
-// A plan of Python (`normplug._ops.plans`) describes its work as programs: what to allocate, which
-// compiled kernels to launch with which tensors, what to save. This file carries programs out
-// without Python, and makes the autograd node. It knows no norm by name. Whatever it has not seen
-// before it asks Python for, once: a plan's programs, a kernel's first launch, second derivatives.
+// A Python plan (`normplug._ops.plans`) describes its work as programs: which tensors to allocate,
+// which compiled kernels to launch on which tensors, which tensors to save. This module runs the
+// programs without Python, and creates the autograd node. It knows no norm by name. It calls Python
+// to build a program, to launch a kernel for the first time, and for second derivatives.
 //
-// No header of CUDA is needed. The driver's functions are looked up when the file is loaded.
+// No CUDA headers are needed. The driver's functions are looked up when the module is loaded.
 
 #include "operators.h"
 
@@ -30,7 +30,7 @@ PyObject* make_plan(PyObject*, PyObject* python) {
   END_HANDLE_TH_ERRORS
 }
 
-// call(spec, backend, t): the result, or None where the call is not known.
+// call(spec, backend, t): the result, or None if no plan is stored for the call.
 PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 3, "normplug: call takes a spec, a backend and tensors");
@@ -42,7 +42,7 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// keep(spec, backend, t, plan): let `call` find it from now on.
+// keep(spec, backend, t, plan): store the plan, for `call` to find.
 PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 4, "normplug: keep takes a spec, a backend, tensors and a plan");
@@ -51,8 +51,8 @@ PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// forward(module, names, input, residual, input_bias, *others): the result, or None where the call
-// is not known.
+// forward(module, names, input, residual, input_bias, *others): the result, or None if no plan is
+// stored for the call.
 PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count >= 5, "normplug: forward takes a module, names and three tensors");
@@ -64,13 +64,13 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   for (size_t i = 0; i < kTensors; ++i) {
     if (found->used >> i & 1) slots[i] = THPVariable_Unpack(reading.tensors[i]);
   }
-  auto plan = found->plan;  // another thread may clear what is kept
+  auto plan = found->plan;  // a copy: another thread may clear the stored calls
   return call_plan(plan, slots);
   END_HANDLE_TH_ERRORS
 }
 
-// learn(spec, backend, t, module, names, input, residual, input_bias, *others): let `forward` carry
-// out what `call` does.
+// learn(spec, backend, t, module, names, input, residual, input_bias, *others): store the module
+// call, for `forward` to find, with the plan that `call` would run.
 PyObject* learn(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count >= 8, "normplug: learn takes a call, a module, names and three tensors");
@@ -108,7 +108,7 @@ PyObject* forget(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// implement(name, python_name, is_forward, states): carry out an operator here.
+// implement(name, python_name, is_forward, states): implement an operator in C++.
 PyObject* implement_operator(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   auto [name, python_name, is_forward, states] =
@@ -119,7 +119,7 @@ PyObject* implement_operator(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// note(plan): the plan of the operator that Python carries out now.
+// note(plan): record the plan of the operator that Python is running.
 PyObject* note(PyObject*, PyObject* plan) {
   HANDLE_TH_ERRORS
   noted = plan_in(plan);
@@ -127,7 +127,7 @@ PyObject* note(PyObject*, PyObject* plan) {
   END_HANDLE_TH_ERRORS
 }
 
-// pause(on): leave operators to Python, or take them back.
+// pause(on): run operators in Python if on, otherwise in C++.
 PyObject* pause_operators(PyObject*, PyObject* on) {
   HANDLE_TH_ERRORS
   operators_paused = PyObject_IsTrue(on) == 1;
@@ -135,10 +135,10 @@ PyObject* pause_operators(PyObject*, PyObject* on) {
   END_HANDLE_TH_ERRORS
 }
 
-// A node, for as long as Python may ask it to recompute.
+// The name of capsules that keep a node alive while Python may ask it to recompute.
 constexpr const char* kNodeName = "normplug.Node";
 
-// node(y): the node of a norm that can recompute y, its first result; else None.
+// node(y): the node of the norm whose first result is y, if it can recompute y; else None.
 PyObject* recomputable_node(PyObject*, PyObject* y) {
   HANDLE_TH_ERRORS
   if (!THPVariable_Check(y)) Py_RETURN_NONE;
@@ -153,7 +153,7 @@ PyObject* recomputable_node(PyObject*, PyObject* y) {
   END_HANDLE_TH_ERRORS
 }
 
-// recompute(node): y again.
+// recompute(node): recompute y.
 PyObject* recompute(PyObject*, PyObject* capsule) {
   HANDLE_TH_ERRORS
   void* found = PyCapsule_GetPointer(capsule, kNodeName);
@@ -168,7 +168,7 @@ PyObject* recompute(PyObject*, PyObject* capsule) {
   END_HANDLE_TH_ERRORS
 }
 
-// plan_of(y): the Python plan of y's node; None where it is no node of this file.
+// plan_of(y): the Python plan of y's node; None if that is not a NormBackward.
 PyObject* plan_of_node(PyObject*, PyObject* y) {
   HANDLE_TH_ERRORS
   NodePtr node = torch::autograd::impl::gradient_edge(THPVariable_Unpack(y)).function;
@@ -200,7 +200,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "normplug_host_path", nullptr, -1, 
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit_normplug_host_path() {
   HANDLE_TH_ERRORS
-  // The names that Python's programs count by.
+  // The slot numbers of programs.h must be those of Python's programs.
   py::tuple slots = py::module_::import("normplug._ops.program").attr("SLOTS");
   const std::pair<size_t, const char*> known[] = {
       {kTracked, "tracked"}, {kDy, "dy"},           {kDtotal, "dtotal"},

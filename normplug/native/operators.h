@@ -1,4 +1,4 @@
-// The operators that compilers call: the Python ones' work, without Python once a call is known.
+// The operators that compilers call. They run without Python once a plan is stored for the call.
 #pragma once
 
 #include <torch/library.h>
@@ -9,13 +9,13 @@ namespace normplug {
 
 using torch::jit::Stack;
 
-// The plan of the operator that Python is carrying out on this thread, if it can serve again.
+// The plan of the operator that Python is running on this thread, if later calls can reuse it.
 inline thread_local std::shared_ptr<Plan> noted;
 inline std::atomic<bool> operators_paused{false};
-// Rises where everything is forgotten.
+// Incremented when all plans must be dropped.
 inline std::atomic<uint64_t> operators_epoch{0};
 
-// What a plan depends on, as bytes.
+// The key of a plan: all that it depends on, as bytes.
 struct Key {
   std::string bytes;
 
@@ -24,7 +24,7 @@ struct Key {
     bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
   }
 
-  // False for what no plan is kept for.
+  // False if a call with this value must run in Python.
   bool add_value(const c10::IValue& value) {
     if (value.isTensor()) return add_tensor(value.toTensor());
     if (value.isNone()) {
@@ -106,7 +106,7 @@ class Operator : public c10::OperatorKernel {
   }
 
   std::shared_ptr<Plan> find(const std::string& key) {
-    Plans gone;  // ends after the lock, as the end of a plan may wait for Python
+    Plans gone;  // destroyed after the lock is released: that may wait for the GIL
     std::lock_guard<std::mutex> lock(mutex_);
     if (epoch_ != operators_epoch) {
       gone.swap(plans_);
@@ -123,11 +123,11 @@ class Operator : public c10::OperatorKernel {
     plans_.emplace(std::move(key), std::move(plan));
   }
 
-  // (y, [total,] *state), empty where a state is None.
+  // Return (y, [total,] *state), with an empty tensor where a state is None.
   variable_list forward(Plan& plan, c10::ArrayRef<c10::IValue> arguments) {
     Slots slots;
     for (size_t i = 0; i < kTensors; ++i) slots[i] = tensor_in(arguments[i]);
-    auto program = find_program(plan, "1", [&] {
+    auto program = find_program(plan, "1", [&] {  // "1": with the state, as in `carry_out`
       py::tuple t(kTensors);
       for (size_t i = 0; i < kTensors; ++i) t[i] = wrapped(slots[i]);
       return plan.python.attr("forward_of")(t, true);
@@ -143,7 +143,7 @@ class Operator : public c10::OperatorKernel {
     return results;
   }
 
-  // The gradients of x, residual, weight, bias and input_bias, empty where not needed.
+  // Return the gradients of x, residual, weight, bias and input_bias, empty where not needed.
   variable_list backward(Plan& plan, c10::ArrayRef<c10::IValue> arguments) {
     Tensor dy = tensor_in(arguments[0]), dtotal = tensor_in(arguments[1]);
     variable_list saved;
@@ -173,7 +173,7 @@ class Operator : public c10::OperatorKernel {
   Plans plans_;
 };
 
-// Implement an operator of the library "normplug", for as long as the process runs.
+// Implement an operator of the library "normplug". The registration is never destroyed.
 inline void implement(const std::string& name, const std::string& python_name, bool is_forward,
                       size_t states) {
   for (auto key : {c10::DispatchKey::CUDA, c10::DispatchKey::CPU}) {

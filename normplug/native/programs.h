@@ -1,4 +1,4 @@
-// Programs: what a plan of Python does with its tensors, and how that is carried out.
+// Programs: a Python plan's work as data, and the code that runs it.
 #pragma once
 
 #include <torch/csrc/Dtype.h>
@@ -24,7 +24,7 @@ namespace normplug {
 
 using at::Tensor;
 
-// As in `normplug._ops.program.SLOTS`; checked when the module is loaded.
+// Indices into `normplug._ops.program.SLOTS`; checked when the module is loaded.
 constexpr size_t kTensors = 8, kInputs = 5, kSlots = 24, kNothing = kSlots - 1;
 constexpr size_t kTracked = 7, kDy = 14, kDtotal = 15, kPartial = 21, kCounters = 22;
 using Slots = std::array<Tensor, kSlots>;
@@ -35,16 +35,16 @@ using Slots = std::array<Tensor, kSlots>;
   throw std::move(error);
 }
 
-// A new reference, or the Python error as an exception.
+// Own a new reference; throw the Python error if it is null.
 inline py::object checked(PyObject* object) {
   if (object == nullptr) throw_python();
   return py::reinterpret_steal<py::object>(object);
 }
 
 struct Step {
-  py::object launch;  // Python's
+  py::object launch;  // the Python `Launch`
   std::vector<uint8_t> places;
-  std::shared_ptr<const Compiled> compiled;  // once Python has launched it
+  std::shared_ptr<const Compiled> compiled;  // null until Python has launched it once
 };
 
 struct Layout {
@@ -64,14 +64,14 @@ struct Program {
     std::vector<int64_t> strides;
   };
   std::vector<Copy> copies;
-  bool counts;
+  bool counts;  // whether to increment `tracked` first
   std::vector<Layout> empties;
   std::vector<Step> steps;
   std::vector<Result> results;
-  std::vector<uint8_t> saved, moves;
+  std::vector<uint8_t> saved, moves;  // moves: the slots updated in place
   py::object scratch;
-  int64_t counters, room;
-  Tensor kept_partial, kept_counters;  // the default stream's
+  int64_t counters, room;  // `scratch`: how many counters and partial results
+  Tensor kept_partial, kept_counters;  // of the default stream
 };
 
 struct Plan {
@@ -84,7 +84,7 @@ struct Plan {
   std::unordered_map<std::string, std::shared_ptr<Program>> programs;
 
   ~Plan() {
-    if (!Py_IsInitialized()) {  // torch's dispatcher outlives Python: what is Python's is lost
+    if (!Py_IsInitialized()) {  // torch's dispatcher outlives Python: leak Python objects
       new auto(std::move(programs));
       python.release();
       return;
@@ -109,7 +109,7 @@ inline std::optional<at::ScalarType> maybe_dtype(py::handle dtype) {
   return dtype_of(dtype);
 }
 
-// Under the GIL.
+// Needs the GIL.
 inline std::shared_ptr<Program> program_of(py::handle python) {
   auto program = std::make_shared<Program>();
   for (py::handle copy : python.attr("copies")) {
@@ -168,7 +168,7 @@ inline void* stream_of(const Plan& plan) {
   return stream;
 }
 
-// Counters and partial results: kept for the default stream, fresh for every other.
+// Fill the slots of counters and partial results: cached for the default stream, else allocated.
 inline void find_workspace(Plan& plan, Program& program, void* stream, Slots& slots) {
   if (stream != nullptr) {
     auto options = at::TensorOptions().device(plan.device);
@@ -194,7 +194,7 @@ inline void find_workspace(Plan& plan, Program& program, void* stream, Slots& sl
   slots[kCounters] = program.kept_counters;
 }
 
-// What Python knows of a launch's compiled kernel; null where this file cannot launch it.
+// The compiled kernel of a Python `Launch`; null if it cannot be launched without Python.
 inline std::shared_ptr<const Compiled> compiled_of(py::handle launch) {
   if (!driver::complete()) return nullptr;
   py::object found = launch.attr("compiled")();
@@ -205,7 +205,7 @@ inline std::shared_ptr<const Compiled> compiled_of(py::handle launch) {
   compiled->threads = attribute<unsigned>(found, "threads");
   compiled->shared = attribute<unsigned>(found, "shared");
   compiled->cooperative = attribute<bool>(found, "cooperative");
-  // The kernel itself says how many parameters it has, and how large: Triton's versions differ.
+  // Check the parameters against what the driver reports, since versions of Triton differ.
   size_t offset = 0, size = 0, count = 0;
   for (py::handle each : found.attr("parameters")) {
     auto [tensor, value, bytes] = each.cast<std::tuple<int, uint64_t, size_t>>();
@@ -214,7 +214,7 @@ inline std::shared_ptr<const Compiled> compiled_of(py::handle launch) {
       return nullptr;
     }
   }
-  // What follows are pointers to scratch memory, of which these kernels use none.
+  // Any further parameters are pointers to scratch memory, which these kernels do not use.
   while (driver::param_info(compiled->function, count, &offset, &size) == 0) {
     if (size != sizeof(void*) || count > 60) return nullptr;
     compiled->parameters.push_back({-1, 0});
@@ -243,7 +243,7 @@ inline void launch(const Plan& plan, Step& step, void* stream, const Slots& slot
       pointers[i] = slots[step.places[i]].const_data_ptr();
       bits |= reinterpret_cast<uintptr_t>(pointers[i]);
     }
-    if ((bits & 15) == 0) {  // as the kernel was compiled for
+    if ((bits & 15) == 0) {  // the kernel assumes 16-byte alignment
       (*compiled)(plan.device.index(), stream, pointers);
       return;
     }
@@ -274,7 +274,7 @@ inline Tensor result_of(const Result& result, const Slots& slots) {
   return t.defined() && result.dtype ? t.to(*result.dtype) : t;
 }
 
-// The program of a key; made by `ask`, under the GIL, when the key is first seen.
+// The program of a key; built by Python (`ask`), under the GIL, when the key is first seen.
 template <typename Ask>
 inline std::shared_ptr<Program> find_program(Plan& plan, const std::string& key, Ask ask) {
   {

@@ -54,9 +54,9 @@ COUNTED = {
     [
         (lambda: batch_norm(X, ON_META), "not every tensor is on cpu"),
         (lambda: layer_norm(X, ON_META), "not every tensor is on cpu"),
-        (lambda: batch_norm(X, STRIDED), "strided"),
-        (lambda: layer_norm(X, STRIDED), "strided"),
-        (lambda: layer_norm(X, input_bias=STRIDED), "strided"),
+        (lambda: batch_norm(X, STRIDED), "not contiguous"),
+        (lambda: layer_norm(X, STRIDED), "not contiguous"),
+        (lambda: layer_norm(X, input_bias=STRIDED), "not contiguous"),
         (lambda: batch_norm(X, residual=X.double()), "float32 and the residual torch.float64"),
         (lambda: layer_norm(X, **COUNTED), "num_batches_tracked is torch.int32"),
         (

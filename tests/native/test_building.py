@@ -66,7 +66,7 @@ def compiler(monkeypatch, tmp_path, folder):
 
 def restart(monkeypatch):
     """As another process would begin."""
-    fresh = {"_started": False, "_status": native._NOT_WANTED, "_loaded": None, "_extension": None}
+    fresh = {"_started": False, "_status": native._NOT_STARTED, "_loaded": None, "_extension": None}
     fresh["_callbacks"] = []
     for name, value in fresh.items():
         monkeypatch.setattr(native, name, value)
@@ -215,7 +215,7 @@ def test_a_killed_compiler_leaves_nothing_that_harms(compiler, loads, monkeypatc
 
 def test_a_compiler_that_hangs_is_stopped(compiler, monkeypatch):
     compiler.does(HANG)
-    monkeypatch.setattr(building, "_PATIENCE", 0.3)
+    monkeypatch.setattr(building, "_TIMEOUT", 0.3)
     began = time.monotonic()
     assert "it took more than 0 seconds" in start().why
     assert time.monotonic() - began < 30
@@ -315,7 +315,7 @@ def test_what_others_can_write_is_not_loaded(which, compiler, folder):
     building.compile_now(library)
     path = folder if which == "folder" else library
     path.chmod(0o775)
-    assert f"others can write to {path}; `chmod go-w` it" in start().why
+    assert f"others can write to {path}; run `chmod go-w` on it" in start().why
     with pytest.raises(RuntimeError, match="others can write"):
         native.build()
 
@@ -429,5 +429,5 @@ def test_an_import_starts_nothing_and_a_build_outlives_its_process(compiler, tmp
 
 def test_the_status_says_where_kernels_came_from(monkeypatch):
     monkeypatch.setattr(native, "_kernels", {"here": 2, "workers": 30, "cache": 5})
-    said = "Kernels: 2 compiled by this process, 30 by its workers, 5 found compiled."
+    said = "Kernels: 2 compiled by this process, 30 by its workers, 5 from Triton's cache."
     assert str(native.status()).endswith(said)

@@ -18,7 +18,7 @@ from normplug.reference import accumulator_dtype
 
 
 def batch_norm(t: Tensors, spec: BatchNormSpec) -> Tensor:
-    """`functional.batch_norm`, and the pooling after it, of a call that has been checked."""
+    """`functional.batch_norm`, then the pooling, for a call that has passed the checks."""
     x, weight = t.x, scaled_weight(t, spec.target_variance)
     if x.numel() == 0:
         y = empty_norm(x, weight, t.bias)
@@ -29,7 +29,7 @@ def batch_norm(t: Tensors, spec: BatchNormSpec) -> Tensor:
             x, t.running_mean, t.running_var, weight, t.bias, spec.training, 0.0, spec.eps
         )
     if t.residual is not None:
-        # y is nobody else's, and not kept for the backward.
+        # In place if possible: nothing else holds y, nor does the backward need it.
         same = t.residual.shape == y.shape and t.residual.dtype == y.dtype
         in_place = same and not transforms_active()
         y = y.add_(t.residual) if in_place else y + t.residual
@@ -46,14 +46,14 @@ ATEN = _Aten()
 
 
 def scaled_weight(t: Tensors, target_variance: float) -> Tensor | None:
-    """The weight of each channel times the root of the target variance."""
+    """The weight of each channel times sqrt(target_variance)."""
     like = t.bias if t.bias is not None else t.running_mean
     dtype = accumulator_dtype(t.x.dtype) if like is None else like.dtype
     return scaled(t.weight, target_variance, (t.x.shape[1],), dtype, t.x.device)
 
 
 def _training(t: Tensors, weight: Tensor | None, spec: BatchNormSpec) -> Tensor:
-    """Normalise by the batch's statistics, and move the running ones."""
+    """Normalise by the batch's statistics, and update the running ones."""
     assert t.running_mean is not None
     assert t.running_var is not None
     step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum)
@@ -61,7 +61,7 @@ def _training(t: Tensors, weight: Tensor | None, spec: BatchNormSpec) -> Tensor:
         return F.batch_norm(
             t.x, t.running_mean, t.running_var, weight, t.bias, True, step, spec.eps
         )
-    # momentum=1 into empty buffers reads the batch's statistics off the same kernel.
+    # With momentum=1, the same kernel writes the batch's statistics to these buffers.
     mean, var = torch.zeros_like(t.running_mean), torch.zeros_like(t.running_var)
     y = F.batch_norm(t.x, mean, var, weight, t.bias, True, 1.0, spec.eps)
     statistics.move(t.running_mean, t.running_var, mean, var, step)
@@ -69,10 +69,10 @@ def _training(t: Tensors, weight: Tensor | None, spec: BatchNormSpec) -> Tensor:
 
 
 def empty_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """The norm by channel of an input without values.
+    """The norm over channels of an input without values.
 
-    It keeps every input in the graph, so that each gets a gradient (of zeros), and leaves the
-    running statistics alone, which ATen's kernels would fill with nan.
+    All inputs stay in the graph, so that each gets a gradient (of zeros). The running statistics
+    are not updated; ATen's kernels would fill them with nan.
     """
     shape = (1, -1, *[1] * (x.dim() - 2))
     y = x.clone() if weight is None else x * weight.reshape(shape)

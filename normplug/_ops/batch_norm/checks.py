@@ -1,4 +1,4 @@
-"""What a call of a BatchNorm must satisfy, whatever carries it out."""
+"""The checks of a BatchNorm call, whatever its route."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from normplug._ops.spec import BatchNormSpec, Tensors, others
 
 
 def check(caller: str, t: Tensors, spec: BatchNormSpec) -> None:
-    """Refuse a call that has no meaning.
+    """Refuse an invalid call.
 
     Raises:
-        ValueError: values, shapes or devices that do not fit.
-        TypeError: an argument of another type.
+        ValueError: a value, shape or device is invalid.
+        TypeError: an argument has the wrong type.
     """
     _checks.tensors(caller, t.x, **others(t))
     _checks.flags(caller, training=spec.training)
@@ -19,8 +19,8 @@ def check(caller: str, t: Tensors, spec: BatchNormSpec) -> None:
     running = {"running_mean": t.running_mean, "running_var": t.running_var}
     _checks.channels(caller, t.x, **running, weight=t.weight, bias=t.bias)
     _checks.running_pair(caller, t.running_mean, t.running_var, spec.training)
-    moves = spec.training and t.running_mean is not None
-    _checks.momentum(caller, spec.momentum, t.tracked, moves)
+    updates = spec.training and t.running_mean is not None
+    _checks.momentum(caller, spec.momentum, t.tracked, updates)
     if spec.training:
         _checks.more_than_one_value(caller, t.x)
     _checks.activation(caller, spec.activation)

@@ -1,7 +1,7 @@
 """BatchNorm's kernels as operators, for compilers: see `normplug._ops.library`.
 
-The running statistics are moved by torch operations beside the operator. A compiler fuses those,
-and the operator has no side effects.
+Torch operations outside the operator update the running statistics. A compiler fuses these, and
+the operator has no side effects.
 """
 
 from __future__ import annotations
@@ -89,9 +89,15 @@ class _BatchNormMaxPool(_BatchNorm):
         return x.contiguous(memory_format=torch.channels_last)
 
 
-PLAIN = _BatchNorm("batch_norm", _NUMBERS, ("stats", "bits"), has_total=False, moves=False)
+PLAIN = _BatchNorm(
+    "batch_norm", _NUMBERS, ("stats", "bits"), has_total=False, updates_running=False
+)
 POOLED = _BatchNormMaxPool(
-    "batch_norm_max_pool", _NUMBERS, ("stats", "peaks", "places"), has_total=False, moves=False
+    "batch_norm_max_pool",
+    _NUMBERS,
+    ("stats", "peaks", "places"),
+    has_total=False,
+    updates_running=False,
 )
 
 

@@ -1,4 +1,4 @@
-"""BatchNorm over normplug's own kernels: one launch forward and one backward."""
+"""BatchNorm by normplug's own kernels: one launch forward and one backward."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from normplug.reference import accumulator_dtype
 
 
 class BatchNormPlan(Plan):
-    """The launches of a BatchNorm, with residual and activation. State: stats, and relu's signs.
+    """The launches of a BatchNorm, with residual and activation. State: stats and bits.
 
-    stats: mean and rstd of the channels, (2 * C,).
+    stats: mean and rstd of the channels, (2 * C,). bits: relu's mask, saved if there is a residual.
     """
 
     spec: BatchNormSpec
@@ -38,7 +38,7 @@ class BatchNormPlan(Plan):
         self._channels = x.shape[1]
         self._running_dtype = None if t.running_mean is None else t.running_mean.dtype
         self._shape = shape_of(x)
-        moves = spec.training and t.running_mean is not None
+        updates = spec.training and t.running_mean is not None
         self._flags = launches.Flags(
             training=spec.training,
             weight=t.weight is not None,
@@ -46,11 +46,11 @@ class BatchNormPlan(Plan):
             residual=t.residual is not None,
             activation=spec.activation,
             running=t.running_mean is not None,
-            cumulative=moves and spec.momentum is None,
-            tracked=moves and t.tracked is not None and spec.momentum is not None,
+            cumulative=updates and spec.momentum is None,
+            tracked=updates and t.tracked is not None and spec.momentum is not None,
         )
         self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
-        # The backward of all but relu needs all of the input to the activation.
+        # For relu the backward needs only the mask; for others, the input to the activation.
         self._reads_residual = self._flags.residual and spec.activation not in (None, "relu")
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self._keeps_residual or not self._flags.residual
@@ -58,7 +58,7 @@ class BatchNormPlan(Plan):
 
     @classmethod
     def refusal(cls, t: Tensors, spec: BatchNormSpec) -> str | None:
-        """Why the kernels cannot carry out a call; None where they can."""
+        """Why the kernels cannot run a call; None if they can."""
         if t.residual is not None and t.residual.dtype != t.x.dtype:
             return f"the input is {t.x.dtype} and the residual {t.residual.dtype}"
         running = (t.running_mean, t.running_var)
@@ -71,18 +71,18 @@ class BatchNormPlan(Plan):
 
     @classmethod
     def laid_out(cls, t: Tensors, spec: BatchNormSpec) -> tuple[Tensors, BatchNormSpec]:
-        """The call with x dense, and the residual laid out as x."""
+        """The call with x dense, and the residual in the layout of x."""
         x, residual = dense(t.x), t.residual
         if residual is not None and residual.stride() != x.stride():
             residual = laid_out_like(residual, x)
         if x is t.x and residual is t.residual:
             return t, spec
-        if residual is not t.residual:  # nobody else keeps the copy
+        if residual is not t.residual:  # saving the copy would cost memory: nothing else holds it
             spec = spec._replace(keeps_residual=False)
         return t._replace(x=x, residual=residual), spec
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        """Compute y in one launch."""
+        """The program of y: one launch."""
         x, spec = t.x, self.spec
         geometry = schedule.geometry(*self._shape, 1, *self._machine)
         launch = launches.forward_launch(
@@ -107,11 +107,11 @@ class BatchNormPlan(Plan):
         )
 
     def _expect_others(self, t: Tensors) -> None:
-        """Have the kernels compiled of calls that are likely after this one."""
+        """Start compiling the kernels of calls that are likely to follow."""
         expect_likely(t, self.spec, self._machine)
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        """Compute y again, normalised by the statistics that the forward found."""
+        """The program that recomputes y, normalised by the saved statistics."""
         x, spec = saved["x"], self.spec
         flags = launches.Flags(
             training=False,
@@ -134,7 +134,7 @@ class BatchNormPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        """Compute the gradients in one launch."""
+        """The program of the gradients: one launch."""
         x, plain = saved["x"], self.spec.activation is None
         assert dy is not None
         copies = {} if lies_like(dy, x) else {"dy": x.stride()}
@@ -176,14 +176,14 @@ class BatchNormPlan(Plan):
         x, residual, weight, bias, _, stats, bits = saved
         spec, activation = self.spec, self.spec.activation
         if bits is not None:
-            # relu's signs as ones and zeros: the residual's gradient from a dy of ones.
+            # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
             needs = (False, True, False, False, False)
             detached = (x.detach(), *saved[1:])
-            _, signs, *_ = self.backward(detached, torch.ones_like(x), None, needs)
-            assert signs is not None
-            dy, activation = dy * signs, None
+            _, mask, *_ = self.backward(detached, torch.ones_like(x), None, needs)
+            assert mask is not None
+            dy, activation = dy * mask, None
         if self._flags.residual and not self._reads_residual:
-            # No value of the gradients depends on it.
+            # The gradients do not depend on its values.
             residual = torch.zeros_like(x).requires_grad_()
         mean, var = constants_of(stats, spec, self._running_dtype)
         t = Tensors(x, residual, weight, bias, None, mean, var)
@@ -195,20 +195,20 @@ KERNELS = KernelRoute(BatchNormPlan)
 
 
 def shape_of(x: Tensor) -> tuple[int, int, int, bool, int]:
-    """A dense x as the schedule sees it: n, c, values a plane, channels_last, bytes a value."""
+    """A dense x as the schedule sees it: n, c, values per plane, channels_last, bytes per value."""
     planes = math.prod(x.shape[2:])
     return x.shape[0], x.shape[1], planes, not x.is_contiguous(), x.element_size()
 
 
 def machine_of(x: Tensor) -> tuple[int, bool]:
-    """The number of multiprocessors, and whether they can wait for one another."""
+    """The number of multiprocessors, and whether cooperative launches are available."""
     return processors(x.device), COOPERATIVE and x.is_cuda
 
 
 def constants_of(
     stats: Tensor, spec: BatchNormSpec, dtype: torch.dtype | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The running statistics that a forward in evaluation had; None in training."""
+    """The running statistics that a forward in eval mode used; None in training."""
     if spec.training:
         return None, None
     mean, rstd = stats.chunk(2)
@@ -217,11 +217,11 @@ def constants_of(
 
 
 def expect_likely(t: Tensors, spec: BatchNormSpec, machine: tuple[int, bool]) -> None:
-    """Have the kernels of likely later calls compiled.
+    """Start compiling the kernels of calls that are likely to follow.
 
-    They are compiled in the order of need: the forwards of the layers, then their backwards, from
-    the last layer on. Kernels of only one guess come after all others, since most of these guesses
-    are wrong.
+    They are compiled in the order of use: the layers' forwards, then their backwards, from the last
+    layer to the first. Kernels that only one guess needs come last, since most of these guesses are
+    wrong.
     """
     forwards: list[ahead.Job] = []
     backwards: list[ahead.Job] = []
@@ -240,7 +240,7 @@ def expect_likely(t: Tensors, spec: BatchNormSpec, machine: tuple[int, bool]) ->
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`functional.channel_stats`, in one read."""
+    """`functional.channel_stats`, in one read of x."""
     x = dense(x.detach())
     geometry = schedule.geometry(*shape_of(x), 1, *machine_of(x))
     flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True)
@@ -250,7 +250,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(x):
         stream = current_raw_stream(x.device.index) if x.is_cuda else 0
         work = Workspace(x.device, stats.dtype, *launches.scratch(geometry))
-        # What a call does not have, the kernel does not touch.
+        # Placeholders for absent tensors, which the kernel never dereferences.
         running = (stats, stats, work.counters)
         launch(stream, x, x, stats, stats, *running, x, x, stats, work.partial, work.counters)
     return stats[:c], stats[c:]

@@ -1,11 +1,11 @@
 """BatchNorm over the joined batch of several processes, by normplug's own kernels.
 
 Forward: a launch for the statistics of the process's batch, one gather, a launch that merges the
-statistics of all and moves the running ones, and a launch that normalises, with residual and
+statistics of all and updates the running ones, and a launch that normalises, with residual and
 activation. Backward: a launch for the two sums and the gradients of weight and bias, one sum over
 the processes, and a launch for the gradients of input and residual. The host never waits.
 
-A process without data sends zeros, and merges as the others do.
+A process with an empty batch sends zeros, and merges as the others do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from normplug._kernels.launch import Launch, Workspace
 from normplug._layouts import laid_out_like, readable
 from normplug._ops.batch_norm import messages
 from normplug._ops.batch_norm.eager import BatchNormPlan, machine_of, shape_of
-from normplug._ops.program import note_changes
+from normplug._ops.program import increment_versions
 from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._torch import applier, current_device_index, current_raw_stream, unwrap_if_dead
@@ -33,10 +33,10 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class JoinedPlan:
-    """The launches for calls that differ in nothing but their tensors' values, and their group.
+    """The launches for calls that differ only in their tensors' values and their group.
 
-    A call has stats, (2 * C + 1,): mean and rstd of each channel of the joined batch, and how many
-    values each has.
+    A call computes stats, (2 * C + 1,): mean and rstd of each channel of the joined batch, and the
+    number of values per channel.
     """
 
     def __init__(self, t: Tensors, spec: BatchNormSpec, processes: int) -> None:
@@ -45,25 +45,25 @@ class JoinedPlan:
         x, c = ready.x, ready.x.shape[1]
         self.spec = spec
         self.acc = accumulator_dtype(x.dtype)
-        # The GPU that launches must find current; None on the CPU.
+        # The GPU that must be current at a launch; None on the CPU.
         self.gpu = x.device.index if x.is_cuda else None
         self._device, self._dtype, self._processes, self._channels = x.device, x.dtype, processes, c
         self._is_empty = x.numel() == 0
-        self._residual = t.residual is not None
-        # The backward of all but relu needs all of the input to the activation.
-        self._reads_residual = self._residual and spec.activation not in (None, "relu")
+        self._has_residual = t.residual is not None
+        # For relu the backward needs only the mask; for others, the input to the activation.
+        self._reads_residual = self._has_residual and spec.activation not in (None, "relu")
         self.keeps_residual = self._reads_residual or spec.keeps_residual
-        self.is_recomputable = self.keeps_residual or not self._residual
+        self.is_recomputable = self.keeps_residual or not self._has_residual
         self._work: Workspace | None = None
         self._scratch = (0, 0)
         running = t.running_mean is not None
-        moves = launches.Flags(
+        merging = launches.Flags(
             running=running,
             cumulative=running and spec.momentum is None,
             tracked=running and t.tracked is not None,
         )
         self._merge = launches.merge_launch(
-            processes, c, x.dtype, moves, spec.momentum or 0.0, spec.eps
+            processes, c, x.dtype, merging, spec.momentum or 0.0, spec.eps
         )
         self._sums: dict[tuple[bool, bool, bool], Launch] = {}
         self._dx: dict[bool, Launch] = {}
@@ -71,7 +71,7 @@ class JoinedPlan:
             self._set_up(ready)
 
     def _set_up(self, t: Tensors) -> None:
-        """The launches that a batch without data does not make."""
+        """Set up the launches that an empty batch does not need."""
         spec, shape, machine = self.spec, shape_of(t.x), machine_of(t.x)
         once, twice = (schedule.geometry(*shape, tensors, *machine) for tensors in (1, 2))
         needs = (launches.scratch(geometry) for geometry in (once, twice))
@@ -87,7 +87,7 @@ class JoinedPlan:
                 given=given,
                 weight=t.weight is not None,
                 bias=t.bias is not None,
-                residual=self._residual,
+                residual=self._has_residual,
                 activation=spec.activation,
                 joined=True,
             )
@@ -102,13 +102,13 @@ class JoinedPlan:
 
     @classmethod
     def refusal(cls, t: Tensors, spec: BatchNormSpec) -> str | None:
-        """Why the kernels cannot carry out a call; None where they can."""
-        if t.x.numel() == 0:  # they need not read it
+        """Why the kernels cannot run a call; None if they can."""
+        if t.x.numel() == 0:  # the kernels do not read it
             t = t._replace(x=t.x.new_empty(1, *t.x.shape[1:2]))
         return BatchNormPlan.refusal(t, spec)
 
     def run(self, t: Tensors, group: Any) -> tuple[Tensor, Tensor]:
-        """y, with what its gradients need, and stats."""
+        """Compute y, recorded for autograd if gradients are enabled, and stats."""
         if self.gpu is not None and self.gpu != current_device_index():
             with torch.cuda.device(self.gpu):
                 return self.run(t, group)
@@ -117,7 +117,7 @@ class JoinedPlan:
         stats = t.x.new_empty(2 * self._channels + 1, dtype=self.acc)
         if not torch.is_grad_enabled():
             return self.forward(t, group, stats)[0], stats
-        # What a transform of torch.func has left behind, as the plain tensor that it is.
+        # Remove wrappers that a torch.func transform has left on the tensors at its end.
         x, residual = unwrap_if_dead(t.x), t.residual
         if residual is not None:
             residual = unwrap_if_dead(residual)
@@ -133,10 +133,10 @@ class JoinedPlan:
     def forward(
         self, t: Tensors, group: Any, stats: Tensor
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """y, and what to save; fills `stats`."""
+        """Compute y, and the tensors to save; fills `stats`."""
         x, residual, weight, bias, _, running_mean, running_var, tracked = t
         stream, work = self._workspace()
-        # What a call does not have, the kernels do not touch: any tensor stands in.
+        # A placeholder for absent tensors, which the kernels never dereference.
         nothing = work.counters
         if self._is_empty:
             own = torch.zeros_like(stats)
@@ -154,7 +154,7 @@ class JoinedPlan:
             nothing if tracked is None else tracked,
             stats,
         )
-        note_changes([r for r in (running_mean, running_var, tracked) if r is not None])
+        increment_versions([r for r in (running_mean, running_var, tracked) if r is not None])
         if self.gpu is None and stats[-1] == 1:
             raise _checks.one_joined_value(self._processes)
         y, bits = torch.empty_like(x), None
@@ -166,7 +166,7 @@ class JoinedPlan:
         return y, (x, kept, weight, bias, stats, bits)
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
-        """The output y again; the bits, too, which are the same."""
+        """Recompute the output y. This also rewrites the bits, with the same values."""
         y = torch.empty_like(saved[0])
         if not self._is_empty:
             self._write(*self._workspace(), y, saved)
@@ -193,7 +193,7 @@ class JoinedPlan:
     def backward(
         self, saved: Sequence[Any], group: Any, dy: Tensor, needs: Sequence[bool]
     ) -> Gradients:
-        """The gradients of x, residual, weight and bias that `needs` names."""
+        """The gradients of x, residual, weight and bias that `needs` selects."""
         x, residual, weight, bias, stats, bits = saved
         if self._is_empty:
             if needs[0]:
@@ -225,21 +225,21 @@ class JoinedPlan:
             stats,
         )
         vectors = (stats if dweight is None else dweight, stats if dbias is None else dbias)
-        beside = x if dresidual is None else dresidual
-        # The launch that writes dx writes dresidual; without dx, there is only this one.
+        dresidual_or_x = x if dresidual is None else dresidual
+        # The launch of dx writes dresidual, too. Without dx, this launch has to.
         wanted = (needs[2], needs[3], through and not needs[0])
         launch = self._sums.get(wanted) or self._set_up_sums(wanted)
-        launch(stream, *read, sums, beside, *vectors, work.partial, work.counters)
+        launch(stream, *read, sums, dresidual_or_x, *vectors, work.partial, work.counters)
         if not needs[0]:
             return None, dresidual, dweight, dbias
         messages.add(sums, group)
         dx = torch.empty_like(x)
         launch = self._dx.get(through) or self._set_up_dx(through)
-        launch(stream, *read, dx, beside, *vectors, sums, work.counters)
+        launch(stream, *read, dx, dresidual_or_x, *vectors, sums, work.counters)
         return dx, dresidual, dweight, dbias
 
     def _set_up_sums(self, needs: tuple[bool, bool, bool]) -> Launch:
-        """needs: those of dweight, dbias and dresidual."""
+        """Set up the launch of the sums. needs: of dweight, dbias and dresidual."""
         launch = self._sums[needs] = launches.backward_launch(
             self._geometry, self._dtype, self._summing, (False, *needs), self.spec.target_variance
         )
@@ -271,14 +271,14 @@ class JoinedPlan:
         x, residual, weight, bias, stats, bits = saved
         spec, activation = self.spec, self.spec.activation
         if bits is not None:
-            # relu's signs as ones and zeros: the residual's gradient from a dy of ones.
+            # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
             detached = (x.detach(), *saved[1:])
             needs = (False, True, False, False)
-            _, signs, *_ = self.backward(detached, group, torch.ones_like(x), needs)
-            assert signs is not None
-            dy, activation = dy * signs, None
-        if self._residual and not self._reads_residual:
-            # No value of the gradients depends on it.
+            _, mask, *_ = self.backward(detached, group, torch.ones_like(x), needs)
+            assert mask is not None
+            dy, activation = dy * mask, None
+        if self._has_residual and not self._reads_residual:
+            # The gradients do not depend on its values.
             residual = torch.zeros_like(x).requires_grad_()
         mean, rstd = messages.differentiable_statistics(x, stats[-1].clamp(min=1), spec.eps, group)
         scale = rstd * math.sqrt(spec.target_variance)
@@ -293,7 +293,7 @@ class JoinedPlan:
         return (x, residual, weight, bias), y.to(x.dtype), dy
 
     def _workspace(self) -> tuple[int, Workspace]:
-        """The current stream, and on it what the launches need."""
+        """The current stream, and a workspace on it."""
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
         if stream != 0 or self.gpu is None:
             return stream, Workspace(self._device, self.acc, *self._scratch)

@@ -1,8 +1,8 @@
-"""What calls of BatchNorm are to be expected, once there has been one.
+"""Which BatchNorm calls are likely to follow a model's first one.
 
-`swap` and `fuse` note how their layers will be called. Sizes and dtypes are unknown to them. But
-when the first layer runs, those of the others can be guessed well enough to have their kernels
-compiled meanwhile: most sizes have the same kernel. A wrong guess costs only its compilation.
+`swap` and `fuse` record how their layers will be called, but not the sizes and dtypes. When the
+first layer runs, those of the others can be guessed well enough to compile their kernels in the
+meantime, since most sizes share a kernel. A wrong guess costs only its compilation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from normplug._activations import ActivationLike
 from normplug._ops.spec import Tensors
 
-_LEAST, _LARGEST = 1 / 16, 4  # values that a layer's input has, over those of the first
+_SMALLEST, _LARGEST = 1 / 16, 4  # size of a layer's input, relative to the first layer's
 
 
 class Call(NamedTuple):
@@ -29,19 +29,19 @@ class Call(NamedTuple):
 
 
 _calls: WeakKeyDictionary[Any, Call] = WeakKeyDictionary()
-_seen: set[Call] = set()  # what `after` has given
+_seen: set[Call] = set()  # what `after` has yielded
 
 
 def note(layer: Any, call: Call) -> None:
-    """Say how a layer will be called."""
+    """Record how a layer will be called."""
     _calls[layer] = call
 
 
 def after(t: Tensors) -> Iterator[tuple[Tensors, ActivationLike]]:
-    """Calls that may follow a model's first one; each once, with its activation.
+    """Yield calls that may follow a model's first one, each once, with its activation.
 
-    A layer has the batch size and layout of the first, and as much space or, any number of times, a
-    half of it along each axis.
+    A layer is taken to have the first layer's batch size and layout, and its spatial size, halved
+    along each axis any number of times.
     """
     new = set(_calls.values()) - _seen
     _seen.update(new)
@@ -49,7 +49,7 @@ def after(t: Tensors) -> Iterator[tuple[Tensors, ActivationLike]]:
         n, _, *space = t.x.shape
         while min(space, default=1) > 0:
             x = _laid_out_as(t.x, (n, call.channels, *space))
-            if _LEAST <= x.numel() / t.x.numel() <= _LARGEST:
+            if _SMALLEST <= x.numel() / t.x.numel() <= _LARGEST:
                 residual = torch.empty_like(x, requires_grad=True) if call.residual else None
                 weight, bias, mean, var = (
                     _vector(v, call.channels)
@@ -63,7 +63,7 @@ def after(t: Tensors) -> Iterator[tuple[Tensors, ActivationLike]]:
 
 
 def _laid_out_as(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor without memory; its channels lie innermost where those of x do."""
+    """A meta tensor; channels_last if x is."""
     if x.is_contiguous():
         return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
     n, c, *space = shape

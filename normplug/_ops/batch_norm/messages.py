@@ -1,8 +1,8 @@
-"""What processes tell each other for a norm over their joined batch: one gather, one sum.
+"""Messages between processes for a norm over their joined batch: one gather, one sum.
 
 All processes must send messages of equal sizes in the same order, whatever route each takes:
 
-- forward, (2 * C + 1,): mean and biased variance of each channel, and the number of values of one;
+- forward, (2 * C + 1,): mean and biased variance of each channel, and the number of values in one;
 - backward, (2 * C,): sum(dz), then sum(dz * (x - mean)), where dz is the gradient of the norm's
   output.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from normplug.reference import channel_dims, per_channel
 
-# torch 2.14 deprecated the second name for the first; without torch.distributed there is neither.
+# torch 2.14 deprecated the second for the first; a build without distributed has neither.
 _all_gather = getattr(dist, "all_gather_single", None) or getattr(
     dist, "all_gather_into_tensor", None
 )
@@ -34,7 +34,7 @@ def gather(own: Tensor, processes: int, group: Any) -> Tensor:
 
 
 def add(values: Tensor, group: Any) -> None:
-    """Add the values of all processes, in place."""
+    """Replace `values` by their sum over all processes, in place."""
     dist.all_reduce(values, group=group)
 
 
@@ -46,7 +46,7 @@ def total(values: Tensor, group: Any) -> Tensor:
 
 
 class Sum(torch.autograd.Function):
-    """The sum over all processes; so is the gradient, as every process has used it."""
+    """The sum over all processes. So is its gradient, since every process uses the sum."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:

@@ -1,7 +1,7 @@
-"""BatchNorm, relu and max pooling over normplug's own kernels, for channels_last.
+"""BatchNorm, relu and max pooling by normplug's own kernels, for channels_last.
 
 A call is two launches forward (statistics, then the rest) and two backward (sums by channel, then
-dx). Where statistics are constants, the forward is one. If values tie after rounding, the gradient
+dx). In eval mode the forward is a single launch. If values tie after rounding, the gradient
 goes to the one that was largest before rounding.
 """
 
@@ -52,7 +52,7 @@ class PooledPlan(Plan):
 
     @classmethod
     def refusal(cls, t: Tensors, spec: BatchNormSpec) -> str | None:
-        """Why the kernels cannot carry out a call; None where they can."""
+        """Why the kernels cannot run a call; None if they can."""
         x, pool = t.x, spec.pool
         assert pool is not None
         if x.dim() != 4 or x.is_contiguous() or not is_channels_last(x.shape, x.stride()):
@@ -64,17 +64,17 @@ class PooledPlan(Plan):
         if min(pooled) < 1:
             return "the output is empty"
         if max(n * math.prod(pooled), width * c, pooled[1] * c) > MOST_PLACES:
-            return "an axis is too long"
+            return "a row of pixels has nearly 2^31 values or more, or the output as many pixels"
         return BatchNormPlan.refusal(t, spec)
 
     @classmethod
     def laid_out(cls, t: Tensors, spec: BatchNormSpec) -> tuple[Tensors, BatchNormSpec]:
-        """The call in channels_last."""
+        """The call with x in channels_last."""
         x = t.x.contiguous(memory_format=torch.channels_last)
         return (t if x is t.x else t._replace(x=x)), spec
 
     def _expect_others(self, t: Tensors) -> None:
-        """Have the kernels compiled of calls that are likely after this one."""
+        """Start compiling the kernels of calls that are likely to follow."""
         expect_likely(t, self.spec, self._machine)
 
     def _columns(self, size: tuple[int, int], tensors: int) -> schedule.Geometry:
@@ -99,7 +99,7 @@ class PooledPlan(Plan):
         return launch, launches.scratch(geometry)
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        """Compute y; without peaks and places where no gradient is needed."""
+        """The program of y, and of peaks and places if a backward may follow."""
         spec, (height, width) = self.spec, self._pooled
         steps: list[tuple[Launch, dict[str, str]]] = []
         scratch = (0, 0)
@@ -130,7 +130,7 @@ class PooledPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        """Compute sums by channel, in the dtype of stats, and then dx."""
+        """The program of the sums by channel, in the dtype of stats, and then of dx."""
         training, tv = self.spec.training, self.spec.target_variance
         assert dy is not None
         is_laid_out = dy.is_contiguous(memory_format=torch.channels_last)
@@ -148,8 +148,8 @@ class PooledPlan(Plan):
             launch = launches.backward_launch(geometry, self._dtype, flags, wanted, tv)
             steps.append((launch, {"x": "peaks"}))
         if needs[0]:
-            down, right = self._window[1]
-            rows, columns = self._n * -(-self._size[0] // down), -(-self._size[1] // right)
+            sh, sw = self._window[1]  # a pixel of the schedule is a square of sh * sw inputs
+            rows, columns = self._n * -(-self._size[0] // sh), -(-self._size[1] // sw)
             pixels = schedule.pixels(rows, columns, self._channels, self._dtype.itemsize)
             launch = pool_launches.backward_launch(
                 pixels, self._dtype, self._window, self._size, self._pooled, training, self._weight,

@@ -1,4 +1,4 @@
-"""Choose the route of a BatchNorm: by backend, by what can run, and by measured speed."""
+"""Choose the route of a BatchNorm: by backend, by eligibility, and by measured speed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from normplug._ops.batch_norm.compiled import COMPILED
 from normplug._ops.spec import BatchNormSpec, Route, Tensors
 from normplug._torch import interposed
 
-# Bytes of input from which a fused norm is an operator under torch.compile. Dispatching one takes
-# the host some 80 us more, both directions, than what Inductor makes of a norm.
+# Bytes of input from which torch.compile calls a fused norm as an operator. That takes the host
+# some 80 us more, in both directions together, than the code that Inductor generates.
 _OPERATOR_BYTES = 96 << 20
 
 
 def choose(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, single: bool) -> Route:
-    """The route of a call.
+    """Choose the route of a call.
 
     Args:
         caller: for the error.
         backend: "auto", "triton" or "torch".
         t: the call's tensors.
-        spec: the call's numbers.
+        spec: the call's non-tensor arguments.
         single: whether a compiler would have nothing to fuse the norm with.
 
     Raises:
@@ -52,7 +52,7 @@ def choose(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, single: b
 
 
 class _PoolingApart(Route):
-    """Another route for the norm, and the pooling as a call of its own."""
+    """The norm by another route, and the pooling as a separate call."""
 
     def __init__(self, norm: Route) -> None:
         self._norm = norm
@@ -68,9 +68,9 @@ class _PoolingApart(Route):
 
 
 def joined(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, processes: int) -> Any:
-    """The kernels' plan of a call over several processes; None where torch's operations run it.
+    """The plan of a call over several processes by kernels; None if torch operations run it.
 
-    It is about the statistics and the sums. Whatever a process takes, its messages are the same.
+    The messages are the same either way, so processes may differ in this.
     """
     if not eligible.is_asked_for(_checks.backend(caller, backend), t.x):
         return None
@@ -85,7 +85,7 @@ def joined(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, processes
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`functional.channel_stats` by kernel; None where none can run, or a gradient is asked for."""
+    """`functional.channel_stats` by kernel; None if it cannot run, or a gradient is required."""
     if not x.is_cuda or (x.requires_grad and torch.is_grad_enabled()):
         return None
     if torch.compiler.is_compiling() or interposed() or eligible.refusal_now() is not None:

@@ -1,1 +1,1 @@
-"""GroupNorm, and InstanceNorm as a GroupNorm whose groups are channels."""
+"""The routes of GroupNorm, and of InstanceNorm, which is GroupNorm with one group per channel."""

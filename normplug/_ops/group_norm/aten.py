@@ -18,7 +18,7 @@ from normplug.reference import accumulator_dtype
 
 
 def group_norm(t: Tensors, spec: GroupNormSpec) -> Tensor:
-    """`functional.group_norm`, or `instance_norm`, of a call that has been checked."""
+    """`functional.group_norm`, or `instance_norm`, for a call that has passed the checks."""
     y = _instance_norm(t, spec) if spec.instance else _group_norm(t, spec)
     return _activations.apply(spec.activation, y)
 

@@ -1,4 +1,4 @@
-"""What a call of a GroupNorm or an InstanceNorm must satisfy, whatever carries it out."""
+"""The checks of a GroupNorm or an InstanceNorm call, whatever its route."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from normplug._ops.spec import GroupNormSpec, Tensors, others
 
 
 def check(caller: str, t: Tensors, spec: GroupNormSpec) -> None:
-    """Refuse a call that has no meaning.
+    """Refuse an invalid call.
 
     Raises:
-        ValueError: values, shapes or devices that do not fit.
-        TypeError: an argument of another type.
+        ValueError: a value, shape or device is invalid.
+        TypeError: an argument has the wrong type.
     """
     _checks.tensors(caller, t.x, **others(t))
     _checks.eps(caller, spec.eps, zero=True)

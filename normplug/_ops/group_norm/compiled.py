@@ -1,6 +1,6 @@
 """GroupNorm's kernels as operators, for compilers: see `normplug._ops.library`.
 
-The running statistics are moved by torch operations beside the operator, as BatchNorm's are.
+Torch operations outside the operator update the running statistics, as for BatchNorm.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _GroupNorm(NormOperators):
         return dense(x)
 
 
-PLAIN = _GroupNorm("group_norm", _NUMBERS, ("stats",), has_total=False, moves=False)
+PLAIN = _GroupNorm("group_norm", _NUMBERS, ("stats",), has_total=False, updates_running=False)
 _plain = PLAIN.differentiable
 
 

@@ -1,4 +1,4 @@
-"""GroupNorm over normplug's own kernels: one launch forward and one backward."""
+"""GroupNorm by normplug's own kernels: one launch forward and one backward."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class GroupNormPlan(Plan):
         x, weight, bias = t.x, t.weight, t.bias
         dtypes = (each.dtype for each in (x, weight, bias) if each is not None)
         self.acc = accumulator_dtype(*dtypes)
-        self._output = spec.output_dtype(x.dtype)
+        self._output_dtype = spec.output_dtype(x.dtype)
         self._flags = launches.Flags(
             weight=weight is not None, bias=bias is not None, activation=spec.activation
         )
         self._groups = x.shape[0] * spec.groups
-        widest = max(x.dtype.itemsize, self._output.itemsize)
+        widest = max(x.dtype.itemsize, self._output_dtype.itemsize)
         self._shape = (
             x.shape[0],
             spec.groups,
@@ -51,14 +51,14 @@ class GroupNormPlan(Plan):
 
     @classmethod
     def refusal(cls, t: Tensors, spec: GroupNormSpec) -> str | None:
-        """Why the kernels cannot carry out a call; None where they can."""
+        """Why the kernels cannot run a call; None if they can."""
         why = super().refusal(t, spec)
         if why is not None:
             return why
         n, c = t.x.shape[:2]
         channels = c // spec.groups
         if max(channels * math.prod(t.x.shape[2:]), n * spec.groups) > MOST_PLACES:
-            return "a group has nearly 2^31 values or more, or there are so many groups"
+            return "a group has nearly 2^31 values or more, or there are as many groups"
         return None
 
     @classmethod
@@ -68,7 +68,7 @@ class GroupNormPlan(Plan):
         return (t if x is t.x else t._replace(x=x)), spec
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        """Compute y in one launch."""
+        """The program of y: one launch."""
         x, spec = t.x, self.spec
         geometry = schedule.group_norm_forward(*self._shape)
         launch = launches.forward_launch(
@@ -77,7 +77,7 @@ class GroupNormPlan(Plan):
         return Program(
             named(t),
             empties={
-                "y": (x.shape, x.stride(), self._output),
+                "y": (x.shape, x.stride(), self._output_dtype),
                 "stats": ((2 * self._groups,), (1,), self.acc),
             },
             launches=[(launch, {})],
@@ -89,7 +89,7 @@ class GroupNormPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        """Compute the gradients in one launch."""
+        """The program of the gradients: one launch."""
         assert dy is not None
         x = saved["x"]
         wanted = (needs[0], needs[2], needs[3])

@@ -1,4 +1,4 @@
-"""How the running statistics of a GroupNorm and of an InstanceNorm move, as torch operations."""
+"""Update the running statistics of a GroupNorm or an InstanceNorm, by torch operations."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from normplug._ops.spec import GroupNormSpec, Tensors
 
 
 def move(t: Tensors, spec: GroupNormSpec, mean: Tensor, var: Tensor) -> None:
-    """Move the running statistics of a call, which has some, by those of its groups.
+    """Update a call's running statistics, which must not be None, by those of its groups.
 
-    An InstanceNorm's move as torch's do: towards the samples' average of each channel's mean and
-    *unbiased* variance. A GroupNorm's are scalars, which are only watched: they move towards the
-    average of all groups' mean and biased variance.
+    An InstanceNorm's are updated as torch does: by each channel's mean and *unbiased* variance,
+    averaged over the samples. A GroupNorm's are scalars that are only watched: they are updated by
+    the mean and biased variance, averaged over all groups.
 
     Args:
         t: the call's tensors.
-        spec: the call's numbers.
+        spec: the call's non-tensor arguments.
         mean: of the groups, (N, groups), without gradients.
         var: biased, likewise.
     """
@@ -33,10 +33,10 @@ def move(t: Tensors, spec: GroupNormSpec, mean: Tensor, var: Tensor) -> None:
 
 
 def moments(t: Tensors, spec: GroupNormSpec, stats: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of the groups, each (N, groups), from what the kernels save.
+    """Mean and biased variance of the groups, each (N, groups), from the kernels' stats.
 
-    stats: mean, then rstd, of the groups, (2 * N * groups,). The variance that is read back from
-        rstd has an error of about 1e-7 * (var + eps).
+    stats: mean, then rstd, of the groups, (2 * N * groups,). The variance computed from rstd
+        has an error of about 1e-7 * (var + eps).
     """
     mean, rstd = stats.detach().view(2, t.x.shape[0], spec.groups)
     return mean, rstd.pow(-2).sub_(spec.eps).clamp_min_(0)

@@ -1,4 +1,4 @@
-"""Choose the route of a GroupNorm or an InstanceNorm: by backend, and by what can run."""
+"""Choose the route of a GroupNorm or an InstanceNorm: by backend and eligibility."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from normplug._ops.spec import GroupNormSpec, Route, Tensors
 
 
 def choose(caller: str, backend: str, t: Tensors, spec: GroupNormSpec, single: bool) -> Route:
-    """The route of a call.
+    """Choose the route of a call.
 
     Args:
         caller: for the error.
         backend: "auto", "triton" or "torch".
         t: the call's tensors.
-        spec: the call's numbers.
-        single: as for other norms; it makes no difference here.
+        spec: the call's non-tensor arguments.
+        single: as for other norms; not used here.
 
     Raises:
         NotImplementedError: backend "triton" where the kernels cannot run.
@@ -29,9 +29,9 @@ def choose(caller: str, backend: str, t: Tensors, spec: GroupNormSpec, single: b
     if not eligible.takes(caller, backend, t, spec, _kernels):
         return ATEN
     if eligible.is_compiling():
-        # Inductor fuses a norm with what stands around it, and an operator prevents that.
+        # Inductor fuses a norm with the operations around it, and an operator prevents that.
         return COMPILED if backend == "triton" else ATEN
-    return _kernels() if t.running_mean is None else _MOVING
+    return _kernels() if t.running_mean is None else _UPDATING_RUNNING
 
 
 def _kernels() -> Any:
@@ -40,8 +40,8 @@ def _kernels() -> Any:
     return KERNELS
 
 
-class _Moving(Route):
-    """The kernels, and torch operations that move the running statistics by what they find."""
+class _UpdatingRunning(Route):
+    """The kernels, then torch operations that update the running statistics by their stats."""
 
     def __call__(self, t: Tensors, spec: GroupNormSpec) -> Tensor:
         bare = t._replace(running_mean=None, running_var=None, tracked=None)
@@ -51,4 +51,4 @@ class _Moving(Route):
         return y
 
 
-_MOVING = _Moving()
+_UPDATING_RUNNING = _UpdatingRunning()

@@ -18,7 +18,7 @@ from normplug.reference import accumulator_dtype
 
 
 def norm(t: Tensors, spec: LayerNormSpec) -> Any:
-    """The norm of x, or of x + residual and that sum, of a call that was checked."""
+    """The norm of x, or (the norm of x + residual, x + residual), for a call that was checked."""
     total = t.x if t.residual is None else t.x + t.residual
     y = _layer_norm(total, t, spec) if spec.centred else _rms_norm(total, t, spec)
     return y if t.residual is None else (y, total)
@@ -43,8 +43,8 @@ def _layer_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
     eps = spec.eps_of(total.dtype)
     y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, eps)
     if t.running_mean is not None and t.running_var is not None and total.numel() > 0:
-        # Detached, not under no_grad: that would be a subgraph for torch.export, and one of no
-        # result, which an ExportedProgram cannot be saved with.
+        # Detached, not under no_grad: torch.export would make that a subgraph without outputs, and
+        # an ExportedProgram with one cannot be saved.
         mean, rstd = mean.detach(), rstd.detach()
         mean, var = _row_statistics(h.detach(), len(shape), mean, rstd, eps)
         step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum)
@@ -76,7 +76,7 @@ def _rms_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
 
 
 def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> Tensor:
-    """An RMSNorm that torch has no operator for, in the order that its libraries compute it."""
+    """An RMSNorm that torch has no operator for, with its library's order of operations."""
     dtype = None if weight is None else weight.dtype
     acc, dims = accumulator_dtype(h.dtype, dtype), tuple(range(-len(spec.normalized_shape), 0))
     rounded, output = spec.rounds_to(h.dtype, dtype), spec.output_dtype(h.dtype, dtype)
@@ -87,7 +87,7 @@ def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> 
         weight = weight.to(acc)
         weight = weight + spec.weight_offset if spec.weight_offset else weight
     if root != 1.0:
-        # Where nothing is rounded between, the bits are those of a stock layer with this weight.
+        # With no rounding in between, the bits are those of a stock layer with this weight.
         if weight is None or rounded not in (None, acc):
             y = y * root
         else:
@@ -102,12 +102,12 @@ def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> 
 def _row_statistics(
     h: Tensor, row_dims: int, mean: Tensor, rstd: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The rows' mean of mean and of biased variance.
+    """The mean and the biased variance of a row, averaged over all rows.
 
-    The variance is read back from rstd: a pass over the rows' statistics and none over `h`, with
-    an error of about 1e-7 * (var + eps). The CPU kernel gives half rstd for half input, which is
-    too coarse for that: there both are taken from `h`. So they are for a nested tensor, which may
-    have rows that belong to no component.
+    The variance is computed from rstd, which reads the rows' statistics but not `h`, with an error
+    of about 1e-7 * (var + eps). For half-precision input the CPU kernel returns rstd in half
+    precision, too coarse for that, so both are computed from `h`. So they are for a nested tensor,
+    which may have rows that belong to no component.
     """
     if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
         return mean.mean(), rstd.pow(-2).mean().sub_(eps).clamp_min_(0)

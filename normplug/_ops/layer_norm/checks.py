@@ -1,4 +1,4 @@
-"""What a call of a LayerNorm or an RMSNorm must satisfy, whatever carries it out."""
+"""The checks of a LayerNorm or an RMSNorm call, whatever its route."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from normplug._ops.spec import LayerNormSpec, Tensors, others
 
 
 def check(caller: str, t: Tensors, spec: LayerNormSpec) -> None:
-    """Refuse a call that has no meaning.
+    """Refuse an invalid call.
 
     Raises:
-        ValueError: values, shapes or devices that do not fit.
-        TypeError: an argument of another type.
+        ValueError: a value, shape or device is invalid.
+        TypeError: an argument has the wrong type.
     """
     _checks.tensors(caller, t.x, **others(t))
     _checks.shape(caller, spec.normalized_shape)
@@ -40,7 +40,7 @@ def row_shape(caller: str, normalized_shape: Sequence[int]) -> tuple[int, ...]:
     """`normalized_shape` as a tuple.
 
     Raises:
-        TypeError: it is no sequence.
+        TypeError: it is not a sequence.
     """
     try:
         return tuple(normalized_shape)

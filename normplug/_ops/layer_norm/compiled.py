@@ -1,7 +1,7 @@
 """LayerNorm's and RMSNorm's kernels as operators, for compilers: see `normplug._ops.library`.
 
-The operators move the running statistics: the mean over all rows of what a kernel finds in each
-would take a compiler kernels of its own.
+The operators update the running statistics. Outside them, a compiler would need further kernels to
+average the rows' statistics.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class _RMSNorm(_LayerNorm):
         return LayerNormSpec(tuple(normalized_shape), *shared, **own)
 
 
-PLAIN = _LayerNorm("layer_norm", _NUMBERS, ("stats",), has_total=False, moves=True)
-ADD = _LayerNorm("add_layer_norm", _NUMBERS, ("stats",), has_total=True, moves=True)
-RMS = _RMSNorm("rms_norm", _RMS_NUMBERS, ("stats",), has_total=False, moves=True)
-ADD_RMS = _RMSNorm("add_rms_norm", _RMS_NUMBERS, ("stats",), has_total=True, moves=True)
+PLAIN = _LayerNorm("layer_norm", _NUMBERS, ("stats",), has_total=False, updates_running=True)
+ADD = _LayerNorm("add_layer_norm", _NUMBERS, ("stats",), has_total=True, updates_running=True)
+RMS = _RMSNorm("rms_norm", _RMS_NUMBERS, ("stats",), has_total=False, updates_running=True)
+ADD_RMS = _RMSNorm("add_rms_norm", _RMS_NUMBERS, ("stats",), has_total=True, updates_running=True)
 _plain, _add = PLAIN.differentiable, ADD.differentiable
 _rms, _add_rms = RMS.differentiable, ADD_RMS.differentiable
 
@@ -100,10 +100,10 @@ class _Compiled(Route):
 
 
 def _is_grid_of_rows(t: Tensor, row_dims: int) -> bool:
-    """Whether these are rows in a grid, (N, H, W, C) or more, that follow each other.
+    """Whether t is contiguous, with rows in a grid of three or more dimensions: (N, H, W, C).
 
-    Such a tensor goes to the operator as a matrix. With four dimensions Inductor would lay it out
-    as images with channels at dimension 1 where it keeps it for the backward, and copy it besides.
+    Such a tensor is passed to the operator as a matrix. Inductor would take a 4-dimensional one for
+    images with channels at dimension 1, save it for the backward in that layout, and copy it.
     """
     return t.dim() > row_dims + 2 and t.is_contiguous()
 

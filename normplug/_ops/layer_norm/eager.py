@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over normplug's own kernels: one launch forward and one backward."""
+"""LayerNorm and RMSNorm by normplug's own kernels: one launch forward and one backward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LayerNormPlan(Plan):
     """The launches of a LayerNorm or RMSNorm, with a residual or an input bias. State: stats.
 
     stats: mean and rstd of the rows, (2 * rows,), or for RMSNorm rstd alone, (rows,). The total,
-    x + residual, is what is normalised; it is x where there is no residual.
+    x + residual, is what is normalised; without a residual it is x.
     """
 
     spec: LayerNormSpec
@@ -46,11 +46,13 @@ class LayerNormPlan(Plan):
         x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
         self._dtype = x.dtype
         self._residual_dtype = None if residual is None else residual.dtype
-        self._total = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        self._total_dtype = (
+            x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        )
         self._weight_dtype = None if weight is None else weight.dtype
-        self._output = spec.output_dtype(self._total, self._weight_dtype)
+        self._output_dtype = spec.output_dtype(self._total_dtype, self._weight_dtype)
         vectors = (t if t is None else t.dtype for t in (weight, bias, input_bias))
-        self.acc = accumulator_dtype(self._total, *vectors)
+        self.acc = accumulator_dtype(self._total_dtype, *vectors)
         self._shape, self._row = x.shape, spec.normalized_shape
         self._row_dims = row_dims = len(self._row)
         self._width = math.prod(self._row)
@@ -60,56 +62,56 @@ class LayerNormPlan(Plan):
             Flags,
             centred=spec.centred,
             offset=float(spec.weight_offset),
-            rounded=spec.rounds_to(self._total, self._weight_dtype),
+            rounded=spec.rounds_to(self._total_dtype, self._weight_dtype),
             weight=weight is not None,
         )
-        self._bias, self._input_bias = bias is not None, input_bias is not None
-        self._numbers = (spec.eps_of(self._total), spec.target_variance)
-        self._stats = 2 * self._rows if spec.centred else self._rows
+        self._has_bias, self._has_input_bias = bias is not None, input_bias is not None
+        self._numbers = (spec.eps_of(self._total_dtype), spec.target_variance)
+        self._stats_size = 2 * self._rows if spec.centred else self._rows
         self._running = running_var is not None and (running_mean is not None or not spec.centred)
         self._tracked = self._running and tracked is not None
         self._bias_dtype = None if bias is None else bias.dtype
-        # What a thread holds decides how a row is cut.
-        widest = max(self._total.itemsize, self._output.itemsize)
+        # The widest value that a thread holds decides how a row is tiled.
+        widest = max(self._total_dtype.itemsize, self._output_dtype.itemsize)
         self._itemsize = 8 if self.acc == torch.float64 else widest
         self._machine = (processors(x.device), shared_memory(x.device))
         self._cooperative = COOPERATIVE and x.is_cuda
         self._x_spacing = spacing_of(x, row_dims)
         self._residual_spacing = None if residual is None else spacing_of(residual, row_dims)
-        # The total is dense.
+        # Of the total, which is allocated contiguous.
         self._normalised = self._x_spacing if residual is None else self._width
 
     @classmethod
     def refusal(cls, t: Tensors, spec: LayerNormSpec) -> str | None:
-        """Why the kernels cannot carry out a call; None where they can."""
+        """Why the kernels cannot run a call; None if they can."""
         if t.x.is_nested:
             return "the input is a nested tensor"
         why = super().refusal(t, spec)
         if why is None:
             width = math.prod(spec.normalized_shape)
             if max(width, t.x.numel() // width) > MOST_PLACES:
-                why = "a row has nearly 2^31 values or more, or there are so many rows"
+                why = "a row has nearly 2^31 values or more, or there are as many rows"
         return why
 
     @classmethod
     def laid_out(cls, t: Tensors, spec: LayerNormSpec) -> tuple[Tensors, LayerNormSpec]:
-        """The call with dense rows, and those of the residual at strides that go with x's."""
-        place = (len(spec.normalized_shape), math.prod(spec.normalized_shape))
+        """The call with dense rows, where one launch can read those of x and of the residual."""
+        row_dims, width = len(spec.normalized_shape), math.prod(spec.normalized_shape)
         x, residual = t.x, t.residual
-        spacing = spacing_after(x, *place)
+        spacing = spacing_after(x, row_dims, width)
         if spacing is None:
-            x, spacing = x.contiguous(), place[1]
-        if residual is not None and spacing_after(residual, *place, spacing) is None:
+            x, spacing = x.contiguous(), width
+        if residual is not None and spacing_after(residual, row_dims, width, spacing) is None:
             residual = residual.contiguous()
         same = x is t.x and residual is t.residual
         return (t if same else t._replace(x=x, residual=residual)), spec
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        """Compute y, and the total where there is a residual, in one launch."""
+        """The program of y, and of the total if there is a residual: one launch."""
         spec = self.spec
         flags = self._flags(
-            bias=self._bias,
-            input_bias=self._input_bias,
+            bias=self._has_bias,
+            input_bias=self._has_input_bias,
             residual=self.has_total,
             stats=keep,
             running=self._running,
@@ -121,14 +123,14 @@ class LayerNormPlan(Plan):
         numbers = (spec.momentum or 0.0, *self._numbers)
         launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
         dense = (self._shape, contiguous(self._shape))
-        empties: dict[str, Layout] = {"y": (*dense, self._output)}
+        empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
         if keep:
-            empties["stats"] = ((self._stats,), (1,), self.acc)
+            empties["stats"] = ((self._stats_size,), (1,), self.acc)
         saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
         results = [Result(PLACE["y"])]
         if self.has_total:
-            empties["total"] = (*dense, self._total)
-            # With the bias, y can be recomputed from the total.
+            empties["total"] = (*dense, self._total_dtype)
+            # The bias is saved so that y can be recomputed from the total.
             saved = ("total", "nothing", "weight", "bias", "nothing", "stats")
             results.append(Result(PLACE["total"]))
         return Program(
@@ -142,14 +144,14 @@ class LayerNormPlan(Plan):
         )
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        """Compute y again, from the total and the rows' statistics."""
-        flags = self._flags(bias=self._bias, given=True, stats=False)
+        """The program that recomputes y from the total and the rows' statistics."""
+        flags = self._flags(bias=self._has_bias, given=True, stats=False)
         strides = launches.Strides(self._width)  # of the total
         shape = self._forward_shape(strides, False)
         launch = launches.forward_launch(shape, self.acc, flags, strides, 0.0, *self._numbers)
         return Program(
             saved,
-            empties={"y": (self._shape, contiguous(self._shape), self._output)},
+            empties={"y": (self._shape, contiguous(self._shape), self._output_dtype)},
             launches=[(launch, {})],
             results=[Result(PLACE["y"])],
         )
@@ -157,17 +159,17 @@ class LayerNormPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        """Compute the gradients in one launch."""
+        """The program of the gradients: one launch."""
         given = {"dy": dy, "dtotal": dtotal}
-        if dy is None:  # nobody used y
+        if dy is None:  # y was not used
             results = self._results("dtotal", needs)
             return Program(saved, empties={}, launches=[], results=results)
-        x, place = saved["x"], (self._row_dims, self._width)
+        x = saved["x"]
         before: list[Spacing] = [self._normalised]
         copies = {}
         for name, t in given.items():
             if t is not None:
-                spacing = spacing_after(t, *place, *before)
+                spacing = spacing_after(t, self._row_dims, self._width, *before)
                 if spacing is None:
                     copies[name], spacing = contiguous(self._shape), self._width
                 before.append(spacing)
@@ -177,7 +179,7 @@ class LayerNormPlan(Plan):
             return Program(saved, empties={}, launches=[], results=results)
         _, dy_spacing, *others = before
         launch, scratch = self._backward_launch(wanted, dy_spacing, *others)
-        # The gradient of rows that lie dense, in whatever order, lies as they do.
+        # If the rows of x are dense, in any order, dx has the strides of x.
         is_dense = lies_dense(self._normalised, self._rows, self._width)
         rows = {
             "dx": (x.shape, x.stride() if is_dense else contiguous(x.shape), x.dtype),
@@ -199,11 +201,11 @@ class LayerNormPlan(Plan):
         return (self._row, contiguous(self._row), saved[name].dtype) if name in saved else None
 
     def _results(self, through: str, needs: Needs) -> list[Result]:
-        """The gradients, where that of x and the residual is in the slot `through`."""
+        """The gradients; those of x and the residual are in the slot `through`."""
         place = PLACE[through]
         dtypes = (self._dtype, self._residual_dtype)
         both = [
-            Result(place, None if dtype == self._total else dtype) if need else NOTHING
+            Result(place, None if dtype == self._total_dtype else dtype) if need else NOTHING
             for need, dtype in zip(needs, dtypes, strict=False)
         ]
         names = ("dweight", "dbias", "dinput_bias")
@@ -234,7 +236,7 @@ class LayerNormPlan(Plan):
         acc, root = self.acc, math.sqrt(self.spec.target_variance)
         bias = None
         if self._bias_dtype is not None:
-            # No value of the gradients depends on it.
+            # The gradients do not depend on its values.
             bias = x.new_zeros(self._row, dtype=self._bias_dtype).requires_grad_()
         h = x.to(acc)
         if input_bias is not None:
@@ -258,7 +260,7 @@ class LayerNormPlan(Plan):
         dweight: Tensor | None,
         dbias: Tensor | None,
     ) -> Gradients:
-        """The gradients of x and the residual from that of their sum, and the others."""
+        """The gradients: those of x and the residual are that of their sum, `through`."""
         if through is None:
             return None, None, dweight, dbias, None
         dx = dresidual = through
@@ -283,7 +285,7 @@ class LayerNormPlan(Plan):
         dtotal: Spacing | None = None,
     ) -> tuple[Launch, tuple[int, int]]:
         """The backward's launch, and the scratch memory that it needs."""
-        flags = self._flags(input_bias=self._input_bias)
+        flags = self._flags(input_bias=self._has_input_bias)
         strides = launches.Strides(self._normalised, dy=dy, dtotal=dtotal)
         shape = schedule.layer_norm_backward(
             self._rows,

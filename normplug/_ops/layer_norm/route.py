@@ -1,4 +1,4 @@
-"""Choose the route of a norm of rows: by backend, by what can run, and by measured speed."""
+"""Choose the route of a norm of rows: by backend, by eligibility, and by measured speed."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from normplug._ops.layer_norm.aten import ATEN
 from normplug._ops.layer_norm.compiled import COMPILED
 from normplug._ops.spec import LayerNormSpec, Route, Tensors
 
-# Bytes of input from which it is an operator under torch.compile, without and with a residual.
+# Bytes of input from which torch.compile calls the operator, without and with a residual.
 _OPERATOR_BYTES = 16 << 20
 _ADD_OPERATOR_BYTES = 32 << 20
 
 
 def choose(caller: str, backend: str, t: Tensors, spec: LayerNormSpec, single: bool) -> Route:
-    """The route of a call.
+    """Choose the route of a call.
 
     Args:
         caller: for the error.
         backend: "auto", "triton" or "torch".
         t: the call's tensors.
-        spec: the call's numbers.
-        single: whether a compiler gains nothing by fusing the norm with what stands around it: x
-            is a view of images whose channels come first.
+        spec: the call's non-tensor arguments.
+        single: whether a compiler gains nothing by fusing the norm with the operations around it:
+            x is a view of images whose channels come first.
 
     Raises:
         NotImplementedError: backend "triton" where the kernels cannot run.
     """
     if nested.is_strided(t.x):
-        return _OneTensor(partial(choose, caller, backend, single=single))
+        return _AllRows(partial(choose, caller, backend, single=single))
     if not eligible.takes(caller, backend, t, spec, _kernels):
         return ATEN
     if eligible.is_compiling():
@@ -40,8 +40,8 @@ def choose(caller: str, backend: str, t: Tensors, spec: LayerNormSpec, single: b
     return _kernels()
 
 
-class _OneTensor(Route):
-    """For a nested tensor of the older layout: the route of one tensor of all its rows."""
+class _AllRows(Route):
+    """For a nested tensor of the older layout: the route of the dense tensor of all its rows."""
 
     def __init__(self, choose: Callable[[Tensors, LayerNormSpec], Route]) -> None:
         self._choose = choose

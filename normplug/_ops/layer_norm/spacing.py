@@ -1,4 +1,4 @@
-"""How the rows of a tensor lie in memory, where the kernels can find them."""
+"""How the rows of a tensor lie in memory, if the kernels can address them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from normplug._layouts import is_contiguous
 
 
 def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> Spacing | None:
-    """How rows lie; None where they are not dense, or lie on more levels than kernels know."""
+    """The spacing of rows; None if a row is not dense, or the kernels cannot express it."""
     outer = len(shape) - row_dims
     if not is_contiguous(shape[outer:], stride[outer:]):
         return None
-    levels: list[tuple[int, int]] = []  # how many, how far apart; the innermost first
+    levels: list[tuple[int, int]] = []  # (count, stride), the innermost first
     for size, step in zip(reversed(shape[:outer]), reversed(stride[:outer]), strict=True):
         if size == 1:
             continue
@@ -27,7 +27,8 @@ def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> S
             levels.append((size, step))
     if len(levels) == 3:
         (inner, step), (heads, middle), (_, apart) = levels
-        # Heads within a token. Other middles may change from call to call, and are compiled in.
+        # Only heads within a token: `heads` and `middle` are compiled into the kernel, and others
+        # may change from call to call.
         return Levels(inner, apart, step, heads, middle) if 0 < middle < step else None
     if len(levels) == 2:
         (inner, step), (_, apart) = levels
@@ -37,18 +38,18 @@ def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> S
     return levels[0][1] if levels else math.prod(shape[outer:])
 
 
-_row_spacing = lru_cache(maxsize=4096)(row_spacing)  # not for a compiler's symbolic sizes
+_row_spacing = lru_cache(maxsize=4096)(row_spacing)  # cannot take symbolic sizes
 
 
 def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
-    """Whether rows, in whatever order, have nothing between them: so does their gradient then."""
+    """Whether rows, in any order, have no gaps between them. Their gradient then has none."""
     if isinstance(spacing, Levels):
         return spacing.dense(rows, width)
     return spacing == width
 
 
 def spacing_of(t: Tensor, row_dims: int) -> Spacing:
-    """How the rows of a tensor lie that has been laid out."""
+    """The row spacing of a tensor that the kernels can read."""
     if t.is_contiguous():
         return math.prod(t.shape[t.dim() - row_dims :])
     spacing = _row_spacing(t.shape, t.stride(), row_dims)
@@ -57,7 +58,7 @@ def spacing_of(t: Tensor, row_dims: int) -> Spacing:
 
 
 def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spacing | None:
-    """How rows lie; None where no launch could take them with those `before`."""
+    """The row spacing; None if no launch can take it together with those `before`."""
     if t.is_contiguous():
         return width
     spacing = _row_spacing(t.shape, t.stride(), row_dims)
