@@ -17,8 +17,8 @@ RATE = "optimizer.lr"
 LEFT_OUT = (RATE, "seed", "study")  # options that the sweep after this one sets itself
 RULE = (
     "The best rate has the {better} mean validation {name} after the last epoch, over all seeds of "
-    "the arm.\nA rate counts if each of these seeds finished with it. Of equal rates the smaller "
-    "is taken."
+    "the arm.\nA rate counts if each of these seeds finished with it. If scores are equal, the "
+    "smaller rate is taken."
 )
 
 

@@ -271,7 +271,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def scale_norm_weights(net: nn.Module, gamma0: float | str) -> None:
-    """Multiply the weight of every norm that a swap would replace by `gamma0`.
+    """Multiply the weight of every norm that a swap could replace by `gamma0`.
 
     This makes the control arm of a target variance tv: mode standard with gamma0 = sqrt(tv) starts
     as the same function, so the two arms differ only in their parametrisation. A mode by depth,
