@@ -1,4 +1,4 @@
-"""Train a network whose norms are in one mode; report its accuracy or loss, and what it cost.
+"""Train a network with its norms in one mode; report accuracy or loss, speed and memory.
 
     python train.py mode=golden
     python train.py -m mode=baseline,standard,golden seed=0,1,2
@@ -42,7 +42,7 @@ def main(cfg: DictConfig) -> float | None:
         net = instantiate(cfg.model, **data.sizes)
         if cfg.gamma0 is not None:
             scale_norm_weights(net, cfg.gamma0)
-        if cfg.mode != BASELINE:  # only now, so that every arm starts with the same weights
+        if cfg.mode != BASELINE:  # after init, so that all arms start with the same weights
             normplug.swap(net, mode_of(cfg.mode), **cfg.swap)
             if fuses(cfg):
                 normplug.fuse(net, recompute=cfg.recompute)
@@ -53,7 +53,7 @@ def main(cfg: DictConfig) -> float | None:
 
         model = data.learner(
             net,
-            instantiate(cfg.optimizer, _convert_="all"),  # checkpoints take plain lists only
+            instantiate(cfg.optimizer, _convert_="all"),  # weights_only=True loads only plain lists
             schedule=cfg.schedule,
             warmup=cfg.warmup,
             label_smoothing=cfg.label_smoothing,
@@ -67,7 +67,7 @@ def main(cfg: DictConfig) -> float | None:
         trainer.fit(model, datamodule=data, ckpt_path=run.checkpoint)
         trainer.test(model, datamodule=data, verbose=False)
         return run.finish(trainer, model, data)
-    return None
+    return None  # a run of a sweep failed, and `Run` has recorded it
 
 
 if __name__ == "__main__":

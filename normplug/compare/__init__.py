@@ -1,6 +1,6 @@
-"""A tool: gather the runs of a sweep into one honest table and its plots (needs the `train` extra).
+"""A tool that compares the runs of a sweep in a table and plots (needs the `train` extra).
 
-It imports `_report`; train.py calls it at the end of a sweep.
+train.py calls it at the end of a sweep; it imports nothing that train.py runs.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ def compare(
 
     Args:
         sources: one or more. A directory is searched at any depth for `result.json`; each is one
-            run. A file holds the runs that `collect` has put into it.
-        out: where `summary.md`, `summary.csv` and the plots go, and `runs.csv` of directories;
-            made if absent. None for the source itself, if it is a single directory.
-        plots: those of `PLOTS` to draw; None for all that the runs have numbers for.
-        reference: the arm that others are compared with, where it has finished runs. Else it is
-            "baseline", or "standard" without that.
+            run. A file holds the runs that `collect` wrote to it.
+        out: the directory for `summary.md`, `summary.csv`, the plots, and `runs.csv` of sources
+            that are directories; created if absent. None for the only source, a directory.
+        plots: names of `PLOTS` to draw; None for all that the runs have numbers for.
+        reference: the arm that others are compared with, where it has finished runs; otherwise
+            "baseline", or "standard" if that has none.
 
     Raises:
         FileNotFoundError: a source does not exist.
         ValueError: a directory holds no `result.json`; a file holds no list of runs; `out` is
-            None, and there is no single directory.
+            None, and `sources` is not a single directory.
         ModuleNotFoundError: a package of the `train` extra is missing.
     """
     with needs("normplug.compare", "train"):
@@ -111,6 +111,6 @@ def _target(sources: Sequence[Path], out: Source | None) -> Path:
     if len(sources) == 1 and sources[0].is_dir():
         return sources[0]
     raise ValueError(
-        "normplug.compare: tables and plots need a directory where there is not a single "
-        "directory of runs. Name it: --out DIR."
+        "normplug.compare: with several sources or a collected file, tables and plots need a "
+        "directory of their own. Name it: --out DIR."
     )

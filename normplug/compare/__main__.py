@@ -4,7 +4,7 @@
     python -m normplug.compare RUNS --best FILE         the best learning rate of each arm
     python -m normplug.compare RUNS --collect FILE      all runs in one small file
 
-RUNS are directories, searched at any depth for result.json, or files that --collect has made.
+RUNS are directories, searched at any depth for result.json, or files that --collect wrote.
 """
 
 import argparse
@@ -41,15 +41,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("sources", metavar="RUNS", nargs="+", type=Path)
     parser.add_argument(
-        "--out", metavar="DIR", help="where tables and plots go (default: RUNS, if one directory)"
+        "--out",
+        metavar="DIR",
+        help="directory for tables and plots (default: RUNS, if it is one directory)",
     )
     parser.add_argument(
-        "--plots", metavar="NAME", nargs="*", choices=PLOTS, help=f"of {', '.join(PLOTS)}"
+        "--plots",
+        metavar="NAME",
+        nargs="*",
+        choices=PLOTS,
+        help=f"draw only these, of {', '.join(PLOTS)}",
     )
     parser.add_argument(
         "--reference",
         metavar="ARM",
-        help="what arms are compared with (default: baseline, or standard)",
+        help="arm to compare the others with (default: baseline, else standard)",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(

@@ -1,4 +1,4 @@
-"""Draw what each block of a language model is worth: the loss without it."""
+"""Draw how much each block of a language model matters: the loss added by dropping it."""
 
 from collections.abc import Mapping
 
@@ -11,13 +11,13 @@ from normplug.compare.gather import Group
 
 
 def dropped(group: Group, arm: str) -> list[tuple[float, ...]]:
-    """What dropping each block adds to the loss, of each finished run that measured it."""
+    """Return what dropping each block adds to the loss, for each finished run that measured it."""
     found = [run.block_drop for run in group.finished(arm).values() if run.block_drop]
     return [losses for losses in found if len(losses) == len(found[0])]
 
 
 def blocks_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
-    """What dropping each block adds to the test loss, by depth."""
+    """Draw what dropping each block adds to the test loss, by depth."""
     measure = group.measure
     what = (
         f"test {measure.name} without one block minus that of the whole model, mean over seeds "

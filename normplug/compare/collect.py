@@ -1,4 +1,4 @@
-"""Keep the runs of a study in one small file, from which its report can be made again."""
+"""Collect the runs of a study in one small file, from which its report can be regenerated."""
 
 import json
 import re
@@ -10,15 +10,15 @@ from normplug._report.files import write_file
 from normplug.compare.sources import Record, find_records
 from normplug.compare.variance import kept_variance
 
-LOCAL = ("process",)  # keys that say something of one machine only
-FOLDERS = re.compile(r"(?<![\w.~])~?/(?:[\w.+-]+/)*(?=[\w.+-])")  # of an absolute path
+LOCAL = ("process",)  # keys that mean something on one machine only
+FOLDERS = re.compile(r"(?<![\w.~])~?/(?:[\w.+-]+/)*(?=[\w.+-])")  # in an absolute path
 
 
 def collect(sources: Sequence[Path], path: Path) -> int:
-    """Write all runs to `path`, a run a line, and return how many there are.
+    """Write all runs to `path`, one per line, and return how many there are.
 
     Each is the content of its `result.json` without what is local to a machine: of absolute paths,
-    only the last name stays. Its `run` is the name of its directory, its `variances` are a part of
+    only the last component stays. `run` is the name of its directory, and `variances` is a part of
     its `variance.csv`.
 
     Raises:
@@ -27,7 +27,9 @@ def collect(sources: Sequence[Path], path: Path) -> int:
     """
     records, unreadable = find_records(sources)
     for name, why in unreadable.items():
-        raise ValueError(f"normplug.compare: {name} cannot be read: {why}. Delete it or repeat it.")
+        raise ValueError(
+            f"normplug.compare: {name} cannot be read: {why}. Delete it, or repeat the run."
+        )
     lines = ",\n".join(json.dumps(_kept(record)) for record in records)
     write_file(path, f"[\n{lines}\n]\n")
     return len(records)
@@ -38,12 +40,12 @@ def _kept(record: Record) -> dict[str, Any]:
     kept = {"run": record.name} | {name: _without_folders(value) for name, value in values.items()}
     if record.variances and (variances := kept_variance(record.variances)):
         kept["variances"] = variances
-        kept.pop("input_variances", None)  # the last step of these
+        kept.pop("input_variances", None)  # redundant: the last step of `variances`
     return kept
 
 
 def _without_folders(value: Any) -> Any:
-    """A text or a list of texts, with the last name only of each absolute path in it."""
+    """Reduce each absolute path in a text or a list of texts to its last component."""
     if isinstance(value, list):
         return [_without_folders(item) for item in value]
     return FOLDERS.sub("", value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Read the runs of a study, and sort them into groups that may be compared."""
+"""Read the runs of a study, and group those that can be compared."""
 
 import math
 from collections import defaultdict
@@ -14,17 +14,18 @@ from normplug.compare.sources import Record, find_records
 
 @dataclass(frozen=True)
 class Run:
-    """What one `result.json` says. A number that is null or not finite is None.
+    """The content of one `result.json`. A number that is null or not finite is None.
 
-    `test_score` and `scores_by_epoch` are values of its measure, `items_per_s` is its speed.
+    `test_score` and `scores_by_epoch` are values of `measure`; `items_per_s` is the speed.
 
     Attributes:
         name: its directory, relative to where it was found.
-        variances: its `variance.csv`, or what a collected file has of it; None for neither.
+        variances: its `variance.csv`, which may be absent, or what a collected file keeps of it;
+            None if that file keeps none.
         test_bits: the test loss of a text in bits per character.
         text_sha256: of the text; "" for images.
         block_drop: test loss without each block minus the loss with all of them.
-        overrides: the options of its command line, as they were typed.
+        overrides: the options of its command line, as typed.
     """
 
     name: str
@@ -55,15 +56,15 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end, and so may be averaged."""
+        """Whether the run finished; no other run is averaged."""
         return self.status == "finished"
 
 
 BY_MEASURE = ("measure", "test_score", "scores_by_epoch", "items_per_s")
 NO_KEYS = ("name", "variances", "error", *BY_MEASURE)
-# What each `result.json` of a finished run holds; fields with a default may be absent.
+# What each `result.json` of a finished run must hold; fields with a default may be absent.
 KEYS = tuple(f.name for f in fields(Run) if f.name not in NO_KEYS and f.default is MISSING)
-IDENTITY = ("model", "data", "arm", "seed", "status")
+IDENTITY = ("model", "data", "arm", "seed", "status")  # a record that lacks one is unreadable
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,13 @@ class Group:
 
     @property
     def measure(self) -> Measure:
-        """What the runs are judged by; a run that failed early does not say it."""
+        """What the runs are evaluated by; only a finished run is sure to record it."""
         runs = (run for arm in self.arms for run in self.finished(arm).values())
         return next((run.measure for run in runs), ACCURACY)
 
     @property
     def seeds(self) -> list[int]:
-        """Every seed that any arm has: what each arm should have."""
+        """Every seed that any arm has, and so every seed that each arm should have."""
         return sorted({seed for runs in self.arms.values() for seed in runs})
 
     @property
@@ -129,7 +130,7 @@ class Group:
 
 
 def find_runs(sources: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
-    """The runs of all sources, and what could not be read, with the reason; see `find_records`."""
+    """Return the runs of all sources, and file -> reason for unreadable ones (`find_records`)."""
     records, unreadable = find_records(sources)
     runs = []
     for record in records:
@@ -141,12 +142,12 @@ def find_runs(sources: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
 
 
 def keys(measure: Measure) -> tuple[str, ...]:
-    """What the `result.json` of a finished run with this measure holds."""
+    """Return the keys that `result.json` of a finished run with this measure must hold."""
     return (*KEYS, measure.test_key, measure.curve_key, measure.speed_key)
 
 
 def read_run(found: Record) -> Run:
-    """Read one record; one that says "finished" but lacks keys is a failed run."""
+    """Convert a record to a run; a "finished" one that lacks keys is a failed run."""
     record = found.values
     measure = Measure.of(record)
     lacking = [key for key in keys(measure) if key not in record]
@@ -206,7 +207,8 @@ def group_runs(runs: Iterable[Run], reference: str | None = None) -> list[Group]
 def _group(model: str, data: str, runs: list[Run], references: tuple[str, ...]) -> Group:
     arms: dict[str, dict[int, Run]] = {}
     left_out = []
-    # Of two runs of one arm and seed the later in this order stays: finished before newer.
+    # Of the runs of one arm and seed, the last in this order stays: a finished run if there is one,
+    # then the newest.
     for run in sorted(runs, key=lambda run: (_arm_rank(run.arm), run.finished, run.date)):
         of_arm = arms.setdefault(run.arm, {})
         if run.seed in of_arm:
@@ -216,7 +218,7 @@ def _group(model: str, data: str, runs: list[Run], references: tuple[str, ...]) 
 
 
 def _by_rate(runs: Iterable[Run]) -> list[Run]:
-    """The runs, with the rate in the name of each arm that has several."""
+    """Add the learning rate to the name of each arm that has several."""
     runs = list(runs)
     rates: dict[tuple[str, str, str], set[float | None]] = defaultdict(set)
     for run in runs:

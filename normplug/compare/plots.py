@@ -1,4 +1,4 @@
-"""Draw a group: its measure here, and the rest in `targets`, `blocks`, `throughput` and so on."""
+"""Draw a group: curves and test scores here, the rest in `targets`, `blocks`, `throughput` etc."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -40,10 +40,10 @@ def draw(
     """Write the plots that the groups have numbers for, as `out/<plot>_<group>.png`.
 
     Args:
-        groups: arms look alike in the plots of all of them.
+        groups: an arm has the same style in the plots of all groups.
         variances: of the arms of each group.
-        out: made if absent.
-        plots: the names of those to draw; None for all.
+        out: created if absent.
+        plots: names of the plots to draw; None for all.
     """
     styles = arm_styles(groups)
     found = [
@@ -65,7 +65,7 @@ def draw(
 def _figures(
     group: Group, variances: Mapping[str, Variance], styles: Mapping[str, Style]
 ) -> dict[str, Callable[[], Figure]]:
-    """The plots of one group by name, each to be drawn by a call."""
+    """Return plot name -> function that draws it, for the plots of one group."""
     figures: dict[str, Callable[[], Figure]] = {}
     if any(_curves(group, arm) for arm in group.arms):
         figures[group.measure.name] = partial(curves_figure, group, styles)
@@ -83,7 +83,7 @@ def _figures(
 
 
 def file_stems(groups: Iterable[Group]) -> list[str]:
-    """A part of a file name for each group: letters, digits, `.`, `_` and `-`, no two alike."""
+    """Return a unique part of a file name for each group: letters, digits, `.`, `_` and `-`."""
     stems: list[str] = []
     for group in groups:
         stem = re.sub(r"[^A-Za-z0-9._-]", "_", f"{group.model}_{group.data}")
@@ -94,7 +94,7 @@ def file_stems(groups: Iterable[Group]) -> list[str]:
 
 
 def curves_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
-    """The validation by epoch: all of it, and the last half where arms part by little."""
+    """Draw the validation by epoch: all epochs, and the last half, where arms differ by little."""
     measure = group.measure
     what = f"validation {measure.name}: mean, and band from lowest to highest seed"
     figure = new_figure(group.title, what, 10, 5)
@@ -108,7 +108,7 @@ def curves_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
         for axes, start in ((whole, 0), (late, len(epochs) // 2)):
             x, y, colour = epochs[start:], shown[:, start:], styles[arm].colour
             axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.15, lw=0)
-            # A marker at 100% is on the border: it is drawn whole.
+            # A marker at 100% is on the border: without clipping, it is drawn whole.
             draw_line(axes, x, y.mean(axis=0), styles[arm], label, clip_on=False)
     for axes, name in ((whole, "all epochs"), (late, "last half, enlarged")):
         axes.set_ylim(_possible(measure, *axes.get_ylim()))
@@ -121,7 +121,7 @@ def curves_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
 
 
 def seeds_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
-    """The measure on the test set for every seed, and its difference to the reference."""
+    """Draw the test score of every seed, and its difference from the reference."""
     measure = group.measure
     what = f"test {measure.name}: a dot for each seed, mean and 95% t-interval in black"
     if adjusted_ps(group):
@@ -140,9 +140,9 @@ def seeds_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
             if interval := t_interval(by_seed.values()):
                 shown = {seed: measure.scale * value for seed, value in by_seed.items()}
                 draw_dots(axes, row, shown, group.seeds, styles[arm])
-                mean, off = interval.mean, interval.half_width or 0.0
-                mean, off = measure.scale * mean, measure.scale * off
-                draw_bar(axes, row, mean, mean - off, mean + off)
+                mean = measure.scale * interval.mean
+                half = measure.scale * (interval.half_width or 0.0)
+                draw_bar(axes, row, mean, mean - half, mean + half)
         if not scores(group, arm):
             left.text(0.02, row, f"no test {measure.name}", transform=left.get_yaxis_transform())
     left.set_yticks(range(len(arms)), names)
@@ -167,7 +167,7 @@ def seeds_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
 
 
 def _name_ps(axes: Axes, group: Group) -> None:
-    """Write Holm's p of each arm beside its row."""
+    """Write each arm's p-value, adjusted by Holm, beside its row."""
     beside = axes.get_yaxis_transform()
     ps = adjusted_ps(group)
     if ps:
@@ -179,7 +179,7 @@ def _name_ps(axes: Axes, group: Group) -> None:
 
 
 def _curves(group: Group, arm: str) -> list[tuple[float, ...]]:
-    """The validation curves of an arm's finished runs, cut to the epochs that all of them have."""
+    """Return the validation curves of an arm's finished runs, cut to the epochs that all have."""
     found = [run.scores_by_epoch for run in group.finished(arm).values()]
     curves = [curve for curve in found if np.isfinite(curve).any()]
     shortest = min(map(len, curves), default=0)
@@ -187,6 +187,6 @@ def _curves(group: Group, arm: str) -> list[tuple[float, ...]]:
 
 
 def _possible(measure: Measure, low: float, high: float) -> tuple[float, float]:
-    """The limits of an axis, without what no value can be."""
+    """Clip the limits of an axis to the values that the measure can have."""
     least, most = measure.limits
     return max(low, least), min(high, most)

@@ -14,11 +14,11 @@ from normplug._report.measure import Measure
 from normplug.compare.gather import Run, find_runs
 
 RATE = "optimizer.lr"
-LEFT_OUT = (RATE, "seed", "study")  # options of the sweep over rates that its successor sets itself
+LEFT_OUT = (RATE, "seed", "study")  # options that the sweep after this one sets itself
 RULE = (
     "The best rate has the {better} mean validation {name} after the last epoch, over all seeds of "
-    "the arm.\nA rate counts if each of these seeds finished with it. Of equal rates the smaller "
-    "is taken."
+    "the arm.\nA rate counts if each of these seeds finished with it. If scores are equal, the "
+    "smaller rate is taken."
 )
 
 
@@ -29,8 +29,9 @@ class Choice:
     Attributes:
         title: model, data and arm.
         measure: what the runs are judged by.
-        scores: rate -> mean validation after the last epoch; None for a rate that does not count.
-        best: the rate with the best one; None if no rate counts.
+        scores: rate -> mean validation score after the last epoch; None for a rate that does not
+            count.
+        best: the rate with the best score; None if no rate counts.
         overrides: the options of the arm with its best rate, without seed and study.
     """
 
@@ -42,26 +43,26 @@ class Choice:
 
     @property
     def remark(self) -> str:
-        """Why the choice may not be the arm's best."""
+        """Why the choice may not be the best rate of the arm."""
         if self.best is None:
             return "no rate has finished runs of all seeds"
         if len(self.scores) > 1 and self.best in (min(self.scores), max(self.scores)):
-            return "at the end of the range: try further"
+            return "at the end of the range: extend it"
         return ""
 
 
 def best_rates(sources: Sequence[Path], path: Path) -> str:
-    """Write the options of each arm with its best rate, a line an arm; return the table.
+    """Write the options of each arm with its best rate, one line per arm; return the table.
 
     Raises:
         OSError: a source cannot be read, or `path` cannot be written.
-        ValueError: a source holds no run, or no run says its learning rate and its options.
+        ValueError: a source holds no run, or no run records its learning rate and options.
     """
     runs, _ = find_runs(sources)
     found = choices([run for run in runs if run.learning_rate is not None and run.overrides])
     if not found:
         raise ValueError(
-            "normplug.compare: no run says its learning rate. `result.json` needs the keys "
+            "normplug.compare: no run records its learning rate. `result.json` needs the keys "
             "learning_rate and overrides, which train.py writes: repeat the sweep."
         )
     write_file(
@@ -75,7 +76,7 @@ def best_rates(sources: Sequence[Path], path: Path) -> str:
 
 
 def choices(runs: Iterable[Run]) -> list[Choice]:
-    """The choice of each arm, in the order of the runs."""
+    """Return the choice of each arm, in the order of the runs."""
     members: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
     for run in runs:
         members[run.model, run.data, run.arm].append(run)

@@ -34,9 +34,9 @@ def render(
     unreadable: Mapping[str, str],
     where: str,
 ) -> str:
-    """The whole report: a section per group, then unreadable files, then how to read it.
+    """Return the whole report: a section per group, then unreadable files, then how to read it.
 
-    `notes` say what each group lacks besides its runs, `where` is where the runs were found.
+    `notes` list what each group lacks besides runs; `where` names the sources of the runs.
     """
     count = sum(len(runs) for group in groups for runs in group.arms.values())
     count += sum(len(group.left_out) for group in groups) + len(unreadable)
@@ -66,7 +66,7 @@ def _section(group: Group, notes: Sequence[str]) -> str:
 
 
 def _outcome_table(group: Group, rows: Sequence[Row]) -> str:
-    """What each arm reached, and its difference from the reference."""
+    """Return a table of the test score of each arm, and its difference from the reference."""
     measure = group.measure
     bits = any(row.test_bits for row in rows)
     header = (
@@ -100,7 +100,7 @@ def _outcome(row: Row, bits: bool) -> tuple[str, ...]:
 
 
 def _cost_table(group: Group, rows: Sequence[Row]) -> str:
-    """How fast each arm was, and what it took."""
+    """Return a table of speed, peak memory and swapped norms of each arm."""
     speed = group.measure.speed_unit
     header = ("arm", "speed ratio", speed, "step, ms", "peak, MiB", "norms swapped")
     return table(header, map(_cost, rows), padded=True)
@@ -140,7 +140,7 @@ def _rounded(value: float | None) -> str:
 
 
 def _warnings(group: Group) -> list[str]:
-    """What makes a comparison of the group's runs unsound."""
+    """Return warnings about runs that cannot be compared."""
     texts = Counter(
         run.text_sha256
         for arm in group.arms
@@ -166,13 +166,13 @@ def _not_averaged(group: Group) -> list[str]:
         kept = group.arms[run.arm][run.seed]
         lines.append(
             f"{run.arm}, seed {run.seed}: a second run, {run.name} ({run.status}), "
-            f"left out for {kept.name}; if both were meant, compare them apart"
+            f"left out for {kept.name}; if both are intended, compare them separately"
         )
     return lines
 
 
 def _reason(run: Run | None) -> str:
-    """Why a run is not averaged; empty if it is."""
+    """Return why a run is not averaged; empty if it is."""
     if run is None:
         return "missing: another arm has this seed, this arm has no run with it"
     if run.status in ("failed", "diverged"):
@@ -185,7 +185,7 @@ def _reason(run: Run | None) -> str:
 
 
 def _provenance(group: Group) -> list[str]:
-    """Hardware, versions, epochs, dates of the runs that count, and what differs between them."""
+    """Return hardware, versions, epochs and dates of the finished runs, and how they differ."""
     runs = [run for arm in group.arms for run in group.finished(arm).values()]
     if not runs:
         return ["no finished run, so no hardware, versions, epochs or dates to state"]
@@ -213,7 +213,7 @@ def _provenance(group: Group) -> list[str]:
 
 
 def _rates(group: Group) -> dict[float, list[str]]:
-    """The arms that finished runs with each learning rate."""
+    """Return learning rate -> arms with finished runs at that rate."""
     rates: dict[float, list[str]] = {}
     for arm in group.arms:
         for rate in sorted({run.learning_rate or 0.0 for run in group.finished(arm).values()}):

@@ -58,12 +58,12 @@ RUN_FIELDS = (
 
 
 def write_summary(path: Path, rows: Iterable[Row]) -> None:
-    """One line for each (model, data, arm)."""
+    """Write one line for each (model, data, arm)."""
     _write(path, SUMMARY_COLUMNS, [_summary_line(row) for row in rows])
 
 
 def write_runs(path: Path, groups: Iterable[Group], unreadable: Mapping[str, str]) -> None:
-    """One line for each run; `averaged` is False for those that no mean includes."""
+    """Write one line for each run; `averaged` is False for a run that no mean includes."""
     lines = []
     for group in groups:
         used = [run for runs in group.arms.values() for _, run in sorted(runs.items())]

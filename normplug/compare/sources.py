@@ -1,4 +1,4 @@
-"""Where runs come from: directories of `result.json`, and files that hold many of them."""
+"""Find the records of runs, in directories with `result.json` files and in collected files."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ class Record(NamedTuple):
 
     Attributes:
         name: the run's directory, relative to where it was found.
-        values: all that the file says. A record of a collected file may have its variances, too.
+        values: the content of the file. In a collected file, it may include `variances`.
         variances: `variance.csv` beside the file, which may be absent; None in a collected file.
     """
 
@@ -23,16 +23,16 @@ class Record(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Where its content is, for people."""
+        """The name of its file, for messages."""
         return f"{self.name}/result.json" if self.variances else self.name
 
 
 def find_records(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
-    """The records of all sources, and what could not be read, with the reason.
+    """Return the records of all sources, and file -> reason for those that could not be read.
 
     Args:
         sources: each is a directory that is searched at any depth for `result.json`, or a file
-            that `python -m normplug.compare --collect` has made.
+            that `python -m normplug.compare --collect` wrote.
 
     Raises:
         FileNotFoundError: a source does not exist.
@@ -54,10 +54,10 @@ def find_records(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """The content of a `result.json`; a run that its sweep could not use has failed."""
+    """Read a `result.json`; a run that the latest sweep refused to use counts as failed."""
     values = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
-        raise ValueError("holds no JSON object")
+        raise ValueError("is not a JSON object")
     if (refusal := path.with_name(REFUSAL)).is_file():
         values |= {"status": "failed", "error": refusal.read_text(encoding="utf-8")}
     return values
@@ -66,8 +66,8 @@ def read_result(path: Path) -> dict[str, Any]:
 def _in_directory(directory: Path) -> list[Path]:
     if not directory.is_dir():
         raise FileNotFoundError(
-            f"normplug.compare: {directory} is not a directory or a file. Give the directory that "
-            "holds the runs of a sweep, or a file that --collect has made."
+            f"normplug.compare: {directory} is neither a directory nor a file. Give the directory "
+            "that holds the runs of a sweep, or a file that --collect wrote."
         )
     paths = sorted(directory.rglob("result.json"))
     if not paths:
@@ -85,8 +85,8 @@ def _in_file(path: Path) -> Iterator[Record]:
         raise ValueError(f"normplug.compare: {path} is not JSON: {error}.") from None
     if not (isinstance(runs, list) and all(isinstance(run, dict) for run in runs)):
         raise ValueError(
-            f"normplug.compare: {path} holds no list of runs. Give a file that "
-            "`python -m normplug.compare RUNS --collect FILE` has made, or a directory of runs."
+            f"normplug.compare: {path} does not hold a list of runs. Give a file that "
+            "`python -m normplug.compare RUNS --collect FILE` wrote, or a directory of runs."
         )
     for number, run in enumerate(runs):
         yield Record(str(run.get("run") or f"run {number}"), run, None)

@@ -1,4 +1,4 @@
-"""Means, 95% t-intervals, and differences to the reference paired by seed, with Holm's p."""
+"""Means, 95% t-intervals, and differences from the reference, paired by seed, with p-values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the summary. None stands for nothing to average.
+    """One line of the summary. None means that there is nothing to average.
 
     Attributes:
         model: name of the network.
         data: name of the data set.
         arm: baseline, standard, golden, ...
-        measure: what the runs are judged by; an accuracy is a fraction.
+        measure: what the runs are evaluated by; an accuracy is a fraction.
         n_finished: finished runs, the only ones averaged.
         n_expected: seeds that any arm of the group has.
         reference: the arm that this one is compared with; None if there is none.
@@ -28,9 +28,9 @@ class Row:
         test_score: the measure on the test set, over the finished runs that have it.
         test_bits: the test loss of a text in bits per character.
         difference: test score minus the reference's, over the seeds that both finished.
-        p: of a paired t-test of that difference, adjusted by Holm's method for all arms that the
-            group compares with its reference.
-        speed_ratio: geometric mean of the speed over the reference's, by pairs of one hardware.
+        p: p-value of a paired t-test of that difference, adjusted by Holm's method for all arms
+            that the group compares with its reference.
+        speed_ratio: geometric mean of the speed over the reference's, by pairs on one hardware.
         speed_pairs: number of those pairs.
         items_per_s: median over runs.
         step_ms: median over runs of each run's median step.
@@ -59,12 +59,12 @@ class Row:
 
 
 def scores(group: Group, arm: str) -> dict[int, float]:
-    """The measure on the test set by seed, of the finished runs that have one."""
+    """Return the test score by seed, of the finished runs that have one."""
     return _values(group.finished(arm), "test_score")
 
 
 def paired_differences(group: Group, arm: str) -> dict[int, float]:
-    """Test score of `arm` minus that of the reference, by seed that both finished."""
+    """Return the test score of `arm` minus the reference's, by seed that both finished."""
     if group.reference in (None, arm):
         return {}
     reference = scores(group, group.reference)
@@ -73,7 +73,7 @@ def paired_differences(group: Group, arm: str) -> dict[int, float]:
 
 
 def speed_ratios(group: Group, arm: str) -> dict[int, float]:
-    """Speed of `arm` over that of the reference, by seed that both ran on one hardware."""
+    """Return the speed of `arm` over the reference's, by seed that both ran on one hardware."""
     if group.reference in (None, arm):
         return {}
     runs, references = group.finished(arm), group.finished(group.reference)
@@ -87,13 +87,13 @@ def speed_ratios(group: Group, arm: str) -> dict[int, float]:
 
 
 def adjusted_ps(group: Group) -> dict[str, float]:
-    """Holm's p of each arm that has two or more pairs with the reference."""
+    """Return the Holm-adjusted p-value of each arm with two or more pairs with the reference."""
     ps = {arm: p_value(paired_differences(group, arm).values()) for arm in group.arms}
     return holm({arm: p for arm, p in ps.items() if p is not None})
 
 
 def p_text(p: float) -> str:
-    """A p as text: three decimals, and no p is 0."""
+    """Format a p-value with three decimals, but never as 0."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 

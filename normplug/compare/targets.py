@@ -1,4 +1,4 @@
-"""Draw what the runs reached over the target variance: a line for each model."""
+"""Draw the test score over the target variance: a line for each model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,12 +14,12 @@ from normplug.compare.dots import say_no_pair
 from normplug.compare.gather import Group
 from normplug.compare.stats import paired_differences, scores
 
-LEAST = 3  # target variances that make a line
-BESIDE = 1.02  # between models on the log axis, so that their intervals are side by side
+LEAST = 3  # minimum number of target variances for a line
+BESIDE = 1.02  # spreads models on the log axis, so that their intervals are side by side
 
 
 def target_groups(groups: Iterable[Group]) -> list[list[Group]]:
-    """The groups with a line each, together where they have one data set and one measure."""
+    """Return the groups that have a line, in one list per data set and measure."""
     found: dict[object, list[Group]] = {}
     for group in groups:
         if len(targets(group)) >= LEAST:
@@ -28,7 +28,7 @@ def target_groups(groups: Iterable[Group]) -> list[list[Group]]:
 
 
 def targets(group: Group) -> dict[float, str]:
-    """Target variance -> arm, of the arms that are a mode and nothing else, ascending."""
+    """Return target variance -> arm, ascending, of the arms whose name is just a mode."""
     found = {}
     for arm in group.arms:
         if scores(group, arm) and (variance := _target_variance(arm)):
@@ -37,7 +37,7 @@ def targets(group: Group) -> dict[float, str]:
 
 
 def targets_figure(groups: Sequence[Group]) -> Figure:
-    """The measure on the test set, and its difference to the reference, over the target variance.
+    """Draw the test score, and its difference from the reference, over the target variance.
 
     Args:
         groups: of one data set and one measure.
@@ -48,18 +48,18 @@ def targets_figure(groups: Sequence[Group]) -> Figure:
     grid = figure.add_gridspec(len(groups), 2)
     right = figure.add_subplot(grid[:, 1])
     compared = [group for group in groups if _pairs(group)]
-    for place, (group, look) in enumerate(zip(groups, OTHERS, strict=False)):
+    for place, (group, style) in enumerate(zip(groups, OTHERS, strict=False)):
         left = figure.add_subplot(grid[place, 0])
         label = f"{group.model} ({seed_count(len(group.seeds))})"
         drawn = {tv: scores(group, arm) for tv, arm in targets(group).items()}
-        _draw_line(left, drawn, measure.scale, look, label)
+        _draw_line(left, drawn, measure.scale, style, label)
         left.set_title(label, loc="left", fontsize="medium")
         left.set_ylabel(f"{measure.name} ({measure.unit})")
         _target_axis(left, drawn, place == len(groups) - 1)
         if group in compared:
             shift = BESIDE ** (2 * place - len(groups) + 1)
             beside = {tv * shift: pairs for tv, pairs in _pairs(group).items()}
-            _draw_line(right, beside, measure.scale, look, label)
+            _draw_line(right, beside, measure.scale, style, label)
     if compared:
         minus = " or ".join(sorted({str(group.reference) for group in compared}))
         right.axhline(0, color="black", linewidth=0.8, linestyle="--", zorder=0)
@@ -73,13 +73,13 @@ def targets_figure(groups: Sequence[Group]) -> Figure:
 
 
 def _pairs(group: Group) -> dict[float, dict[int, float]]:
-    """Target variance -> differences to the reference by seed, where there are any."""
+    """Return target variance -> differences from the reference by seed, where there are any."""
     found = {tv: paired_differences(group, arm) for tv, arm in targets(group).items()}
     return {tv: differences for tv, differences in found.items() if differences}
 
 
 def _target_variance(arm: str) -> float | None:
-    """The target variance of an arm that is named by it, or by a mode."""
+    """Return the target variance of an arm named by it or by a mode; None for other arms."""
     for name in (float, str):
         try:
             return NormMode(name(arm)).target_variance
@@ -92,20 +92,20 @@ def _draw_line(
     axes: Axes,
     by_target: Mapping[float, Mapping[int, float]],
     scale: float,
-    look: Style,
+    style: Style,
     label: str,
 ) -> None:
-    """Means and intervals at each target variance, in the look of the model."""
+    """Draw means and intervals at each target variance, in the style of the model."""
     intervals = {tv: t_interval(values.values()) for tv, values in by_target.items()}
     found = {tv: interval for tv, interval in intervals.items() if interval}
     axes.errorbar(
         list(found),
         [scale * interval.mean for interval in found.values()],
         yerr=[scale * (interval.half_width or 0.0) for interval in found.values()],
-        color=look.colour,
-        marker=look.marker,
-        linestyle=look.dash,
-        linewidth=look.width,
+        color=style.colour,
+        marker=style.marker,
+        linestyle=style.dash,
+        linewidth=style.width,
         capsize=3,
         label=label,
     )

@@ -1,4 +1,4 @@
-"""Draw how fast the runs of a group trained."""
+"""Draw the training speed of a group's runs."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ Speeds = Mapping[str, Mapping[int, float]]  # arm -> seed -> speed, on one hardw
 
 
 def throughput_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
-    """The speed of each run, and its ratio to the reference's; a row of panels a hardware."""
+    """Draw the speed of each run, and its ratio to the reference's; one row per hardware."""
     by_hardware = speeds_by_hardware(group)
     names = {
         hardware: [row_name(arm, len(by_seed), group) for arm, by_seed in arms.items()]
@@ -74,7 +74,7 @@ def _draw_speed_ratios(axes: Axes, arms: Speeds, group: Group, styles: Mapping[s
 
 
 def speeds_by_hardware(group: Group) -> dict[str, dict[str, dict[int, float]]]:
-    """Hardware -> arm -> seed -> speed, of the finished runs that were timed."""
+    """Return hardware -> arm -> seed -> speed, of the finished runs that were timed."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     for arm in group.arms:
         for seed, run in sorted(group.finished(arm).items()):
@@ -85,6 +85,6 @@ def speeds_by_hardware(group: Group) -> dict[str, dict[str, dict[int, float]]]:
 
 
 def _at_least_a_tenth(low: float, high: float) -> tuple[float, float]:
-    """The limits of an axis of speeds, wide enough that noise does not fill it."""
+    """Widen a speed axis to a tenth of its middle at least, so that noise does not fill it."""
     middle, half = (low + high) / 2, max((high - low) / 2, 0.05 * (low + high) / 2)
     return middle - half, middle + half

@@ -1,4 +1,4 @@
-"""Read the variances that runs logged, keep a few of them, and average them over seeds."""
+"""Read the variances that runs logged, select some for a file, and average them over seeds."""
 
 import csv
 from collections import Counter
@@ -16,7 +16,7 @@ from normplug.compare.gather import Group
 Floats = NDArray[np.float64]
 COLUMNS = ("target_variance", "input_variance", "output_variance", "affine_variance")
 NEEDED = {"step", "depth", "kind", *COLUMNS}
-STEPS_KEPT = 8  # of a run in a collected file: enough for a picture of depth by step
+STEPS_KEPT = 8  # per run in a collected file: enough for a heat map of depth by step
 DIGITS_KEPT = 3
 
 
@@ -74,7 +74,7 @@ def gather_variance(group: Group) -> GroupVariance:
 
 
 def read_variance(path: Path) -> Variance:
-    """Read one file. Rows of rank 0 count; of a step logged twice (a resumed run), the last."""
+    """Read the rows of rank 0 of a file; of a step logged twice (a resumed run), the last."""
     cells: dict[tuple[int, int], list[float]] = {}
     kind_of: dict[int, str] = {}
     with path.open(newline="", encoding="utf-8") as file:
@@ -82,7 +82,7 @@ def read_variance(path: Path) -> Variance:
         if lacking := NEEDED - set(reader.fieldnames or ()):
             raise ValueError(f"lacks the columns {', '.join(sorted(lacking))}")
         for row in reader:
-            cut_short = None in row.values()
+            cut_short = None in row.values()  # DictReader fills in the missing cells
             if cut_short or row.get("rank") not in ("0", "", None):
                 continue
             depth = int(row["depth"])
@@ -107,7 +107,7 @@ def read_variance(path: Path) -> Variance:
 
 
 def kept_variance(path: Path) -> dict[str, Any] | None:
-    """What a collected file keeps of a `variance.csv`: `STEPS_KEPT` steps, with the first and last.
+    """Return what a collected file keeps: `STEPS_KEPT` steps, including the first and the last.
 
     None for a file that is absent or cannot be read.
     """
@@ -126,7 +126,7 @@ def kept_variance(path: Path) -> dict[str, Any] | None:
 
 
 def _variance_of(variances: Path | Mapping[str, Any]) -> Variance:
-    """The variances of a run, from its `variance.csv` or from a collected file."""
+    """Return the variances of a run, from its `variance.csv` or from a collected file."""
     if isinstance(variances, Path):
         return read_variance(variances)
     return Variance(
@@ -138,7 +138,7 @@ def _variance_of(variances: Path | Mapping[str, Any]) -> Variance:
 
 
 def _rounded(table: Floats) -> list[list[float | None]]:
-    """The table in few digits, with None for what JSON lacks."""
+    """Round to a few digits; replace values that are not finite, which JSON lacks, by None."""
     return [
         [float(f"{value:.{DIGITS_KEPT}g}") if np.isfinite(value) else None for value in row]
         for row in table
@@ -146,7 +146,7 @@ def _rounded(table: Floats) -> list[list[float | None]]:
 
 
 def mean_variance(runs: list[Variance]) -> Variance | None:
-    """The mean over runs at the steps that all of them logged; None if they share no step."""
+    """Return the mean over runs at the steps that all of them logged; None if there is none."""
     steps = reduce(np.intersect1d, [run.steps for run in runs])
     depths = reduce(np.intersect1d, [run.depths for run in runs])
     if not steps.size or not depths.size:

@@ -1,4 +1,4 @@
-"""Draw the variance of a group's norms: along the network, and while it trains."""
+"""Draw the variance of a group's norms: by depth, and by training step."""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ PANELS = {
 def variance_by_depth_figure(
     title: str, variances: Mapping[str, Variance], styles: Mapping[str, Style]
 ) -> Figure:
-    """Variance along the network, at the last step that all seeds of an arm logged."""
+    """Draw the variance by depth, at the last step that all seeds of an arm logged."""
     last_steps = sorted({int(variance.steps[-1]) for variance in variances.values()})
     when = " and ".join(f"{step}" for step in last_steps)
     what = f"variance at each norm at the last step logged ({when}), mean over seeds"
@@ -53,7 +53,7 @@ def variance_by_depth_figure(
 
 
 def variance_by_step_figure(title: str, variances: Mapping[str, Variance]) -> Figure:
-    """Variance after weight and bias: for each arm a heat map of depth (down) by step."""
+    """Draw the variance after weight and bias: for each arm, a heat map of depth (down) by step."""
     columns = len(variances) if len(variances) <= 3 else math.ceil(math.sqrt(len(variances)))
     rows = math.ceil(len(variances) / columns)
     names = [wrapped(f"{arm} ({seed_count(v.runs)})", 34) for arm, v in variances.items()]
@@ -80,6 +80,6 @@ def variance_by_step_figure(title: str, variances: Mapping[str, Variance]) -> Fi
 
 
 def _depth_label(variances: Mapping[str, Variance]) -> str:
-    """The axis' name, with what the norms are."""
+    """Return the label of the axis, with the number of norms of each class."""
     kinds = next(iter(variances.values())).kinds
     return f"norm by depth, 0 = first ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"

@@ -1,1 +1,1 @@
-"""What `train.py` runs: data, models, training and its records; imports no other tool."""
+"""Everything that `train.py` runs: data, models, training, results. It imports no other tool."""

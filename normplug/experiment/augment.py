@@ -1,8 +1,8 @@
-"""Image arithmetic on the device, a batch at a time: normalise, crop, flip.
+"""Normalise, crop and flip whole batches of images on their device.
 
-`torchvision.transforms.v2` crops all images of a batch alike, so it would have to be called once
-for each image. For 512 CIFAR images that takes a CPU core 27 ms instead of 5, more than a GPU needs
-to train on them. Its `Normalize` also waits for the GPU in every call, to look for a std of 0.
+`torchvision.transforms.v2` applies one crop to a whole batch, so random crops would need a call for
+each image. For 512 CIFAR images that takes a CPU core 27 ms instead of 5, more than a GPU needs to
+train on them. Its `Normalize` also synchronises with the GPU in every call, to look for a std of 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Augment:
     """How training images are augmented.
 
     Attributes:
-        pad: pixels added on every side before a random crop to the old size; 0 for no crop.
-        flip: mirror left and right with probability 1/2.
+        pad: pixels added on every side before a random crop to the original size; 0 for no crop.
+        flip: flip horizontally with probability 1/2.
     """
 
     pad: int = 0
@@ -43,33 +43,34 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def crop_and_flip(images: Tensor, augment: Augment, generator: torch.Generator) -> Tensor:
-    """Shift each image by its own offset of up to `pad` pixels each way, and mirror half of them.
+    """Shift each image by its own offset of up to `pad` pixels each way, and flip half of them.
 
     Pixels from outside the image are 0, which is the mean of normalised images.
 
     Args:
         images: (B, C, H, W).
         augment: how to augment.
-        generator: of the host, so that every device gets the same numbers. The numbers of a whole
-            batch are drawn at once, and copied without waiting for the GPU.
+        generator: a CPU generator, so that the numbers do not depend on the device. Those of a
+            whole batch are drawn at once, and copied asynchronously.
 
     Returns:
-        (B, C, H, W), new.
+        (B, C, H, W), a new tensor.
     """
     batch, channels, height, width = images.shape
     device, pad = images.device, augment.pad
 
-    def drawn(values: int, *shape: int) -> Tensor:
-        numbers = torch.randint(values, shape, generator=generator, pin_memory=images.is_cuda)
+    def draw(high: int, *shape: int) -> Tensor:
+        numbers = torch.randint(high, shape, generator=generator, pin_memory=images.is_cuda)
         return numbers.to(device, non_blocking=True)
 
-    top, left = drawn(2 * pad + 1, 2, batch, 1)
+    top, left = draw(2 * pad + 1, 2, batch, 1)
     rows = top + torch.arange(height, device=device)
     columns = left + torch.arange(width, device=device)
     if augment.flip:
-        columns = torch.where(drawn(2, batch, 1).bool(), columns.flip(1), columns)
+        columns = torch.where(draw(2, batch, 1).bool(), columns.flip(1), columns)
 
     padded = functional.pad(images, (pad, pad, pad, pad))
+    # The flat index, in a padded image, of each pixel of the output: one gather crops and flips.
     source = rows[:, :, None] * (width + 2 * pad) + columns[:, None, :]
     source = source.view(batch, 1, -1).expand(-1, channels, -1)
     return padded.flatten(2).gather(2, source).view(images.shape)

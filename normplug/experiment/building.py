@@ -1,4 +1,4 @@
-"""Build what the configuration names: callbacks, loggers, the Trainer."""
+"""Build the callbacks, the loggers and the Trainer of a configuration."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def on_gpu(cfg: DictConfig) -> bool:
 
 
 def fuses(cfg: DictConfig) -> bool:
-    """Whether the swapped norms are to be fused: as configured, or on a GPU."""
+    """Whether to fuse the swapped norms: as configured; if that is null, only on a GPU."""
     return on_gpu(cfg) if cfg.fuse is None else cfg.fuse
 
 
 def build_group(cfg: DictConfig, group: str) -> list[Any]:
-    """Build the callbacks or the loggers of a group; those that are null are left out.
+    """Build the callbacks or the loggers of a group; skip those that are null.
 
     Raises:
-        UserError: a `_target_` makes something else.
+        UserError: a `_target_` builds neither a callback nor a logger.
     """
     nodes = cfg.get(group) or {}
     objects = {name: instantiate(node) for name, node in nodes.items() if node is not None}
@@ -58,9 +58,9 @@ def build_trainer(
     timer: StepTimer,
     directory: Path,
 ) -> Trainer:
-    """Build the configured Trainer; what is "auto" in its configuration is decided here.
+    """Build the configured Trainer, and decide the settings that are "auto".
 
-    The callbacks that every run needs are added to those of the configuration.
+    The callbacks that every run needs are added to the configured ones.
 
     Raises:
         UserError: a sweep with a strategy that would repeat the sweep in every process, or
@@ -69,9 +69,9 @@ def build_trainer(
     settings = cfg.trainer.copy()
     parts: dict[str, Any] = {}
     callbacks = list(callbacks)
-    if not loggers:  # this callback refuses to run without one
+    if not loggers:  # LearningRateMonitor raises without a logger
         callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
-    if "enable_checkpointing" not in settings:  # else Lightning adds a checkpoint of its own
+    if "enable_checkpointing" not in settings:  # else Lightning adds its own ModelCheckpoint
         parts["enable_checkpointing"] = any(isinstance(c, Checkpoint) for c in callbacks)
     if settings.precision == "auto":
         settings.precision = "bf16-mixed" if on_gpu(cfg) else "32-true"
@@ -86,20 +86,20 @@ def build_trainer(
         plugins.append(AtomicCheckpoints())
     callbacks += [SeedEpochs(cfg.seed), FiniteLoss(), timer]
     trainer = instantiate(settings, callbacks=callbacks, logger=loggers, plugins=plugins, **parts)
-    _refuse_sweep_of_processes(trainer)
+    _refuse_rerun_of_sweep(trainer)
     if cfg.graph:
         refuse_graph(trainer)
     return trainer
 
 
-def _refuse_sweep_of_processes(trainer: Trainer) -> None:
-    # A launcher that does not suit a notebook starts its processes by running the command again.
+def _refuse_rerun_of_sweep(trainer: Trainer) -> None:
+    # A launcher that is not interactive-compatible starts each process by rerunning the command.
     launcher = trainer.strategy.launcher
-    runs_again = launcher is not None and not launcher.is_interactive_compatible
-    if is_sweep() and runs_again and trainer.num_devices > 1:
+    reruns_command = launcher is not None and not launcher.is_interactive_compatible
+    if is_sweep() and reruns_command and trainer.num_devices > 1:
         raise UserError(
             f"{WHO}: {trainer.num_devices} devices with {type(trainer.strategy).__name__} start "
-            "each process by running the command again, which with -m would be the whole sweep. "
-            "Give trainer.devices=1, run the arms one by one (for mode in ...; do python train.py "
+            "each process by running the command again, and with -m that is the whole sweep. "
+            "Set trainer.devices=1, run the arms one by one (for mode in ...; do python train.py "
             "mode=$mode ...; done), or use torchrun."
         )

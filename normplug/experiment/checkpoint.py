@@ -1,4 +1,4 @@
-"""Checkpoints: how they are written, from which one a run may resume, and the logs beside them."""
+"""Write and read checkpoints, check that a run may resume from one, and continue its logs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ METRICS, VARIANCE = "metrics.csv", "variance.csv"
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
-    """Write a checkpoint beside its final place, then rename it.
+    """Write each checkpoint to a temporary file beside its destination, then rename that file.
 
-    A kill during the write leaves the former checkpoint. Lightning itself writes to the system's
+    A kill during the write leaves the previous checkpoint. Lightning itself writes to the system's
     temporary directory: if that is on another disk, the file is copied and not renamed.
     """
 
@@ -39,30 +39,30 @@ class AtomicCheckpoints(TorchCheckpointIO):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint of train.py; its tensors stay in the file until they are used.
+    """Read a checkpoint of train.py; its tensors are memory-mapped.
 
     Raises:
-        ValueError: `path` is not a file, is damaged, or holds less than a whole checkpoint.
+        ValueError: `path` is not a file, is damaged, or is not a complete checkpoint.
     """
     if not path.is_file():
         own = path / LAST if (path / LAST).is_file() else f"{LAST} in its directory"
         raise ValueError(
             f"normplug.experiment: ckpt_path must be a checkpoint file; got {path}. "
-            f"A run's own is {own}."
+            f"A run's checkpoint is {own}."
         )
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many kinds, and its advice would be wrong here
+    except Exception as error:  # torch raises many types, and its advice would be wrong here
         why = error.strerror if isinstance(error, OSError) and error.strerror else None
         raise ValueError(
             f"normplug.experiment: ckpt_path={path} cannot be read: "
-            f"{why or 'it is cut off, or train.py did not write it'}. Give another checkpoint."
+            f"{why or 'it is truncated, or was not written by train.py'}. Give another checkpoint."
         ) from None
     lacking = [key for key in KEYS if not isinstance(checkpoint, dict) or key not in checkpoint]
     if lacking:
         raise ValueError(
             f"normplug.experiment: ckpt_path={path} lacks {', '.join(lacking)}. A run resumes only "
-            "from a whole checkpoint of train.py, not from weights alone."
+            "from a complete checkpoint of train.py, not from weights alone."
         )
     return checkpoint
 
@@ -86,19 +86,19 @@ def check_identity(
     for key, own in identity.items():
         if saved.get(key) != own:
             raise ValueError(
-                f"normplug.experiment: the checkpoint is of {key} {saved.get(key)!r}, this run of "
+                f"normplug.experiment: the checkpoint has {key} {saved.get(key)!r}, this run has "
                 f"{own!r} (ckpt_path={path}). Resume with the {key} of the checkpoint."
             )
     epochs = epochs_done(checkpoint)
     if max_epochs is not None and 0 <= max_epochs < epochs:
         raise ValueError(
-            f"normplug.experiment: ckpt_path={path} has trained {epochs} epochs, more than "
-            f"trainer.max_epochs={max_epochs}. Give at least trainer.max_epochs={epochs}."
+            f"normplug.experiment: ckpt_path={path} was trained for {epochs} epochs, more than "
+            f"trainer.max_epochs={max_epochs}. Set trainer.max_epochs={epochs} or more."
         )
 
 
 def load_weights(checkpoint: Mapping[str, Any], path: Path, model: LightningModule) -> None:
-    """Load the weights; so a checkpoint of another model is refused before the data is read.
+    """Load the weights early, so that another model's checkpoint is refused before data is read.
 
     Raises:
         ValueError: names or shapes of the tensors differ.
@@ -113,7 +113,7 @@ def load_weights(checkpoint: Mapping[str, Any], path: Path, model: LightningModu
             for key in [*own, *(weights.keys() - own.keys())]
             if key not in weights or key not in own or weights[key].shape != own[key].shape
         ]
-        first = f", the first of them {differ[0]}" if differ else ""
+        first = f"; the first is {differ[0]}" if differ else ""
         raise ValueError(
             f"normplug.experiment: ckpt_path={path} is of another model: {len(differ)} tensors "
             f"differ in name or shape{first}. Resume with the model and data of the checkpoint."
@@ -121,13 +121,13 @@ def load_weights(checkpoint: Mapping[str, Any], path: Path, model: LightningModu
 
 
 def epochs_done(checkpoint: Mapping[str, Any]) -> int:
-    """How many whole epochs were trained before the checkpoint."""
-    # A checkpoint is written within its epoch, which Lightning counts only when it resumes.
+    """Return the number of epochs that the checkpoint's run has completed."""
+    # Lightning writes a checkpoint before it increments the epoch, even after the last batch.
     return int(checkpoint["epoch"]) + _ends_epoch(checkpoint)
 
 
 def steps_per_epoch(checkpoint: Mapping[str, Any]) -> int | None:
-    """Optimizer steps in an epoch of the checkpoint's run; None if written within an epoch."""
+    """Optimizer steps per epoch of the checkpoint's run; None if it was written mid-epoch."""
     if not _ends_epoch(checkpoint):
         return None
     return int(checkpoint["global_step"]) // epochs_done(checkpoint)
@@ -143,8 +143,8 @@ def continue_logs(
 ) -> None:
     """Continue `metrics.csv` and `variance.csv` of the checkpoint's run, up to the checkpoint.
 
-    Rows of later steps are dropped, as those steps are trained again; `VarianceLogger` drops its
-    own. If the checkpoint is not in a run's directory, there is nothing to continue.
+    Rows of later steps are dropped, since those steps will be trained again; `VarianceLogger` drops
+    its own. If the checkpoint is not in a run's directory, there is nothing to continue.
     """
     source = path.resolve().parent.parent
     variance = directory / VARIANCE
@@ -157,13 +157,13 @@ def continue_logs(
 
 def _continue_metrics(logger: CSVLogger, source: Path, step: int) -> None:
     target = Path(logger.log_dir) / METRICS
-    kept = target.with_name(f"{METRICS}.kept")  # a kill while the file is rewritten loses nothing
+    kept = target.with_name(f"{METRICS}.kept")  # a backup, in case of a kill during the rewrite
     if not kept.exists():
         if not source.is_file():
             return
         with replace_file(kept) as part:
             shutil.copyfile(source, part)
-    logger.experiment  # noqa: B018 - its first use deletes the file
+    logger.experiment  # noqa: B018 - the first access deletes the file
     for row in whole_rows(kept):
         if int(row["step"]) < step:
             values = {key: value for key, value in row.items() if value and key != "step"}
@@ -173,7 +173,7 @@ def _continue_metrics(logger: CSVLogger, source: Path, step: int) -> None:
 
 
 def whole_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file, without a last line that a kill cut off."""
+    """Return the rows of a CSV file, without a last line that a kill truncated."""
     with path.open(newline="") as file:
         lines = file.readlines()
     return list(csv.DictReader(line for line in lines if line.endswith("\n")))

@@ -1,9 +1,9 @@
 """Check a composed configuration before a run does anything; each mistake is one sentence.
 
 Three kinds of check find almost every mistake. `RULES` says what the value of each key must be.
-Every mapping with a `_target_` must suit the signature and the annotations of what it calls. The
-optimizer is built once for two small parameters. The few other mistakes fail when an object is
-built; `errors.building_sentence` puts these into one sentence too.
+Every mapping with a `_target_` must match the signature and annotations of its target. The
+optimizer is built once, on two small parameters. The few mistakes that remain raise when an object
+is built; `errors.building_sentence` turns these into one sentence too.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from normplug.experiment.building import fuses
 from normplug.experiment.errors import WHO, UserError, one_line
 from normplug.experiment.names import SCHEDULES, mode_of
 from normplug.experiment.optimizing import decay_groups
-from normplug.experiment.rules import RULES, is_whole
+from normplug.experiment.rules import RULES, is_integer
 from normplug.experiment.signatures import accepts, described, shown, signature_of
 from normplug.experiment.source import Source
 
 SEE_HELP = "`python train.py --help` lists the keys."
 
-# The arguments that train.py itself passes to the object of a group, and where they come from. What
-# a model takes from the data, the class of the data says.
-HANDED = {
+# The arguments that train.py itself passes to the object of a group, and where they come from.
+# `Source.gives` lists those that a model takes from the data.
+SUPPLIED = {
     "optimizer": {"params": "the model"},
     "trainer": {"callbacks": "the group callbacks", "logger": "the group logger"},
     "swap": {"model": "the group model", "mode": "the key mode"},
@@ -81,11 +81,11 @@ def _check_keys(values: Mapping[str, Any]) -> None:
     for key in sorted(values.keys() - single - {*BUILT, *COLLECTIONS}):
         raise UserError(
             f"{WHO}: {key} is not a key of the configuration. "
-            f"{_instead(key, single | {*BUILT, *COLLECTIONS})}"
+            f"{_suggestion(key, single | {*BUILT, *COLLECTIONS})}"
         )
     for key in (*sorted(single), *BUILT):
         if key not in values:
-            raise UserError(f"{WHO}: the configuration needs {key}, and has none. {SEE_HELP}")
+            raise UserError(f"{WHO}: the configuration lacks the key {key}. {SEE_HELP}")
     for key in (*BUILT, "swap"):
         if not isinstance(values[key], dict):
             raise UserError(f"{WHO}: {key} must be a mapping; got {shown(values[key])}. {SEE_HELP}")
@@ -99,9 +99,9 @@ def _check_keys(values: Mapping[str, Any]) -> None:
 def _check_epochs(trainer: Mapping[str, Any]) -> None:
     epochs: Any = trainer.get("max_epochs")
     steps: int = trainer.get("max_steps", -1)
-    if is_whole(epochs) and epochs >= 1:
+    if is_integer(epochs) and epochs >= 1:
         return
-    if steps >= 1 and (epochs is None or (is_whole(epochs) and epochs == -1)):
+    if steps >= 1 and (epochs is None or (is_integer(epochs) and epochs == -1)):
         return
     raise UserError(
         f"{WHO}: trainer.max_epochs must be an integer >= 1, or null with +trainer.max_steps; "
@@ -122,7 +122,7 @@ def _check_optimizer(cfg: DictConfig) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((1, 1), (1,))]
     try:
         instantiate(cfg.optimizer, _convert_="all")(decay_groups(parameters))
-    except Exception as error:  # each optimizer has its own
+    except Exception as error:  # each optimizer raises its own types
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
         settings = cast(dict[str, Any], OmegaConf.to_container(cfg.optimizer, resolve=True))
         given = ", ".join(f"{k}={shown(v)}" for k, v in settings.items() if k[:1] != "_")
@@ -146,7 +146,7 @@ def _check_recompute(cfg: DictConfig) -> None:
     if cfg.recompute and cfg.mode != BASELINE and (cfg.compile or not fuses(cfg)):
         raise UserError(
             f"{WHO}: recompute=true is for fused norms (fuse=true, or null on a GPU) without "
-            "compile=true, whose compiler decides itself what to recompute."
+            "compile=true: the compiler decides by itself what to recompute."
         )
 
 
@@ -154,7 +154,7 @@ def source_class(target: str) -> type[Source]:
     """The class of `data._target_`.
 
     Raises:
-        UserError: it is no source of data.
+        UserError: it is not a subclass of `Source`.
     """
     found = get_object(target)
     if isinstance(found, type) and issubclass(found, Source):
@@ -166,21 +166,21 @@ def source_class(target: str) -> type[Source]:
 
 
 def _check_model(values: Mapping[str, Any]) -> None:
-    """Check the model, which must take what the data gives."""
+    """Check the model, which must accept the arguments that come from the data."""
     data = values["data"]["_target_"]
     given = source_class(data).gives
     signature = signature_of(_target_of("model", values["model"]))
     if signature and not signature.is_open and (other := set(given) - signature.hints.keys()):
         raise UserError(
             f"{WHO}: {values['model']['_target_']} does not take {', '.join(sorted(other))}, which "
-            f"{data} gives to its model. Choose a model and data of one kind, as "
+            f"{data} passes to its model. Choose a model and data that match, such as "
             "model=gpt_tiny data=text or model=resnet18 data=digits."
         )
     _check_node("model", values["model"], dict.fromkeys(given, "the data"))
 
 
 def _target_of(key: str, node: Any) -> Any:
-    """The class or function that a mapping with a `_target_` names."""
+    """Return the class or function that a mapping with a `_target_` names."""
     if not isinstance(node, dict) or "_target_" not in node:
         raise UserError(
             f"{WHO}: {key} must be a mapping with a _target_; got {shown(node)}. Choose a file of "
@@ -195,13 +195,13 @@ def _target_of(key: str, node: Any) -> Any:
         ) from None
 
 
-def _check_node(key: str, node: Any, handed: Mapping[str, str] | None = None) -> None:
+def _check_node(key: str, node: Any, supplied: Mapping[str, str] | None = None) -> None:
     """Check a mapping with a `_target_`, and the mappings inside it.
 
-    `handed` are arguments that train.py itself passes, and where they come from; by default, those
-    of `HANDED`.
+    `supplied` are the arguments that train.py itself passes, and where they come from; by default,
+    those of `SUPPLIED`.
     """
-    _check_target(key, node, _target_of(key, node), handed)
+    _check_target(key, node, _target_of(key, node), supplied)
     for name, value in node.items():
         for inner in value if isinstance(value, list) else [value]:
             if isinstance(inner, dict) and "_target_" in inner:
@@ -209,14 +209,14 @@ def _check_node(key: str, node: Any, handed: Mapping[str, str] | None = None) ->
 
 
 def _check_target(
-    key: str, node: Mapping[str, Any], target: Any, handed: Mapping[str, str] | None = None
+    key: str, node: Mapping[str, Any], target: Any, supplied: Mapping[str, str] | None = None
 ) -> None:
     """Check the names and the types of the arguments that `node` gives to `target`."""
-    handed = HANDED.get(key, {}) if handed is None else handed
+    supplied = SUPPLIED.get(key, {}) if supplied is None else supplied
     given = {name: value for name, value in node.items() if name[:1] != "_"}
-    for name, home in handed.items():
+    for name, origin in supplied.items():
         if name in given:
-            raise UserError(f"{WHO}: {key}.{name} comes from {home}. Leave {key}.{name} out.")
+            raise UserError(f"{WHO}: {key}.{name} comes from {origin}. Leave {key}.{name} out.")
     signature = signature_of(target)
     if signature is None:
         return
@@ -225,13 +225,13 @@ def _check_target(
             raise UserError(
                 f"{WHO}: {key}.{name} is not an argument of "
                 f"{node.get('_target_', f'normplug.{key}')}. "
-                f"{_instead(name, signature.hints.keys() - handed.keys(), f'{key}.')}"
+                f"{_suggestion(name, signature.hints.keys() - supplied.keys(), f'{key}.')}"
             )
-    lacking = signature.required - given.keys() - handed.keys()
+    lacking = signature.required - given.keys() - supplied.keys()
     if lacking and not {"_args_", "_partial_"} & node.keys():
         raise UserError(
             f"{WHO}: {key} needs {', '.join(sorted(lacking))} for {node['_target_']}. "
-            f"Give +{key}.{min(lacking)}=VALUE."
+            f"Set +{key}.{min(lacking)}=VALUE."
         )
     for name, value in given.items():
         hint = signature.hints.get(name, Any)
@@ -241,8 +241,8 @@ def _check_target(
             raise UserError(f"{WHO}: {key}.{name} must be {described(hint)}; got {shown(value)}.")
 
 
-def _instead(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The advice for an unknown name."""
+def _suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Advice for an unknown name: the nearest known one, or all of them."""
     names = sorted(known)
     if not names:
         return "Leave it out."

@@ -1,4 +1,4 @@
-"""The task of classifying images, judged by accuracy."""
+"""Image classification, evaluated by accuracy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Classifier(Learner):
         net: (N, 3, H, W) -> (N, num_classes).
         num_classes: classes, at least 2.
         optimizer: see `Learner`.
-        channels_last: give `net` its images in the memory format channels_last.
+        channels_last: convert the images to channels_last before `net`.
         **options: see `Learner`.
 
     Raises:
@@ -40,8 +40,8 @@ class Classifier(Learner):
         super().__init__(net, ACCURACY, optimizer, **options)
         if num_classes < 2:
             raise ValueError(
-                "normplug.experiment: the data must have two classes or more to tell apart; "
-                f"got {num_classes}. An image folder has one directory a class."
+                "normplug.experiment: the data must have at least two classes; "
+                f"got {num_classes}. An image folder has one directory per class."
             )
         self.channels_last = channels_last
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")

@@ -1,4 +1,4 @@
-"""The command line of train.py: how it is read, and how it is shown."""
+"""Rewrite the command line of train.py for Hydra, and quote it for the user to repeat."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-PLAIN = re.compile(r"[\w./-]+")  # a value that Hydra takes without quotes
+PLAIN = re.compile(r"[\w./-]+")  # a value that Hydra parses without quotes
 
 
 def accept_null_groups(configs: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a Hydra application so that its command line takes `GROUP=null`."""
+    """Decorate a Hydra application so that its command line accepts `GROUP=null`."""
 
     def decorate(application: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(application)
-        def started(*arguments: Any) -> Any:
+        def wrapper(*arguments: Any) -> Any:
             sys.argv[1:] = groups_off(sys.argv[1:], configs)
             return application(*arguments)
 
-        return started
+        return wrapper
 
     return decorate
 
@@ -42,12 +42,12 @@ def groups_off(arguments: Sequence[str], configs: str) -> list[str]:
 
 
 def is_sweep() -> bool:
-    """Whether this run is one of a sweep (`-m`)."""
+    """Whether this run is part of a sweep (`-m`)."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def as_typed(checkpoint: Path | None = None) -> str:
-    """This command as a user would type it, with `ckpt_path` set to `checkpoint` if it is given."""
+    """Return this command as a user would type it, with `ckpt_path=checkpoint` if that is given."""
     arguments = list(sys.argv)
     if checkpoint is not None:
         value = str(checkpoint)

@@ -1,4 +1,4 @@
-"""The sources of labelled images that `configs/data` names."""
+"""The image data sets of `configs/data`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Digits(ImageData):
     def load(self) -> tuple[ImageSet, ImageSet]:
         """Read them from the scikit-learn package."""
         with needs("normplug.experiment: data=digits", "train"):
-            from sklearn.datasets import load_digits  # slow, and only this source needs it
+            from sklearn.datasets import load_digits  # slow to import, and only needed here
 
         digits = load_digits()
         grey = torch.from_numpy(digits.images * 255 / 16).round().to(torch.uint8)
@@ -58,7 +58,7 @@ class TorchvisionImages(ImageData):
         self.root = root
 
     def prepare_data(self) -> None:
-        """Download what is not there yet.
+        """Download the data set if it is absent.
 
         Raises:
             RuntimeError: the download failed.
@@ -66,9 +66,9 @@ class TorchvisionImages(ImageData):
         try:
             for train in (True, False):
                 self._open(train=train, download=True)
-        except (OSError, RuntimeError) as error:  # of the network, of the disk, of torchvision
+        except (OSError, RuntimeError) as error:  # from the network, the disk or torchvision
             raise RuntimeError(
-                f"{self.caller}: {self.dataset} must be in {self.root}, or be downloaded to it "
+                f"{self.caller}: {self.dataset} is not in {self.root}, and its download failed "
                 f"({error}). Check the network and the disk, or name another directory: "
                 "data.root=DIR."
             ) from error
@@ -117,20 +117,20 @@ class FashionMnist(TorchvisionImages):
 
 
 class ImageFolder(ImageData):
-    """A tree of image files, one directory a class.
+    """A tree of image files, one directory per class.
 
     The training images are `root/train/<class>/*`. The test images are `root/test/<class>/*`, or
     `root/val/<class>/*` if there is no `test`. With neither, a fixed 20% of the training images is
-    the test set; `train` may be missing then, so that `root/<class>/*` are the training images.
+    the test set; `root/<class>/*` are the training images if there is no `train` either.
 
     Args:
-        root: the tree.
+        root: the root of the tree.
         image_size: side of the square that every image becomes, in pixels: the shorter side is
             resized, then the centre is cut out.
-        memory_gib: a tree that is larger than this when decoded is decoded again for every batch.
-            `mean` and `std` come from a sample of its training images then.
+        memory_gib: a tree that is larger than this when decoded is decoded again for every batch,
+            and its `mean` and `std` come from a sample of the training images.
         cache: a file that keeps the decoded images for later runs; see `decode_parts`.
-        num_workers: processes that decode such a large tree.
+        num_workers: worker processes that decode such a tree.
         **options: see `ImageData`.
 
     Raises:
@@ -151,13 +151,13 @@ class ImageFolder(ImageData):
         super().__init__(**options)
         if root is None:
             raise ValueError(
-                f"{self.caller}: root must name a directory of images, got None. Give "
+                f"{self.caller}: root must name a directory of images, got None. Set "
                 "data.root=/path/to/tree with /train/<class>/ and /test/<class>/ below it."
             )
         if image_size is None or image_size < 1:
             raise ValueError(
                 f"{self.caller}: image_size must be a number of pixels >= 1, got {image_size}. "
-                "Give data.image_size=224, or the size that suits the images."
+                "Set data.image_size=224, or the size that suits the images."
             )
         self.root = Path(root).expanduser().resolve()
         self.name = self.root.name
@@ -171,7 +171,7 @@ class ImageFolder(ImageData):
         self._check_classes()
 
     def load(self) -> tuple[ImageSet, ImageSet]:
-        """List the files of both parts; they are decoded later."""
+        """List the files of both parts; `split` decodes them, or each batch does."""
         images = list_files(self._train, self.classes, self.image_size)
         counts = images.labels.bincount(minlength=self.num_classes).tolist()
         empty = [name for name, count in zip(self.classes, counts, strict=True) if not count]
@@ -203,7 +203,7 @@ class ImageFolder(ImageData):
         if not self.root.is_dir():
             raise FileNotFoundError(
                 f"{self.caller}: root must be a directory, got {self.root}. Check data.root; a "
-                "relative path starts at the directory that the program runs in."
+                "relative path starts at the working directory."
             )
         train = self.root / "train"
         tests = [part for part in (self.root / "test", self.root / "val") if part.is_dir()]
@@ -212,14 +212,14 @@ class ImageFolder(ImageData):
         if tests:
             raise ValueError(
                 f"{self.caller}: {tests[0]} needs a train directory beside it, and {self.root} has "
-                "none. Add it, or let root be a directory that holds only class directories."
+                "none. Add it, or set data.root to a directory that holds only class directories."
             )
         return self.root, None
 
     def _check_classes(self) -> None:
         if not self.classes:
             raise ValueError(
-                f"{self.caller}: {self._train} must hold one directory a class, and holds none. "
+                f"{self.caller}: {self._train} must hold one directory per class, and holds none. "
                 "Sort the images into directories named after their classes."
             )
         unknown = set(_directories(self._test) if self._test else ()) - set(self.classes)
@@ -233,12 +233,12 @@ class ImageFolder(ImageData):
 class Fake(ImageData):
     """Synthetic images: a pattern of coarse squares for each class, and noise.
 
-    They are the same for every seed. A fixed 20% is the test set.
+    They do not depend on `seed`. A fixed 20% is the test set.
 
     Args:
         num_classes: number of patterns.
         image_size: height and width in pixels.
-        num_images: of all parts together.
+        num_images: number of images, over all parts.
         **options: see `ImageData`.
     """
 

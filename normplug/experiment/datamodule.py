@@ -1,4 +1,4 @@
-"""What all sources of images share: the split, and the work on the device."""
+"""The base class of image data: the split, and preprocessing on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from normplug.experiment.streams import AUGMENTATION, stream
 
 
 class Options(TypedDict, total=False):
-    """The arguments of `ImageData`, which every source passes on."""
+    """The arguments of `ImageData`, which every subclass forwards."""
 
     seed: int
     batch_size: int
@@ -41,10 +41,10 @@ class ImageData(Source):
     the order and the augmentation of the training images.
 
     Args:
-        seed: decides, with the epoch, order and augmentation, whatever else draws random numbers.
-        batch_size: images a step on each device.
+        seed: with the epoch, fixes order and augmentation, regardless of other random draws.
+        batch_size: images per step on each device.
         augment: the fields of `Augment`; None for no augmentation.
-        val_fraction: share of each class's training images that is held out for validation.
+        val_fraction: fraction of each class's training images that is held out for validation.
         device: see `Source`.
 
     Attributes:
@@ -84,7 +84,7 @@ class ImageData(Source):
         return Classifier(net, self.num_classes, optimizer, **options)
 
     def setup(self, stage: str) -> None:
-        """Load, split and measure the images once, whatever the stage."""
+        """Load and split the images and compute `mean` and `std`, once for all stages."""
         if self._is_set_up:
             return
         train, val, test = self.split()
@@ -103,7 +103,7 @@ class ImageData(Source):
         """Split off `fraction` of every class, by `stratified_split`.
 
         Raises:
-            ValueError: a part would have less than one image a class, or a class has a single one.
+            ValueError: a part would have fewer images than classes, or a class has a single image.
         """
         try:
             kept, held = stratified_split(images.labels, fraction)
@@ -111,18 +111,18 @@ class ImageData(Source):
             raise ValueError(
                 f"{self.caller}: both parts of a split need an image of each class; {fraction} of "
                 f"{len(images)} images cannot be held out, as the smallest class has "
-                f"{images.labels.unique(return_counts=True)[1].min()}. Use more images a class or "
-                f"another val_fraction (it is {self.val_fraction})."
+                f"{images.labels.unique(return_counts=True)[1].min()}. Use more images per class "
+                f"or another val_fraction (it is {self.val_fraction})."
             ) from None
         return images.subset(kept), images.subset(held)
 
     def train_dataloader(self) -> DataLoader[Batch] | Batches:
-        """Return the loader of the training images, in a new order every epoch."""
-        self._stream = None  # a second fit must not go on where the first one stopped
+        """Return the loader of the training images, which reshuffles them every epoch."""
+        self._stream = None  # a second fit must not continue the stream of the first
         return super().train_dataloader()
 
     def workers(self, part: Dataset[Batch]) -> int:
-        """Return the number of processes that decode a part; 0 for decoded images."""
+        """Return the number of worker processes that decode a part; 0 for decoded images."""
         return self.num_workers if isinstance(part, FileImages) else 0
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
@@ -135,11 +135,11 @@ class ImageData(Source):
         if self.trainer.training and self.augment != Augment():
             generator = self._augmentation_stream(self.trainer.current_epoch)
             images = crop_and_flip(images, self.augment, generator)
-        # Lightning's own call came too early for precision=bf16-true: the images were uint8 then.
+        # Lightning calls convert_input before this hook, too early: bf16-true skips uint8 images.
         return self.trainer.precision_plugin.convert_input(images), labels
 
     def _augmentation_stream(self, epoch: int) -> torch.Generator:
-        """Return the generator of this epoch, a new one at the epoch's first batch."""
+        """Return the generator of this epoch, created at its first batch."""
         if self._stream is None or self._stream[0] != epoch:
             _, shard = self.shards()
             self._stream = (epoch, stream(AUGMENTATION, self.seed, epoch, shard=shard))

@@ -1,4 +1,4 @@
-"""A run's directory: who owns it, and what a former run left in it."""
+"""A run's directory: its lock, and the files that an earlier run left in it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RESULT = "result.json"
 CONFIG = "config.yaml"
 LOCK = ".lock"
 FORMER = "former"
-BEFORE_A_RUN = {".hydra", "train.log", LOCK}
+BEFORE_A_RUN = {".hydra", "train.log", LOCK}  # written before a run starts
 # What a run writes besides its result and its configuration.
 PRODUCTS = (
     "metrics.csv",
@@ -43,7 +43,7 @@ class RunDirectory:
     """The directory of one live run.
 
     The owner locks a file in it. The lock is the operating system's, so a process that is killed
-    frees it. The processes of one distributed run share the lock of rank 0.
+    releases it. The processes of one distributed run share the lock of rank 0.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,11 +51,11 @@ class RunDirectory:
         self._lock = FileLock(str(path / LOCK), timeout=0)
 
     def take(self) -> None:
-        """Own the directory until `release` or the end of the process.
+        """Lock the directory until `release` or the end of the process.
 
         Raises:
-            UserError: a live process owns it.
-            OSError: it cannot be written.
+            UserError: a live process owns the directory.
+            OSError: the lock file cannot be written.
         """
         if not is_first_process():
             return
@@ -63,26 +63,26 @@ class RunDirectory:
             self._lock.acquire()
         except Timeout:
             raise UserError(
-                f"{WHO}: {self.path} belongs to a run that is still going on{self._owner()}. Wait "
-                f"for its end, or give this run a directory of its own: {PLACE}."
+                f"{WHO}: {self.path} belongs to a run that is still running{self._owner()}. Wait "
+                f"until it ends, or give this run its own directory: {PLACE}."
             ) from None
 
     def release(self) -> None:
-        """Let others take the directory."""
+        """Unlock the directory."""
         self._lock.release()
 
     def result(self) -> dict[str, Any]:
-        """The content of `result.json`; {} if there is no such file.
+        """Return the content of `result.json`; {} if there is no such file.
 
         Raises:
-            UserError: it is damaged.
+            UserError: the file is damaged.
         """
         path = self.path / RESULT
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(result, dict):
                 return result
-            why = "it holds no JSON object"
+            why = "it is not a JSON object"
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
@@ -90,10 +90,10 @@ class RunDirectory:
         raise UserError(f"{WHO}: {path} cannot be read: {why}. Delete it to train this run again.")
 
     def finished_result(self, cfg: DictConfig) -> dict[str, Any] | None:
-        """The result of this very run, if it has finished here before; else None.
+        """Return the result of this same run if it has finished here before, else None.
 
         Raises:
-            UserError: another run has finished here, or what it left is damaged.
+            UserError: another run has finished here, or the finished run's files are damaged.
         """
         result = self.result()
         if result.get("status") != "finished":
@@ -106,7 +106,7 @@ class RunDirectory:
             )
         try:
             changed = self._changed(cfg)
-        except Exception as error:  # of the disk, of YAML, of OmegaConf
+        except Exception as error:  # from the disk, YAML or OmegaConf
             raise UserError(
                 f"{WHO}: {self.path} holds a finished run whose config.yaml cannot be read "
                 f"({' '.join(str(error).split())}), so it may be another run. {WAY_OUT}"
@@ -119,18 +119,18 @@ class RunDirectory:
         return result
 
     def was_cut_short(self, cfg: DictConfig) -> bool:
-        """Whether this very run was interrupted or killed here."""
+        """Whether this same run was interrupted or killed here before."""
         if self.result().get("status") not in ("running", "interrupted"):
             return False
-        with contextlib.suppress(Exception):  # its config.yaml is missing or damaged
+        with contextlib.suppress(Exception):  # config.yaml is missing or damaged
             return not set(self._changed(cfg)) - {"ckpt_path"}
         return False
 
     def set_aside(self, checkpoint: Path | None) -> None:
-        """Move the files of a run that did not finish to `former/`, and say so.
+        """Move the files of an unfinished run to `former/`, and print a message.
 
-        An older `former/` is deleted. If `checkpoint` lies in this directory, the files stay: the
-        run that resumes from it continues them.
+        An older `former/` is deleted. If `checkpoint` is in this directory, the files stay, since
+        the run that resumes from it continues them.
         """
         left = [self.path / name for name in PRODUCTS if (self.path / name).exists()]
         if not left or not is_first_process():
@@ -155,14 +155,14 @@ class RunDirectory:
             write_file(self.path / name, text)
 
     def _changed(self, cfg: DictConfig) -> list[str]:
-        """The keys whose values differ between the former run's configuration and `cfg`."""
+        """Return the keys whose values differ between the earlier run's configuration and `cfg`."""
         done = _flat(OmegaConf.to_container(OmegaConf.load(self.path / CONFIG)))
         asked = _flat(OmegaConf.to_container(cfg, resolve=True))
         keys = sorted(k for k in done.keys() | asked.keys() if done.get(k) != asked.get(k))
         return [k for k in keys if cfg.mode != BASELINE or not k.startswith("swap.")]
 
     def _owner(self) -> str:
-        """Which process it is, if its result says so."""
+        """Name the process that owns the directory, if `result.json` records it."""
         try:
             result = self.result()
         except UserError:
@@ -172,7 +172,7 @@ class RunDirectory:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, by dotted key."""
+    """Flatten nested mappings into one with dotted keys."""
     if not isinstance(value, dict):
         return {prefix: value}
     flat: dict[str, Any] = {}
@@ -187,12 +187,12 @@ def is_first_process() -> bool:
 
 
 def this_process() -> str:
-    """The name of this process in `result.json`."""
+    """Name this process, for `result.json`."""
     return f"{os.getpid()} on {socket.gethostname()}"
 
 
 def probe(path: Path) -> None:
-    """Check that the directory `path` can be written or made, and leave no trace.
+    """Check that the directory `path` can be written or created; leave no trace.
 
     Raises:
         UserError: the disk is full or read-only, or `path` cannot be a directory.

@@ -1,4 +1,4 @@
-"""Stop a run at the very step whose loss is not finite, and say where it began."""
+"""Stop a run at the first step whose loss is not finite, and find the cause."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Diverged(RuntimeError):
 class FiniteLoss(Callback):
     """Raise `Diverged` before the optimizer takes a step on a loss that is not finite.
 
-    On a GPU, the loss is copied to the host during the backward, and read when the host has
-    launched the whole backward. So the GPU always has work, and the weights are still those of the
-    failing forward. That forward is then repeated to find the first norm whose input is not finite.
-    With several processes the losses are added up first, so that all processes stop.
+    On a GPU, the loss is copied to the host asynchronously, and read once the host has launched the
+    whole backward. So the GPU stays busy, and the weights are still those of the failing forward.
+    That forward is then repeated to find the first norm whose input is not finite.
+    With several processes, the losses are all-reduced first, so that all processes stop.
 
     The losses of validation and test are checked when their epoch ends.
 
@@ -43,8 +43,8 @@ class FiniteLoss(Callback):
     def __init__(self) -> None:
         self._batch: Any = None
         self._loss: Tensor | None = None  # of this process
-        self._read: Tensor | None = None  # where the sum over processes arrives
-        self._arrived: Any = None
+        self._read: Tensor | None = None  # its sum over processes; on a GPU, a pinned copy of that
+        self._arrived: Any = None  # the event after that copy
 
     def on_train_batch_start(
         self,
@@ -62,7 +62,7 @@ class FiniteLoss(Callback):
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Start to copy the loss to the host."""
+        """Start copying the loss to the host."""
         self._loss = total = loss.detach()
         if trainer.world_size > 1:
             total = total.clone()
@@ -120,35 +120,35 @@ class FiniteLoss(Callback):
         )
 
 
-def _cause(trainer: Trainer, pl_module: LightningModule, images: Tensor) -> str:
-    """Say what is not finite: parameters, the batch, the input of a norm."""
+def _cause(trainer: Trainer, pl_module: LightningModule, inputs: Tensor) -> str:
+    """Name what is not finite: parameters, the batch, or the input of a norm."""
     sentences = []
     values = dict(pl_module.named_parameters())
     bad = [name for name, value in values.items() if not _is_finite(value)]
     if bad:
         sentences.append(
             f"Parameters were not finite before this forward ({len(bad)} of {len(values)}, the "
-            f"first is {bad[0]}): an earlier update spoilt them."
+            f"first is {bad[0]}), because of an earlier update."
         )
-    if not _is_finite(images):
+    if not _is_finite(inputs):  # tokens, being integers, are always finite
         sentences.append("The images of the batch are not finite.")
-    if norm := _first_norm(trainer, pl_module, images):
+    if norm := _first_norm(trainer, pl_module, inputs):
         sentences.append(f"The first norm whose input is not finite is {norm}.")
     else:
         sentences.append("The input of every norm is finite.")
     return " ".join(sentences)
 
 
-def _first_norm(trainer: Trainer, pl_module: LightningModule, images: Tensor) -> str | None:
-    """Path and class of the first norm in the forward whose input is not finite."""
+def _first_norm(trainer: Trainer, pl_module: LightningModule, inputs: Tensor) -> str | None:
+    """Repeat the forward; return path and class of the first norm with a non-finite input."""
     found: list[str] = []
 
-    def look(path: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def check_inputs(path: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if not found and not all(_is_finite(a) for a in arguments if isinstance(a, Tensor)):
             found.append(f"{path} ({type(module).__name__})")
 
     handles = [
-        module.register_forward_pre_hook(partial(look, path))
+        module.register_forward_pre_hook(partial(check_inputs, path))
         for path, module in norm_layers(pl_module)
     ]
     try:
@@ -157,7 +157,7 @@ def _first_norm(trainer: Trainer, pl_module: LightningModule, images: Tensor) ->
             torch.compiler.set_stance("force_eager"),  # compiled code would not call the hooks
             trainer.precision_plugin.forward_context(),
         ):
-            pl_module(images)
+            pl_module(inputs)
     finally:
         for handle in handles:
             handle.remove()

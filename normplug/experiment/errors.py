@@ -1,4 +1,4 @@
-"""What a user of train.py reads instead of a traceback."""
+"""One-sentence errors for the user of train.py, in place of tracebacks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over the quota, read-o
 
 
 class UserError(CompactHydraException):
-    """A mistake in the command: Hydra prints its sentence without a traceback."""
+    """A mistake in the command: Hydra prints the message without a traceback."""
 
 
 def user_sentence(error: BaseException) -> str | None:
-    """The sentence for the user behind an error; None if the error is a defect."""
+    """Return the message for the user; None if the error is a bug, which needs its traceback."""
     cause: BaseException | None = error
     while cause is not None:
         if str(cause).startswith("normplug"):
@@ -34,9 +34,9 @@ def user_sentence(error: BaseException) -> str | None:
 
 
 def building_sentence(error: InstantiationException, overrides: Iterable[str] = ()) -> str:
-    """The sentence for an object of the configuration that `instantiate` could not build.
+    """Return the message for an object of the configuration that `instantiate` could not build.
 
-    It shows those of the command's overrides that belong to the failing group.
+    It quotes the overrides of the command that belong to the failing group.
     """
     key = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
     where = key[1] if key else "an object of the configuration"
@@ -48,14 +48,14 @@ def building_sentence(error: InstantiationException, overrides: Iterable[str] = 
 
 
 def unwritable(path: Path, error: OSError) -> str:
-    """The sentence for a directory that cannot be written."""
+    """Return the message for a directory that cannot be written."""
     return (
-        f"{WHO}: {path} cannot be written: {error.strerror or error}. Free or unlock the disk, or "
-        f"give another place: {PLACE}."
+        f"{WHO}: {path} cannot be written: {error.strerror or error}. Free up space or make it "
+        f"writable, or choose another directory: {PLACE}."
     )
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error, on one line and without its full stop."""
+    """Return the message of an error on one line, without its full stop."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.rstrip(".!")

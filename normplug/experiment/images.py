@@ -23,9 +23,9 @@ from normplug.experiment.memory import Batch, MemoryPart
 
 SPLIT_SEED = 1618  # any constant: every run of a comparison must hold out the same images
 SPLIT = f"train_test_split(random_state={SPLIT_SEED})"  # in checkpoints: how images are held out
-STATISTICS_SAMPLE = 2048  # images decoded for mean and std if the set is not in memory
-# A smaller file is decoded mostly under Python's lock: two threads need 0.39 ms for a 32x32 JPEG,
-# one needs 0.2 ms. Above 16 KiB threads win (2 cores of an Intel Xeon, November 2026).
+STATISTICS_SAMPLE = 2048  # images decoded for mean and std, if the set is not in memory
+# Decoding a smaller file mostly holds the GIL: two threads need 0.39 ms for a 32x32 JPEG, one needs
+# 0.2 ms. Above 16 KiB, threads win (2 cores of an Intel Xeon, November 2026).
 SMALL_FILE = 8192  # bytes
 
 
@@ -60,7 +60,7 @@ class MemoryImages(MemoryPart):
 
 
 class FileImages(Dataset[Batch]):
-    """Image files, decoded each time they are asked for.
+    """Image files, decoded each time they are indexed.
 
     Args:
         samples: path and label of each file.
@@ -96,13 +96,13 @@ def decode_parts(parts: Sequence[FileImages], cache: Path | None = None) -> list
     """Decode all files of the parts of a tree into memory.
 
     Args:
-        parts: with images of one size.
-        cache: a file that keeps the images for later runs. They are decoded again if a file of the
-            tree has another path, size or time of change. Of runs side by side, the first decodes
-            and the others wait for it. None for no such file.
+        parts: parts with the same image size.
+        cache: a file that keeps the images for later runs. They are decoded again if the path, size
+            or modification time of any file has changed. Of concurrent runs, the first decodes and
+            the others wait for it. None for no cache.
 
     Raises:
-        ValueError: `cache` holds something else.
+        ValueError: `cache` is another kind of file.
     """
     paths = tuple(path for part in parts for path, _ in part.samples)
     images = _decoded(paths, parts[0].image_size, cache)
@@ -113,7 +113,7 @@ def decode_parts(parts: Sequence[FileImages], cache: Path | None = None) -> list
 def list_files(folder: Path, classes: Sequence[str], image_size: int) -> FileImages:
     """List the image files below each `folder/<class>`; a label is an index of `classes`.
 
-    The directory of a class may be missing: the class has no images here then.
+    A class without a directory has no images here.
     """
     labels = {name: label for label, name in enumerate(classes)}
     kinds = datasets.folder.IMG_EXTENSIONS
@@ -132,7 +132,7 @@ def decode(path: str | Path, image_size: int) -> Tensor:
     """
     try:
         image = datasets.folder.pil_loader(path)
-    except Exception as error:  # Pillow's readers raise many kinds
+    except Exception as error:  # Pillow's readers raise many types
         raise ValueError(
             f"normplug.experiment: {path} is not a readable image ({error}). Replace or delete it."
         ) from error
@@ -151,7 +151,7 @@ def _decoded(paths: tuple[str, ...], image_size: int, cache: Path | None) -> Ten
             try:
                 kept = torch.load(cache, mmap=True)
                 images, kept_state = kept["images"], kept["state"]
-            except Exception as error:  # a file of any kind
+            except Exception as error:  # it may be any file
                 raise ValueError(
                     f"normplug.experiment: {cache} holds no decoded images ({type(error).__name__})"
                     ". Delete it, or name another file: data.cache=FILE."
@@ -166,7 +166,7 @@ def _decoded(paths: tuple[str, ...], image_size: int, cache: Path | None) -> Ten
 
 @lru_cache(maxsize=1)  # all runs of a sweep share a tree
 def _decode_all(paths: tuple[str, ...], image_size: int, state: str) -> Tensor:
-    """All images; `state` tells files apart that have changed under the same paths."""
+    """Decode all files; `state` makes a change of a file a miss in this function's cache."""
     images = torch.empty(len(paths), 3, image_size, image_size, dtype=torch.uint8)
 
     def fill(rows: range) -> None:
@@ -177,28 +177,28 @@ def _decode_all(paths: tuple[str, ...], image_size: int, state: str) -> Tensor:
     rows = range(len(paths))
     with ThreadPoolExecutor(1 if small else os.cpu_count()) as pool:
         blocks = pool.map(fill, [rows[start : start + 64] for start in rows[::64]])
-        deque(blocks, maxlen=0)  # raises what `fill` raised
+        deque(blocks, maxlen=0)  # reraises errors of `fill`
     return images
 
 
 def stratified_split(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
-    """Hold out `fraction` of every class, the same images at every call.
+    """Hold out `fraction` of every class, the same images in every call.
 
     Args:
         labels: (N,), int64.
-        fraction: of each class, rounded to whole images; in all at least one image a class.
+        fraction: of each class, rounded to whole images; in total, at least one image per class.
 
     Returns:
-        The rows kept and the rows held out, each ascending.
+        The rows kept and the rows held out, both in ascending order.
 
     Raises:
-        ValueError: a class has a single image, or a part would have less than one image a class.
+        ValueError: a class has a single image, or a part would have fewer images than classes.
     """
-    from sklearn.model_selection import train_test_split  # slow
+    from sklearn.model_selection import train_test_split  # slow to import
 
     counts = labels.unique(return_counts=True)[1]
     held = int((counts * fraction).round().sum())
-    held = max(held, len(counts)) if held else 0  # scikit-learn's least, or its refusal
+    held = max(held, len(counts)) if held else 0  # scikit-learn's minimum; it refuses 0
     kept_rows, held_rows = train_test_split(
         range(len(labels)), test_size=held, stratify=labels, random_state=SPLIT_SEED
     )
@@ -206,10 +206,10 @@ def stratified_split(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
 
 
 def channel_statistics(data: ImageSet) -> tuple[Tensor, Tensor]:
-    """Measure mean and standard deviation per channel, for pixels scaled to [0, 1].
+    """Compute mean and standard deviation per channel, of pixels scaled to [0, 1].
 
-    They come from a count of each of the 256 values, so the rounding does not grow with the set.
-    Files that are not in memory are measured by a fixed sample of `STATISTICS_SAMPLE` images.
+    They come from a histogram of the 256 values, so rounding errors do not grow with the set.
+    If the files are not in memory, they come from a fixed sample of `STATISTICS_SAMPLE` images.
 
     Returns:
         (3,) and (3,), float64.

@@ -1,4 +1,4 @@
-"""The task of predicting the next token of a text, judged by the loss."""
+"""Language modelling, the prediction of the next token, evaluated by the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from normplug.experiment.learner import Learner
 from normplug.experiment.memory import Batch
 from normplug.experiment.models import GPT, Block
 
-# Test tokens on which the loss without each block is measured, by each process; rounded up to whole
+# Test tokens, per process, on which the loss without each block is measured; rounded up to whole
 # batches.
 DROP_TOKENS = 2**15
 
@@ -24,15 +24,15 @@ class LanguageModel(Learner):
     """Train `net` to predict the next token of a text.
 
     Bits per character are the loss times tokens per character, over ln 2. So a model of bytes can
-    be compared with one of characters.
+    be compared with a model of characters.
 
     Args:
         net: tokens (N, L), int64 -> logits (N, L, vocabulary).
         optimizer: see `Learner`.
         unit: what a token is, e.g. "byte".
-        tokens_per_character: of the parts "val" and "test".
-        unigram_bits: entropy of the text in bits per character, if every token is drawn alone: what
-            a model reaches that knows how often each token occurs, and nothing else.
+        tokens_per_character: for the parts "val" and "test".
+        unigram_bits: unigram entropy of the text in bits per character: the loss of a model that
+            knows only how often each token occurs.
         channels_last: must be False, since a text has no such memory format.
         **options: see `Learner`.
 
@@ -61,33 +61,33 @@ class LanguageModel(Learner):
             )
         self.tokens_per_character = dict(tokens_per_character)
         self.unigram_bits = unigram_bits
-        # Per batch of the test, summed over its tokens: the loss, and the loss without each block.
+        # Per test batch, summed over its tokens: the loss, then the loss without each block.
         self._dropped: list[Tensor] = []
         self._dropped_tokens = 0
 
     def on_test_start(self) -> None:
-        """Forget what an earlier test measured."""
+        """Discard the losses of an earlier test."""
         self._dropped, self._dropped_tokens = [], 0
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss and measure; on the first tokens also the loss without each block of a GPT."""
+        """Log the loss; on the first tokens, measure it without each block of a GPT too."""
         super().test_step(batch, batch_idx)
         if isinstance(self.net, GPT) and self._dropped_tokens < DROP_TOKENS:
             self._drop_blocks(self.net, *batch)
 
     def log_measure(self, stage: str, logits: Tensor, targets: Tensor, loss: Tensor) -> None:
-        """Log the bits per character; the loss, which is the measure, is logged already."""
+        """Log the bits per character; the measure itself, the loss, is already logged."""
         bits = loss * self._bits_per_nat(stage)
         name = f"{stage}/bits_per_character"
         self.log(name, bits, prog_bar=True, sync_dist=True, batch_size=len(targets))
 
     def describe(self, value: float, stage: str) -> str:
-        """A loss in words, with its bits per character."""
+        """Format a loss, with its bits per character."""
         bits = value * self._bits_per_nat(stage)
         return f"{super().describe(value, stage)}, {bits:.3f} bits per character"
 
     def headlines(self) -> dict[str, str]:
-        """The losses, and the unigram entropy beside them."""
+        """Return the losses, and the unigram entropy for comparison."""
         unigram = f"{self.unigram_bits:.3f} bits per character: each token alone, no context"
         return super().headlines() | {"unigram entropy": unigram}
 

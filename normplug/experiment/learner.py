@@ -24,26 +24,26 @@ from normplug.lightning import VarianceLogger
 
 
 class Learner(LightningModule):
-    """Train `net` to predict classes; a subclass says how it is judged.
+    """Train `net` to predict classes; a subclass defines how it is evaluated.
 
     A subclass logs `val/<name>` and `test/<name>` of its measure in `log_measure`.
 
-    A run that resumes takes from its checkpoint the weights, the optimizer's moments and the step.
-    Its hyperparameters come from its own command. If it has more epochs than the run before, its
-    learning rate continues on the curve of the new total.
+    A run that resumes takes the weights, the optimizer's moments and the step from its checkpoint.
+    Its hyperparameters come from its own command. If it has more epochs than the earlier run, its
+    learning rate continues on the schedule of the new total.
 
     Args:
         net: (N, ...) -> (N, ..., classes), the logits.
-        measure: what the run is judged by.
+        measure: what the run is evaluated by.
         optimizer: parameter groups -> optimizer, e.g. a partial `torch.optim.SGD`.
         schedule: see `make_scheduler`.
         warmup: see `make_scheduler`.
         label_smoothing: 0 to 1.
         graph: replay forward and backward of the training steps as CUDA graphs; see `GraphedLoss`.
-        identity: what tells the run from others, e.g. its arm; kept in checkpoints as "run".
+        identity: what distinguishes the run, e.g. its arm; kept in checkpoints as "run".
 
     Raises:
-        ValueError: a checkpoint whose epochs have another number of steps.
+        ValueError: the epochs of a checkpoint have another number of steps.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Learner(LightningModule):
         self.label_smoothing = label_smoothing
         self.graph = graph
         self.identity = dict(identity or {})
-        self.scores_by_epoch: list[float] = []  # of the validation
+        self.scores_by_epoch: list[float] = []  # on the validation part
         self._graphed: GraphedLoss | None = None
-        self._resumed_steps: int | None = None  # steps of an epoch of the checkpoint
-        self._hyperparameters: list[dict[str, Any]] = []  # of each group at step 0
+        self._resumed_steps: int | None = None  # steps per epoch of the checkpoint
+        self._hyperparameters: list[dict[str, Any]] = []  # of each parameter group, at step 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The logits."""
         return self.net(inputs)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The loss of one batch."""
+        """Return the loss of a batch; log it at the steps that Lightning writes or displays."""
         graphed = self._graphed
         if graphed is None or is_measured(self.trainer, self.trainer.global_step):
             loss = self._training_loss(*batch)
@@ -92,15 +92,15 @@ class Learner(LightningModule):
         return _cross_entropy(self(inputs), targets, label_smoothing)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss and measure on the validation part."""
+        """Log loss and measure on the validation part."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss and measure on the test part."""
+        """Log loss and measure on the test part."""
         self._evaluate("test", batch)
 
     def log_measure(self, stage: str, logits: Tensor, targets: Tensor, loss: Tensor) -> None:
-        """Log what the task measures of a batch besides its loss; `stage` is "val" or "test"."""
+        """Log the task's measure of a batch, besides its loss; `stage` is "val" or "test"."""
         raise NotImplementedError
 
     def on_validation_epoch_end(self) -> None:
@@ -113,11 +113,11 @@ class Learner(LightningModule):
         return float(self.trainer.callback_metrics[f"{stage}/{self.measure.name}"])
 
     def describe(self, value: float, stage: str) -> str:
-        """A value of the measure in words."""
+        """Format a value of the measure, with its unit."""
         return f"{self.measure.number(value)} {self.measure.unit}"
 
     def headlines(self) -> dict[str, str]:
-        """What a finished run prints first: a title and a text for each line."""
+        """Return the first lines that a finished run prints: title -> text."""
         name, curve = self.measure.name, self.scores_by_epoch
         lines = {f"validation {name}": self.describe(curve[-1], "val")} if curve else {}
         return lines | {f"test {name}": self.describe(self.score("test"), "test")}
@@ -131,7 +131,7 @@ class Learner(LightningModule):
         }
 
     def configure_optimizers(self) -> Any:
-        """The optimizer, with weight decay on matrices only, and the schedule, step by step."""
+        """Return the optimizer, with weight decay on matrices only, and its schedule by step."""
         optimizer = self.optimizer(decay_groups(self.net.parameters()))
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = make_scheduler(optimizer, self.schedule, self.warmup, steps)
@@ -153,8 +153,8 @@ class Learner(LightningModule):
     ) -> None:
         """Clip as Lightning does, but with fused optimizers too.
 
-        Lightning refuses fused optimizers in mixed precision, since they undo the scaling of the
-        loss themselves. In bf16-mixed the loss is not scaled.
+        Lightning refuses fused optimizers in mixed precision, since they unscale the gradients
+        themselves. In bf16-mixed there is nothing to unscale.
         """
         plugin = self.trainer.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
@@ -164,29 +164,29 @@ class Learner(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the run's identity and the values so far."""
+        """Add the run's identity, and the values of the measure so far."""
         checkpoint["run"] = self.identity
         checkpoint[self.measure.curve_key] = list(self.scores_by_epoch)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue the values; `on_train_start` moves the schedule."""
+        """Restore the values; drop the schedule's state, which `on_train_start` recomputes."""
         self.scores_by_epoch = list(checkpoint.get(self.measure.curve_key, []))
         self._resumed_steps = steps_per_epoch(checkpoint)
         checkpoint["lr_schedulers"] = []
 
     def on_fit_start(self) -> None:
-        """Prepare the graphs, which the first step records."""
+        """Prepare the graphs, which the first step captures."""
         if self.graph:
             self._graphed = GraphedLoss(self._training_loss, self.net)
 
     def on_fit_end(self) -> None:
-        """Free the graphs: the model moves to the host, and they read its old addresses."""
+        """Free the graphs: the model moves to the host next, and they read its old addresses."""
         if self._graphed is not None:
             self._graphed.release()
             self._graphed = None
 
     def on_train_start(self) -> None:
-        """In a run that resumes, set the hyperparameters of this command at this step."""
+        """In a run that resumes, apply this command's hyperparameters and schedule at this step."""
         step = self.trainer.global_step
         if step == 0:
             return
@@ -200,9 +200,9 @@ class Learner(LightningModule):
         return self.loss(inputs, targets, self.label_smoothing)
 
     def _is_logged(self, batch_idx: int) -> bool:
-        """Whether Lightning writes the loss of this step, or shows it.
+        """Whether Lightning writes or displays the loss of this step.
 
-        Each call of `log` copies its settings, which takes the host as long as dozens of launches.
+        Each call of `log` copies its settings, which costs the host as much as dozens of launches.
         """
         if batch_idx == 0 or self.trainer.is_last_batch:
             return True
@@ -224,8 +224,8 @@ class Learner(LightningModule):
         if steps != self._resumed_steps:
             raise ValueError(
                 f"normplug.experiment: an epoch of the checkpoint has {self._resumed_steps} steps, "
-                f"one of this run {steps}. Resume with the data, batch size and number of devices "
-                "of the checkpoint."
+                f"an epoch of this run has {steps}. Resume with the data, batch size and number of "
+                "devices of the checkpoint."
             )
 
 
@@ -235,11 +235,11 @@ def variance_loggers(trainer: Trainer) -> list[VarianceLogger]:
 
 
 def is_measured(trainer: Trainer, step: int) -> bool:
-    """Whether a `VarianceLogger` measures this optimizer step, which is current or the latest."""
+    """Whether a `VarianceLogger` measures this optimizer step, the current or the latest one."""
     return any(logger.logged_step == step for logger in variance_loggers(trainer))
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """The mean over all targets, of a batch of images as of a batch of sequences."""
+    """Return the mean over all targets, for a batch of images or of sequences."""
     flat = logits.flatten(0, -2)
     return F.cross_entropy(flat, targets.flatten(), label_smoothing=label_smoothing)

@@ -16,10 +16,10 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
 class MemoryPart(Dataset[Batch], ABC):
-    """A part whose samples are tensors, so that a few operations make a whole batch.
+    """A part whose samples are stacked in tensors, so that indexing makes a whole batch.
 
     Attributes:
-        held: the names of the attributes that are these tensors.
+        held: names of the attributes with these tensors.
     """
 
     held: ClassVar[tuple[str, ...]]
@@ -55,18 +55,18 @@ class MemoryPart(Dataset[Batch], ABC):
 
 
 class Batches:
-    """The batches of a part in memory, one pass per epoch: the counterpart of a DataLoader.
+    """The batches of a part in memory, in place of a DataLoader; one pass per epoch.
 
     The sampler draws the order on the host, so the order does not depend on where the part is. It
     is copied to the part's device once per epoch. After that, a batch of a part on a GPU copies
-    nothing from the host and never makes the host wait.
+    nothing from the host and never synchronises with it.
 
     Args:
-        part: where the batches come from.
-        batches: the samples of each batch; Lightning calls `set_epoch` of its sampler.
+        part: the samples.
+        batches: the indices of each batch; Lightning calls `set_epoch` of its sampler.
 
     Attributes:
-        batch_sampler: the argument `batches`, under a DataLoader's name for it.
+        batch_sampler: the argument `batches`, under the name that it has in a DataLoader.
     """
 
     def __init__(self, part: MemoryPart, batches: BatchSampler) -> None:
@@ -81,5 +81,5 @@ class Batches:
         pin = torch.cuda.is_available() and not order.is_cuda
         for rows in order.split(self.batch_sampler.batch_size)[: len(self)]:
             inputs, targets = self.part.batch(rows)
-            # Lightning copies from pinned memory to the GPU without waiting.
+            # From pinned memory, Lightning copies to the GPU asynchronously.
             yield (inputs.pin_memory(), targets.pin_memory()) if pin else (inputs, targets)

@@ -1,4 +1,4 @@
-"""The experiment's networks: torchvision's, with sizes for small images, and a GPT."""
+"""The experiment's networks: torchvision's, adapted to small images, and a GPT."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import normplug
 from normplug.experiment.names import mode_of
 from normplug.lightning import norm_layers
 
-SMALL_IMAGE = 64  # pixels; up to here an ImageNet stem (stride 4) would throw most of it away
+SMALL_IMAGE = 64  # pixels; up to here, an ImageNet stem (stride 4) would discard too much
 
 
 def resnet(
@@ -65,7 +65,8 @@ def vit(
 ) -> VisionTransformer:
     """A small torchvision VisionTransformer (arXiv:2010.11929), pre-norm, with random weights.
 
-    Its blocks call their LayerNorms in eval too, unlike `nn.TransformerEncoderLayer`'s.
+    Its blocks call their LayerNorms in eval too, unlike `nn.TransformerEncoderLayer`, whose fast
+    path skips them.
 
     Args:
         num_classes: outputs.
@@ -73,7 +74,7 @@ def vit(
         patch_size: side of a patch, in pixels. None: the divisor of `image_size`, at least 2, that
             is nearest to an eighth of it.
         hidden_dim: width of the residual stream.
-        depth: blocks.
+        depth: number of blocks.
         heads: attention heads.
         mlp_ratio: hidden width of the MLP, as a multiple of `hidden_dim`.
         dropout: probability, in attention and MLP.
@@ -109,7 +110,7 @@ def vit(
         attention_dropout=dropout,
         num_classes=num_classes,
     )
-    # torchvision starts the head at zero: then the first step has no gradient behind the head.
+    # torchvision initialises the head to zero, so no gradient would pass it in the first step.
     nn.init.trunc_normal_(net.heads.head.weight, std=0.02)
     return net
 
@@ -207,16 +208,16 @@ class GPT(nn.Module):
     """A plain pre-norm GPT (Radford et al. 2019, GPT-2), with random weights.
 
     Args:
-        vocabulary: tokens.
-        block_size: the most tokens that it sees at once.
-        depth: blocks.
+        vocabulary: number of tokens.
+        block_size: maximum context length, in tokens.
+        depth: number of blocks.
         width: of the residual stream.
         heads: attention heads.
         mlp_ratio: hidden width of the MLP, as a multiple of `width`.
         dropout: probability, after the embedding, in attention and in the MLP.
         norm: "layer" for `nn.LayerNorm`, "rms" for `nn.RMSNorm`, both with eps 1e-5.
-        scaled_init: start the layers that write to the residual stream with a standard deviation of
-            0.02 / sqrt(2 * depth) instead of 0.02, as GPT-2 does.
+        scaled_init: initialise the layers that write to the residual stream with a standard
+            deviation of 0.02 / sqrt(2 * depth) instead of 0.02, as GPT-2 does.
 
     Raises:
         ValueError: `heads` does not divide `width`.
@@ -248,7 +249,7 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.norm = make_norm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self._start()
+        self._init_weights()
         if scaled_init:
             for block in blocks:
                 for writer in block.writers:
@@ -259,7 +260,7 @@ class GPT(nn.Module):
         x = self.token(tokens) + self.position[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(self.dropout(x))))
 
-    def _start(self) -> None:
+    def _init_weights(self) -> None:
         nn.init.normal_(self.position, std=0.02)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -270,7 +271,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def scale_norm_weights(net: nn.Module, gamma0: float | str) -> None:
-    """Multiply the weight of every norm that a swap takes by `gamma0`.
+    """Multiply the weight of every norm that a swap could replace by `gamma0`.
 
     This makes the control arm of a target variance tv: mode standard with gamma0 = sqrt(tv) starts
     as the same function, so the two arms differ only in their parametrisation. A mode by depth,

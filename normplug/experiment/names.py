@@ -12,11 +12,11 @@ import normplug
 from normplug._report.arms import BASELINE
 from normplug._swap.depth import ByDepth, Schedule
 
-LONGEST_NAME = 180  # bytes; file systems take 255
+LONGEST_NAME = 180  # bytes; file systems allow 255
 
 
 def mean_inverse_depth(block: int, blocks: int) -> float:
-    """The mean of 1/l over all blocks, for each block: as "1/l", but independent of the depth."""
+    """The mean of 1/l over all blocks, the same in each: "1/l" without its dependence on depth."""
     return sum(1.0 / (number + 1) for number in range(blocks)) / blocks
 
 
@@ -29,10 +29,10 @@ SCHEDULES: dict[str, str | Schedule] = {
 
 
 def mode_of(mode: str | float) -> normplug.NormMode | ByDepth:
-    """The mode of `normplug.swap` that a value of the key `mode` stands for.
+    """Convert a value of the key `mode` to a mode of `normplug.swap`.
 
     Raises:
-        ValueError: neither a mode nor one of `SCHEDULES`.
+        ValueError: it is neither a mode nor one of `SCHEDULES`.
     """
     if isinstance(mode, str) and mode in SCHEDULES:
         return normplug.by_depth(SCHEDULES[mode])
@@ -45,7 +45,7 @@ def arm_name(
     tag: str | None = None,
     autocast_output: str | None = None,
 ) -> str:
-    """The arm's name in directories, results and tables.
+    """Return the arm's name in directories, results and tables.
 
     Args:
         mode: "baseline", one of `SCHEDULES`, or "golden", "standard" or a number.
@@ -70,7 +70,7 @@ def arm_name(
 
 
 def arm_or_mode(mode: Any, *others: Any) -> str:
-    """As `arm_name`, or `mode` itself: directories are named before a wrong mode is refused."""
+    """`arm_name`, or `mode` if it is invalid: directories are named before it is checked."""
     try:
         return arm_name(mode, *others)
     except (ValueError, TypeError):
@@ -81,8 +81,8 @@ def path_name(text: Any) -> str:
     """Turn any text into the name of a file or directory.
 
     Letters, digits and `._+-` stay; everything else becomes `_`, since a slash leaves the directory
-    and `=` breaks Lightning's command for the processes of a distributed run. A long name is cut
-    and ends in a hash of the whole.
+    and `=` breaks Lightning's command for the processes of a distributed run. A long name is
+    truncated and ends in a hash of all of it.
     """
     name = re.sub(r"[^\w.+-]+", "_", str(text)).strip("_")
     if name.startswith("."):

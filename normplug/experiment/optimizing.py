@@ -1,4 +1,4 @@
-"""Which parameters decay, and how the learning rate moves: one home for both."""
+"""Parameter groups for weight decay, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SCHEDULES = ("one_cycle", "cosine", "constant")
 
 
 def decay_groups(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
-    """Sort parameters into groups for an optimizer: only matrices have weight decay.
+    """Split parameters into groups for an optimizer: weight decay is for matrices only.
 
-    Norm weights and biases have one dimension and no decay. Frozen parameters are left out.
+    Norm weights and biases have one dimension and no decay. Frozen parameters are skipped.
     """
     trainable = [p for p in parameters if p.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -27,17 +27,18 @@ def decay_groups(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
 
 
 def make_scheduler(optimizer: Optimizer, name: str, warmup: float, steps: int) -> LRScheduler:
-    """The schedule of the learning rate, to be stepped after every optimizer step.
+    """Return a learning-rate schedule, to be stepped after every optimizer step.
 
     Args:
-        optimizer: its learning rates are the highest of the schedule.
+        optimizer: its learning rates are the peaks of the schedule.
         name: one of `SCHEDULES`: "one_cycle" (Smith 2018, arXiv:1803.09820), or a linear warm-up
             followed by "cosine" annealing to 0 or a "constant" rate.
         warmup: fraction of all steps, 0 to 1, in which the learning rate rises.
-        steps: of the whole training. Under 4 steps, "one_cycle" is "cosine".
+        steps: of the whole training. Below 4 steps, "one_cycle" falls back to "cosine".
     """
     if name == "one_cycle" and steps >= 4:
         rates = [group["lr"] for group in optimizer.param_groups]
+        # At least 2 steps rise, since OneCycleLR divides by their number minus 1.
         return lr_scheduler.OneCycleLR(optimizer, rates, steps, pct_start=max(warmup, 2 / steps))
     rising = round(warmup * steps)
     after: LRScheduler = lr_scheduler.ConstantLR(optimizer, 1.0)
@@ -50,9 +51,9 @@ def make_scheduler(optimizer: Optimizer, name: str, warmup: float, steps: int) -
 
 
 def move_to_step(scheduler: LRScheduler, step: int) -> None:
-    """Move a scheduler that has not been stepped to `step`: 2 us a step."""
+    """Fast-forward a new scheduler to `step`; this takes 2 us per step."""
     with warnings.catch_warnings():
-        # The optimizer took its steps before, in the run that is resumed.
+        # torch cannot see that the optimizer took these steps, in the run that is resumed.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
         for _ in range(step):

@@ -1,4 +1,4 @@
-"""What the value of each key of the configuration must be."""
+"""The rules for the values of the configuration's keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from normplug.experiment.optimizing import SCHEDULES
 
 
 class Rule(NamedTuple):
-    """What the value of a key must be; a key that is not set is not checked.
+    """A rule for the value of a key; a key that is not set is not checked.
 
     Attributes:
         key: its path, e.g. "data.batch_size".
@@ -30,20 +30,20 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def is_whole(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     """Whether a value is an integer; true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+    return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_positive(value: Any) -> bool:
     return _is_number(value) and value > 0
 
 
-def _is_share(value: Any) -> bool:
+def _is_fraction(value: Any) -> bool:
     return _is_number(value) and 0 <= value < 1
 
 
@@ -61,13 +61,13 @@ def _is_pattern(value: Any) -> bool:
     return _is_text(value) or (isinstance(value, list) and bool(value))
 
 
-def _maybe(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _or_null(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or holds(value)
 
 
-def _whole(key: str, least: int, *, maybe: bool = False) -> Rule:
-    rule = Rule(key, lambda x: is_whole(x) and x >= least, f"must be an integer >= {least}")
-    return Rule(key, _maybe(rule.holds), f"{rule.must}, or null") if maybe else rule
+def _integer(key: str, least: int, *, or_null: bool = False) -> Rule:
+    rule = Rule(key, lambda x: is_integer(x) and x >= least, f"must be an integer >= {least}")
+    return Rule(key, _or_null(rule.holds), f"{rule.must}, or null") if or_null else rule
 
 
 def _flag(key: str) -> Rule:
@@ -80,61 +80,61 @@ POSITIVE = "must be a finite number above 0"
 PATTERNS = "must be null, a pattern such as 'layer4.*', or a list of at least one pattern"
 
 RULES = (
-    Rule("seed", is_whole, "must be an integer"),
+    Rule("seed", is_integer, "must be an integer"),
     Rule("seed", lambda seed: 0 <= seed < 2**32, SEED),
     Rule(
         "gamma0",
-        _maybe(lambda value: _is_positive(value) or value in tuple(BY_DEPTH)),
+        _or_null(lambda value: _is_positive(value) or value in tuple(BY_DEPTH)),
         f"scales the norms' initial weights and {POSITIVE}, one of {', '.join(BY_DEPTH)}, or null",
     ),
     _flag("compile"),
     _flag("graph"),
-    Rule("fuse", _maybe(_is_bool), "must be true, false or null"),
+    Rule("fuse", _or_null(_is_bool), "must be true, false or null"),
     _flag("recompute"),
     _flag("channels_last"),
-    Rule("ckpt_path", _maybe(_is_text), "must be the path of a checkpoint, or null"),
+    Rule("ckpt_path", _or_null(_is_text), "must be the path of a checkpoint, or null"),
     Rule("schedule", lambda value: value in SCHEDULES, f"must be one of {', '.join(SCHEDULES)}"),
-    Rule("warmup", _is_share, "is a fraction of all steps, at least 0 and below 1"),
+    Rule("warmup", _is_fraction, "must be a fraction of all steps, at least 0 and below 1"),
     Rule(
         "label_smoothing", lambda x: _is_number(x) and 0 <= x <= 1, "must be a number from 0 to 1"
     ),
     Rule("study", _is_name, NAME),
-    Rule("tag", _maybe(lambda tag: tag == "" or _is_name(tag)), f"{NAME}; or null"),
-    Rule("swap.include", _maybe(_is_pattern), PATTERNS),
-    Rule("swap.exclude", _maybe(_is_pattern), PATTERNS),
-    Rule("data.seed", is_whole, "must be an integer"),
+    Rule("tag", _or_null(lambda tag: tag == "" or _is_name(tag)), f"{NAME}; or null"),
+    Rule("swap.include", _or_null(_is_pattern), PATTERNS),
+    Rule("swap.exclude", _or_null(_is_pattern), PATTERNS),
+    Rule("data.seed", is_integer, "must be an integer"),
     Rule("data.seed", lambda seed: 0 <= seed < 2**32, SEED),
-    _whole("data.batch_size", 1),
-    _whole("data.image_size", 1, maybe=True),
-    _whole("data.num_classes", 2),
-    _whole("data.num_images", 1),
-    _whole("data.num_workers", 0),
+    _integer("data.batch_size", 1),
+    _integer("data.image_size", 1, or_null=True),
+    _integer("data.num_classes", 2),
+    _integer("data.num_images", 1),
+    _integer("data.num_workers", 0),
     Rule("data.memory_gib", lambda x: _is_number(x) and x >= 0, "must be a finite number >= 0"),
-    _whole("data.block_size", 1),
-    Rule("data.megabytes", _maybe(_is_positive), f"{POSITIVE}, or null"),
-    Rule("data.val_fraction", lambda x: _is_share(x) and x > 0, "must be above 0 and below 1"),
-    _whole("data.augment.pad", 0),
+    _integer("data.block_size", 1),
+    Rule("data.megabytes", _or_null(_is_positive), f"{POSITIVE}, or null"),
+    Rule("data.val_fraction", lambda x: _is_fraction(x) and x > 0, "must be above 0 and below 1"),
+    _integer("data.augment.pad", 0),
     _flag("data.augment.flip"),
     Rule("optimizer.lr", _is_positive, POSITIVE),
-    _whole("model.patch_size", 1, maybe=True),
-    _whole("model.hidden_dim", 1),
-    _whole("model.width", 1),
-    _whole("model.depth", 1),
-    _whole("model.heads", 1),
-    _whole("model.mlp_ratio", 1),
-    Rule("model.dropout", _is_share, "must be at least 0 and below 1"),
-    _whole("trainer.log_every_n_steps", 0),
-    _whole("trainer.num_sanity_val_steps", -1),
-    _whole("trainer.accumulate_grad_batches", 1),
-    _whole("trainer.check_val_every_n_epoch", 1, maybe=True),
+    _integer("model.patch_size", 1, or_null=True),
+    _integer("model.hidden_dim", 1),
+    _integer("model.width", 1),
+    _integer("model.depth", 1),
+    _integer("model.heads", 1),
+    _integer("model.mlp_ratio", 1),
+    Rule("model.dropout", _is_fraction, "must be at least 0 and below 1"),
+    _integer("trainer.log_every_n_steps", 0),
+    _integer("trainer.num_sanity_val_steps", -1),
+    _integer("trainer.accumulate_grad_batches", 1),
+    _integer("trainer.check_val_every_n_epoch", 1, or_null=True),
     Rule(
         "trainer.max_steps",
-        lambda steps: is_whole(steps) and (steps == -1 or steps >= 1),
+        lambda steps: is_integer(steps) and (steps == -1 or steps >= 1),
         "must be an integer >= 1, or -1 for no limit",
     ),
     Rule(
         "trainer.gradient_clip_val",
-        _maybe(lambda norm: _is_number(norm) and norm >= 0),
+        _or_null(lambda norm: _is_number(norm) and norm >= 0),
         "must be a finite number >= 0, or null",
     ),
     Rule(
@@ -142,6 +142,6 @@ RULES = (
         lambda value: not isinstance(value, (int, float)) or _is_positive(value),
         "must be above 0, a time, or null",
     ),
-    Rule("trainer.limit_train_batches", _maybe(_is_positive), f"{POSITIVE}, or null"),
-    Rule("trainer.limit_test_batches", _maybe(_is_positive), f"{POSITIVE}, or null"),
+    Rule("trainer.limit_train_batches", _or_null(_is_positive), f"{POSITIVE}, or null"),
+    Rule("trainer.limit_test_batches", _or_null(_is_positive), f"{POSITIVE}, or null"),
 )

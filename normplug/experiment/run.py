@@ -45,27 +45,26 @@ from normplug.experiment.timing import StepTimer, peak_memory_bytes
 QUIET = (
     ".*does not have many workers",  # the data is in memory: workers would only copy them
     "Experiment logs directory .* exists and is not empty",  # Hydra's own files are in it
-    "Checkpoint directory .* exists and is not empty",  # a run that resumes in its own
-    "The dirpath has changed",  # a run that resumes in another one
-    ".*LeafSpec.* is deprecated",  # Lightning's use of torch
+    "Checkpoint directory .* exists and is not empty",  # a run that resumes in its own directory
+    "The dirpath has changed",  # a run that resumes in another directory
+    ".*LeafSpec.* is deprecated",  # how Lightning uses torch
     "The epoch parameter in `scheduler.step",  # torch's own SequentialLR, before torch 2.10
 )
 
 
 class Run:
-    """A context around one run that writes `result.json` at its start and at its end.
+    """The context manager of one run, which writes `result.json` at its start and at its end.
 
     In a sweep, an error inside the context is recorded as a failed arm, and the sweep goes on.
 
     Attributes:
-        finished: whether this very run has finished before; `result` is the former result then.
+        finished: whether this same run has finished before, in which case `result` is its result.
         checkpoint: where the run resumes from: the last checkpoint of this directory, if a run of
             the same configuration was interrupted or killed in it; else `ckpt_path`; else None.
 
     Raises:
-        SystemExit: on leaving the context of a single run, if the command has a mistake. Its
-            sentence is on stderr then, as are messages of normplug and of the objects that the
-            configuration builds.
+        SystemExit: on exit from the context of a single run, if the error has a message for the
+            user (see `user_sentence`), which is then on stderr.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -76,12 +75,12 @@ class Run:
         self.result: dict[str, Any] = {}
         self.finished = False
         self.checkpoint: Path | None = None
-        self._saved: dict[str, Any] = {}  # what the checkpoint holds, until it is loaded
+        self._saved: dict[str, Any] = {}  # the content of the checkpoint, until it is loaded
         self._timer = StepTimer()
         self._trainer: Trainer | None = None
         self._signals = Signals()
         self._place = RunDirectory(self.directory)
-        self._state = "outside"  # then "inside" the directory, then "started"
+        self._state = "created"  # then "locked" (the directory is its own), then "started"
 
     def __enter__(self) -> Run:
         for message in QUIET:
@@ -90,7 +89,7 @@ class Run:
         return self
 
     def start(self) -> None:
-        """Take the directory, check the configuration, and record that the run is under way.
+        """Lock the directory, check the configuration, and record that the run has started.
 
         Raises:
             UserError: a live run owns the directory; the configuration cannot run; the directory
@@ -98,7 +97,7 @@ class Run:
         """
         try:
             self._place.take()
-            self._state = "inside"
+            self._state = "locked"
             check(self.cfg)
             former = self._place.finished_result(self.cfg)
             (self.directory / REFUSAL).unlink(missing_ok=True)
@@ -147,7 +146,7 @@ class Run:
         self._saved = {}
 
     def finish(self, trainer: Trainer, model: Learner, data: Source) -> float:
-        """Write the result, print it, and return the `score`."""
+        """Write the result, print a summary, and return the `score`."""
         gpu = trainer.strategy.root_device.type == "cuda"  # the model itself is back on the CPU
         fused = _norms_fused(model)
         layers = dict(_convert.normplug_layers(model))
@@ -176,7 +175,7 @@ class Run:
 
     @property
     def score(self) -> float:
-        """The measure on the test set, of a finished run."""
+        """The test score of a finished run."""
         return self.result[Measure.of(self.result).test_key]
 
     @property
@@ -196,7 +195,7 @@ class Run:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """What a sweep over learning rates needs to choose one, and to say how it is repeated."""
+        """What `normplug.compare --best` needs: the learning rate, and the options of the run."""
         rate = OmegaConf.select(self.cfg, "optimizer.lr")
         return {
             "learning_rate": rate if isinstance(rate, (int, float)) else None,
@@ -229,13 +228,13 @@ class Run:
         return path
 
     def _failed(self, error: Exception) -> bool:
-        """Record the failure; return whether the sweep goes on."""
+        """Record the failure; return whether to suppress the error, so that the sweep goes on."""
         sentence = user_sentence(error)
         text = sentence or f"{type(error).__name__}: {error}"
         outcome: dict[str, Any] = {"status": "failed"}
         if isinstance(error, Diverged):
             outcome = {"status": "diverged", "step": error.step}
-        if self._state == "started" or (self._state == "inside" and is_sweep()):
+        if self._state == "started" or (self._state == "locked" and is_sweep()):
             self._record_failure(**outcome, error=text)
         if is_sweep():
             if not sentence:
@@ -243,18 +242,18 @@ class Run:
             line = f"{outcome['status']}: {self.directory}: {' '.join(text.split())}"
             print(line, file=sys.stderr)
             return True
-        if self._state == "inside":
+        if self._state == "locked":
             self._place.remove_traces()
         if sentence and not os.environ.get("HYDRA_FULL_ERROR"):
-            print(sentence, file=sys.stderr)  # Hydra would put three lines around it
+            print(sentence, file=sys.stderr)  # Hydra would add three lines around it
             raise SystemExit(1) from None
         return False
 
     def _record_failure(self, **outcome: Any) -> None:
-        """Write the failure where the comparison finds it, beside a result that must stay."""
+        """Record the failure for the comparison; a finished run keeps its result."""
         try:
-            stays = self._state == "inside" and self._place.result().get("status") == "finished"
-        except UserError:  # the comparison says itself that it cannot be read
+            stays = self._state == "locked" and self._place.result().get("status") == "finished"
+        except UserError:  # the comparison itself reports that it cannot be read
             return
         with contextlib.suppress(OSError):
             if stays:
@@ -262,12 +261,12 @@ class Run:
                 return
             try:
                 self._write(**outcome, date=_now())
-            except OSError:  # a full disk: an old result would say "running" for ever
+            except OSError:  # a full disk: the old result would say "running" forever
                 (self.directory / RESULT).unlink(missing_ok=True)
                 self._write(**outcome, date=_now())
 
     def _interrupted(self, signum: int) -> None:
-        """End the other processes, record the interruption, and say how to go on."""
+        """Stop the other processes, record the interruption, and print how to continue."""
         if self._trainer is not None and self._trainer.strategy.launcher is not None:
             self._trainer.strategy.launcher.kill(signum)
         own = self.directory / checkpoint.LAST
@@ -292,7 +291,7 @@ def _norms_fused(model: Learner) -> int:
 
 
 def _input_variances(trainer: Trainer) -> dict[str, float]:
-    """The variance of each norm's input at the last logged step, by path.
+    """Return the variance of each norm's input at the last logged step, by path.
 
     In a pre-norm model this is the variance of the residual stream by depth.
     """

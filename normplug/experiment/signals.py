@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run in order."""
+"""End a run cleanly on Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Signals:
 
     def __init__(self) -> None:
         self._received = False
-        self._former: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Handle the signals from now on, if this is the main thread."""
+        """Install the handlers; do nothing outside the main thread, where Python allows none."""
         if threading.current_thread() is not threading.main_thread():
             return
         for signum in SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
-                self._former[signum] = signal.signal(signum, self._receive)
+                self._previous[signum] = signal.signal(signum, self._receive)
 
     def restore(self) -> None:
-        """Put the former handlers back."""
-        for signum, handler in self._former.items():
+        """Restore the previous handlers."""
+        for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        self._former = {}
+        self._previous = {}
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if self._received:

@@ -1,4 +1,4 @@
-"""Which arguments a function takes, and whether a value of YAML suits them."""
+"""Read the signature of a function, and check YAML values against its annotations."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Signature(NamedTuple):
 
 
 def signature_of(target: Any) -> Signature | None:
-    """The signature of a function or class; None if Python cannot tell it."""
+    """Return the signature of a function or class; None if it cannot be inspected."""
     try:
         parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):  # written in C, without a description
+    except (TypeError, ValueError):  # written in C, without a text signature
         return None
     function = inspect.unwrap(target.__init__ if inspect.isclass(target) else target)
     names = getattr(function, "__globals__", {})
@@ -62,10 +62,11 @@ def signature_of(target: Any) -> Signature | None:
 
 
 def _resolved(annotation: Any, names: Mapping[str, Any]) -> Any:
-    """The type that an annotation names; Any if there is none or it cannot be resolved."""
+    """Return the type that an annotation names; Any if it is missing or cannot be resolved."""
     if annotation is inspect.Parameter.empty:
         return Any
 
+    # get_type_hints resolves annotations given as strings, but needs an object that has them.
     def holder() -> None: ...
 
     holder.__annotations__ = {"hint": annotation}
@@ -76,7 +77,7 @@ def _resolved(annotation: Any, names: Mapping[str, Any]) -> Any:
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Whether a value of YAML suits an annotation; True if that cannot be decided."""
+    """Whether a YAML value matches an annotation; True if that cannot be decided."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return any(accepts(part, value) for part in arguments)
@@ -99,7 +100,7 @@ def accepts(hint: Any, value: Any) -> bool:
 
 
 def described(hint: Any) -> str:
-    """An annotation in the words of YAML."""
+    """Describe an annotation in YAML's terms."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     parts = arguments if origin in (Union, types.UnionType) else (hint,)
     if float in parts:
@@ -113,7 +114,7 @@ def described(hint: Any) -> str:
 
 
 def _words(hint: Any) -> list[str]:
-    """The words for one type; [] for a class that YAML can only name as a `_target_`."""
+    """Return the words for one type; [] for a class that YAML can only name as a `_target_`."""
     if typing.get_origin(hint) is Literal:
         return [shown(value) for value in typing.get_args(hint)]
     kind = typing.get_origin(hint) or hint
@@ -134,7 +135,7 @@ def _words(hint: Any) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A value as a user would type it."""
+    """Format a value as a user would type it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return repr(value)

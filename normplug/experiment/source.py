@@ -1,4 +1,4 @@
-"""What all sources of data share: three fixed parts, their loaders, and what a model needs."""
+"""The base class of data: three fixed parts, their loaders, and the sizes for a model."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 T = TypeVar("T")
 GPU_SHARE = 0.25  # of a GPU's free memory; device="auto" keeps larger data on the host
-# Evaluation keeps no activations for a backward, so its batches may be larger than those of the
-# training. The host launches fewer kernels then.
+# Evaluation keeps no activations for a backward, so its batches can be larger than in training.
+# The host then launches fewer kernels.
 EVALUATION_BATCHES = 4  # times batch_size
 
 
 class Source(LightningDataModule, ABC):
     """Inputs and targets in three fixed parts, which are the same in every run.
 
-    `setup` of a subclass sets the parts. `seed` decides only what a run draws from them.
+    A subclass sets the parts in `setup`. `seed` decides only what a run draws from them.
 
     Args:
-        seed: decides, with the epoch, the order of the training part, whatever else draws random
-            numbers.
-        batch_size: samples a step on each device; evaluation takes 4 times as many at once.
+        seed: with the epoch, fixes the order of the training part, regardless of other random
+            draws.
+        batch_size: samples per step on each device; an evaluation step takes 4 times as many.
         device: where decoded data are kept: "cuda" in the memory of the run's GPU, "cpu" on the
             host. "auto" is the GPU if the run has one and the data take at most a quarter of its
             free memory. Order and augmentation do not depend on it.
 
     Attributes:
-        name: in reports.
-        gives: the arguments of a model that come from the data; attributes, known before `setup`.
+        name: the name in reports.
+        gives: names of the attributes that a model takes as arguments; known before `setup`.
         held_out: how the parts are divided; kept in checkpoints.
         train_part: what the model trains on.
         val_part: what it is validated on.
@@ -71,7 +71,7 @@ class Source(LightningDataModule, ABC):
 
     @property
     def items_per_batch(self) -> int:
-        """What the speed counts in a batch of one device."""
+        """Number of items in a batch of one device, for the speed in items/s."""
         return self.batch_size
 
     def facts(self) -> dict[str, Any]:
@@ -79,19 +79,19 @@ class Source(LightningDataModule, ABC):
         return {}
 
     def set_parts(self, *parts: Dataset[Batch]) -> None:
-        """Set the training, validation and test part, moved to the device that keeps them.
+        """Set the training, validation and test part, moved to the device that stores them.
 
         Raises:
             ValueError: `device` is "cuda" in a run without a GPU, or with data that are decoded
                 for every batch.
         """
-        device = self._keeper(parts)
+        device = self._storage(parts)
         self.train_part, self.val_part, self.test_part = (
             part.to(device) if isinstance(part, MemoryPart) else part for part in parts
         )
 
     def train_dataloader(self) -> DataLoader[Batch] | Batches:
-        """Return the loader of the training part, in a new order every epoch."""
+        """Return the loader of the training part, which reshuffles it every epoch."""
         shards, shard = self.shards()
         epoch = 0 if self.trainer is None else self.trainer.current_epoch
         sampler = epoch_sampler(self.train_part, self.seed, epoch=epoch, shards=shards, shard=shard)
@@ -112,16 +112,16 @@ class Source(LightningDataModule, ABC):
         return f"normplug.experiment.{type(self).__name__}"
 
     def workers(self, part: Dataset[Batch]) -> int:
-        """Return the number of processes that load a part; 0 for what is in memory."""
+        """Return the number of worker processes that load a part; 0 if it is in memory."""
         return 0
 
     def shards(self) -> tuple[int, int]:
-        """Return the number of data-parallel processes, and which of them this is."""
+        """Return the number of data-parallel processes, and the rank of this one."""
         shards = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return (1, 0) if shards is None else (shards["num_replicas"], shards["rank"])
 
-    def _keeper(self, parts: Sequence[Dataset[Batch]]) -> torch.device:
-        """The device that keeps parts in memory."""
+    def _storage(self, parts: Sequence[Dataset[Batch]]) -> torch.device:
+        """Choose the device that stores the parts in memory."""
         host = torch.device("cpu")
         runs_on = host if self.trainer is None else self.trainer.strategy.root_device
         sizes = [part.nbytes for part in parts if isinstance(part, MemoryPart)]
@@ -166,10 +166,10 @@ class Source(LightningDataModule, ABC):
             sampler=sampler,
             num_workers=workers,
             persistent_workers=workers > 0,
-            collate_fn=_as_is,
+            collate_fn=_as_is,  # `__getitems__` returns whole batches
             pin_memory=torch.cuda.is_available(),
             drop_last=drop_last,
-            # Otherwise each pass would draw from the global generator, as dropout does.
+            # Otherwise each pass would draw a seed from the global generator, which dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
         )
 

@@ -13,9 +13,7 @@ ORDER, AUGMENTATION, MODEL = 0, 1, 2
 
 
 def stream(purpose: int, seed: int, epoch: int, *, shard: int = 0) -> torch.Generator:
-    """Return a new generator of the host, at the start of a stream.
-
-    A GPU's generator would draw other numbers.
+    """Return a new CPU generator at the start of a stream; one of a GPU would draw other numbers.
 
     The purpose is `ORDER`, `AUGMENTATION` or `MODEL`; `shard` is the data-parallel process.
     """
@@ -23,33 +21,32 @@ def stream(purpose: int, seed: int, epoch: int, *, shard: int = 0) -> torch.Gene
 
 
 def _seed(purpose: int, seed: int, epoch: int = 0, shard: int = 0) -> int:
-    # A hash: with seed + epoch, two near seeds would share most of their epochs.
+    # A hash: with seed + epoch, nearby seeds would share most of their epochs.
     return int(np.random.SeedSequence((seed, epoch, purpose, shard)).generate_state(1)[0])
 
 
 class SeedEpochs(Callback):
     """Seed torch's global generators at the start of every epoch.
 
-    Dropout draws from them. So a run that resumes draws the same numbers as one that was never
-    interrupted.
+    Dropout draws from them. So a run that resumes draws the same numbers as an uninterrupted run.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seed, by epoch and process."""
+        """Seed by epoch and process."""
         torch.manual_seed(_seed(MODEL, self.seed, trainer.current_epoch, trainer.global_rank))
 
 
 def epoch_sampler(
     part: Dataset[Any], seed: int, *, epoch: int = 0, shards: int = 1, shard: int = 0
 ) -> DistributedSampler[int]:
-    """A new order of all samples every epoch, divided among the shards.
+    """Return a sampler that shuffles all samples every epoch and divides them among the shards.
 
     It is a `DistributedSampler` even for one shard, so that Lightning does not replace it. When a
-    run resumes, Lightning starts the loader's workers before it calls `set_epoch`, and they read
-    ahead. So the first epoch is set here.
+    run resumes, Lightning starts the loader's workers, which prefetch, before it calls `set_epoch`.
+    So the first epoch is set here.
     """
     sampler: DistributedSampler[int] = DistributedSampler(
         part, num_replicas=shards, rank=shard, seed=_seed(ORDER, seed), drop_last=True

@@ -1,4 +1,4 @@
-"""What a finished run prints."""
+"""The summary that a finished run prints."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def summary(
     directory: Path,
     tables: Iterable[str] = (),
 ) -> str:
-    """The content of `result.json` in words, the `tables`, and the files in the directory.
+    """Format the content of `result.json`, the `tables`, and the list of files in the directory.
 
-    `headlines` are what the task says of itself: a text by title.
+    `headlines` are the lines of the task: title -> text.
     """
     r = result
     files = (

@@ -1,4 +1,4 @@
-"""Hydra's callbacks: check the disk before a run or a sweep, compare the arms after a sweep."""
+"""Hydra callbacks: check the disk before a run or a sweep, compare the arms after a sweep."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class CheckDisk(Callback):
 
 
 class CompareArms(Callback):
-    """Compare the arms of a sweep at its end.
+    """Compare the arms of a sweep when it ends.
 
     Args:
-        compare: the command line of the comparison: takes its arguments, returns its exit code.
-            The configuration gives it, so that training does not import it.
+        compare: main function of the comparison: command-line arguments -> exit code. The
+            configuration names it, so that training does not import it.
     """
 
     def __init__(self, compare: Callable[[list[str]], int]) -> None:
@@ -46,7 +46,7 @@ class CompareArms(Callback):
             return
         root = Path(config.hydra.sweep.dir)
         code = self.compare([str(root)])
-        for refusal in root.rglob(REFUSAL):  # of this sweep; the results beside them stay good
+        for refusal in root.rglob(REFUSAL):  # of this sweep; the results beside them stay valid
             refusal.unlink()
         if code:
             sys.exit(code)
@@ -56,7 +56,7 @@ def _check_disk(config: DictConfig, key: str) -> None:
     hydra = HydraConfig.instance()
     before = hydra.cfg
     try:
-        hydra.set_config(config)  # the names of directories are made from it
+        hydra.set_config(config)  # the resolvers in directory names read it
         probe(Path(OmegaConf.select(config, key)))
         return
     except OmegaConfBaseException as error:

@@ -1,4 +1,4 @@
-"""A text, cut into blocks of bytes or characters; by default, Python's own library."""
+"""A text, cut into blocks of bytes or characters; by default, Python's standard library."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 
 
 class Blocks(MemoryPart):
-    """A part of a text in blocks; the target of each token is the token after it.
+    """A part of a text in blocks; the target of each token is the next token.
 
     Args:
-        tokens: (T,), any integers.
-        size: tokens a block. A last, shorter block is left out.
+        tokens: (T,), any integer dtype.
+        size: tokens per block. A last, shorter block is dropped.
     """
 
     held = ("tokens",)
@@ -39,30 +39,30 @@ class Blocks(MemoryPart):
         return max(len(self.tokens) - 1, 0) // self.size
 
     def batch(self, rows: Tensor) -> Batch:
-        """Return the blocks at `rows`, and each token's next one."""
+        """Return the blocks at `rows`, and the next token of each token."""
         places = rows[:, None] * self.size + torch.arange(self.size, device=rows.device)
         return self.tokens[places].long(), self.tokens[places + 1].long()
 
 
 class Text(Source):
-    """A text whose first 80% trains, whose next 10% validates and whose last 10% tests.
+    """A text: the first 80% is for training, the next 10% for validation, the last for the test.
 
     Args:
         path: a file; None for the sources of Python's standard library, without its tests, one
             after another in the order of their paths.
         unit: what a token is: a "byte", or a "char" of UTF-8. The vocabulary is the 256 bytes, or
             the characters that occur in the text.
-        block_size: tokens that a model sees at once.
-        megabytes: take no more of the text than this, from its start; None for all of it.
+        block_size: context length, in tokens.
+        megabytes: how much of the text to use, from its start; None for all of it.
         seed: see `Source`.
-        batch_size: blocks a step on each device.
+        batch_size: blocks per step on each device.
         device: see `Source`.
 
     Attributes:
         vocabulary: number of tokens.
 
     Raises:
-        ValueError: the text cannot be read, is no UTF-8 for "char", or is too short.
+        ValueError: the text cannot be read, is not UTF-8 for "char", or is too short.
     """
 
     gives = ("vocabulary", "block_size")
@@ -121,13 +121,13 @@ class Text(Source):
 
     @property
     def unigram_bits(self) -> float:
-        """Entropy of the text in bits per character, if every token is drawn alone."""
+        """Unigram entropy of the text, in bits per character."""
         counts = self.tokens.long().bincount().double()
         share = counts[counts > 0] / len(self.tokens)
         return float(-(share * share.log2()).sum()) * _per_character(self.tokens, self.unit)
 
     def facts(self) -> dict[str, Any]:
-        """Which text it is, and how long."""
+        """Identify the text: SHA-256 and number of tokens."""
         return {"text_sha256": self.sha256, "text_tokens": len(self.tokens)}
 
     def _read(self, path: Path, limit: int | None) -> bytes:
@@ -136,13 +136,13 @@ class Text(Source):
                 return _cut(file.read(-1 if limit is None else limit + 1), limit)
         except OSError as error:
             raise ValueError(
-                f"{self.caller}: path must be a file that can be read, got {path} "
+                f"{self.caller}: path must be a readable file, got {path} "
                 f"({error.strerror or error}). Check data.path; a relative path starts at the "
-                "directory that the program runs in."
+                "working directory."
             ) from None
 
     def _tokenised(self, text: bytes) -> tuple[Tensor, int]:
-        """The tokens, and the size of their vocabulary."""
+        """Return the tokens, and the size of their vocabulary."""
         if self.unit == "byte":
             return torch.frombuffer(bytearray(text), dtype=torch.uint8), 256
         try:
@@ -157,7 +157,7 @@ class Text(Source):
 
 
 def _library(limit: int | None) -> bytes:
-    """The sources of Python's standard library, up to `limit` bytes."""
+    """Return the sources of Python's standard library, up to `limit` bytes."""
     text = bytearray()
     for path in _sources(Path(sysconfig.get_path("stdlib"))):
         text += path.read_bytes()
@@ -167,7 +167,7 @@ def _library(limit: int | None) -> bytes:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """The Python files below `root`, in an order that no file system changes."""
+    """Yield the Python files below `root`, in an order that does not depend on the file system."""
     found = []
     for folder, inner, files in os.walk(root):
         inner[:] = [name for name in inner if name not in LEFT_OUT]
@@ -176,20 +176,20 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def _cut(text: bytes, limit: int | None) -> bytes:
-    """The first `limit` bytes, without a last character of UTF-8 that the limit would cut."""
+    """Return the first `limit` bytes, less a last UTF-8 character that the limit would split."""
     if limit is None or len(text) <= limit:
         return text
     text = text[:limit]
-    for lost in range(1, min(4, len(text)) + 1):
-        first = text[-lost]
-        if first & 0xC0 != 0x80:  # the first byte of the last character
+    for tail in range(1, min(4, len(text)) + 1):  # bytes of the last character
+        first = text[-tail]
+        if first & 0xC0 != 0x80:  # not a continuation byte, 0b10xxxxxx
             length = 1 + (first >= 0xC0) + (first >= 0xE0) + (first >= 0xF0)
-            return text if length <= lost else text[:-lost]
+            return text if length <= tail else text[:-tail]
     return text
 
 
 def _per_character(tokens: Tensor, unit: str) -> float:
-    """Tokens for each character; in UTF-8, the bytes 0b10xxxxxx continue a character."""
+    """Return tokens per character; in UTF-8, the bytes 0b10xxxxxx continue a character."""
     if unit == "char":
         return 1.0
     return len(tokens) / max(int(((tokens & 0xC0) != 0x80).sum()), 1)

@@ -1,4 +1,4 @@
-"""What the steps of a run cost, and a line an epoch on how far it is."""
+"""Time the steps of a run, measure its peak memory, and print a line per epoch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from normplug.experiment.learner import Learner, is_measured
 
 WARM_UP_STEPS = 5
-FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # what Lightning calls it
+FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # Lightning's name for fetching a batch
 
 
 class LoaderClock(Profiler):
-    """Keep in `waits_ms` how long the training loop waits for each batch; a Lightning profiler."""
+    """A Lightning profiler that records in `waits_ms` the training loop's wait for each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,22 +29,22 @@ class LoaderClock(Profiler):
         self._start = 0.0
 
     def start(self, action_name: str) -> None:
-        """Note the time, if the loop starts to wait for the loader."""
+        """Start the clock, if the loop starts to wait for the loader."""
         if action_name == FETCH:
             self._start = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
-        """Keep how long the loop waited."""
+        """Record how long the loop waited."""
         if action_name == FETCH:
             self.waits_ms.append((time.perf_counter() - self._start) * 1e3)
 
 
 class StepTimer(Callback):
-    """Time every training step; on a GPU with its own clock.
+    """Time every training step; on a GPU, with CUDA events.
 
     The first steps of the run (`WARM_UP_STEPS`), the first step of each epoch, and steps that a
     `VarianceLogger` measures are left out. CUDA events are read after the fit, so that timing never
-    makes the host wait.
+    synchronises the host with the GPU.
 
     Attributes:
         clock: the profiler that the Trainer needs.
@@ -56,23 +56,23 @@ class StepTimer(Callback):
         self._seen = 0  # steps so far
         self._step = -1  # the current optimizer step
         self._start: Any = None  # of the current step
-        self._previous: Any = None  # start of the step before, if that step counts
-        self._steps: list[tuple[Any, Any]] = []
-        self._periods: list[tuple[Any, Any]] = []
+        self._previous: Any = None  # start of the previous step, if that step counts
+        self._steps: list[tuple[Any, Any]] = []  # (start, end) of a step
+        self._periods: list[tuple[Any, Any]] = []  # (start, next start), which includes the loader
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose the clock; start the count of peak memory."""
+        """Choose the clock; reset the peak memory."""
         self._gpu = trainer.strategy.root_device.type == "cuda"
         reset_peak_memory(self._gpu)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the last step: a validation lies between it and the first of this epoch."""
+        """Forget the previous step: a validation lies between it and the first of this epoch."""
         self._previous = None
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note the time, at which the period of the step before ends."""
+        """Record the start, at which the period of the previous step ends."""
         self._step = trainer.global_step
         self._start = self._now()
         if self._previous is not None:
@@ -81,7 +81,7 @@ class StepTimer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the time, unless the step is left out."""
+        """Record the end, unless the step is left out."""
         self._seen += 1
         measured = is_measured(trainer, self._step)
         counts = self._seen > WARM_UP_STEPS and batch_idx > 0 and not measured
@@ -92,7 +92,7 @@ class StepTimer(Callback):
     def summary(self, items_per_step: int, speed_key: str) -> dict[str, float | None]:
         """Medians over the steps: duration in ms, items per second, wait for the loader in ms.
 
-        The items per second stand under `speed_key`. A value is None if no step was timed.
+        The key of the items per second is `speed_key`. A value is None if no step was timed.
         """
         step_ms = self._median_ms(self._steps)
         period_ms = self._median_ms(self._periods)
@@ -121,7 +121,7 @@ class StepTimer(Callback):
 
 
 class EpochLines(Callback):
-    """Print `title`, then a line an epoch, in place of a progress bar that would fill a log."""
+    """Print `title`, then a line per epoch, in place of a progress bar that would flood a log."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -144,19 +144,19 @@ class EpochLines(Callback):
 
 
 def reset_peak_memory(gpu: bool) -> None:
-    """Restart the count of `peak_memory_bytes`, so that each run of a sweep has its own."""
+    """Reset the peak that `peak_memory_bytes` returns, so that each run of a sweep has its own."""
     if gpu:
         torch.cuda.reset_peak_memory_stats()
         return
     with contextlib.suppress(OSError):  # Linux only
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
 
 def peak_memory_bytes(gpu: bool) -> int | None:
-    """The most memory that was held since `reset_peak_memory`, on the GPU or by this process.
+    """Return the peak memory since `reset_peak_memory`, on the GPU or of this process.
 
-    Only Linux can reset the peak of a process: elsewhere it is the peak since the process began.
-    None if the system does not tell: Windows without the package psutil.
+    Only Linux can reset the peak of a process: elsewhere it is the peak since the process started.
+    None on Windows without the package psutil.
     """
     if gpu:
         return torch.cuda.max_memory_allocated()
@@ -172,5 +172,5 @@ def peak_memory_bytes(gpu: bool) -> int | None:
 
             return getattr(psutil.Process().memory_info(), "peak_wset", None)
         return None
-    unit = 1 if sys.platform == "darwin" else 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

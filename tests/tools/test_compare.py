@@ -196,7 +196,7 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
         "90.00",
         "unfinished",
         "0.1",
-        "at the end of the range: try further",
+        "at the end of the range: extend it",
     ]
     assert "has the highest mean validation accuracy after the last epoch" in printed
     # Without a choice, each rate is an arm.
@@ -480,8 +480,8 @@ def test_command_prints_the_table_and_the_paths(tmp_path, capsys):
     ("name", "sentence"),
     [
         ("", "no result.json at any depth under"),
-        ("nowhere", "nowhere is not a directory or a file"),
-        ("object.json", "holds no list of runs"),
+        ("nowhere", "nowhere is neither a directory nor a file"),
+        ("object.json", "does not hold a list of runs"),
     ],
 )
 def test_command_without_runs_ends_in_one_line(tmp_path, capsys, name, sentence):

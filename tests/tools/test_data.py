@@ -241,7 +241,7 @@ class TestDevice:
         data = Fake(device=device)
         data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=runs_on))
         kib = MemoryImages(torch.empty(1016, dtype=torch.uint8), torch.empty(1, dtype=torch.int64))
-        return data._keeper([kib] * parts)
+        return data._storage([kib] * parts)
 
     def test_auto_is_the_gpu_up_to_a_quarter_of_its_free_memory(self, monkeypatch):
         cpu = torch.device("cpu")
@@ -396,7 +396,7 @@ class TestImageFolder:
         assert not set(paths(train)) & set(paths(test))
 
     def test_refuses_a_tree_of_another_layout(self, tree):
-        with pytest.raises(ValueError, match="must hold one directory a class"):
+        with pytest.raises(ValueError, match="must hold one directory per class"):
             ImageFolder(str(tree / "train" / "cat"), SIZE)
         (tree / "test" / "emu").mkdir()
         with pytest.raises(ValueError, match="emu is not"):
@@ -514,7 +514,7 @@ class TestText:
         assert not [path for path in _sources(Path(os.__file__).parent) if "test" in path.parts]
 
     def test_what_cannot_be_a_text_is_refused(self, tmp_path):
-        with pytest.raises(ValueError, match="path must be a file that can be read, got no.txt"):
+        with pytest.raises(ValueError, match="path must be a readable file, got no.txt"):
             Text("no.txt")
         with pytest.raises(ValueError, match="unit=char needs a text in UTF-8; byte 1 of 100 is"):
             self.text(tmp_path, b"a\xff" * 50, unit="char")

@@ -116,7 +116,7 @@ def test_a_graph_is_refused_where_it_cannot_be(refuses):
         *SMALL, "graph=true", "trainer.accelerator=cpu"
     )
     gpu = SimpleNamespace(root_device=torch.device("cuda", 0))
-    for processes, batches, words in [(2, 1, "single process; this run has 2"), (1, 4, "=4 adds")]:
+    for processes, batches, words in [(2, 1, "single process; this run has 2"), (1, 4, "=4 accum")]:
         trainer = SimpleNamespace(
             strategy=gpu, world_size=processes, accumulate_grad_batches=batches
         )

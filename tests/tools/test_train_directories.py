@@ -52,7 +52,7 @@ def test_a_directory_of_a_live_run_is_refused_and_left_alone(refuses, tmp_path):
     with FileLock(str(run / LOCK)):
         output = refuses(*SMALL, f"hydra.run.dir={run}")
     (line,) = [line for line in output.splitlines() if line.startswith("normplug")]
-    assert f"{run} belongs to a run that is still going on (process 123 on hostname, since" in line
+    assert f"{run} belongs to a run that is still running (process 123 on hostname, since" in line
     assert "hydra.run.dir=DIR, or study=NAME" in line
     assert contents(run) == before
 
@@ -76,12 +76,12 @@ def test_a_killed_process_frees_its_directory(tmp_path):
     ) as holder:
         assert holder.stdout.readline() == "held\n"
         place = RunDirectory(tmp_path)
-        with pytest.raises(UserError, match="still going on"):
+        with pytest.raises(UserError, match="still running"):
             place.take()
         holder.kill()
         holder.wait()
         place.take()
-        with pytest.raises(UserError, match="still going on"):
+        with pytest.raises(UserError, match="still running"):
             RunDirectory(tmp_path).take()
         place.release()
     RunDirectory(tmp_path).take()
@@ -99,7 +99,7 @@ def test_other_processes_of_a_run_share_its_directory(tmp_path, monkeypatch):
     second.release()
     assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "metrics.csv"]
     monkeypatch.setattr(directory.rank_zero_only, "rank", 0)
-    with pytest.raises(UserError, match="still going on"):
+    with pytest.raises(UserError, match="still running"):
         RunDirectory(tmp_path).take()
     first.release()
 
@@ -171,7 +171,7 @@ def test_a_mistaken_arm_fails_and_the_others_are_trained_and_compared(refuses, t
 
 def test_damaged_results_are_failed_arms_of_a_sweep_and_stay(refuses, tmp_path):
     bad = [
-        (b"[1, 2]", "it holds no JSON object"),
+        (b"[1, 2]", "it is not a JSON object"),
         (b'{"arm": "\xff"}', "'utf-8' codec can't decode"),
         (b'{"arm": ', "Expecting value"),
     ]
@@ -233,7 +233,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
     run = tmp_path / "run"
     output = refuses(*SMALL, f"hydra.run.dir={run}")
-    assert f"{run} cannot be written: No space left on device. Free or unlock the disk" in output
+    assert f"{run} cannot be written: No space left on device. Free up space or make it" in output
     assert contents(run).keys() <= {"config.yaml"}
 
 
@@ -263,7 +263,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(refuses, tmp_path, monke
     output = refuses(*SMALL, *([] if single else ["-m"]))
     (line,) = output.splitlines()
     assert line.startswith(f"normplug.experiment: {tmp_path}/logs/")
-    assert "cannot be written: Read-only file system. Free or unlock the disk" in line
+    assert "cannot be written: Read-only file system. Free up space or make it" in line
     assert not list(tmp_path.iterdir())
 
 

@@ -16,15 +16,15 @@ from normplug.experiment.divergence import Diverged, FiniteLoss
 from training import PLAIN, SWEEP, TWO_PROCESSES, result_of, results
 
 TINY = [*SWEEP, "trainer.max_epochs=1", PLAIN]
-IS_OF = "the checkpoint is of"
-ANOTHER_SHAPE = "tensors differ in name or shape, the first of them"
+HAS = "the checkpoint has"
+ANOTHER_SHAPE = "tensors differ in name or shape; the first is"
 
 
 def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(refuses, sweep, tmp_path):
     good, run = sweep.golden / LAST, tmp_path / "run"
     content = torch.load(good, weights_only=True)
     text, cut, weights, module, split = (tmp_path / f"{i}.ckpt" for i in range(5))
-    unreadable = "cannot be read: it is cut off, or train.py did not write it"
+    unreadable = "cannot be read: it is truncated, or was not written by train.py"
     text.write_text("not a checkpoint")
     cut.write_bytes(good.read_bytes()[:-1000])
     torch.save(content["state_dict"], weights)
@@ -33,8 +33,8 @@ def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(refuses,
     torch.save(content, split)
     for path, sentence in [
         (tmp_path / "none.ckpt", "must be a checkpoint file"),
-        (tmp_path, "A run's own is checkpoints/last.ckpt in its directory"),
-        (sweep.golden, f"A run's own is {good}"),
+        (tmp_path, "A run's checkpoint is checkpoints/last.ckpt in its directory"),
+        (sweep.golden, f"A run's checkpoint is {good}"),
         *((path, unreadable) for path in (text, cut, module)),
         (weights, "not from weights alone"),
         (split, "held out other data for validation. Train again from the start."),
@@ -48,18 +48,18 @@ def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(refuses,
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ([*SWEEP, "mode=0.5"], f"{IS_OF} arm 'golden', this run of '0.5'"),
-        ([*SWEEP, "tag=other"], f"{IS_OF} arm 'golden', this run of 'golden-other'"),
-        ([*SWEEP, "seed=1"], f"{IS_OF} seed 0, this run of 1"),
-        ([*SWEEP, "optimizer=sgd"], f"{IS_OF} optimizer 'torch.optim.AdamW', this run of"),
+        ([*SWEEP, "mode=0.5"], f"{HAS} arm 'golden', this run has '0.5'"),
+        ([*SWEEP, "tag=other"], f"{HAS} arm 'golden', this run has 'golden-other'"),
+        ([*SWEEP, "seed=1"], f"{HAS} seed 0, this run has 1"),
+        ([*SWEEP, "optimizer=sgd"], f"{HAS} optimizer 'torch.optim.AdamW', this run has"),
         ([*SWEEP, "model.depth=3"], f"{ANOTHER_SHAPE} net.encoder.layers."),
         ([*SWEEP, "model.hidden_dim=32"], f"{ANOTHER_SHAPE} net.class_"),
         (
             [*SWEEP, "data.batch_size=6"],
-            "an epoch of the checkpoint has 5 steps, one of this run 11",
+            "an epoch of the checkpoint has 5 steps, an epoch of this run has 11",
         ),
-        (["model=vit_tiny", "data=digits"], f"{IS_OF} data 'fake', this run of 'digits'"),
-        (["experiment=smoke"], f"{IS_OF} model 'vit_tiny', this run of 'resnet18'"),
+        (["model=vit_tiny", "data=digits"], f"{HAS} data 'fake', this run has 'digits'"),
+        (["experiment=smoke"], f"{HAS} model 'vit_tiny', this run has 'resnet18'"),
     ],
 )
 def test_another_runs_checkpoint_is_refused(refuses, sweep, tmp_path, options, sentence):

@@ -134,13 +134,13 @@ MISTAKES = {
     for line, key, value in lines_of(keys, values)
 }
 MISTAKES |= {
-    f"{group}=null": f"the configuration needs {group}, and has none."
+    f"{group}=null": f"the configuration lacks the key {group}."
     for group in ("data", "model", "optimizer", "trainer")
 }
 MISTAKES |= {
     "+foo=1": "foo is not a key of the configuration. Leave it out (~foo), or use one of",
     "+warmpu=0.1": "warmpu is not a key of the configuration. Did you mean warmup?",
-    "~warmup": "the configuration needs warmup, and has none.",
+    "~warmup": "the configuration lacks the key warmup.",
     "warmup=???": "warmup: Missing mandatory value",
     "warmup=${nowhere}": "warmup: Interpolation key 'nowhere' not found",
     "+swap.foo=1": "swap.foo is not an argument of normplug.swap.",
@@ -155,7 +155,7 @@ MISTAKES |= {
     "+data.foo=1": "data.foo is not an argument of normplug.experiment.data.Digits.",
     "data._target_=nowhere.Data": "data._target_ must be the import path of a class or function",
     "experiment=smoke data=digits": "Leave it out (~data.image_size), or use one of augment",
-    "~model.arch": "model needs arch for normplug.experiment.models.resnet. Give +model.arch=",
+    "~model.arch": "model needs arch for normplug.experiment.models.resnet. Set +model.arch=",
     "+model.num_classes=5": "model.num_classes comes from the data. Leave model.num_classes out.",
     "+model.foo=1": "model.foo is not an argument of normplug.experiment.models.resnet.",
     "experiment=cifar10_vit model=resnet18": "Leave it out (~model.hidden_dim), or use one of",
@@ -288,10 +288,10 @@ def test_a_choice_that_no_file_of_configs_has_is_refused(refuses):
 def test_an_image_folder_without_two_classes_is_refused(refuses, tmp_path):
     (tmp_path / "photos/train/cat").mkdir(parents=True)
     for line, sentence in [
-        ("", "root must name a directory of images, got None. Give data.root=/path/to/tree with"),
-        ("data.root=photos", "image_size must be a number of pixels >= 1, got None. Give data.im"),
+        ("", "root must name a directory of images, got None. Set data.root=/path/to/tree with"),
+        ("data.root=photos", "image_size must be a number of pixels >= 1, got None. Set data.ima"),
         ("data.root=/no data.image_size=8", "root must be a directory, got /no. Check data.root"),
-        ("data.root=photos data.image_size=8", "two classes or more to tell apart; got 1"),
+        ("data.root=photos data.image_size=8", "the data must have at least two classes; got 1"),
     ]:
         assert sentence in refuses("data=image_folder", *line.split())
 
@@ -299,7 +299,7 @@ def test_an_image_folder_without_two_classes_is_refused(refuses, tmp_path):
 def test_data_that_cannot_be_downloaded_are_one_sentence(refuses, tmp_path, monkeypatch):
     monkeypatch.setattr(Cifar10, "_open", Mock(side_effect=OSError("no network")))
     output = refuses("data=cifar10", "trainer.max_epochs=1")
-    assert "CIFAR10 must be in data, or be downloaded to it (no network). Check" in output
+    assert "CIFAR10 is not in data, and its download failed (no network). Check" in output
 
 
 @pytest.mark.parametrize(
