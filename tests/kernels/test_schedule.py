@@ -317,6 +317,15 @@ def test_the_forward_has_programs_and_room_for_all_rows():
             assert room >= 2 * met * shape.k, where
 
 
+def test_a_forward_with_a_residual_and_given_statistics_is_refused():
+    kernels = pytest.importorskip("normplug._kernels.layer_norm.launches")
+    shape = next(shape for shape in ROW_FORWARD.values() if isinstance(shape, WideForward))
+    flags = kernels.Flags(given=True, residual=True)
+    strides = kernels.Strides(shape.width, residual=shape.width)
+    with pytest.raises(AssertionError):
+        kernels.forward_launch(shape, torch.float32, flags, strides, 0.1, 1e-5, 1.0)
+
+
 def test_the_backward_has_programs_and_room_for_all_rows():
     kernels = pytest.importorskip("normplug._kernels.layer_norm.launches")
     asked = ((True,) * 4, (True, False, False, False), (False, True, False, False))
