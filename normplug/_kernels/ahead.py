@@ -180,7 +180,7 @@ class Ahead:
         self._process = os.getpid()
         self._server: Server | None = None
         self._off = not KEYED
-        self._given: dict[str, tuple[Server, int | None]] = {}  # by job: its server and number
+        self._given: dict[str, tuple[Server, int]] = {}  # by job: its server and number
         self._kept: set[str] = set()  # jobs whose kernel was in Triton's cache
         self._settled: dict[str, str | None] = {}  # by job: the kernel's key in Triton's cache
         self._met_nothing: bool | None = None  # whether the cache was empty at the first job
@@ -189,7 +189,7 @@ class Ahead:
         """Have a worker compile a kernel that will be launched later.
 
         Returns:
-            Whether it is left to a worker. False if it is compiled already, or if there are none.
+            Whether it is left to a worker. False if it is compiled already, or if none can take it.
         """
         with self._lock:
             key = job.key
@@ -204,7 +204,9 @@ class Ahead:
                     return False
                 if (server := self._started()) is None:
                     return False
-                self._given[key] = server, server.take(job)
+                if (number := server.take(job)) is None:
+                    return False
+                self._given[key] = server, number
             return True
 
     def settle(self, job: Job) -> str | None:
@@ -257,10 +259,10 @@ class Ahead:
                 self._off = True
         return self._server
 
-    def _wait(self, server: Server, number: int | None) -> bool:
+    def _wait(self, server: Server, number: int) -> bool:
         """Whether a worker compiled a kernel; wait for a started job, withdraw a waiting one."""
         end = time.monotonic() + _PATIENCE
-        while number is not None and self._process == os.getpid() and time.monotonic() < end:
+        while self._process == os.getpid() and time.monotonic() < end:
             with self._lock:
                 alive = server is self._server and server.listen(0.002)
                 state = server.states[number]

@@ -238,6 +238,15 @@ def test_a_worker_that_fails_changes_nothing(mine):
     assert mine.counts == {"here": 1, "workers": 1, "cache": 0}
 
 
+def test_a_job_that_could_not_be_sent_is_sent_the_next_time(mine, monkeypatch):
+    job = a_job()
+    with monkeypatch.context() as full:
+        full.setattr(ahead.Server, "_tell", lambda server, data: False)
+        assert not mine.expect(job)
+    assert mine.expect(job)
+    assert mine._given[job.key] == (mine._server, 0)
+
+
 def test_without_its_process_all_is_done_here(mine):
     first, second, third = a_job(), a_job(launches.Flags(bias=False)), a_job(launches.Flags())
     mine.expect(first)
