@@ -115,9 +115,9 @@ class Server:
         """Send a job, after one for its launcher if that is new; return its number, or None."""
         name = (job.kernel.__module__, job.kernel.__name__)
         launched = (*name, *job.signature.items())
-        if launched not in self._launched:
+        is_new = launched not in self._launched
+        if is_new and self._send("launcher", (*name, job[1:4])) is not None:
             self._launched.add(launched)
-            self._send("launcher", (*name, job[1:4]))
         on = triton.runtime.driver.active.get_current_target()
         target = (on.backend, on.arch, on.warp_size)
         key = job.kernel.cache_key

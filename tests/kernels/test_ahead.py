@@ -244,7 +244,7 @@ def test_a_job_that_could_not_be_sent_is_sent_the_next_time(mine, monkeypatch):
         full.setattr(ahead.Server, "_tell", lambda server, data: False)
         assert not mine.expect(job)
     assert mine.expect(job)
-    assert mine._given[job.key] == (mine._server, 0)
+    assert mine._given[job.key] == (mine._server, 1)  # after the job for its launcher
 
 
 def test_without_its_process_all_is_done_here(mine):
