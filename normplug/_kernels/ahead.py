@@ -67,8 +67,8 @@ def most_workers() -> int:
     wanted = os.environ.get("NORMPLUG_COMPILE_WORKERS", "")
     if wanted and not wanted.isdecimal():
         raise ValueError(
-            f"normplug: NORMPLUG_COMPILE_WORKERS must be a number from 0 on, not {wanted!r}. Set "
-            "it to 0 to compile every kernel in this process, or unset it."
+            f"normplug: NORMPLUG_COMPILE_WORKERS must be a non-negative integer, not {wanted!r}. "
+            "Set it to 0 to compile every kernel in this process, or unset it."
         )
     if wanted:
         return int(wanted)

@@ -293,7 +293,7 @@ def test_none_are_started_where_they_are_turned_off(mine, monkeypatch):
 
 def test_another_number_of_workers_is_an_error(monkeypatch):
     monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "-1")
-    with pytest.raises(ValueError, match="must be a number from 0 on, not '-1'. Set it to 0"):
+    with pytest.raises(ValueError, match="must be a non-negative integer, not '-1'. Set it to 0"):
         ahead.most_workers()
 
 
