@@ -6,7 +6,8 @@ the meantime. The result goes to Triton's cache on disk, where this process find
 
 `ahead_server` runs in a process of its own, the server, which forks the workers. It starts when a
 needed kernel is not in the cache. It exits with this process, or once it is idle. If it fails, this
-process compiles the kernels itself.
+process compiles the kernels itself. If the logger `normplug` is set to DEBUG before the server
+starts, tracebacks of the server and its workers go to stderr.
 
 The environment variable `NORMPLUG_COMPILE_WORKERS` sets how many kernels are compiled at once; 0
 disables the workers. The default is one less than the number of cores, at most 15. Under torchrun,
@@ -18,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import logging
 import os
 import pickle
 import select
@@ -35,6 +37,7 @@ import triton
 from normplug import native
 from normplug._kernels import ahead_server
 
+_log = logging.getLogger("normplug")
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Whether a kernel's key in Triton's cache can be computed, and workers can be forked.
 KEYED = _VERSION >= (3, 5) and sys.platform == "linux"
@@ -101,7 +104,7 @@ class Server:
             [sys.executable, "-I", ahead_server.__file__, pickle.dumps(start).hex()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,  # Ctrl+C must not reach it, and `end` kills its process group
         )

@@ -14,6 +14,7 @@ import pickle
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -62,6 +63,8 @@ def _worker(job: bytes) -> int:
             task, arguments = pickle.loads(job)
             _TASKS[task](*arguments)
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return worker

@@ -1,5 +1,6 @@
 """Workers compile kernels into Triton's cache, and this process finds them there."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -226,11 +227,13 @@ def test_a_launch_asks_for_the_kernel_that_triton_makes_of_a_call(dtype, monkeyp
     assert len(kernels) == 11
 
 
-def test_a_worker_that_fails_changes_nothing(mine):
+def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
+    caplog.set_level(logging.DEBUG, "normplug")
     job = a_job()
     broken = job._replace(constants={**job.constants, (27,): "no size"})
     mine.expect(broken)
     assert not done(mine, broken)
+    assert "CompilationError" in capfd.readouterr().err
     mine.settle(broken)
     mine.expect(job)  # the process that forked it goes on
     assert done(mine, job)
