@@ -60,6 +60,7 @@ def _worker(job: bytes) -> int:
     if worker == 0:
         code = 1
         try:
+            os.dup2(2, 1)  # Triton prints PTX that ptxas rejects; only answers may go to stdout
             task, arguments = pickle.loads(job)
             _TASKS[task](*arguments)
             code = 0

@@ -241,6 +241,17 @@ def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
     assert mine.counts == {"here": 1, "workers": 1, "cache": 0}
 
 
+def test_what_a_worker_prints_is_not_taken_for_an_answer():
+    code = (
+        "import os, pickle, runpy, sys; server = runpy.run_path(sys.argv[1]); "
+        "server['_TASKS']['kernel'] = lambda: print('PTX', flush=True); "
+        "os.waitpid(server['_worker'](pickle.dumps(('kernel', ()))), 0)"
+    )
+    command = [sys.executable, "-I", "-c", code, ahead_server.__file__]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("", "PTX\n")
+
+
 def test_a_job_that_could_not_be_sent_is_sent_the_next_time(mine, monkeypatch):
     job = a_job()
     with monkeypatch.context() as full:
