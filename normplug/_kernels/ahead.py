@@ -6,7 +6,8 @@ the meantime. The result goes to Triton's cache on disk, where this process find
 
 `ahead_server` runs in a process of its own, the server, which forks the workers. It starts when a
 needed kernel is not in the cache. It exits with this process, or once it is idle. If it fails, this
-process compiles the kernels itself.
+process compiles the kernels itself. If the logger `normplug` is set to DEBUG before the server
+starts, tracebacks of the server and its workers go to stderr.
 
 The environment variable `NORMPLUG_COMPILE_WORKERS` sets how many kernels are compiled at once; 0
 disables the workers. The default is one less than the number of cores, at most 15. Under torchrun,
@@ -18,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import logging
 import os
 import pickle
 import select
@@ -35,11 +37,13 @@ import triton
 from normplug import native
 from normplug._kernels import ahead_server
 
+_log = logging.getLogger("normplug")
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Whether a kernel's key in Triton's cache can be computed, and workers can be forked.
 KEYED = _VERSION >= (3, 5) and sys.platform == "linux"
 _PATIENCE = 60.0  # seconds to wait for a worker that has started
 _MOST = 15  # workers
+_PIPE_BYTES = 1 << 20  # for jobs, of 1 to 2 kB each, that are sent while the server still starts
 
 
 class Job(NamedTuple):
@@ -67,8 +71,8 @@ def most_workers() -> int:
     wanted = os.environ.get("NORMPLUG_COMPILE_WORKERS", "")
     if wanted and not wanted.isdecimal():
         raise ValueError(
-            f"normplug: NORMPLUG_COMPILE_WORKERS must be a number from 0 on, not {wanted!r}. Set "
-            "it to 0 to compile every kernel in this process, or unset it."
+            f"normplug: NORMPLUG_COMPILE_WORKERS must be a non-negative integer, not {wanted!r}. "
+            "Set it to 0 to compile every kernel in this process, or unset it."
         )
     if wanted:
         return int(wanted)
@@ -91,6 +95,8 @@ class Server:
     """The client of a server process, and the states of the jobs sent to it."""
 
     def __init__(self, workers: int) -> None:
+        import fcntl  # not on Windows, where there is no server
+
         package = Path(__file__).parent.parent
         start = (workers, str(package), sys.path, kernel_modules())
         self.states: dict[int, str] = {}  # job number -> waiting, started, done or failed
@@ -101,13 +107,15 @@ class Server:
             [sys.executable, "-I", ahead_server.__file__, pickle.dumps(start).hex()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,  # Ctrl+C must not reach it, and `end` kills its process group
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._jobs, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
+        with contextlib.suppress(OSError):  # the user's pipes are at their limit
+            fcntl.fcntl(self._jobs, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self._jobs, False)
         os.set_blocking(self._answers, False)
 
@@ -115,9 +123,9 @@ class Server:
         """Send a job, after one for its launcher if that is new; return its number, or None."""
         name = (job.kernel.__module__, job.kernel.__name__)
         launched = (*name, *job.signature.items())
-        if launched not in self._launched:
+        is_new = launched not in self._launched
+        if is_new and self._send("launcher", (*name, job[1:4])) is not None:
             self._launched.add(launched)
-            self._send("launcher", (*name, job[1:4]))
         on = triton.runtime.driver.active.get_current_target()
         target = (on.backend, on.arch, on.warp_size)
         key = job.kernel.cache_key
@@ -180,7 +188,7 @@ class Ahead:
         self._process = os.getpid()
         self._server: Server | None = None
         self._off = not KEYED
-        self._given: dict[str, tuple[Server, int | None]] = {}  # by job: its server and number
+        self._given: dict[str, tuple[Server, int]] = {}  # by job: its server and number
         self._kept: set[str] = set()  # jobs whose kernel was in Triton's cache
         self._settled: dict[str, str | None] = {}  # by job: the kernel's key in Triton's cache
         self._met_nothing: bool | None = None  # whether the cache was empty at the first job
@@ -189,7 +197,7 @@ class Ahead:
         """Have a worker compile a kernel that will be launched later.
 
         Returns:
-            Whether it is left to a worker. False if it is compiled already, or if there are none.
+            Whether it is left to a worker. False if it is compiled already, or if none can take it.
         """
         with self._lock:
             key = job.key
@@ -204,7 +212,9 @@ class Ahead:
                     return False
                 if (server := self._started()) is None:
                     return False
-                self._given[key] = server, server.take(job)
+                if (number := server.take(job)) is None:
+                    return False
+                self._given[key] = server, number
             return True
 
     def settle(self, job: Job) -> str | None:
@@ -257,10 +267,10 @@ class Ahead:
                 self._off = True
         return self._server
 
-    def _wait(self, server: Server, number: int | None) -> bool:
+    def _wait(self, server: Server, number: int) -> bool:
         """Whether a worker compiled a kernel; wait for a started job, withdraw a waiting one."""
         end = time.monotonic() + _PATIENCE
-        while number is not None and self._process == os.getpid() and time.monotonic() < end:
+        while self._process == os.getpid() and time.monotonic() < end:
             with self._lock:
                 alive = server is self._server and server.listen(0.002)
                 state = server.states[number]

@@ -14,6 +14,7 @@ import pickle
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -59,9 +60,12 @@ def _worker(job: bytes) -> int:
     if worker == 0:
         code = 1
         try:
+            os.dup2(2, 1)  # Triton prints PTX that ptxas rejects; only answers may go to stdout
             task, arguments = pickle.loads(job)
             _TASKS[task](*arguments)
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return worker

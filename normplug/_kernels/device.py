@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # the processes that compile kernels never import torch
     import torch
 
 _INT32 = 2**31 - 2**24  # offsets in the padding of the last tile must not overflow either
-MOST_PLACES = _INT32  # along one axis, where the kernels index in int32
+LONGEST_AXIS = _INT32  # where the kernels index an axis in int32
 
 
 @cache

@@ -1,5 +1,6 @@
 """Workers compile kernels into Triton's cache, and this process finds them there."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -226,16 +227,38 @@ def test_a_launch_asks_for_the_kernel_that_triton_makes_of_a_call(dtype, monkeyp
     assert len(kernels) == 11
 
 
-def test_a_worker_that_fails_changes_nothing(mine):
+def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
+    caplog.set_level(logging.DEBUG, "normplug")
     job = a_job()
     broken = job._replace(constants={**job.constants, (27,): "no size"})
     mine.expect(broken)
     assert not done(mine, broken)
+    assert "CompilationError" in capfd.readouterr().err
     mine.settle(broken)
     mine.expect(job)  # the process that forked it goes on
     assert done(mine, job)
     mine.settle(job)
     assert mine.counts == {"here": 1, "workers": 1, "cache": 0}
+
+
+def test_what_a_worker_prints_is_not_taken_for_an_answer():
+    code = (
+        "import os, pickle, runpy, sys; server = runpy.run_path(sys.argv[1]); "
+        "server['_TASKS']['kernel'] = lambda: print('PTX', flush=True); "
+        "os.waitpid(server['_worker'](pickle.dumps(('kernel', ()))), 0)"
+    )
+    command = [sys.executable, "-I", "-c", code, ahead_server.__file__]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("", "PTX\n")
+
+
+def test_a_job_that_could_not_be_sent_is_sent_the_next_time(mine, monkeypatch):
+    job = a_job()
+    with monkeypatch.context() as full:
+        full.setattr(ahead.Server, "_tell", lambda server, data: False)
+        assert not mine.expect(job)
+    assert mine.expect(job)
+    assert mine._given[job.key] == (mine._server, 1)  # after the job for its launcher
 
 
 def test_without_its_process_all_is_done_here(mine):
@@ -284,7 +307,7 @@ def test_none_are_started_where_they_are_turned_off(mine, monkeypatch):
 
 def test_another_number_of_workers_is_an_error(monkeypatch):
     monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "-1")
-    with pytest.raises(ValueError, match="must be a number from 0 on, not '-1'. Set it to 0"):
+    with pytest.raises(ValueError, match="must be a non-negative integer, not '-1'. Set it to 0"):
         ahead.most_workers()
 
 

@@ -133,6 +133,14 @@ def launches(kernels, shape, dtype):
                     yield kernels.backward_launch(shape, dtype, flags, needs, 1.0)
 
 
+def test_a_forward_that_would_count_a_batch_twice_is_refused():
+    kernels = pytest.importorskip("normplug._kernels.batch_norm.launches")
+    flags = kernels.Flags(running=True, cumulative=True, tracked=True)
+    shape = next(iter(GEOMETRIES.values()))
+    with pytest.raises(AssertionError):
+        kernels.forward_launch(shape, torch.float32, flags, 0.1, 1e-5, 1.0)
+
+
 def test_launches_have_programs_for_all_that_is_written_and_cooperative_ones_fit_the_gpu():
     kernels = pytest.importorskip("normplug._kernels.batch_norm.launches")
     for key, shape in GEOMETRIES.items():
@@ -315,6 +323,15 @@ def test_the_forward_has_programs_and_room_for_all_rows():
             met = shape.rows if wide else 0
             assert counters >= met + running * 2 * (parts + finishers), where
             assert room >= 2 * met * shape.k, where
+
+
+def test_a_forward_with_a_residual_and_given_statistics_is_refused():
+    kernels = pytest.importorskip("normplug._kernels.layer_norm.launches")
+    shape = next(shape for shape in ROW_FORWARD.values() if isinstance(shape, WideForward))
+    flags = kernels.Flags(given=True, residual=True)
+    strides = kernels.Strides(shape.width, residual=shape.width)
+    with pytest.raises(AssertionError):
+        kernels.forward_launch(shape, torch.float32, flags, strides, 0.1, 1e-5, 1.0)
 
 
 def test_the_backward_has_programs_and_room_for_all_rows():

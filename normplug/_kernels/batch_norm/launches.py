@@ -65,6 +65,8 @@ def forward_launch(
     shape: Geometry, dtype: torch.dtype, flags: Flags, momentum: float, eps: float, tv: float
 ) -> Launch:
     """Set up the forward kernel of a geometry."""
+    # With cumulative, the host increments `tracked` before the launch.
+    assert not (flags.cumulative and flags.tracked)
     double = dtype == torch.float64
     numbers = scalars(double, momentum=momentum, eps=eps, root=math.sqrt(tv))
     both = flags.training and flags.normalize

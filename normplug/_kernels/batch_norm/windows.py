@@ -16,8 +16,8 @@ import triton.language as tl
 from normplug._kernels.activation import activate
 from normplug._kernels.primitives import SCALARS, affine, scalar
 
-MOST_PLACES = 255  # in a window: a place is a byte, of which one value is NOWHERE
-_NOWHERE = tl.constexpr(MOST_PLACES)
+LARGEST_WINDOW = 255  # values: a place is a byte, of which one value is NOWHERE
+_NOWHERE = tl.constexpr(LARGEST_WINDOW)
 # The arguments of both kernels.
 # Sizes. They are not compiled in, so another image size needs no other kernel.
 #   H, W                 height and width of the input

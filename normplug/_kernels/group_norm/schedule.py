@@ -18,6 +18,9 @@ _HELD_BY_FEW = 16 << 10  # bytes up to which a group is held even if few program
 _SMALL_TILE = 4096  # values of several small units that a program holds together
 # Bytes per multiprocessor that are read of later units before a unit is written.
 _LAG_FORWARD, _LAG_BACKWARD = 48 << 10, 24 << 10
+# Tensors that a backward tile is sized for. Only dy and x are read, but the sweeps (in bfloat16)
+# chose half the tile that two tensors would get.
+_TENSORS_BACKWARD = 4
 _TILE_COST = 512  # the overhead of a tile, in values
 _SHORTEST_RUN = 64  # fewest adjacent values of a plane in a tile that does not span the plane
 # For columns: chosen by sweeps over tile, warps and lag on an H100.
@@ -252,7 +255,7 @@ def group_norm_backward(
         splits = _splits(n, -(-groups // r), sms)
         warps = _held_warps(r * values, 2)
         return PlanesBackward(n, groups, channels, space, *padded, warps, 0, r, splits)
-    block, units = _tile(4 * itemsize), n * groups
+    block, units = _tile(_TENSORS_BACKWARD * itemsize), n * groups
     while block > 1024 and units * -(-channels * space // block) < 2 * sms:
         block //= 2
     cb, sb = _tile_of_planes(channels, space, block)
@@ -263,7 +266,7 @@ def group_norm_backward(
 
 
 def _tile(bytes_each: int) -> int:
-    """Values of a tile that is read twice, each of `bytes_each` bytes over all tensors read."""
+    """Values of a tile that is read twice, sized for `bytes_each` bytes per value."""
     return 8192 if bytes_each <= 4 else 4096 if bytes_each <= 8 else 2048
 
 

@@ -131,6 +131,8 @@ def forward_launch(
     tv: float,
 ) -> Launch:
     """Set up the forward kernel of a geometry."""
+    # The wide kernel would wait forever: with given statistics, no program stores the total.
+    assert not (flags.given and flags.residual)
     double = dtype == torch.float64
     sizes, placing = _sizes(shape, strides, X=strides.x, RESIDUAL=strides.residual)
     numbers = scalars(double, momentum=momentum, eps=eps, root=math.sqrt(tv))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from normplug._kernels.batch_norm import launches, pool_launches, schedule, windows
-from normplug._kernels.device import MOST_PLACES
+from normplug._kernels.device import LONGEST_AXIS
 from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
 from normplug._ops.batch_norm import aten
@@ -58,12 +58,12 @@ class PooledPlan(Plan):
         if x.dim() != 4 or x.is_contiguous() or not is_channels_last(x.shape, x.stride()):
             return "the input is not channels_last"
         n, c, height, width = x.shape
-        if not pool.is_proper() or math.prod(pool.kernel) > windows.MOST_PLACES:
+        if not pool.is_proper() or math.prod(pool.kernel) > windows.LARGEST_WINDOW:
             return "max-pool windows must have 1 to 255 elements and valid padding"
         pooled = pool.size(height, width)
         if min(pooled) < 1:
             return "the output is empty"
-        if max(n * math.prod(pooled), width * c, pooled[1] * c) > MOST_PLACES:
+        if max(n * math.prod(pooled), width * c, pooled[1] * c) > LONGEST_AXIS:
             return "a row of pixels has nearly 2^31 values or more, or the output as many pixels"
         return BatchNormPlan.refusal(t, spec)
 

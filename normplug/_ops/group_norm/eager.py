@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _activations
-from normplug._kernels.device import MOST_PLACES, processors
+from normplug._kernels.device import LONGEST_AXIS, processors
 from normplug._kernels.group_norm import launches, schedule
 from normplug._layouts import dense, lies_like
 from normplug._ops.plans import KernelRoute, Needs, Plan
@@ -57,7 +57,7 @@ class GroupNormPlan(Plan):
             return why
         n, c = t.x.shape[:2]
         channels = c // spec.groups
-        if max(channels * math.prod(t.x.shape[2:]), n * spec.groups) > MOST_PLACES:
+        if max(channels * math.prod(t.x.shape[2:]), n * spec.groups) > LONGEST_AXIS:
             return "a group has nearly 2^31 values or more, or there are as many groups"
         return None
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normplug._kernels.device import MOST_PLACES, processors, shared_memory
+from normplug._kernels.device import LONGEST_AXIS, processors, shared_memory
 from normplug._kernels.launch import COOPERATIVE, Launch
 from normplug._kernels.layer_norm import launches, schedule
 from normplug._kernels.layer_norm.launches import Flags, Spacing
@@ -89,7 +89,7 @@ class LayerNormPlan(Plan):
         why = super().refusal(t, spec)
         if why is None:
             width = math.prod(spec.normalized_shape)
-            if max(width, t.x.numel() // width) > MOST_PLACES:
+            if max(width, t.x.numel() // width) > LONGEST_AXIS:
                 why = "a row has nearly 2^31 values or more, or there are as many rows"
         return why
 
