@@ -30,7 +30,7 @@ _STATEMENTS = (
 )  # fmt: skip
 _EXPRESSIONS = (
     ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.Tuple, ast.List, ast.BinOp, ast.UnaryOp,
-    ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice, ast.Starred, ast.JoinedStr,
+    ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice, ast.Starred,
 )  # fmt: skip
 _LOOPS = (enumerate, zip, reversed)
 # `bool`, `int`, `float` and `len` of a proxy raise an error.
@@ -182,10 +182,10 @@ class _Reader:
 
     def expression(self, node: ast.expr, scope: _Scope, module: bool = False) -> None:
         """Check an expression; module: whether it may be a module, to call or compare with None."""
+        if _formats(node):  # the trace would freeze the text, also that of a proxy
+            raise Untraceable("its forward formats a string")
         if not isinstance(node, _EXPRESSIONS):
             raise Untraceable(f"its forward has a {_kind(node)} expression")
-        if isinstance(node, ast.JoinedStr):
-            return  # a message
         if isinstance(node, ast.Attribute) and self.attribute(node, scope, module):
             return
         if isinstance(node, ast.Name):
@@ -193,8 +193,7 @@ class _Reader:
         if isinstance(node, ast.Compare):
             self.compare(node, scope)
         function = _resolve(node.func, scope) if isinstance(node, ast.Call) else None
-        if isinstance(node, ast.Call) and function is isinstance:
-            self.is_tensor(node, scope)
+        if isinstance(node, ast.Call) and self.call(node, function, scope):
             return
         looped = any(function is loop for loop in _LOOPS)
         for child in ast.iter_child_nodes(node):
@@ -219,6 +218,16 @@ class _Reader:
             return False  # an attribute of a value that the forward has computed
         if resolved is not torch.jit.is_scripting and not _allowed(resolved):
             raise Untraceable(f"its forward uses {ast.unparse(node)}")
+        return True
+
+    def call(self, node: ast.Call, function: Any, scope: _Scope) -> bool:
+        """Check a call of `isinstance` or `torch._assert`; return whether it is one."""
+        if function is isinstance:
+            self.is_tensor(node, scope)
+        elif function is traceable_assert and len(node.args) == 2:
+            self.expression(node.args[0], scope)  # the other argument is a message
+        else:
+            return False
         return True
 
     def is_tensor(self, node: ast.Call, scope: _Scope) -> None:
@@ -314,6 +323,17 @@ def _allowed(value: Any) -> bool:
         return value in _BUILTINS or value in _recorded()
     except TypeError:
         return False
+
+
+def _formats(node: ast.expr) -> bool:
+    """Whether an expression formats a string: `f"{x}"`, `"%s" % x` or `"{}".format(x)`."""
+    if isinstance(node, ast.BinOp):
+        literal = node.left
+    elif isinstance(node, ast.Attribute):
+        literal = node.value
+    else:
+        return isinstance(node, ast.JoinedStr)
+    return isinstance(literal, ast.Constant) and isinstance(literal.value, str)
 
 
 def _is_name(node: ast.AST, name: str) -> bool:
