@@ -1,5 +1,8 @@
 """Which forwards are traced, and that a trace leaves the model alone."""
 
+import ast
+import linecache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,11 +86,32 @@ def test_other_arguments_than_tensors_run_as_written(calls):
         model()
 
 
+CELL = """
+import torch
+class InNotebook(Parts):
+    def forward(self, x):
+        return self.act(torch.add(self.norm(x), x))
+"""
+
+
+@pytest.mark.parametrize("source", [CELL, CELL.replace("act(", "act(2 * ")])
+def test_a_forward_is_traced_only_if_it_matches_its_source(source, monkeypatch):
+    names = {"__name__": __name__, "Parts": Parts}
+    for statement in ast.parse(CELL).body:  # a notebook compiles them one by one
+        exec(compile(ast.Module([statement], []), "<cell>", "exec"), names)
+    lines = source.splitlines(True)
+    monkeypatch.setitem(linecache.cache, "<cell>", (len(source), None, lines, "<cell>"))
+    (row,) = fusions(swapped(names["InNotebook"](norm=nn.BatchNorm2d(8), act=nn.ReLU())))
+    if source == CELL:
+        assert row.label == "add, ReLU"
+    else:
+        assert row.note == "InNotebook: its forward does not match its source"
+
+
 def test_messages_of_errors_may_be_formatted(calls):
     class Checked(Parts):
         def forward(self, x):
             torch._assert(x.dim() == self.size, f"got {x.dim()} dimensions, not {self.size}")
-            assert self.size, f"{self.size}"
             if self.size < 0:
                 raise ValueError(f"{self.size}")
             return self.act(self.norm(x) + x)
