@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from normplug._swap.inventory import Inventory
-from normplug._table import shown
+from normplug._table import shown, some
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 
@@ -35,11 +35,10 @@ def renew(caller: str, inventory: Inventory) -> None:
     """
     lost = _lost(inventory)
     if lost:
-        paths = ", ".join(shown(entry.path) for entry in lost[:4])
-        more = f", ... ({len(lost)} in all)" if len(lost) > 4 else ""
+        paths = some([shown(entry.path) for entry in lost])
         warnings.warn(
             f"normplug.{caller}: another tool has rebuilt or removed norm layers of an earlier "
-            f"swap: {paths}{more}. normplug.check no longer looks for them.",
+            f"swap: {paths}. normplug.check no longer looks for them.",
             stacklevel=3,
         )
     owner = unwrapped(inventory.model)
