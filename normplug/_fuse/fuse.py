@@ -151,11 +151,7 @@ def releasable(caller: str, fused: dict[str, nn.Module]) -> list[nn.Module]:
     """
     patched = [shown(path) for path, m in fused.items() if _convert.is_patched(m)]
     if patched:
-        raise ValueError(
-            f"normplug.{caller}: the forward of {', '.join(patched)}, which is fused, has since "
-            "been replaced on the instance, by a patch or by accelerate's hooks. Remove these "
-            "first, e.g. with accelerate.hooks.remove_hook_from_module(model, recurse=True)."
-        )
+        raise _checks.forward_replaced(caller, "fuse", patched)
     return list(fused.values())
 
 

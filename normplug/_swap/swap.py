@@ -170,11 +170,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         warnings.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.", stacklevel=2)
     patched = [shown(path) for path, layer in layers if _convert.is_patched(layer)]
     if patched:
-        raise ValueError(
-            f"normplug.unswap: the forward of {', '.join(patched)} was replaced on the instance "
-            "since the swap, by a patch or accelerate's hooks. Remove that first, e.g. with "
-            "accelerate.hooks.remove_hook_from_module(model, recurse=True)."
-        )
+        raise _checks.forward_replaced("unswap", "swap", patched)
     scalings = [Scaling(p, m, math.sqrt(m.target_variance)) for p, m in layers if fold]
     _fold.refuse_unscalable("unswap", inventory, scalings)
     from normplug._fuse.fuse import fused_modules, releasable, release
