@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
 
@@ -83,10 +81,9 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
         )
     analysis = Analysis(model, recompute)
     if not analysis.fusions:
-        warnings.warn(
+        _checks.warn(
             f"normplug.fuse: nothing to fuse in {type(model).__name__}; "
-            f"{analysis.report.summary()}.",
-            stacklevel=2,
+            f"{analysis.report.summary()}."
         )
     classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
     for module in fused_modules(model).values():

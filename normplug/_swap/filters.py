@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -63,4 +62,4 @@ def _report_unmatched(role: str, pattern: str, norms: dict[nn.Module, list[str]]
     text = f"normplug: {role}={pattern!r} matches no norm layer; the model has: {some(paths)}."
     if role != "exclude":
         raise ValueError(text)
-    warnings.warn(text, stacklevel=5)  # the caller of `plan` or `swap`
+    _checks.warn(text)

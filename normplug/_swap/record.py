@@ -8,11 +8,11 @@ layer within it. A layer that another tool has rebuilt is a different object, wh
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 from torch import nn
 
+from normplug import _checks
 from normplug._swap.inventory import Inventory
 from normplug._table import shown, some
 from normplug.modes import NormMode
@@ -36,10 +36,9 @@ def renew(caller: str, inventory: Inventory) -> None:
     lost = _lost(inventory)
     if lost:
         paths = some([shown(entry.path) for entry in lost])
-        warnings.warn(
+        _checks.warn(
             f"normplug.{caller}: another tool has rebuilt or removed norm layers of an earlier "
-            f"swap: {paths}. normplug.check no longer looks for them.",
-            stacklevel=3,
+            f"swap: {paths}. normplug.check no longer looks for them."
         )
     owner = unwrapped(inventory.model)
     prefix = inventory.names[owner][0]

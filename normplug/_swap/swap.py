@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,7 +101,7 @@ def swap(
     targets = {row.path: row.mode.target_variance for row in planned if row.mode is not None}
     taken = [row for row in planned if row.becomes]
     if not taken:
-        warnings.warn(_nothing_swapped(model, planned), stacklevel=2)
+        _checks.warn(_nothing_swapped(model, planned))
         return model
     scalings = []
     if preserve_output:
@@ -167,7 +166,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
             stuck.append(shown(path))
     if stuck:
         text = "subclasses of normplug classes have no stock class to revert to and stay"
-        warnings.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.", stacklevel=2)
+        _checks.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.")
     patched = [shown(path) for path, layer in layers if _convert.is_patched(layer)]
     if patched:
         raise _checks.forward_replaced("unswap", "swap", patched)
