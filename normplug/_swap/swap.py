@@ -272,9 +272,10 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
             "Use normplug.swap(model, mode) first."
         )
     assigned = modes.assign("set_mode", inventory, _plan.norms_of(inventory), layers)
-    for layer in layers:
-        layer.mode = assigned[layer].mode
-    _record.renew("set_mode", inventory)
+    with all_or_nothing(layers):
+        for layer in layers:
+            layer.mode = assigned[layer].mode
+        _record.renew("set_mode", inventory)
     return model
 
 

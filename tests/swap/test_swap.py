@@ -138,6 +138,16 @@ def test_a_swap_that_warns_of_lost_layers_is_taken_back_where_warnings_are_error
     assert_frozen(net, before)
 
 
+def test_a_mode_that_warns_of_lost_layers_is_not_set_where_warnings_are_errors(net):
+    swap(net)
+    net.flat = nn.BatchNorm1d(8)
+    before = frozen(net)
+    with pytest.raises(UserWarning, match="normplug.set_mode: another tool has .*: flat."):
+        set_mode(net, 0.5)
+    assert_frozen(net, before)
+    assert net.norm.mode.name == "golden"
+
+
 @pytest.mark.parametrize(
     "call",
     [
