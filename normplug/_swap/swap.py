@@ -203,7 +203,8 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
         `model` itself.
 
     Raises:
-        ValueError, TypeError: as `normplug.swap` does.
+        ValueError, TypeError: as `normplug.swap` does; and after the block, as `normplug.unfuse`
+            does, if modules were fused in it. The model then stays as the block left it.
 
     Example:
         >>> model = nn.Sequential(nn.LayerNorm(8))
@@ -230,9 +231,14 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
         for path, (m, settings) in before.items()
         if options.get("preserve_output") and isinstance(m, TargetVarianceNorm)
     ]
+    completed = False
     try:
         yield model
+        completed = True
     finally:
+        inside = {path: m for path, m in fused_modules(model).items() if path not in fused}
+        if completed:  # else the block's own exception is what the user has to see
+            releasable("swapped", inside)
         now = [s for s in scalings if isinstance(s.module, TargetVarianceNorm)]
         _fold.scale(inventory, now)
         for m, settings in before.values():
@@ -243,8 +249,7 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
             for name, value in settings.items():
                 setattr(m, name, value)
         _record.put(Inventory(model), records)
-        inside = {path: m for path, m in fused_modules(model).items() if path not in fused}
-        release(releasable("swapped", inside))
+        release([m for m in inside.values() if not _convert.is_patched(m)])
 
 
 def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
