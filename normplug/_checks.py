@@ -10,6 +10,8 @@ import math
 import numbers
 import os
 import reprlib
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
@@ -27,6 +29,24 @@ DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # read once: calls
 def _must(caller: str, name: str, rule: str, got: str, way_out: str = "") -> str:
     """Format an error message; `caller` is a function or a class of normplug."""
     return f"normplug.{caller}: {name} must be {rule}; got {got}.{way_out and f' {way_out}'}"
+
+
+def warn(text: str) -> None:
+    """Warn, at the line of the user's code that called normplug."""
+    frame, level = sys._getframe(1), 2
+    inside = ("normplug", "contextlib")  # `swapped` is entered through the latter
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def forward_replaced(caller: str, since: str, paths: Iterable[str]) -> ValueError:
+    """Return the error for modules that cannot be converted because of a patch."""
+    return ValueError(
+        f"normplug.{caller}: the forward of {', '.join(paths)} was replaced on the instance since "
+        f"normplug.{since}, by a patch or by accelerate's hooks. Remove these first, e.g. with "
+        "accelerate.hooks.remove_hook_from_module(model, recurse=True)."
+    )
 
 
 def module(caller: str, model: Any) -> None:

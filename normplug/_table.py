@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+# How many texts an error or a warning lists.
+_MOST = 8
+
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Text with aligned columns.
@@ -24,6 +27,12 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 def shown(path: str) -> str:
     """A module's path as it is printed; the path of the model itself is empty."""
     return path or "(the model itself)"
+
+
+def some(texts: Sequence[str], separator: str = ", ") -> str:
+    """The first of a list of texts, and how many there are if that is not all."""
+    more = [f"... ({len(texts)} in all)"] if len(texts) > _MOST else []
+    return separator.join([*texts[:_MOST], *more])
 
 
 def counts(kinds: Counter[str]) -> str:

@@ -12,6 +12,7 @@ from torch import fx, nn
 from normplug import _activations, _convert
 from normplug._activations import ActivationLike
 from normplug._fuse import source, trace
+from normplug._fuse.definitions import Untraceable
 from normplug._fuse.edited import Edited, edit
 from normplug._fuse.flow import Parts
 from normplug._fuse.fused_class import plain_class
@@ -20,7 +21,7 @@ from normplug._fuse.guard import Guard
 from normplug._fuse.report import NOT_SWAPPED, Fused, Fusions
 from normplug._fuse.rewrite import recompute_results, rewrite
 from normplug._fuse.sites import After, Site, find, refusal
-from normplug._fuse.source import Reads, Untraceable
+from normplug._fuse.source import Reads
 from normplug._torch import has_hooks
 from normplug.modules import TargetVarianceNorm
 

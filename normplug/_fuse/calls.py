@@ -232,10 +232,14 @@ def _takes(norm: Any, what: str, before: bool = False) -> bool:
 
 
 def _alike(x: Tensor, residual: Any) -> bool:
-    """Whether a residual has the shape, dtype and device of the tensor it is added to."""
+    """Whether a residual has the shape, strides, dtype and device of the tensor it is added to.
+
+    With other strides, the order of the addition would decide the memory format of the sum.
+    """
     return (
         isinstance(residual, Tensor)
         and residual.shape == x.shape
+        and residual.stride() == x.stride()
         and residual.dtype == x.dtype
         and residual.device == x.device
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import linecache
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +21,13 @@ from normplug import _activations
 from normplug._activations import ActivationLike
 from normplug._fuse import readers, statements
 from normplug._fuse.activated import Activated
-from normplug._fuse.fingerprint import described
+from normplug._fuse.definitions import Untraceable, compiled, definition
 from normplug._fuse.flow import Flow, Parts, may_hold
 from normplug._fuse.readers import Readers
 from normplug._fuse.reasons import IN_PLACE, Reason, Reasons
-from normplug._fuse.source import Untraceable
 from normplug._fuse.statements import Editor
 from normplug._fuse.sums import Summed
-from normplug._fuse.syntax import SCOPES, is_name
+from normplug._fuse.syntax import is_name
 
 # The functions that edited forwards call, under the names in the edited source.
 _CALLED = {**statements.CALLED, **readers.CALLED}
@@ -119,46 +117,20 @@ def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> 
     if not all(isinstance(function, types.FunctionType) for function in chain):
         raise Untraceable("its forward is not a plain function")
     written = chain[-1]
-    definition, code = _definition(written), written.__code__
+    found, code = definition(written), written.__code__
     local = frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
-    flow = Flow(cls, _first_argument(definition), parts, written.__globals__, local)
-    left = Reasons(flow, definition).all()
-    editor = Editor(flow, definition)
+    flow = Flow(cls, _first_argument(found), parts, written.__globals__, local)
+    left = Reasons(flow, found).all()
+    editor = Editor(flow, found)
     editor.edit()
     if recompute:
-        Readers(editor).edit(definition.body)
-    edited = _function(written, _compiled(written, definition), written.__closure__ or ())
+        Readers(editor).edit(found.body)
+    edited = _function(written, compiled(written, found, _CALLED), written.__closure__ or ())
     for outer, inner in zip(chain[-2::-1], chain[:0:-1], strict=True):
         edited = _rewrapped(outer, inner, edited)
     left |= {name: [Reason((), IN_PLACE)] for name in editor.sums.in_place}
-    found: dict[str, list[Any]] = {**editor.sums.found, **editor.activations.found}
-    return Edited(cls, parts, recompute, forward, edited, tuple(chain), found, left)
-
-
-def _definition(function: types.FunctionType) -> ast.FunctionDef:
-    """Parse the definition of a function, without its decorators.
-
-    Raises:
-        Untraceable: it does not compile to the function's code, as after an edit of the file.
-    """
-    try:
-        lines, first = inspect.getsourcelines(function)
-        indented = lines[0][:1].isspace()
-        tree: Any = ast.parse("if 1:\n" * indented + "".join(lines))
-    except (OSError, TypeError, SyntaxError):
-        raise Untraceable("the source of its forward cannot be read") from None
-    definition = tree.body[0].body[0] if indented else tree.body[0]
-    if not isinstance(definition, ast.FunctionDef):
-        raise Untraceable("its forward is not a plain function")
-    ast.increment_lineno(definition, first - 1 - indented)
-    definition.decorator_list = []
-    try:
-        code = _compiled(function, definition)
-    except (SyntaxError, StopIteration):
-        code = None
-    if described(code) != described(function.__code__):
-        raise Untraceable("its forward does not match its source")
-    return definition
+    places: dict[str, list[Any]] = {**editor.sums.found, **editor.activations.found}
+    return Edited(cls, parts, recompute, forward, edited, tuple(chain), places, left)
 
 
 def _first_argument(definition: ast.FunctionDef) -> str:
@@ -171,38 +143,6 @@ def _first_argument(definition: ast.FunctionDef) -> str:
         if is_name(node, {name}) and not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
             raise Untraceable(f"its forward assigns to {name}")
     return name
-
-
-def _compiled(function: types.FunctionType, definition: ast.FunctionDef) -> types.CodeType:
-    """Compile a definition to replace a function's code, with the same enclosing variables."""
-    code = function.__code__
-    # Python compiles `name.function()` differently if the file imports the name.
-    imports = "".join(f"import {name}\n" for name in sorted(_imported(code.co_filename)))
-    variables = ", ".join((*code.co_freevars, *_CALLED))
-    around: Any = ast.parse(f"{imports}def around({variables}): pass")
-    around.body[-1].body = [definition]
-    compiled = compile(around, code.co_filename, "exec", dont_inherit=True)
-    inner = _inside(_inside(compiled, "around"), definition.name)
-    return inner.replace(co_firstlineno=code.co_firstlineno)
-
-
-def _inside(code: types.CodeType, name: str) -> types.CodeType:
-    """The code of a function that is defined in other code."""
-    parts = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return next(c for c in parts if c.co_name == name)
-
-
-@functools.cache
-def _imported(file: str) -> frozenset[str]:
-    """The names that a file imports outside its functions and classes."""
-    names, waiting = set[str](), list[ast.AST]([ast.parse("".join(linecache.getlines(file)))])
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif not isinstance(node, SCOPES):
-            waiting += ast.iter_child_nodes(node)
-    return frozenset(names - {"*"})
 
 
 def _function(

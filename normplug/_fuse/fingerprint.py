@@ -7,6 +7,7 @@ check a fused model would have to be traced again when it is loaded.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import types
 from collections.abc import Iterable
@@ -36,9 +37,12 @@ def described(value: Any, deep: bool = True) -> Any:
         return value.co_code.hex(), value.co_names, variables, described(value.co_consts)
     if isinstance(value, types.ModuleType):
         return value.__name__
+    if isinstance(value, functools.partial):
+        bound = (value.func, value.args, tuple(value.keywords.items()))
+        return ["partial", *(described(part, deep) for part in bound)]
     if callable(value):
         names = ("__module__", "__qualname__", "__name__")
-        return [getattr(value, name, None) for name in names]
+        return [type(value).__qualname__, *(getattr(value, name, None) for name in names)]
     if deep and isinstance(value, tuple):
         return [described(part) for part in value]
     if deep and isinstance(value, frozenset):

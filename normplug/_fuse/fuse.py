@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
 
@@ -83,10 +81,9 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
         )
     analysis = Analysis(model, recompute)
     if not analysis.fusions:
-        warnings.warn(
+        _checks.warn(
             f"normplug.fuse: nothing to fuse in {type(model).__name__}; "
-            f"{analysis.report.summary()}.",
-            stacklevel=2,
+            f"{analysis.report.summary()}."
         )
     classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
     for module in fused_modules(model).values():
@@ -151,11 +148,7 @@ def releasable(caller: str, fused: dict[str, nn.Module]) -> list[nn.Module]:
     """
     patched = [shown(path) for path, m in fused.items() if _convert.is_patched(m)]
     if patched:
-        raise ValueError(
-            f"normplug.{caller}: the forward of {', '.join(patched)}, which is fused, has since "
-            "been replaced on the instance, by a patch or by accelerate's hooks. Remove these "
-            "first, e.g. with accelerate.hooks.remove_hook_from_module(model, recurse=True)."
-        )
+        raise _checks.forward_replaced(caller, "fuse", patched)
     return list(fused.values())
 
 

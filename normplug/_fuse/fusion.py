@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import normplug
+from normplug._fuse.definitions import Untraceable
 from normplug._fuse.edited import Edited, edit
 from normplug._fuse.fingerprint import fingerprint
 from normplug._fuse.guard import Guard
-from normplug._fuse.source import Untraceable
 
 # The attribute of a fused module that holds its `Fusion`.
 FUSION = "_normplug_fusion"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -68,12 +68,16 @@ class Fusions:
 def kept(model: nn.Module) -> Fusions | None:
     """The stored report of a fused model, brought up to date; None if nothing is fused."""
     modules = dict(model.named_modules())
-    found: dict[str, Fused] = {}
+    reports: dict[tuple[Any, ...], dict[str, Fused]] = {}
     for path, module in modules.items():
         fusion: Fusion | None = vars(module).get(FUSION)
         if fusion is not None:
-            # Outer modules come first; the report of an inner one is of a later call of `fuse`.
-            found |= _at(path, fusion)
+            moved = _common(fusion.path, path)
+            key = id(fusion.found), *moved  # the modules of one call of `fuse` share its rows
+            if key not in reports:
+                reports[key] = _at(fusion, *moved)
+    # Outer modules come first; the report of an inner one is of a later call of `fuse`.
+    found = {path: row for report in reports.values() for path, row in report.items()}
     if not found:
         return None
     rows = (
@@ -105,12 +109,16 @@ def _now(
     return label, row.owner, ""
 
 
-def _at(path: str, fusion: Fusion) -> dict[str, Fused]:
-    """The stored rows of a module, by their paths in the model where the module is at `path`."""
-    then, now = _parts(fusion.path), _parts(path)
+def _common(old: str, new: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The paths, in the old and the new model, of the largest module around one that is in both."""
+    then, now = _parts(old), _parts(new)
     while then and now and then[-1] == now[-1]:
         then, now = then[:-1], now[:-1]
-    # The largest module common to both models is at `then` in the old one, at `now` in the new one.
+    return then, now
+
+
+def _at(fusion: Fusion, then: tuple[str, ...], now: tuple[str, ...]) -> dict[str, Fused]:
+    """The stored rows by their paths in a model that has at `now` what was at `then`."""
     rows = {}
     for row in map(Fused._make, fusion.found):
         moved, owner = (_moved(p, then, now) for p in (row.path, row.owner))
@@ -123,11 +131,11 @@ def _at(path: str, fusion: Fusion) -> dict[str, Fused]:
     return rows
 
 
-def _moved(path: str, then: list[str], now: list[str]) -> str | None:
+def _moved(path: str, then: tuple[str, ...], now: tuple[str, ...]) -> str | None:
     """Replace the prefix `then` of a path by `now`; None if the path has another prefix."""
     parts = _parts(path)
     return ".".join(now + parts[len(then) :]) if parts[: len(then)] == then else None
 
 
-def _parts(path: str) -> list[str]:
-    return path.split(".") if path else []
+def _parts(path: str) -> tuple[str, ...]:
+    return tuple(path.split(".")) if path else ()

@@ -13,7 +13,6 @@ import ast
 import builtins
 import functools
 import inspect
-import textwrap
 import types
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,8 @@ import torch
 from torch import nn
 from torch.overrides import get_overridable_functions
 
+from normplug._fuse.definitions import Untraceable, definition
+from normplug._fuse.syntax import is_name
 from normplug._torch import traceable_assert
 
 _STATEMENTS = (
@@ -30,7 +31,7 @@ _STATEMENTS = (
 )  # fmt: skip
 _EXPRESSIONS = (
     ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.Tuple, ast.List, ast.BinOp, ast.UnaryOp,
-    ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice, ast.Starred, ast.JoinedStr,
+    ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice, ast.Starred,
 )  # fmt: skip
 _LOOPS = (enumerate, zip, reversed)
 # `bool`, `int`, `float` and `len` of a proxy raise an error.
@@ -38,10 +39,6 @@ _BUILTINS = (range, tuple, list, bool, int, float, len, *_LOOPS)
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 # If a class defines one of these, the source of its forward does not tell what the forward does.
 _OF_ALL_MODULES = ("__call__", "__getattr__", "__getattribute__", "__del__")
-
-
-class Untraceable(Exception):
-    """A forward cannot be traced; the message is the reason for the report."""
 
 
 @dataclass
@@ -96,16 +93,7 @@ def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
 def _source(function: types.FunctionType) -> ast.FunctionDef:
     if hasattr(function, "__wrapped__"):
         raise Untraceable(f"its {function.__name__} is decorated")
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        raise Untraceable(f"the source of its {function.__name__} cannot be read") from None
-    definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef) or definition.name != function.__name__:
-        raise Untraceable(f"its {function.__name__} is not a plain function")
-    if definition.decorator_list:
-        raise Untraceable(f"its {function.__name__} is decorated")
-    return definition
+    return definition(function)
 
 
 @functools.cache
@@ -126,11 +114,11 @@ class _Reader:
         if function in self.seen:
             return
         self.seen.add(function)
-        definition = _source(function)
+        found = _source(function)
         code = function.__code__
         if set(code.co_freevars) - {"__class__"}:
             raise Untraceable(f"its {function.__name__} uses variables of an enclosing function")
-        arguments = definition.args
+        arguments = found.args
         names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
         if not names:
             raise Untraceable(f"its {function.__name__} is a static method")
@@ -138,13 +126,13 @@ class _Reader:
         optional = set(names[first:]) if forward else set()
         given = set(self.reads.inputs) if forward else set()
         scope = _Scope(names[0], function.__globals__, set(code.co_varnames), given, optional)
-        for node in ast.walk(definition):
+        for node in ast.walk(found):
             if isinstance(node, ast.For):
                 scope.loop |= {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 scope.optional.discard(node.id)
                 scope.given.discard(node.id)
-        self.statements(definition.body, scope)
+        self.statements(found.body, scope)
 
     def statements(self, body: list[ast.stmt], scope: _Scope) -> None:
         for node in body:
@@ -169,7 +157,7 @@ class _Reader:
         """Whether a condition is False because its first term is an attribute that is False."""
         while isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             test = test.values[0]
-        if not isinstance(test, ast.Attribute) or not _is_name(test.value, scope.me):
+        if not isinstance(test, ast.Attribute) or not is_name(test.value, {scope.me}):
             return False
         self.expression(test, scope, module=True)
         return self.reads.values.get(test.attr) is False
@@ -182,10 +170,10 @@ class _Reader:
 
     def expression(self, node: ast.expr, scope: _Scope, module: bool = False) -> None:
         """Check an expression; module: whether it may be a module, to call or compare with None."""
+        if _formats(node):  # the trace would freeze the text, also that of a proxy
+            raise Untraceable("its forward formats a string")
         if not isinstance(node, _EXPRESSIONS):
             raise Untraceable(f"its forward has a {_kind(node)} expression")
-        if isinstance(node, ast.JoinedStr):
-            return  # a message
         if isinstance(node, ast.Attribute) and self.attribute(node, scope, module):
             return
         if isinstance(node, ast.Name):
@@ -193,8 +181,7 @@ class _Reader:
         if isinstance(node, ast.Compare):
             self.compare(node, scope)
         function = _resolve(node.func, scope) if isinstance(node, ast.Call) else None
-        if isinstance(node, ast.Call) and function is isinstance:
-            self.is_tensor(node, scope)
+        if isinstance(node, ast.Call) and self.call(node, function, scope):
             return
         looped = any(function is loop for loop in _LOOPS)
         for child in ast.iter_child_nodes(node):
@@ -209,7 +196,7 @@ class _Reader:
     def attribute(self, node: ast.Attribute, scope: _Scope, module: bool) -> bool:
         """Note an attribute of the module that is read; return whether all of it is checked."""
         base: Any = node.value
-        if _is_name(base, scope.me):
+        if is_name(base, {scope.me}):
             self.own(node.attr)
             if isinstance(self.module._modules.get(node.attr), nn.Module) and not module:
                 raise Untraceable(f"its forward passes self.{node.attr} to another function")
@@ -219,6 +206,16 @@ class _Reader:
             return False  # an attribute of a value that the forward has computed
         if resolved is not torch.jit.is_scripting and not _allowed(resolved):
             raise Untraceable(f"its forward uses {ast.unparse(node)}")
+        return True
+
+    def call(self, node: ast.Call, function: Any, scope: _Scope) -> bool:
+        """Check a call of `isinstance` or `torch._assert`; return whether it is one."""
+        if function is isinstance:
+            self.is_tensor(node, scope)
+        elif function is traceable_assert and len(node.args) == 2:
+            self.expression(node.args[0], scope)  # the other argument is a message
+        else:
+            return False
         return True
 
     def is_tensor(self, node: ast.Call, scope: _Scope) -> None:
@@ -264,7 +261,7 @@ class _Reader:
     def compare(self, node: ast.Compare, scope: _Scope) -> None:
         if not any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
             return
-        of_self = isinstance(node.left, ast.Attribute) and _is_name(node.left.value, scope.me)
+        of_self = isinstance(node.left, ast.Attribute) and is_name(node.left.value, {scope.me})
         optional = isinstance(node.left, ast.Name) and node.left.id in scope.optional
         nones = [isinstance(c, ast.Constant) and c.value is None for c in node.comparators]
         if not (of_self or optional) or nones != [True]:
@@ -316,8 +313,15 @@ def _allowed(value: Any) -> bool:
         return False
 
 
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
+def _formats(node: ast.expr) -> bool:
+    """Whether an expression formats a string: `f"{x}"`, `"%s" % x` or `"{}".format(x)`."""
+    if isinstance(node, ast.BinOp):
+        literal = node.left
+    elif isinstance(node, ast.Attribute):
+        literal = node.value
+    else:
+        return isinstance(node, ast.JoinedStr)
+    return isinstance(literal, ast.Constant) and isinstance(literal.value, str)
 
 
 def _kind(node: ast.AST) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from torch import nn
 
 from normplug import _checks
-from normplug._table import shown
+from normplug._table import shown, some
 
 Filter: TypeAlias = str | type | Callable[[str, nn.Module], bool]
 Filters: TypeAlias = Filter | Sequence[Filter] | None
@@ -60,8 +59,7 @@ def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:
 
 def _report_unmatched(role: str, pattern: str, norms: dict[nn.Module, list[str]]) -> None:
     paths = [shown(path) for names in norms.values() for path in names]
-    listed = ", ".join(paths[:8]) + (f", ... ({len(paths)} in all)" if len(paths) > 8 else "")
-    text = f"normplug: {role}={pattern!r} matches no norm layer; the model has: {listed}."
+    text = f"normplug: {role}={pattern!r} matches no norm layer; the model has: {some(paths)}."
     if role != "exclude":
         raise ValueError(text)
-    warnings.warn(text, stacklevel=5)  # the caller of `plan` or `swap`
+    _checks.warn(text)

@@ -10,7 +10,7 @@ from torch import nn
 from normplug import _checks
 from normplug._swap.filters import matching
 from normplug._swap.inventory import Inventory
-from normplug._table import shown
+from normplug._table import shown, some
 from normplug.modes import ModeLike, NormMode
 
 Norms: TypeAlias = "dict[nn.Module, list[str]]"  # every norm layer of a model, with all its paths
@@ -112,10 +112,9 @@ class _ByFilter(LayerModes):
                 modes.setdefault(module, Assigned(mode))
         left = [shown(inventory.names[module][0]) for module in taken if module not in modes]
         if left:
-            listed = ", ".join(left[:8]) + (f", ... ({len(left)} in all)" if left[8:] else "")
             raise ValueError(
-                f"normplug.{caller}: no key of mode matches {listed}. Add a key such as '*' for "
-                "the rest, or exclude these layers."
+                f"normplug.{caller}: no key of mode matches {some(left)}. Add a key such as '*' "
+                "for the rest, or exclude these layers."
             )
         return {module: modes[module] for module in taken}
 

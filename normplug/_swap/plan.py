@@ -137,7 +137,7 @@ def make(
     exclude: Filters,
     sync: bool,
 ) -> Plan:
-    """Make the plan of an inventory. Warnings assume that the user called this one's caller."""
+    """Make the plan of an inventory; caller: the public function, for messages."""
     norms = norms_of(inventory)
     included = set(norms) if include is None else matching("include", include, norms)
     excluded = matching("exclude", exclude, norms)

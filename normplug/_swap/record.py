@@ -8,13 +8,13 @@ layer within it. A layer that another tool has rebuilt is a different object, wh
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 from torch import nn
 
+from normplug import _checks
 from normplug._swap.inventory import Inventory
-from normplug._table import shown
+from normplug._table import shown, some
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 
@@ -35,12 +35,10 @@ def renew(caller: str, inventory: Inventory) -> None:
     """
     lost = _lost(inventory)
     if lost:
-        paths = ", ".join(shown(entry.path) for entry in lost[:4])
-        more = f", ... ({len(lost)} in all)" if len(lost) > 4 else ""
-        warnings.warn(
+        paths = some([shown(entry.path) for entry in lost])
+        _checks.warn(
             f"normplug.{caller}: another tool has rebuilt or removed norm layers of an earlier "
-            f"swap: {paths}{more}. normplug.check no longer looks for them.",
-            stacklevel=3,
+            f"swap: {paths}. normplug.check no longer looks for them."
         )
     owner = unwrapped(inventory.model)
     prefix = inventory.names[owner][0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -16,7 +16,7 @@ _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 @contextmanager
-def all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
+def all_or_nothing(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Restore every layer if the block raises."""
     before = [
         (m, m.__class__, {k: copy.copy(v) if k in _TABLES else v for k, v in vars(m).items()})

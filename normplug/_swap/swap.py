@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,7 +101,7 @@ def swap(
     targets = {row.path: row.mode.target_variance for row in planned if row.mode is not None}
     taken = [row for row in planned if row.becomes]
     if not taken:
-        warnings.warn(_nothing_swapped(model, planned), stacklevel=2)
+        _checks.warn(_nothing_swapped(model, planned))
         return model
     scalings = []
     if preserve_output:
@@ -167,14 +166,10 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
             stuck.append(shown(path))
     if stuck:
         text = "subclasses of normplug classes have no stock class to revert to and stay"
-        warnings.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.", stacklevel=2)
+        _checks.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.")
     patched = [shown(path) for path, layer in layers if _convert.is_patched(layer)]
     if patched:
-        raise ValueError(
-            f"normplug.unswap: the forward of {', '.join(patched)} was replaced on the instance "
-            "since the swap, by a patch or accelerate's hooks. Remove that first, e.g. with "
-            "accelerate.hooks.remove_hook_from_module(model, recurse=True)."
-        )
+        raise _checks.forward_replaced("unswap", "swap", patched)
     scalings = [Scaling(p, m, math.sqrt(m.target_variance)) for p, m in layers if fold]
     _fold.refuse_unscalable("unswap", inventory, scalings)
     from normplug._fuse.fuse import fused_modules, releasable, release
@@ -208,7 +203,8 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
         `model` itself.
 
     Raises:
-        ValueError, TypeError: as `normplug.swap` does.
+        ValueError, TypeError: as `normplug.swap` does; and after the block, as `normplug.unfuse`
+            does, if modules were fused in it. The model then stays as the block left it.
 
     Example:
         >>> model = nn.Sequential(nn.LayerNorm(8))
@@ -235,9 +231,14 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
         for path, (m, settings) in before.items()
         if options.get("preserve_output") and isinstance(m, TargetVarianceNorm)
     ]
+    completed = False
     try:
         yield model
+        completed = True
     finally:
+        inside = {path: m for path, m in fused_modules(model).items() if path not in fused}
+        if completed:  # else the block's own exception is what the user has to see
+            releasable("swapped", inside)
         now = [s for s in scalings if isinstance(s.module, TargetVarianceNorm)]
         _fold.scale(inventory, now)
         for m, settings in before.values():
@@ -248,8 +249,7 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
             for name, value in settings.items():
                 setattr(m, name, value)
         _record.put(Inventory(model), records)
-        inside = {path: m for path, m in fused_modules(model).items() if path not in fused}
-        release(releasable("swapped", inside))
+        release([m for m in inside.values() if not _convert.is_patched(m)])
 
 
 def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
@@ -277,9 +277,10 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
             "Use normplug.swap(model, mode) first."
         )
     assigned = modes.assign("set_mode", inventory, _plan.norms_of(inventory), layers)
-    for layer in layers:
-        layer.mode = assigned[layer].mode
-    _record.renew("set_mode", inventory)
+    with all_or_nothing(layers):
+        for layer in layers:
+            layer.mode = assigned[layer].mode
+        _record.renew("set_mode", inventory)
     return model
 
 

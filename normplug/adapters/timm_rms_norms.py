@@ -15,48 +15,41 @@ from normplug.modules.base import TargetVarianceNorm
 from normplug.modules.rms_norm import _RMSNorm
 
 
-class RmsNorm(_RMSNorm, norm.RmsNorm):
+class _TimmRMSNorm(_RMSNorm):
+    """An RMSNorm of timm, whose operations autocast leaves alone."""
+
+    normalized_shape: tuple[int, ...]
+    _autocasts = False
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        return self.normalized_shape
+
+
+class RmsNorm(_TimmRMSNorm, norm.RmsNorm):
     """`timm.layers.RmsNorm` that normalises to a target second moment.
 
     Without timm's fast norm, a float32 weight with half-precision input gives a float32 result.
     """
 
-    _autocasts = False
     _call_reads = (*_RMSNorm._call_reads, "_fast_norm")
 
     @property
     def _rounding(self) -> str | None:  # type: ignore[override]
         return None if self._fast_norm else "input"
 
-    def _affine_shape(self) -> tuple[int, ...]:
-        return self.normalized_shape
 
-
-class RmsNorm2d(ChannelsFirst, _RMSNorm, norm.RmsNorm2d):
+class RmsNorm2d(ChannelsFirst, _TimmRMSNorm, norm.RmsNorm2d):
     """`timm.layers.RmsNorm2d` that normalises to a target second moment."""
 
-    _autocasts, _rounding = False, "input"
-
-    def _affine_shape(self) -> tuple[int, ...]:
-        return self.normalized_shape
+    _rounding = "input"
 
 
-class RmsNormFp32(Float32, _RMSNorm, norm.RmsNormFp32):
+class RmsNormFp32(Float32, _TimmRMSNorm, norm.RmsNormFp32):
     """`timm.layers.RmsNormFp32` that normalises to a target second moment."""
 
-    _autocasts = False
 
-    def _affine_shape(self) -> tuple[int, ...]:
-        return self.normalized_shape
-
-
-class RmsNorm2dFp32(Float32, ChannelsFirst, _RMSNorm, norm.RmsNorm2dFp32):
+class RmsNorm2dFp32(Float32, ChannelsFirst, _TimmRMSNorm, norm.RmsNorm2dFp32):
     """`timm.layers.RmsNorm2dFp32` that normalises to a target second moment."""
-
-    _autocasts = False
-
-    def _affine_shape(self) -> tuple[int, ...]:
-        return self.normalized_shape
 
 
 class RmsNormAct(WithActivation, RmsNorm, norm_act.RmsNormAct):

@@ -15,7 +15,7 @@ from normplug._swap import record
 from normplug._swap.check import refuse
 from normplug._swap.layer_modes import ModesLike, One, read
 from normplug._swap.swap import swap
-from normplug._table import shown
+from normplug._table import shown, some
 from normplug._torch import BatchNormBase
 from normplug.modes import NormMode
 
@@ -101,11 +101,10 @@ class SwapNorms(Callback):
                 )
         modes = [
             f"{shown(p)} in mode {NormMode(saved.get(p, 1.0))}, now {NormMode(now.get(p, 1.0))}"
-            for p in differ[:4]
+            for p in differ
         ]
-        more = f"; ... ({len(differ)} in all)" if differ[4:] else ""
         raise ValueError(
-            f"{text} other modes: {'; '.join(modes)}{more}. Resume with the SwapNorms arguments "
+            f"{text} other modes: {some(modes, '; ')}. Resume with the SwapNorms arguments "
             "that it was trained with."
         )
 

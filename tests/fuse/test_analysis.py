@@ -10,6 +10,7 @@ from torch import nn
 
 from fuse_cases import Block, Encoder, Half, assert_same_step, swapped
 from normplug import fuse, fusions, swap, unfuse
+from normplug._fuse import report
 from normplug._fuse.fuse import fused_modules
 from normplug._fuse.reasons import FROM_OUTSIDE
 from normplug.modules import LayerNorm, TargetVarianceNorm
@@ -50,6 +51,15 @@ def test_parts_of_a_fused_model_and_models_around_it_tell_what_was_found(traces)
     elsewhere = nn.ModuleDict({"body": copy.deepcopy(model[0][1])})
     assert list(fusions(elsewhere)) == shifted(found, taken="0.1", put="body")
     assert traces() == before
+
+
+def test_the_rows_of_all_modules_are_translated_once(monkeypatch):
+    model = fuse(swapped(nn.Sequential(*(Block() for _ in range(4)))))
+    translated, at = [], report._at
+    monkeypatch.setattr(report, "_at", lambda *args: translated.append(args) or at(*args))
+    for part in (model, nn.Sequential(nn.Identity(), pickle.loads(pickle.dumps(model)))):
+        assert all(row.label for row in fusions(part))
+    assert len(translated) == 2
 
 
 def test_what_has_changed_since_is_told_without_a_trace(traces):

@@ -18,6 +18,7 @@ from matrix import reloaded
 from normplug import fuse, fusions, unfuse
 from normplug._fuse import calls as fused_calls
 from normplug._fuse import fused_class, fusion
+from normplug._fuse.fingerprint import fingerprint
 from normplug._fuse.fuse import fused_modules
 
 COPIES = {
@@ -148,6 +149,18 @@ def test_a_pickle_from_a_module_with_other_globals_runs_as_it_is_written(monkeyp
     with pytest.warns(UserWarning, match="a Chosen was fused with other versions or"):
         loaded = pickle.loads(pickled)
     assert torch.equal(loaded(X), F.silu(loaded.norm(X)))
+
+
+def test_partials_and_instances_differ_by_what_they_are():
+    def function(x):
+        return x
+
+    prints = set()
+    values = [partial(int, 1), partial(int, 2), partial(float, 2), partial(int, base=1), nn.ReLU()]
+    for value in (*values, nn.Tanh()):
+        function.__defaults__ = (value,)
+        prints.add(fingerprint([function]))
+    assert len(prints) == len(values) + 1
 
 
 LOAD = """

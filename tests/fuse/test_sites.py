@@ -211,6 +211,29 @@ def test_a_residual_of_another_dtype_or_shape_is_added_as_before(calls):
     assert torch.equal(model(*low), plain(*low))
 
 
+class NormFirst(Parts):
+    def forward(self, x, residual):
+        return self.act(self.norm(x) + residual)
+
+
+class ResidualFirst(Parts):
+    def forward(self, x, residual):
+        return self.act(residual + self.norm(x))
+
+
+@pytest.mark.parametrize("order", [NormFirst, ResidualFirst])
+def test_a_sum_of_two_memory_formats_has_that_of_its_left_operand(order, calls):
+    model, plain = twins(order(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
+    last = X.contiguous(memory_format=torch.channels_last)
+    for x, residual in ((X, last), (last, X)):
+        y, expected = model(x, residual), plain(x, residual)
+        assert y.stride() == expected.stride()
+        assert torch.equal(y, expected)
+    assert calls == []
+    model(last, last)
+    assert calls == ["add, relu"]
+
+
 def test_a_value_that_changes_between_norm_and_addition_is_not_read_late():
     class Changing(Parts):
         def forward(self, x):

@@ -1,5 +1,8 @@
 """Which forwards are traced, and that a trace leaves the model alone."""
 
+import ast
+import linecache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,6 +86,41 @@ def test_other_arguments_than_tensors_run_as_written(calls):
         model()
 
 
+CELL = """
+import torch
+class InNotebook(Parts):
+    def forward(self, x):
+        return self.act(torch.add(self.norm(x), x))
+"""
+
+
+@pytest.mark.parametrize("source", [CELL, CELL.replace("act(", "act(2 * ")])
+def test_a_forward_is_traced_only_if_it_matches_its_source(source, monkeypatch):
+    names = {"__name__": __name__, "Parts": Parts}
+    for statement in ast.parse(CELL).body:  # a notebook compiles them one by one
+        exec(compile(ast.Module([statement], []), "<cell>", "exec"), names)
+    lines = source.splitlines(True)
+    monkeypatch.setitem(linecache.cache, "<cell>", (len(source), None, lines, "<cell>"))
+    (row,) = fusions(swapped(names["InNotebook"](norm=nn.BatchNorm2d(8), act=nn.ReLU())))
+    if source == CELL:
+        assert row.label == "add, ReLU"
+    else:
+        assert row.note == "InNotebook: its forward does not match its source"
+
+
+def test_messages_of_errors_may_be_formatted(calls):
+    class Checked(Parts):
+        def forward(self, x):
+            torch._assert(x.dim() == self.size, f"got {x.dim()} dimensions, not {self.size}")
+            if self.size < 0:
+                raise ValueError(f"{self.size}")
+            return self.act(self.norm(x) + x)
+
+    model, plain = twins(Checked(norm=nn.BatchNorm2d(8), act=nn.ReLU(), size=4))
+    assert_same_step(model, plain, X)
+    assert calls == ["add, relu"]
+
+
 def multiplied_by(noise):
     def closure(self, x):
         return self.act(self.norm(x) + x) * noise[0]
@@ -133,6 +171,15 @@ class Untraceable(Parts):
     def attribute_of_child(self, x):
         return self.act(self.norm(x) + x) if self.norm.eps > 0 else x
 
+    def text(self, x):
+        return self.act(self.norm(x) + x) if f"{self.size}" == "1" else x
+
+    def text_of_input(self, x):
+        return self.act(self.norm(x) + x) if "{}".format(x.shape[0]) == "1" else x  # noqa: UP032
+
+    def percent(self, x):
+        return self.act(self.norm(x) + x) if "%s" % x.shape[0] == "1" else x  # noqa: UP031
+
     def other_method(self, x):
         return checkpoint(self.result, x, use_reentrant=False)
 
@@ -161,7 +208,7 @@ FORWARDS = [name for name, f in vars(Untraceable).items() if callable(f) and nam
 def test_what_a_trace_would_burn_in_is_left_with_the_reason(name):
     cls = type("Written", (Untraceable,), {"forward": getattr(Untraceable, name)})
     children = {"norm": nn.BatchNorm2d(8), "act": nn.ReLU(), "list": nn.ModuleList([nn.Identity()])}
-    model = swapped(cls(settings={"flag": True}, **children))
+    model = swapped(cls(settings={"flag": True}, size=1, **children))
     before = {p: (type(m), dict(vars(m))) for p, m in model.named_modules()}
     with pytest.warns(UserWarning, match="normplug.fuse: nothing to fuse in Written"):
         fuse(model)

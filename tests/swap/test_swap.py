@@ -138,6 +138,33 @@ def test_a_swap_that_warns_of_lost_layers_is_taken_back_where_warnings_are_error
     assert_frozen(net, before)
 
 
+def test_a_mode_that_warns_of_lost_layers_is_not_set_where_warnings_are_errors(net):
+    swap(net)
+    net.flat = nn.BatchNorm1d(8)
+    before = frozen(net)
+    with pytest.raises(UserWarning, match="normplug.set_mode: another tool has .*: flat."):
+        set_mode(net, 0.5)
+    assert_frozen(net, before)
+    assert net.norm.mode.name == "golden"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda net: swap(net, exclude="typo"),
+        lambda net: plan(net, exclude="typo"),
+        lambda net: normplug.swapped(net, exclude="typo").__enter__(),
+        lambda net: swap(nn.ReLU()),
+        lambda net: normplug.fuse(nn.ReLU()),
+        lambda net: [swap(net), setattr(net, "flat", nn.BatchNorm1d(8)), unswap(net)],
+    ],
+)
+def test_a_warning_names_the_users_line(net, call):
+    with pytest.warns(UserWarning, match="normplug") as warned:
+        call(net)
+    assert [w.filename for w in warned] == [__file__]
+
+
 class Counted(nn.Sequential):
     def named_modules(self, *args, **kwargs):
         self.walks = getattr(self, "walks", 0) + 1

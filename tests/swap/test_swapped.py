@@ -84,6 +84,23 @@ def test_swapped_takes_synchronisation_back_that_was_not_there(net):
     assert_frozen(net, before)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_module_that_was_fused_and_patched_inside_hides_no_exception(fails):
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(8), nn.ReLU()))
+
+    def run():
+        with normplug.swapped(model):
+            normplug.fuse(model)
+            model[0].forward = torch.tanh
+            if fails:
+                raise Trained("the user's")
+
+    error, text = (Trained, "user's") if fails else (ValueError, "since normplug.fuse, by a patch")
+    with pytest.raises(error, match=text):
+        run()
+    assert (type(model[0][0]) is nn.BatchNorm1d) == fails
+
+
 def test_swapped_refuses_as_swap_does(net):
     before = frozen(net)
     for bad in ({"mode": "gold"}, {"include": "lyaer*"}):
