@@ -139,15 +139,15 @@ def run(
     """Measure and print every case; write the rows to `out`, if it is given."""
     native.build()
     settings = {"mode": MODE, "calls": calls, "seconds": SECONDS, "repeats": REPEATS}
-    results = Results(out, settings=settings, native=native.status())
+    results = Results(out, settings=settings)
     content = results.content
-    print(f"{content['device']}, {content['versions']}, host path: {content['native']}")
+    print(f"{content['device']}, {content['versions']}")
     for case in cases:
         for rows in measure(case, providers, calls, device):
+            content["native"] = native.status()  # known only after the first call of a kernel
             for row in rows:
                 results.add(row)
             print(line(case, rows), flush=True)
-        content["native"] = native.status()  # the C++ path may have been loaded by now
     return results
 
 
