@@ -16,7 +16,7 @@ import torch
 
 from normplug import target_variance
 from normplug._report.provenance import hardware
-from normplug.bench import batch_norm, group_norm, layer_norm, rivals, rms_norm
+from normplug.bench import batch_norm, group_norm, layer_norm, native, rivals, rms_norm
 from normplug.bench.accuracy import (
     NEAR,
     is_far,
@@ -73,6 +73,7 @@ def own_cases(
 
 def run(cases: Iterable[Case], providers: Collection[str], json: Path | None) -> Results:
     """Measure and print every case that fits the GPU; write the rows to `json`, if it is given."""
+    native.build()
     stopwatch = Stopwatch()
     facts: Row = {"cpu": hardware(gpu=False, processes=1)} if CPU in providers else {}
     results = Results(json, rivals.DISTRIBUTIONS, copy_gbps=stopwatch.copy_gbps(), **facts)
@@ -81,6 +82,7 @@ def run(cases: Iterable[Case], providers: Collection[str], json: Path | None) ->
     for case in cases:
         with memory_for(case):
             for rows in measure(case, providers, stopwatch, content["copy_gbps"], "cuda"):
+                content["native"] = native.status()  # known only after the first call of a kernel
                 for row in rows:
                     results.add(row)
                 print(line(case, rows) if rows else f"{case}: no kernel", flush=True)
