@@ -107,7 +107,7 @@ def _with_library(cases: Sequence[nets.Case]) -> list[nets.Case]:
 
 def _resumed(path: Path | None, kind: Kind) -> Results:
     try:
-        return Results(path, steps.PACKAGES, resume=kind, settings=steps.SETTINGS)
+        return Results(path, kind, steps.PACKAGES, resume=True, settings=steps.SETTINGS)
     except ValueError as error:
         raise SystemExit(f"normplug.bench models: {error}") from None
 
@@ -186,6 +186,8 @@ def _shown(
         content = read(path, kinds)
     except ValueError as error:
         raise SystemExit(f"{caller}: {error}") from None
+    if not content["rows"]:
+        raise SystemExit(f"{caller}: {path} has no rows: its run ended before the first one.")
     try:
         return show(content)
     except KeyError as error:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import normplug
 from normplug import target_variance
 from normplug.bench import native
-from normplug.bench.results import Results, Row
+from normplug.bench.results import HOST, Results, Row
 from normplug.bench.suites import Case, Shape
 from normplug.bench.timing import Call, HostTime, back_to_back
 
@@ -139,7 +139,7 @@ def run(
     """Measure and print every case; write the rows to `out`, if it is given."""
     native.build()
     settings = {"mode": MODE, "calls": calls, "seconds": SECONDS, "repeats": REPEATS}
-    results = Results(out, settings=settings)
+    results = Results(out, HOST, settings=settings)
     content = results.content
     print(f"{content['device']}, {content['versions']}")
     for case in cases:

@@ -25,7 +25,7 @@ from normplug._extras import needs
 from normplug.bench import native
 from normplug.bench.models import MODE, PACKAGES, SEED, SETTINGS, make_step
 from normplug.bench.nets import MODELS, Images
-from normplug.bench.results import Results
+from normplug.bench.results import SYNC, Results
 
 MODEL = "resnet50"
 BATCHES = (128, 32)  # images per process and step
@@ -120,7 +120,7 @@ def run(
             "rounds": rounds,
             "steps_a_turn": turn,
         }
-        results = Results(out if first else None, PACKAGES, settings=settings)
+        results = Results(out if first else None, SYNC, PACKAGES, settings=settings)
         for batch in batches:
             measured = measure(batch, size, warm_ups, rounds, turn, device)
             results.content["native"] = native.status()  # known only after the first step

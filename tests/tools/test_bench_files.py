@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from normplug.bench import host, rivals
+from normplug.bench import host, results, rivals
 from normplug.bench.__main__ import main
 from normplug.bench.groups import GROUPS
 from normplug.bench.kernels import OPS, PROVIDERS
@@ -80,7 +80,7 @@ MODELS = {
 
 def test_results_are_on_disk_after_each_row(tmp_path):
     path = tmp_path / "made" / "rows.json"
-    kept = Results(path, copy_gbps=3000.0)
+    kept = Results(path, results.KERNELS, copy_gbps=3000.0)
     for count in (1, 2):
         kept.add({"us": float(count)})
         content = json.loads(path.read_text())
@@ -299,8 +299,8 @@ def test_the_plot_command(tmp_path):
             main(["plot", str(source), "--norm", norm])
 
 
-def result(name):
-    return (ROOT / "docs" / "results" / f"{name}_h100.json").read_bytes()
+def result(name, device="h100"):
+    return (ROOT / "docs" / "results" / f"{name}_{device}.json").read_bytes()
 
 
 HALF_A_ROW = json.dumps({**KERNELS, "rows": [{"op": "ln"}]}).encode()
@@ -315,6 +315,7 @@ OTHER_KINDS = {
     "an empty file": (b" \n", "is empty."),
     "no JSON": (b"{", "is not JSON: Expecting property name"),
     "no text": (b"\x89PNG", "is not JSON: it is not text in UTF-8."),
+    "steps of processes": (result("sync", "h200"), "as `normplug.bench sync` writes; it has no"),
     "no file": (None, "cannot be read: "),
     "sweeps of schemes": (result("layer_norm_schemes"), "holds no result of normplug"),
     "runs": (result("cifar10_jpeg"), "holds a list."),
@@ -351,6 +352,15 @@ def test_a_row_that_lacks_what_is_drawn_is_said_in_one_line(tmp_path):
     source.write_text(json.dumps(content))
     with pytest.raises(SystemExit, match=r"normplug\.bench plot: .*rows\.json lacks 'gbps'\.$"):
         main(["plot", str(source), "--norm", "LayerNorm"])
+
+
+def test_a_file_without_rows_is_of_its_kind(tmp_path):
+    path = tmp_path / "rows.json"
+    Results(path, results.HOST, settings={})
+    with pytest.raises(SystemExit, match=r"normplug\.bench table: .*rows\.json has no rows: its"):
+        main(["table", str(path)])
+    with pytest.raises(ValueError, match="times of single calls, as `normplug.bench host` writes"):
+        Results(path, results.MODELS, resume=True, settings={})
 
 
 @pytest.mark.parametrize("name", ["kernels", "models"])
