@@ -18,7 +18,7 @@ from normplug.bench.kernels import CPU, OPS, PROVIDERS, own_cases, run
 from normplug.bench.results import HOST, KERNELS, MODELS, PROFILE, Kind, Results, read
 from normplug.bench.suites import DTYPES, NORMS, SUITES, WITH_CPU, Case, Shape, select
 from normplug.bench.sync import add_command
-from normplug.bench.table import render
+from normplug.bench.table import TABLES, render
 from normplug.bench.trace import trace
 
 ALL = "all"
@@ -35,7 +35,7 @@ def kernels(arguments: argparse.Namespace) -> None:
     _require_cuda()
     results = run(cases, providers, arguments.json)
     if arguments.markdown:
-        write_file(arguments.markdown, render(results.content))
+        write_file(arguments.markdown, render(KERNELS, results.content))
     if arguments.trace:
         trace(cases, arguments.trace, "cuda")
 
@@ -85,7 +85,7 @@ def models(arguments: argparse.Namespace) -> None:
     if not done:
         raise SystemExit("normplug.bench: every arm was left out.")
     if arguments.markdown:
-        write_file(arguments.markdown, render(results.content))
+        write_file(arguments.markdown, render(MODELS, results.content))
 
 
 def _with_library(cases: Sequence[nets.Case]) -> list[nets.Case]:
@@ -119,12 +119,13 @@ def single_calls(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"normplug.bench host: no case has {arguments.only!r} in its name.")
     providers = arguments.provider or host.PROVIDERS
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(render(host.run(cases, providers, arguments.calls, arguments.out, device).content))
+    results = host.run(cases, providers, arguments.calls, arguments.out, device)
+    print(render(HOST, results.content))
 
 
 def table(arguments: argparse.Namespace) -> None:
     """Print or write the Markdown table of a JSON file."""
-    markdown = _shown("table", arguments.file, (KERNELS, MODELS, PROFILE, HOST), render)
+    markdown = _shown("table", arguments.file, TABLES, render)
     if arguments.out:
         write_file(arguments.out, markdown)
     else:
@@ -179,17 +180,17 @@ def _add_outputs(command: argparse.ArgumentParser) -> None:
 
 
 def _shown(
-    command: str, path: Path, kinds: Collection[Kind], show: Callable[[dict[str, Any]], Shown]
+    command: str, path: Path, kinds: Collection[Kind], show: Callable[[Kind, dict[str, Any]], Shown]
 ) -> Shown:
     caller = f"normplug.bench {command}"
     try:
-        content = read(path, kinds)
+        kind, content = read(path, kinds)
     except ValueError as error:
         raise SystemExit(f"{caller}: {error}") from None
     if not content["rows"]:
         raise SystemExit(f"{caller}: {path} has no rows: its run ended before the first one.")
     try:
-        return show(content)
+        return show(kind, content)
     except KeyError as error:
         raise SystemExit(f"{caller}: {path} lacks {error}.") from None
     except ValueError as error:

@@ -74,7 +74,7 @@ class Results:
         self._save()
 
     def _rows_alike(self, path: Path, kind: Kind) -> list[Row]:
-        found = read(path, (kind,))
+        _, found = read(path, (kind,))
         for name, value in self.content.items():
             if name not in ("writer", "date", "rows") and found.get(name) != value:
                 raise ValueError(
@@ -195,8 +195,8 @@ def median(row: Mapping[str, Any], key: str) -> float:
     return row.get(f"median_{key}", row[key])
 
 
-def read(path: Path, kinds: Collection[Kind]) -> dict[str, Any]:
-    """The contents of a JSON file of one of `kinds`.
+def read(path: Path, kinds: Collection[Kind]) -> tuple[Kind, dict[str, Any]]:
+    """The kind and the content of a JSON file of one of `kinds`.
 
     Raises:
         ValueError: it cannot be read, is not JSON, or is of another kind; the message says which.
@@ -212,8 +212,8 @@ def read(path: Path, kinds: Collection[Kind]) -> dict[str, Any]:
         fault = f"not JSON: {error}" if text.strip() else "empty"
         raise ValueError(f"{path} is {fault}.") from None
     found = next((kind for kind in KINDS if kind.fits(content)), None)
-    if found in kinds:
-        return content
+    if found is not None and found in kinds:
+        return found, content
     wanted = " or ".join(f"`{kind.writer}`" for kind in kinds)
     holds, use = "a list" if isinstance(content, list) else "no result of normplug", ""
     if found is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from normplug._report.markdown import table
 from normplug.bench.accuracy import NEAR, NEAR_DTYPES, is_far
-from normplug.bench.results import median
+from normplug.bench.results import HOST, KERNELS, MODELS, PROFILE, Kind, median
 from normplug.bench.suites import SUITES, shape_name
 
 NOTHING = "-"
@@ -50,14 +50,9 @@ STEP_TIMES: tuple[tuple[str, str, Time, str], ...] = (
 )
 
 
-def render(content: Mapping[str, Any]) -> str:
-    """The tables of a file of `normplug.bench kernels`, `models`, `models --profile` or `host`."""
-    if "copy_gbps" in content:
-        return _kernels(content)
-    if any("wall_us" in row for row in content["rows"]):
-        return _host(content)
-    profiled = any("groups_ms" in row for row in content["rows"])
-    return _profile(content) if profiled else _models(content)
+def render(kind: Kind, content: Mapping[str, Any]) -> str:
+    """The tables of a file; its kind must be one of `TABLES`."""
+    return TABLES[kind](content)
 
 
 def _kernels(content: Mapping[str, Any]) -> str:
@@ -158,6 +153,9 @@ def _profile(content: Mapping[str, Any]) -> str:
             table(header, lines, text=len(CASE) + 1),
         ]
     )
+
+
+TABLES = {KERNELS: _kernels, MODELS: _models, PROFILE: _profile, HOST: _host}
 
 
 def _training(content: Mapping[str, Any]) -> str:

@@ -170,7 +170,7 @@ def test_first_steps_are_added_to_the_rows_of_their_file(tmp_path, monkeypatch, 
     assert eager == {**ROW, "arm": "eager", **FIRST, "date": eager["date"]}
     assert "compile is left out: RuntimeError('no compiler')" in capsys.readouterr().err
 
-    lines = render(json.loads(path.read_text())).splitlines()
+    lines = render(KIND, json.loads(path.read_text())).splitlines()
     assert "| encoder_6x256 | 2 | 2.5 | 2.5 | 1.00x |" in lines
     assert "| encoder_6x256 | 2 | 20.00 ms, 1/s |" in lines
     assert "| encoder_6x256 | 2 | 10.00 |" in lines
