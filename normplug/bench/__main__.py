@@ -72,6 +72,13 @@ def _providers(arguments: argparse.Namespace) -> list[str]:
 
 def models(arguments: argparse.Namespace) -> None:
     """Measure whole training steps, or only the first."""
+    others = {"--profile": arguments.profile, "--rounds": arguments.rounds}
+    given = ", ".join(f"{option} {value}" for option, value in others.items() if value)
+    if arguments.first_step and given:
+        raise SystemExit(
+            "normplug.bench models: --first-step times one step, without rounds or a profile; got "
+            f"{given}. Leave that out, or leave out --first-step."
+        )
     names = nets.MODELS if ALL in arguments.rows else arguments.rows
     cases = _with_library(nets.select(list(names), arguments.batch))
     arms = [arm for arm in steps.ARMS if arm in arguments.arms or ALL in arguments.arms]
@@ -81,7 +88,7 @@ def models(arguments: argparse.Namespace) -> None:
         done = first_step.run(cases, arms, results)
     else:
         profiles = _resumed(arguments.profile, PROFILE) if arguments.profile else None
-        done = steps.run(cases, arms, arguments.rounds, results, profiles)
+        done = steps.run(cases, arms, arguments.rounds or steps.ROUNDS, results, profiles)
     if not done:
         raise SystemExit("normplug.bench: every arm was left out.")
     if arguments.markdown:
@@ -249,7 +256,6 @@ def parser() -> argparse.ArgumentParser:
         "--rounds",
         metavar="N",
         type=number,
-        default=steps.ROUNDS,
         help=f"rounds, with a turn of every arm in each; default: {steps.ROUNDS}",
     )
     command.add_argument(

@@ -168,12 +168,20 @@ def test_first_steps_are_added_to_the_rows_of_their_file(tmp_path, monkeypatch, 
     swap, eager = json.loads(path.read_text())["rows"]
     assert swap.items() >= {**ROW, **TIMES, **FIRST}.items()
     assert eager == {**ROW, "arm": "eager", **FIRST, "date": eager["date"]}
-    assert "compile is left out: RuntimeError('no compiler')" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "compile is left out: RuntimeError('no compiler')" in error
+    assert "eager+graph is left out: its first step is that of the same arm without" in error
 
     lines = render(KIND, json.loads(path.read_text())).splitlines()
     assert "| encoder_6x256 | 2 | 2.5 | 2.5 | 1.00x |" in lines
     assert "| encoder_6x256 | 2 | 20.00 ms, 1/s |" in lines
     assert "| encoder_6x256 | 2 | 10.00 |" in lines
+
+
+def test_a_first_step_has_neither_rounds_nor_a_profile():
+    options = ["--profile", "p.json", "--rounds", "3"]
+    with pytest.raises(SystemExit, match=r"got --profile p\.json, --rounds 3\. Leave that out, or"):
+        main(["models", "--rows", "encoder_6x256", "--first-step", *options])
 
 
 def test_a_run_updates_its_rows_and_keeps_the_others(tmp_path):
