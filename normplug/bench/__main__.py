@@ -171,13 +171,15 @@ def sizes(text: str) -> Shape:
     return tuple(map(int, parts))
 
 
-def _add_choices(command: argparse.ArgumentParser, **options: Iterable[str]) -> None:
+def _add_choices(
+    command: argparse.ArgumentParser, default: str = "all", **options: Iterable[str]
+) -> None:
     for name, choices in options.items():
         command.add_argument(
             f"--{name}",
             choices=tuple(choices),
             action="append",
-            help=f"only this {name}; may be repeated; default: all",
+            help=f"only this {name}; may be repeated; default: {default}",
         )
 
 
@@ -219,8 +221,9 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         help="time this shape, such as 512x8192, instead of a suite; may be repeated",
     )
-    providers = (*PROVIDERS, *rivals.PACKAGES, CPU)
-    _add_choices(command, op=OPS, dtype=DTYPES, provider=providers)
+    _add_choices(command, op=OPS, dtype=DTYPES)
+    usual = f"all that are installed; {CPU} only with --suite {' or '.join(WITH_CPU)}"
+    _add_choices(command, usual, provider=(*PROVIDERS, *rivals.PACKAGES, CPU))
     command.add_argument(
         "--only",
         metavar="TEXT",

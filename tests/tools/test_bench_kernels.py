@@ -354,6 +354,11 @@ def test_rivals_that_are_not_there_are_named_in_one_line_and_skipped(monkeypatch
     assert capsys.readouterr().err == line
     main(["kernels", "--suite", "float32-float64"])
     assert asked[1] == [*PROVIDERS, "timm", "cpu"]
+    monkeypatch.setenv("COLUMNS", "200")  # no line ends within the words
+    with pytest.raises(SystemExit):
+        main(["kernels", "--help"])
+    default = "all that are installed; cpu only with --suite float32-float64"
+    assert default in capsys.readouterr().out
     with pytest.raises(SystemExit, match="none of the providers is installed"):
         main(["kernels", "--provider", "liger"])
 
