@@ -190,9 +190,14 @@ def spread(unit: str, samples: Sequence[float]) -> Row:
     return {unit: statistics.median(samples), **bounds}
 
 
-def median(row: Mapping[str, Any], key: str) -> float:
-    """The median of a time in a row; rows of older files have it as `key` itself."""
-    return row.get(f"median_{key}", row[key])
+def median(row: Mapping[str, Any], key: str) -> float | None:
+    """The median of a time, if the row has it; rows of older files have it as `key` itself."""
+    return row.get(f"median_{key}", row.get(key))
+
+
+def best(row: Mapping[str, Any], key: str) -> float | None:
+    """The best of a time, if the row has it; see `median`."""
+    return row.get(key) if f"median_{key}" in row else None
 
 
 def read(path: Path, kinds: Collection[Kind]) -> tuple[Kind, dict[str, Any]]:
