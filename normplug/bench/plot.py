@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -274,7 +274,7 @@ def _over_eager(rows: Mapping[str, Row], key: str, arms: Collection[str]) -> dic
 
 
 def _draw_lines(
-    axes: Axes, rows: Iterable[Row], providers: Iterable[str], copy_gbps: float
+    axes: Axes, rows: Sequence[Row], providers: Iterable[str], copy_gbps: float
 ) -> None:
     """Draw one panel; providers without a row here still get a legend entry."""
     for provider in providers:
