@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import normplug
 from normplug import target_variance
 from normplug.bench import native
+from normplug.bench.op import laid_out
 from normplug.bench.results import HOST, Results, Row
 from normplug.bench.suites import Case, Shape
 from normplug.bench.timing import Call, HostTime, back_to_back
@@ -222,7 +223,7 @@ def tensors(case: Case, device: str) -> tuple[Outputs, Outputs]:
     def make() -> Tensor:
         dtype = getattr(torch, case.dtype)
         tensor = torch.randn(case.shape, generator=generator, device=device, dtype=dtype)
-        return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+        return laid_out(tensor, case.layout)
 
     count = OPS[case.op].inputs
     return tuple(make().requires_grad_() for _ in range(count)), tuple(make() for _ in range(count))
