@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import interpreted
 import routes
+from accuracy import assert_same_bits
 from fuse_cases import Block
 from normplug import fuse, unfuse
 from recompute_cases import (
@@ -24,7 +25,6 @@ from recompute_cases import (
     FeedInside,
     Mixer,
     Residual,
-    assert_same,
     convolutions,
     kept,
     outcome,
@@ -40,7 +40,7 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
 
 def check_same(ours, plain, x, low=None):
-    assert_same(outcome(ours, x, low), outcome(plain, x, low))
+    assert_same_bits(outcome(ours, x, low), outcome(plain, x, low))
 
 
 @pytest.fixture

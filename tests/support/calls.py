@@ -78,12 +78,6 @@ def describe(case: Any) -> str:
     return " ".join(f"{f.name}={getattr(case, f.name)}" for f in changed).replace("torch.", "")
 
 
-def error(value: Tensor, truth: Tensor) -> float:
-    """The relative error in the Euclidean norm."""
-    value, truth = value.detach().double(), truth.detach().double()
-    return float((value - truth).norm() / truth.norm().clamp_min(1e-300))
-
-
 def truncation(value: Tensor) -> float:
     """A relative error to allow: Triton's interpreter truncates to bfloat16, where a GPU rounds."""
     truncated = value.is_cpu and value.dtype == torch.bfloat16

@@ -129,12 +129,6 @@ def outcome(model, x, low=None):
     }
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 def kept(model, x, low=None):
     """The convolutions and linear layers whose input is still in memory after the forward."""
     inputs, handles = {}, []
