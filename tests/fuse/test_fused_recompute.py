@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import recompute_cases
 from accuracy import assert_same_bits
-from fuse_cases import Block, X, assert_same_step, swapped, torchvision_model
+from fuse_cases import Block, X, assert_same_step, outcome, swapped, torchvision_model
 from graphs import captured
 from normplug import fuse
 from normplug._fuse.fuse import fused_modules
@@ -37,7 +37,7 @@ def test_computing_anew_needs_a_torch_that_tells_of_hooks(monkeypatch):
 
 def check_same(ours, plain, x, low):
     for _ in range(2):
-        assert_same_bits(*(recompute_cases.outcome(model, x, low) for model in (ours, plain)))
+        assert_same_bits(*(outcome(model, x, low=low) for model in (ours, plain)))
 
 
 def memory_of_a_step(model, x, low):
