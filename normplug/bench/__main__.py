@@ -18,7 +18,7 @@ from normplug.bench.kernels import CPU, OPS, PROVIDERS, own_cases, run
 from normplug.bench.results import HOST, KERNELS, MODELS, PROFILE, Kind, Results, read
 from normplug.bench.suites import DTYPES, NORMS, SUITES, WITH_CPU, Case, Shape, select
 from normplug.bench.sync import add_command
-from normplug.bench.table import render
+from normplug.bench.table import TABLES, render
 from normplug.bench.trace import trace
 
 ALL = "all"
@@ -35,7 +35,7 @@ def kernels(arguments: argparse.Namespace) -> None:
     _require_cuda()
     results = run(cases, providers, arguments.json)
     if arguments.markdown:
-        write_file(arguments.markdown, render(results.content))
+        write_file(arguments.markdown, render(KERNELS, results.content))
     if arguments.trace:
         trace(cases, arguments.trace, "cuda")
 
@@ -72,6 +72,13 @@ def _providers(arguments: argparse.Namespace) -> list[str]:
 
 def models(arguments: argparse.Namespace) -> None:
     """Measure whole training steps, or only the first."""
+    others = {"--profile": arguments.profile, "--rounds": arguments.rounds}
+    given = ", ".join(f"{option} {value}" for option, value in others.items() if value)
+    if arguments.first_step and given:
+        raise SystemExit(
+            "normplug.bench models: --first-step times one step, without rounds or a profile; got "
+            f"{given}. Leave that out, or leave out --first-step."
+        )
     names = nets.MODELS if ALL in arguments.rows else arguments.rows
     cases = _with_library(nets.select(list(names), arguments.batch))
     arms = [arm for arm in steps.ARMS if arm in arguments.arms or ALL in arguments.arms]
@@ -81,11 +88,11 @@ def models(arguments: argparse.Namespace) -> None:
         done = first_step.run(cases, arms, results)
     else:
         profiles = _resumed(arguments.profile, PROFILE) if arguments.profile else None
-        done = steps.run(cases, arms, arguments.rounds, results, profiles)
+        done = steps.run(cases, arms, arguments.rounds or steps.ROUNDS, results, profiles)
     if not done:
         raise SystemExit("normplug.bench: every arm was left out.")
     if arguments.markdown:
-        write_file(arguments.markdown, render(results.content))
+        write_file(arguments.markdown, render(MODELS, results.content))
 
 
 def _with_library(cases: Sequence[nets.Case]) -> list[nets.Case]:
@@ -107,7 +114,7 @@ def _with_library(cases: Sequence[nets.Case]) -> list[nets.Case]:
 
 def _resumed(path: Path | None, kind: Kind) -> Results:
     try:
-        return Results(path, steps.PACKAGES, resume=kind, settings=steps.SETTINGS)
+        return Results(path, kind, steps.PACKAGES, resume=True, settings=steps.SETTINGS)
     except ValueError as error:
         raise SystemExit(f"normplug.bench models: {error}") from None
 
@@ -119,12 +126,13 @@ def single_calls(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"normplug.bench host: no case has {arguments.only!r} in its name.")
     providers = arguments.provider or host.PROVIDERS
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(render(host.run(cases, providers, arguments.calls, arguments.out, device).content))
+    results = host.run(cases, providers, arguments.calls, arguments.out, device)
+    print(render(HOST, results.content))
 
 
 def table(arguments: argparse.Namespace) -> None:
     """Print or write the Markdown table of a JSON file."""
-    markdown = _shown("table", arguments.file, (KERNELS, MODELS, PROFILE, HOST), render)
+    markdown = _shown("table", arguments.file, TABLES, render)
     if arguments.out:
         write_file(arguments.out, markdown)
     else:
@@ -163,13 +171,15 @@ def sizes(text: str) -> Shape:
     return tuple(map(int, parts))
 
 
-def _add_choices(command: argparse.ArgumentParser, **options: Iterable[str]) -> None:
+def _add_choices(
+    command: argparse.ArgumentParser, default: str = "all", **options: Iterable[str]
+) -> None:
     for name, choices in options.items():
         command.add_argument(
             f"--{name}",
             choices=tuple(choices),
             action="append",
-            help=f"only this {name}; may be repeated; default: all",
+            help=f"only this {name}; may be repeated; default: {default}",
         )
 
 
@@ -179,15 +189,17 @@ def _add_outputs(command: argparse.ArgumentParser) -> None:
 
 
 def _shown(
-    command: str, path: Path, kinds: Collection[Kind], show: Callable[[dict[str, Any]], Shown]
+    command: str, path: Path, kinds: Collection[Kind], show: Callable[[Kind, dict[str, Any]], Shown]
 ) -> Shown:
     caller = f"normplug.bench {command}"
     try:
-        content = read(path, kinds)
+        kind, content = read(path, kinds)
     except ValueError as error:
         raise SystemExit(f"{caller}: {error}") from None
+    if not content["rows"]:
+        raise SystemExit(f"{caller}: {path} has no rows: its run ended before the first one.")
     try:
-        return show(content)
+        return show(kind, content)
     except KeyError as error:
         raise SystemExit(f"{caller}: {path} lacks {error}.") from None
     except ValueError as error:
@@ -209,8 +221,9 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         help="time this shape, such as 512x8192, instead of a suite; may be repeated",
     )
-    providers = (*PROVIDERS, *rivals.PACKAGES, CPU)
-    _add_choices(command, op=OPS, dtype=DTYPES, provider=providers)
+    _add_choices(command, op=OPS, dtype=DTYPES)
+    usual = f"all that are installed; {CPU} only with --suite {' or '.join(WITH_CPU)}"
+    _add_choices(command, usual, provider=(*PROVIDERS, *rivals.PACKAGES, CPU))
     command.add_argument(
         "--only",
         metavar="TEXT",
@@ -246,7 +259,6 @@ def parser() -> argparse.ArgumentParser:
         "--rounds",
         metavar="N",
         type=number,
-        default=steps.ROUNDS,
         help=f"rounds, with a turn of every arm in each; default: {steps.ROUNDS}",
     )
     command.add_argument(

@@ -14,12 +14,11 @@ from torch import Tensor
 from normplug import functional, reference, target_variance
 from normplug._torch import select_batch_norm_backend
 from normplug.bench.accuracy import Piece
-from normplug.bench.op import Function, Op, Problem
+from normplug.bench.op import CHUNK_ELEMENTS, Function, Op, Problem, laid_out
 from normplug.bench.suites import Case, Shape
 
 EPS = 1e-5
 MOMENTUM = 0.1
-CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB per float64 tensor
 
 Norm = Callable[..., Tensor]
 
@@ -38,11 +37,7 @@ def make(case: Case, device: str, activation: str | None, has_residual: bool) ->
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     def image() -> Tensor:
-        tensor = normal(*case.shape, dtype=dtype)
-        if case.layout != "NHWC":
-            return tensor
-        last = {4: torch.channels_last, 5: torch.channels_last_3d}[len(case.shape)]
-        return tensor.contiguous(memory_format=last)
+        return laid_out(normal(*case.shape, dtype=dtype), case.layout)
 
     vector = partial(normal, case.shape[1], dtype=reference.accumulator_dtype(dtype))
     leaves = {"x": image().mul_(2).add_(3), "weight": vector().abs_().add_(0.5), "bias": vector()}

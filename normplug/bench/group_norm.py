@@ -14,12 +14,11 @@ from torch import Tensor
 from normplug import functional, reference
 from normplug.bench import rivals
 from normplug.bench.accuracy import Piece
-from normplug.bench.op import Function, Op, Problem
+from normplug.bench.op import CHUNK_ELEMENTS, Function, Op, Problem, laid_out
 from normplug.bench.suites import Case, Shape
 
 EPS = 1e-5
 GROUPS = 32
-CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB per float64 tensor
 
 
 def groups_of(x: Tensor) -> int:
@@ -53,11 +52,7 @@ def make(case: Case, device: str) -> Problem:
     normal = partial(torch.randn, generator=generator, device=device, dtype=dtype)
 
     def image() -> Tensor:
-        tensor = normal(case.shape)
-        if case.layout != "NHWC":
-            return tensor
-        last = {4: torch.channels_last, 5: torch.channels_last_3d}[len(case.shape)]
-        return tensor.contiguous(memory_format=last)
+        return laid_out(normal(case.shape), case.layout)
 
     c = case.shape[1]
     leaves = {

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import normplug
 from normplug import target_variance
 from normplug.bench import native
-from normplug.bench.results import Results, Row
+from normplug.bench.op import laid_out
+from normplug.bench.results import HOST, Results, Row
 from normplug.bench.suites import Case, Shape
 from normplug.bench.timing import Call, HostTime, back_to_back
 
@@ -139,15 +140,15 @@ def run(
     """Measure and print every case; write the rows to `out`, if it is given."""
     native.build()
     settings = {"mode": MODE, "calls": calls, "seconds": SECONDS, "repeats": REPEATS}
-    results = Results(out, settings=settings, native=native.status())
+    results = Results(out, HOST, settings=settings)
     content = results.content
-    print(f"{content['device']}, {content['versions']}, host path: {content['native']}")
+    print(f"{content['device']}, {content['versions']}")
     for case in cases:
         for rows in measure(case, providers, calls, device):
+            content["native"] = native.status()  # known only after the first call of a kernel
             for row in rows:
                 results.add(row)
             print(line(case, rows), flush=True)
-        content["native"] = native.status()  # the C++ path may have been loaded by now
     return results
 
 
@@ -222,7 +223,7 @@ def tensors(case: Case, device: str) -> tuple[Outputs, Outputs]:
     def make() -> Tensor:
         dtype = getattr(torch, case.dtype)
         tensor = torch.randn(case.shape, generator=generator, device=device, dtype=dtype)
-        return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+        return laid_out(tensor, case.layout)
 
     count = OPS[case.op].inputs
     return tuple(make().requires_grad_() for _ in range(count)), tuple(make() for _ in range(count))

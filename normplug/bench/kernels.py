@@ -16,7 +16,7 @@ import torch
 
 from normplug import target_variance
 from normplug._report.provenance import hardware
-from normplug.bench import batch_norm, group_norm, layer_norm, rivals, rms_norm
+from normplug.bench import batch_norm, group_norm, layer_norm, native, rivals, rms_norm
 from normplug.bench.accuracy import (
     NEAR,
     is_far,
@@ -25,7 +25,7 @@ from normplug.bench.accuracy import (
     require_accurate,
 )
 from normplug.bench.op import Function, Op, Problem
-from normplug.bench.results import Results, Row, spread
+from normplug.bench.results import KERNELS, Results, Row, spread
 from normplug.bench.suites import DTYPES, Case, Shape, layouts, shape_name
 from normplug.bench.timing import HostTime, Stopwatch, cpu_us
 
@@ -73,14 +73,17 @@ def own_cases(
 
 def run(cases: Iterable[Case], providers: Collection[str], json: Path | None) -> Results:
     """Measure and print every case that fits the GPU; write the rows to `json`, if it is given."""
+    native.build()
     stopwatch = Stopwatch()
     facts: Row = {"cpu": hardware(gpu=False, processes=1)} if CPU in providers else {}
-    results = Results(json, rivals.DISTRIBUTIONS, copy_gbps=stopwatch.copy_gbps(), **facts)
+    copy_gbps = stopwatch.copy_gbps()
+    results = Results(json, KERNELS, rivals.DISTRIBUTIONS, copy_gbps=copy_gbps, **facts)
     content = results.content
-    print(f"{content['device']}, copy {content['copy_gbps']:.0f} GB/s, {content['versions']}")
+    print(f"{content['device']}, copy {copy_gbps:.0f} GB/s, {content['versions']}")
     for case in cases:
         with memory_for(case):
-            for rows in measure(case, providers, stopwatch, content["copy_gbps"], "cuda"):
+            for rows in measure(case, providers, stopwatch, copy_gbps, "cuda"):
+                content["native"] = native.status()  # known only after the first call of a kernel
                 for row in rows:
                     results.add(row)
                 print(line(case, rows) if rows else f"{case}: no kernel", flush=True)

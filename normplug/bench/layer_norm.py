@@ -14,12 +14,11 @@ from torch import Tensor
 from normplug import functional, reference
 from normplug.bench import rivals
 from normplug.bench.accuracy import Piece
-from normplug.bench.op import Op, Problem
+from normplug.bench.op import CHUNK_ELEMENTS, Op, Problem
 from normplug.bench.suites import Case, Shape
 
 EPS = 1e-5
 MOMENTUM = 0.1
-CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB per float64 tensor
 
 
 def make(extra: str | None, case: Case, device: str) -> Problem:

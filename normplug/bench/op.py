@@ -13,7 +13,17 @@ from normplug.bench.accuracy import Piece
 from normplug.bench.suites import Case, Shape
 from normplug.bench.timing import Call
 
+CHUNK_ELEMENTS = 2**25  # of the truth at a time: 256 MiB per float64 tensor
+
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """Return x in the memory format of a `Case.layout`."""
+    if layout != "NHWC":
+        return x
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
+    return x.contiguous(memory_format=last)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from normplug._report.figures import FIXED, Style, draw_line, legend_below, new_figure
 from normplug.bench.bars import Bar, draw_panels
-from normplug.bench.results import median
+from normplug.bench.results import HOST, KERNELS, Kind, median
 from normplug.bench.suites import NORMS, WIDTHS_ROWS, shape_name
 
 Row = Mapping[str, Any]
@@ -64,11 +64,12 @@ LAYOUTS = {
 
 
 def draw(
-    content: Mapping[str, Any], norm: str | None = None, dtypes: Collection[str] = ()
+    kind: Kind, content: Mapping[str, Any], norm: str | None = None, dtypes: Collection[str] = ()
 ) -> Figure:
     """Plot a JSON file that `normplug.bench kernels`, `models` or `host` has written.
 
     Args:
+        kind: the kind of the file.
         content: the content of the file.
         norm: for kernels: a key of `NORMS`; None for the first norm in the file.
         dtypes: for kernels and single calls: the dtypes to draw; empty for all.
@@ -77,10 +78,12 @@ def draw(
         ValueError: it has no row to draw.
     """
     rows = [row for row in content["rows"] if not dtypes or row.get("dtype") in dtypes]
+    if not rows:
+        raise ValueError(f"no row of {' or '.join(dtypes) or 'any dtype'}")
     content = {**content, "rows": rows}
-    if "copy_gbps" in content:
+    if kind == KERNELS:
         return kernel_figure(content, norm)
-    return host_figure(content) if any("wall_us" in row for row in rows) else step_figure(content)
+    return host_figure(content) if kind == HOST else step_figure(content)
 
 
 def kernel_figure(content: Mapping[str, Any], norm: str | None = None) -> Figure:
@@ -271,7 +274,7 @@ def _over_eager(rows: Mapping[str, Row], key: str, arms: Collection[str]) -> dic
 
 
 def _draw_lines(
-    axes: Axes, rows: Iterable[Row], providers: Iterable[str], copy_gbps: float
+    axes: Axes, rows: Sequence[Row], providers: Iterable[str], copy_gbps: float
 ) -> None:
     """Draw one panel; providers without a row here still get a legend entry."""
     for provider in providers:

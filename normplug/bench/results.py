@@ -25,8 +25,9 @@ class Results:
 
     Args:
         path: the file; None to write none.
+        kind: the kind of the file; it is written into it.
         packages: record the versions of these packages, too.
-        resume: keep the rows of a file of this kind if `path` exists; None starts a new file.
+        resume: keep the rows if `path` exists; otherwise start a new file.
         **facts: other facts about all rows, such as the speed of a copy.
 
     Attributes:
@@ -41,17 +42,19 @@ class Results:
     def __init__(
         self,
         path: Path | None,
+        kind: Kind,
         packages: Sequence[str] = (),
         *,
-        resume: Kind | None = None,
+        resume: bool = False,
         **facts: Any,
     ) -> None:
         self.path = path
-        self.content: dict[str, Any] = {**provenance(*packages), **facts, "rows": []}
-        if resume is None:
+        facts = {"writer": kind.writer, **provenance(*packages), **facts}
+        self.content: dict[str, Any] = {**facts, "rows": []}
+        if not resume:
             self._save()
         elif path is not None and path.exists():
-            self.content["rows"] = self._rows_alike(path, resume)
+            self.content["rows"] = self._rows_alike(path, kind)
 
     def add(self, row: Row) -> None:
         """Add a row and write the file."""
@@ -71,9 +74,9 @@ class Results:
         self._save()
 
     def _rows_alike(self, path: Path, kind: Kind) -> list[Row]:
-        found = read(path, (kind,))
+        _, found = read(path, (kind,))
         for name, value in self.content.items():
-            if name not in ("date", "rows") and found.get(name) != value:
+            if name not in ("writer", "date", "rows") and found.get(name) != value:
                 raise ValueError(
                     f"{path} has results of another run: its {name} is {found.get(name)}, and now "
                     f"it is {value}. Write to another file."
@@ -90,7 +93,7 @@ class Kind(NamedTuple):
 
     Attributes:
         what: what the file holds, for error messages.
-        writer: the command that writes the file.
+        writer: the command that writes the file; the file says so, unless it is an older one.
         use: what to do with the file, for error messages.
         keys: the required keys of the JSON object.
         row_keys: the required keys of each row; empty if the file has no rows.
@@ -105,6 +108,8 @@ class Kind(NamedTuple):
     def fits(self, content: Any) -> bool:
         """Whether `content`, as parsed, is of this kind."""
         if not isinstance(content, Mapping) or not self.keys <= content.keys():
+            return False
+        if content.get("writer", self.writer) != self.writer:
             return False
         rows = content["rows"] if self.row_keys else []
         return isinstance(rows, list) and all(
@@ -142,11 +147,20 @@ HOST = Kind(
     ORIGIN | {"settings", "rows"},
     frozenset({"op", "direction", "layout", "shape", "dtype", "provider", "wall_us"}),
 )
-KINDS = (  # the first that fits wins: a profile also fits `MODELS`
+SYNC = Kind(
+    "times of training steps over several processes",
+    "normplug.bench sync",
+    "it has no table or plot",
+    ORIGIN | {"settings", "rows"},
+    frozenset({"batch", "arm", "ms"}),
+)
+# The first that fits wins: without its writer, a profile also fits `MODELS`, and that fits `SYNC`.
+KINDS = (
     KERNELS,
     PROFILE,
     HOST,
     MODELS,
+    SYNC,
     Kind(
         "a comparison of architectures",
         "python tests/zoo",
@@ -176,13 +190,18 @@ def spread(unit: str, samples: Sequence[float]) -> Row:
     return {unit: statistics.median(samples), **bounds}
 
 
-def median(row: Mapping[str, Any], key: str) -> float:
-    """The median of a time in a row; rows of older files have it as `key` itself."""
-    return row.get(f"median_{key}", row[key])
+def median(row: Mapping[str, Any], key: str) -> float | None:
+    """The median of a time, if the row has it; rows of older files have it as `key` itself."""
+    return row.get(f"median_{key}", row.get(key))
 
 
-def read(path: Path, kinds: Collection[Kind]) -> dict[str, Any]:
-    """The contents of a JSON file of one of `kinds`.
+def best(row: Mapping[str, Any], key: str) -> float | None:
+    """The best of a time, if the row has it; see `median`."""
+    return row.get(key) if f"median_{key}" in row else None
+
+
+def read(path: Path, kinds: Collection[Kind]) -> tuple[Kind, dict[str, Any]]:
+    """The kind and the content of a JSON file of one of `kinds`.
 
     Raises:
         ValueError: it cannot be read, is not JSON, or is of another kind; the message says which.
@@ -198,8 +217,8 @@ def read(path: Path, kinds: Collection[Kind]) -> dict[str, Any]:
         fault = f"not JSON: {error}" if text.strip() else "empty"
         raise ValueError(f"{path} is {fault}.") from None
     found = next((kind for kind in KINDS if kind.fits(content)), None)
-    if found in kinds:
-        return content
+    if found is not None and found in kinds:
+        return found, content
     wanted = " or ".join(f"`{kind.writer}`" for kind in kinds)
     holds, use = "a list" if isinstance(content, list) else "no result of normplug", ""
     if found is not None:

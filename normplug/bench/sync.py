@@ -22,9 +22,10 @@ from torch import nn
 
 import normplug
 from normplug._extras import needs
+from normplug.bench import native
 from normplug.bench.models import MODE, PACKAGES, SEED, SETTINGS, make_step
 from normplug.bench.nets import MODELS, Images
-from normplug.bench.results import Results
+from normplug.bench.results import SYNC, Results
 
 MODEL = "resnet50"
 BATCHES = (128, 32)  # images per process and step
@@ -107,6 +108,9 @@ def run(
         dist.init_process_group("gloo")
     try:
         first = dist.get_rank() == 0
+        if os.environ["LOCAL_RANK"] == "0":
+            native.build()
+        dist.barrier()  # the other processes of a host load the same file
         settings = {
             **SETTINGS,
             "model": MODEL,
@@ -116,9 +120,11 @@ def run(
             "rounds": rounds,
             "steps_a_turn": turn,
         }
-        results = Results(out if first else None, PACKAGES, settings=settings)
+        results = Results(out if first else None, SYNC, PACKAGES, settings=settings)
         for batch in batches:
-            for arm, times in measure(batch, size, warm_ups, rounds, turn, device).items():
+            measured = measure(batch, size, warm_ups, rounds, turn, device)
+            results.content["native"] = native.status()  # known only after the first step
+            for arm, times in measured.items():
                 ms = min(times)
                 results.add(
                     {"batch": batch, "arm": arm, "ms": ms, "median_ms": statistics.median(times)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from normplug._report.markdown import table
 from normplug.bench.accuracy import NEAR, NEAR_DTYPES, is_far
-from normplug.bench.results import median
+from normplug.bench.results import HOST, KERNELS, MODELS, PROFILE, Kind, best, median
 from normplug.bench.suites import SUITES, shape_name
 
 NOTHING = "-"
@@ -17,7 +17,7 @@ COLUMNS = ("op", "direction", "layout", "shape", "dtype")
 CASE = ("model", "batch")
 
 Row = Mapping[str, Any]
-Time = Callable[[Row], float]
+Time = Callable[[Row], float | None]
 
 OURS, TWIN = "normplug", "normplug-triton"  # the twin is compared only if normplug is missing
 PEERS = ("eager", "compile", "liger")  # arms of others
@@ -29,35 +29,27 @@ STEPS = (
     ("swap+fuse+graph", "eager+graph"),
     ("no-norm", "eager"),
 )
-# A required key of the rows, the table's caption, the time of a row, and the format of a cell. Rows
-# have the best time as `ms` and the median as `median_ms`; older rows only the median, as `ms`.
-STEP_TIMES: tuple[tuple[str, str, Time, str], ...] = (
+# The table's caption, the time of a row, and the format of a cell.
+STEP_TIMES: tuple[tuple[str, Time, str], ...] = (
     (
-        "ms",
         "Median time of a training step, and samples a second",
         lambda row: median(row, "ms"),
         "{0:.2f} ms, {images_per_s:.0f}/s",
     ),
-    ("median_ms", "Best time of a step, ms", itemgetter("ms"), "{0:.2f}"),
-    ("gpu_ms", "Time in which the GPU is busy in a step, ms", itemgetter("gpu_ms"), "{0:.2f}"),
-    ("host_ms", "The host's time for a step, ms", lambda row: median(row, "host_ms"), "{0:.2f}"),
+    ("Best time of a step, ms", lambda row: best(row, "ms"), "{0:.2f}"),
+    ("Time in which the GPU is busy in a step, ms", lambda row: row.get("gpu_ms"), "{0:.2f}"),
+    ("The host's time for a step, ms", lambda row: median(row, "host_ms"), "{0:.2f}"),
     (
-        "first_step_s",
         "Time of the first step, with no compiled kernel on disk, s",
-        itemgetter("first_step_s"),
+        lambda row: row.get("first_step_s"),
         "{0:.1f}",
     ),
 )
 
 
-def render(content: Mapping[str, Any]) -> str:
-    """The tables of a file of `normplug.bench kernels`, `models`, `models --profile` or `host`."""
-    if "copy_gbps" in content:
-        return _kernels(content)
-    if any("wall_us" in row for row in content["rows"]):
-        return _host(content)
-    profiled = any("groups_ms" in row for row in content["rows"])
-    return _profile(content) if profiled else _models(content)
+def render(kind: Kind, content: Mapping[str, Any]) -> str:
+    """The tables of a file; its kind must be one of `TABLES`."""
+    return TABLES[kind](content)
 
 
 def _kernels(content: Mapping[str, Any]) -> str:
@@ -103,8 +95,8 @@ def _models(content: Mapping[str, Any]) -> str:
     """A table for each kind of figure that any row has; older files have fewer."""
     rows = content["rows"]
     parts = [_training(content)]
-    for key, caption, time, shown in STEP_TIMES:
-        found = [row for row in rows if row.get(key) is not None]
+    for caption, time, shown in STEP_TIMES:
+        found = [row for row in rows if time(row) is not None]
         if found:
 
             def cell(row: Row, time: Time = time, shown: str = shown) -> str:
@@ -158,6 +150,9 @@ def _profile(content: Mapping[str, Any]) -> str:
             table(header, lines, text=len(CASE) + 1),
         ]
     )
+
+
+TABLES = {KERNELS: _kernels, MODELS: _models, PROFILE: _profile, HOST: _host}
 
 
 def _training(content: Mapping[str, Any]) -> str:

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import recompute_cases
-from fuse_cases import Block, X, assert_same_step, swapped, torchvision_model
+from accuracy import assert_same_bits
+from fuse_cases import Block, X, assert_same_step, outcome, swapped, torchvision_model
 from graphs import captured
 from normplug import fuse
 from normplug._fuse.fuse import fused_modules
@@ -34,10 +35,9 @@ def test_computing_anew_needs_a_torch_that_tells_of_hooks(monkeypatch):
     assert not fused_modules(model)
 
 
-def assert_same_bits(ours, plain, x, low):
+def check_same(ours, plain, x, low):
     for _ in range(2):
-        results = [recompute_cases.outcome(model, x, low) for model in (ours, plain)]
-        recompute_cases.assert_same(*results)
+        assert_same_bits(*(outcome(model, x, low=low) for model in (ours, plain)))
 
 
 def memory_of_a_step(model, x, low):
@@ -68,7 +68,7 @@ def test_what_is_computed_anew_on_the_gpu_is_not_held_and_changes_no_bit(
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     ours, plain = recompute_cases.twins(resnet18(memory_format))
     x = torch.randn(32, 3, 32, 32, device="cuda").contiguous(memory_format=memory_format)
-    assert_same_bits(ours, plain, x, low)
+    check_same(ours, plain, x, low)
     anew = [n for n, m in plain.named_modules() if isinstance(m, nn.Conv2d) and "conv2" in n]
     every = recompute_cases.kept(plain, x, low)
     assert every - recompute_cases.kept(ours, x, low) >= set(anew)
@@ -93,7 +93,7 @@ def test_every_second_blocks_result_is_computed_anew_on_the_gpu(memory_format, l
     blocks = nn.Sequential(*(recompute_cases.Residual(width=64) for _ in range(4)))
     ours, plain = recompute_cases.twins(blocks.to("cuda", memory_format=memory_format))
     x = torch.randn(8, 64, 28, 28, device="cuda").contiguous(memory_format=memory_format)
-    assert_same_bits(ours, plain, x, low)
+    check_same(ours, plain, x, low)
     if low is None:
         anew = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
         assert anew == {"1.conv1", "3.conv1", *(f"{i}.conv2" for i in range(4))}
@@ -108,7 +108,7 @@ def test_a_layer_norms_result_that_is_computed_anew_on_the_gpu_changes_no_bit(ma
     ours, plain = recompute_cases.twins(make(256).cuda())
     x = torch.randn(16, 100, 256, device="cuda")
     with sdpa_kernel(SDPBackend.MATH):  # the others may add in any order
-        assert_same_bits(ours, plain, x, low)
+        check_same(ours, plain, x, low)
     held, our_held = (memory_of_a_step(model, x, low)[0] for model in (plain, ours))
     result_bytes = x.numel() * (4 if low is None else 2)
     assert held - our_held >= result_bytes

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 import kernel_cases
 import normplug
 import routes
-from accuracy import assert_same_bits
-from calls import error
+from accuracy import assert_same_bits, error
 from graphs import check_replays, skip_below
 from kernel_cases import Case, check_compiled, check_operators, check_recomputed, run
 from normplug import functional

@@ -9,8 +9,7 @@ from torch import nn
 
 import normplug
 import routes
-from accuracy import assert_same_bits
-from calls import error
+from accuracy import assert_same_bits, error
 from graphs import check_replays, skip_below
 from group_kernel_cases import HALF, Case, assert_accurate, make, run
 from normplug import functional

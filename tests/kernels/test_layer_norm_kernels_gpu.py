@@ -9,8 +9,8 @@ from torch import nn
 
 import normplug
 import routes
-from accuracy import assert_same_bits
-from calls import HALVES, INPUTS, error
+from accuracy import assert_same_bits, error
+from calls import HALVES, INPUTS
 from fuse_cases import PreNorm
 from graphs import check_replays, skip_below
 from normplug import functional, reference

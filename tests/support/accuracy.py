@@ -18,7 +18,8 @@ from normplug.reference import accumulator_dtype
 
 def error(value: Tensor, truth: Tensor) -> float:
     """Relative error in the Euclidean norm; absolute where the truth is zero."""
-    return float((value.double() - truth.double()).norm() / _scale(truth))
+    value, truth = value.detach().double(), truth.detach().double()
+    return float((value - truth).norm() / _scale(truth))
 
 
 def assert_no_worse(

@@ -78,10 +78,14 @@ def describe(case: Any) -> str:
     return " ".join(f"{f.name}={getattr(case, f.name)}" for f in changed).replace("torch.", "")
 
 
-def error(value: Tensor, truth: Tensor) -> float:
-    """The relative error in the Euclidean norm."""
-    value, truth = value.detach().double(), truth.detach().double()
-    return float((value - truth).norm() / truth.norm().clamp_min(1e-300))
+def dx_terms(g: Tensor, xhat: Tensor, centre: Tensor, rstd: Tensor, dims: Any) -> Tensor:
+    """The sum of the absolute values of the terms of a norm's dx, before any cancel.
+
+    Each argument has absolute values. g: the gradient of the normalised values. centre: (|x| +
+    |mean|) * rstd, the terms of xhat. dims: those that the norm reduces over.
+    """
+    dx = g + g.mean(dims, keepdim=True) + (g * xhat).mean(dims, keepdim=True) * centre
+    return rstd * (dx + xhat * (g * (xhat + centre)).mean(dims, keepdim=True))
 
 
 def truncation(value: Tensor) -> float:

@@ -150,13 +150,14 @@ def twins(model, mode="golden", **options):
     return fuse(copy.deepcopy(plain), **options), plain
 
 
-def outcome(model, *inputs, training=True):
-    """The output, gradients and buffers of a step."""
+def outcome(model, *inputs, training=True, low=None):
+    """The output, gradients and buffers of a step. low: a dtype of autocast."""
     bare = getattr(model, "_orig_mod", getattr(model, "module", model))  # compiled, distributed
     torch.manual_seed(1)
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     model.train(training).zero_grad()
-    y = model(*inputs)
+    with torch.autocast(inputs[0].device.type, low, enabled=low is not None):
+        y = model(*inputs)
     dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device)
     (y * dy.view_as(y)).sum().backward()
     return {

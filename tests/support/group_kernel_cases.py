@@ -149,13 +149,9 @@ def _terms(case: Case, tensors: Tensors) -> dict[str, Tensor]:
     root = case.variance**0.5
     weight = 1.0 if tensors.weight is None else tensors.weight.double().abs().view(_vector(dz))
     g, dz = ((t * root).reshape(x.shape) for t in (dz * weight, dz))
-    dims = (2, 3)
-    off = (g * xhat).mean(dims, keepdim=True) * centre
-    dx = g + g.mean(dims, keepdim=True) + off
-    dx = rstd * (dx + xhat * (g * (xhat + centre)).mean(dims, keepdim=True))
     return {
         "y": y,
-        "dx": dx.reshape(case.shape),
+        "dx": calls.dx_terms(g, xhat, centre, rstd, (2, 3)).reshape(case.shape),
         "dweight": (dz * (xhat + centre)).sum((0, 3)).flatten(),
         "dbias": (dz / root).sum((0, 3)).flatten(),
     }

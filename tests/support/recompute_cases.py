@@ -113,28 +113,6 @@ def twins(model, **options):
     return fuse(model, recompute=True), plain
 
 
-def outcome(model, x, low=None):
-    """A step's output, gradients and buffers. low: a dtype of autocast."""
-    model.zero_grad()
-    x = x.detach().requires_grad_()
-    with torch.autocast(x.device.type, low, enabled=low is not None):
-        y = model(x)
-    weights = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y)
-    (y * weights).sum().backward()
-    return {
-        "y": y.detach(),
-        "dx": x.grad,
-        **{f"d{name}": p.grad.clone() for name, p in model.named_parameters()},
-        **{name: buffer.clone() for name, buffer in model.named_buffers()},
-    }
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 def kept(model, x, low=None):
     """The convolutions and linear layers whose input is still in memory after the forward."""
     inputs, handles = {}, []

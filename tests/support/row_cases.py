@@ -384,7 +384,7 @@ class _Exact:
 
     def terms(self) -> dict[str, Tensor]:
         """For each result, the sum of the absolute values of its terms, before any cancel."""
-        t, dims, rstd = self.tensors, self.dims, self.rstd
+        t, rstd = self.tensors, self.rstd
         centre = (self.h.abs() + self.mean.abs()) * rstd
         if t.input_bias is not None:
             centre = centre + (t.x.abs() + t.input_bias.abs()) * rstd
@@ -392,10 +392,7 @@ class _Exact:
         root = self.tv**0.5
         weight = 1.0 if t.weight is None else (t.weight + self.case.weight_offset).abs()
         dy = t.dy.abs()
-        g = dy * weight * root
-        off = (g * xhat).mean(dims, keepdim=True) * centre
-        through = g + g.mean(dims, keepdim=True) + off
-        through = rstd * (through + xhat * (g * (xhat + centre)).mean(dims, keepdim=True))
+        through = calls.dx_terms(dy * weight * root, xhat, centre, rstd, self.dims)
         if t.dtotal is not None:
             through = through + t.dtotal.abs()
         y = centre * weight * root

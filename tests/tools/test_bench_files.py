@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from normplug.bench import host, rivals
+from normplug.bench import host, results, rivals
 from normplug.bench.__main__ import main
 from normplug.bench.groups import GROUPS
 from normplug.bench.kernels import OPS, PROVIDERS
@@ -80,7 +80,7 @@ MODELS = {
 
 def test_results_are_on_disk_after_each_row(tmp_path):
     path = tmp_path / "made" / "rows.json"
-    kept = Results(path, copy_gbps=3000.0)
+    kept = Results(path, results.KERNELS, copy_gbps=3000.0)
     for count in (1, 2):
         kept.add({"us": float(count)})
         content = json.loads(path.read_text())
@@ -100,7 +100,7 @@ def test_the_table_command(tmp_path, capsys):
 
 
 def test_the_table_of_models_has_a_line_for_each_case_and_a_cell_for_each_arm():
-    lines = render(MODELS).splitlines()
+    lines = render(results.MODELS, MODELS).splitlines()
     assert lines[0] == (
         "a GPU, torch 2.15, 2026-11-22. Training under bfloat16 autocast, SGD, momentum 0.9; "
         "swapped in mode golden."
@@ -126,7 +126,7 @@ def test_the_table_of_a_profile_has_a_line_for_each_arm_and_a_cell_for_each_grou
             ("eager", dict.fromkeys(GROUPS, 5.0)),
         )
     ]
-    lines = render({**MODELS, "rows": rows}).splitlines()
+    lines = render(results.PROFILE, {**MODELS, "rows": rows}).splitlines()
     assert f"| model | batch | arm | {' | '.join(GROUPS)} | all | over eager |" in lines
     assert lines[-2] == (
         "| net | 8 | swap | 0.00 | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 | 15.00 | 2.00x |"
@@ -145,7 +145,8 @@ def test_the_table_compares_normplug_with_each_of_the_others():
         row("normplug-triton", 40.0),
         row("eager", 20.0),
     ]
-    lines = render({**KERNELS, "rows": rows, "cpu": "CPU, 2 x Fast"}).splitlines()
+    content = {**KERNELS, "rows": rows, "cpu": "CPU, 2 x Fast"}
+    lines = render(results.KERNELS, content).splitlines()
     assert "cpu: eager's wall time, CPU, 2 x Fast." in lines[0]
     assert "| cpu | normplug over eager | normplug over cpu |" in lines[4]
     assert lines[6].endswith("| 2.00x | 50.00x |")
@@ -222,7 +223,7 @@ def test_the_gpus_time_has_a_panel_and_a_table_of_its_own():
     _, axes = step_figure(content).axes
     assert axes.get_title("left") == "GPU busy (mean of a trace)"
     assert [bar.get_width() for bars in axes.containers for bar in bars] == [1.0, 1.5]
-    assert "| net | 8 | 18.00 | 12.00 | 1.50x |" in render(content).splitlines()
+    assert "| net | 8 | 18.00 | 12.00 | 1.50x |" in render(results.MODELS, content).splitlines()
 
 
 def test_every_provider_has_a_look_of_its_own_without_colours_too():
@@ -256,7 +257,7 @@ def test_the_picture_of_shapes_has_a_panel_for_each_layout_and_direction():
             {"layout": "NCHW", "direction": "F+B"},
         )
     ]
-    figure = draw({**KERNELS, "rows": rows})
+    figure = draw(results.KERNELS, {**KERNELS, "rows": rows})
     titles = [axes.get_title("left") for axes in figure.axes]
     assert titles == [
         f"{direction}, {layout}"
@@ -274,7 +275,7 @@ def test_the_picture_of_shapes_has_a_panel_for_each_layout_and_direction():
 
 def test_the_picture_of_the_host_has_a_panel_for_each_direction():
     content = json.loads(result("host"))
-    forward, both = draw(content, dtypes=["float32"]).axes
+    forward, both = draw(results.HOST, content, dtypes=["float32"]).axes
     assert forward.get_xlabel() == "microseconds a call"
     for axes, direction in ((forward, "F"), (both, "F+B")):
         for provider, bars in lengths(axes, forward).items():
@@ -283,6 +284,8 @@ def test_the_picture_of_the_host_has_a_panel_for_each_direction():
                 r for r in content["rows"] if (r["dtype"], r["direction"], r["provider"]) == found
             )
             assert list(bars.values()) == [row["wall_us"] for row in rows]
+    with pytest.raises(ValueError, match="no row of float64"):
+        draw(results.HOST, content, dtypes=["float64"])
 
 
 def test_the_plot_command(tmp_path):
@@ -299,8 +302,8 @@ def test_the_plot_command(tmp_path):
             main(["plot", str(source), "--norm", norm])
 
 
-def result(name):
-    return (ROOT / "docs" / "results" / f"{name}_h100.json").read_bytes()
+def result(name, device="h100"):
+    return (ROOT / "docs" / "results" / f"{name}_{device}.json").read_bytes()
 
 
 HALF_A_ROW = json.dumps({**KERNELS, "rows": [{"op": "ln"}]}).encode()
@@ -315,6 +318,7 @@ OTHER_KINDS = {
     "an empty file": (b" \n", "is empty."),
     "no JSON": (b"{", "is not JSON: Expecting property name"),
     "no text": (b"\x89PNG", "is not JSON: it is not text in UTF-8."),
+    "steps of processes": (result("sync", "h200"), "as `normplug.bench sync` writes; it has no"),
     "no file": (None, "cannot be read: "),
     "sweeps of schemes": (result("layer_norm_schemes"), "holds no result of normplug"),
     "runs": (result("cifar10_jpeg"), "holds a list."),
@@ -351,6 +355,15 @@ def test_a_row_that_lacks_what_is_drawn_is_said_in_one_line(tmp_path):
     source.write_text(json.dumps(content))
     with pytest.raises(SystemExit, match=r"normplug\.bench plot: .*rows\.json lacks 'gbps'\.$"):
         main(["plot", str(source), "--norm", "LayerNorm"])
+
+
+def test_a_file_without_rows_is_of_its_kind(tmp_path):
+    path = tmp_path / "rows.json"
+    Results(path, results.HOST, settings={})
+    with pytest.raises(SystemExit, match=r"normplug\.bench table: .*rows\.json has no rows: its"):
+        main(["table", str(path)])
+    with pytest.raises(ValueError, match="times of single calls, as `normplug.bench host` writes"):
+        Results(path, results.MODELS, resume=True, settings={})
 
 
 @pytest.mark.parametrize("name", ["kernels", "models"])

@@ -123,6 +123,19 @@ def test_the_command_prints_a_table_with_ratios_and_writes_the_rows(tmp_path, mo
     assert "| add_ln | rows | 4x8 | bfloat16 | F+B | 400 | 100 | 50.0 | 4.00x | 8.00x |" in lines
 
 
+def test_the_file_of_a_single_case_has_the_path_that_its_calls_took(tmp_path, monkeypatch):
+    path, ways = tmp_path / "host.json", ["Python"]
+
+    def measure(*others):
+        ways.append("C++")  # the first call loads the library
+        yield [{"direction": "F", "provider": OURS, "wall_us": 1.0}]
+
+    monkeypatch.setattr(host, "measure", measure)
+    monkeypatch.setattr(native, "status", lambda: ways[-1])
+    host.run([SMALL["ln"]], [OURS], 2, path, "cpu")
+    assert json.loads(path.read_text())["native"] == "C++"
+
+
 def test_a_filter_that_nothing_passes_is_refused():
     with pytest.raises(SystemExit, match="no case has 'lrn' in its name"):
         main(["host", "--only", "lrn"])

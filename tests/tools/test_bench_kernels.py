@@ -354,6 +354,11 @@ def test_rivals_that_are_not_there_are_named_in_one_line_and_skipped(monkeypatch
     assert capsys.readouterr().err == line
     main(["kernels", "--suite", "float32-float64"])
     assert asked[1] == [*PROVIDERS, "timm", "cpu"]
+    monkeypatch.setenv("COLUMNS", "200")  # no line ends within the words
+    with pytest.raises(SystemExit):
+        main(["kernels", "--help"])
+    default = "all that are installed; cpu only with --suite float32-float64"
+    assert default in capsys.readouterr().out
     with pytest.raises(SystemExit, match="none of the providers is installed"):
         main(["kernels", "--provider", "liger"])
 
@@ -411,12 +416,16 @@ def test_the_families_are_measured_from_end_to_end(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(kernels, "Stopwatch", Still)
     monkeypatch.setattr(kernels, "measure", lambda *others: measure(*others[:-1], "cpu"))
+    monkeypatch.setattr(kernels.native, "build", lambda: None)
+    monkeypatch.setattr(kernels.native, "status", lambda: "C++")
     json_file, page = tmp_path / "families.json", tmp_path / "families.md"
     providers = ["--provider", "normplug", "--provider", "eager"]
     command = ["kernels", "--suite", "families", *providers]
     main([*command, "--json", str(json_file), "--markdown", str(page)])
     assert "skipped" not in capsys.readouterr().err
-    rows = json.loads(json_file.read_text())["rows"]
+    content = json.loads(json_file.read_text())
+    assert content["native"] == "C++"
+    rows = content["rows"]
     measured = [(r["op"], r["layout"], r["direction"], r["provider"]) for r in rows]
     ops = {(case.op, case.layout) for case in cases}
     assert {op for op, _ in ops} == {"rms", "add_rms", "gn", "gn_silu", "in3d"}

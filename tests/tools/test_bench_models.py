@@ -19,7 +19,8 @@ from normplug.bench import models
 from normplug.bench.__main__ import main
 from normplug.bench.models import ARMS, GRAPHED, ROUNDS, TURN, USUAL, WARM_UPS, Captured
 from normplug.bench.nets import MODELS, Case, Images, select
-from normplug.bench.results import Results
+from normplug.bench.results import MODELS as KIND
+from normplug.bench.results import PROFILE, Results
 from training import python
 
 TINY = Case("tiny", 4)
@@ -71,7 +72,7 @@ def tiny(monkeypatch):
 
 
 def measured(arms, tmp_path, stopwatch=None, profiles=None):
-    results = Results(tmp_path / "rows.json", models.PACKAGES, settings=models.SETTINGS)
+    results = Results(tmp_path / "rows.json", KIND, models.PACKAGES, settings=models.SETTINGS)
     models.measure(TINY, arms, ROUNDS, stopwatch or Still(), "cpu", results, profiles)
     assert json.loads((tmp_path / "rows.json").read_text()) == results.content
     return results.content
@@ -293,7 +294,7 @@ def test_a_case_that_fails_does_not_end_the_run(monkeypatch, capsys):
     monkeypatch.setattr(models, "measure", measure)
     monkeypatch.setattr(models, "StepStopwatch", Still)
     monkeypatch.setattr(models.native, "build", lambda: None)
-    assert models.run(select(["tiny"], None), list(ARMS), 1, Results(None), None)
+    assert models.run(select(["tiny"], None), list(ARMS), 1, Results(None, KIND), None)
     shown = capsys.readouterr()
     assert "tiny, batch 4 is left out: OutOfMemoryError('too many images')" in shown.err
     assert "tiny, batch 2 is measured" in shown.out
@@ -305,7 +306,7 @@ def test_there_is_a_profile_of_each_arm(tmp_path, monkeypatch):
 
     monkeypatch.setattr(models, "profiled", profiled)
     path = tmp_path / "profile.json"
-    measured(UNFUSED, tmp_path, profiles=Results(path, settings=models.SETTINGS))
+    measured(UNFUSED, tmp_path, profiles=Results(path, PROFILE, settings=models.SETTINGS))
     rows = json.loads(path.read_text())["rows"]
     cases = [(row["model"], row["batch"], row["arm"]) for row in rows]
     assert cases == [("tiny", 4, arm) for arm in UNFUSED]

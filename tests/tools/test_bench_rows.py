@@ -161,26 +161,34 @@ def test_first_steps_are_added_to_the_rows_of_their_file(tmp_path, monkeypatch, 
     monkeypatch.setattr(first_step, "in_a_process", in_a_process)
     monkeypatch.setattr(first_step.native, "build", lambda: None)
     path = tmp_path / "rows.json"
-    results = Results(path, models.PACKAGES, settings=models.SETTINGS)
+    results = Results(path, KIND, models.PACKAGES, settings=models.SETTINGS)
     results.update({**ROW, **TIMES}, STEP)
     command = ["models", "--first-step", "--rows", "encoder_6x256", "--batch", "2"]
     main([*command, "--arms", "eager", "compile", "swap", "eager+graph", "--json", str(path)])
     swap, eager = json.loads(path.read_text())["rows"]
     assert swap.items() >= {**ROW, **TIMES, **FIRST}.items()
     assert eager == {**ROW, "arm": "eager", **FIRST, "date": eager["date"]}
-    assert "compile is left out: RuntimeError('no compiler')" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "compile is left out: RuntimeError('no compiler')" in error
+    assert "eager+graph is left out: its first step is that of the same arm without" in error
 
-    lines = render(json.loads(path.read_text())).splitlines()
+    lines = render(KIND, json.loads(path.read_text())).splitlines()
     assert "| encoder_6x256 | 2 | 2.5 | 2.5 | 1.00x |" in lines
     assert "| encoder_6x256 | 2 | 20.00 ms, 1/s |" in lines
     assert "| encoder_6x256 | 2 | 10.00 |" in lines
+
+
+def test_a_first_step_has_neither_rounds_nor_a_profile():
+    options = ["--profile", "p.json", "--rounds", "3"]
+    with pytest.raises(SystemExit, match=r"got --profile p\.json, --rounds 3\. Leave that out, or"):
+        main(["models", "--rows", "encoder_6x256", "--first-step", *options])
 
 
 def test_a_run_updates_its_rows_and_keeps_the_others(tmp_path):
     path = tmp_path / "rows.json"
     eager = {**ROW, "arm": "eager", "ms": 5.0}
     for rows in [{**ROW, "ms": 1.0, "first_step_s": 3.0}, eager], [{**ROW, "ms": 2.0}]:
-        results = Results(path, resume=KIND, settings={"mode": "golden"})
+        results = Results(path, KIND, resume=True, settings={"mode": "golden"})
         for row in rows:
             results.update(row, STEP)
     first, second = json.loads(path.read_text())["rows"]
@@ -190,7 +198,8 @@ def test_a_run_updates_its_rows_and_keeps_the_others(tmp_path):
 
 def test_rows_of_another_kind_of_run_are_not_mixed(tmp_path, on_a_gpu):
     path = tmp_path / "rows.json"
-    Results(path, models.PACKAGES, settings={**models.SETTINGS, "mode": "standard"}).add(ROW)
+    settings = {**models.SETTINGS, "mode": "standard"}
+    Results(path, KIND, models.PACKAGES, settings=settings).add(ROW)
     before = path.read_bytes()
     with pytest.raises(SystemExit, match="results of another run: its settings is .* another file"):
         main(["models", "--rows", "encoder_6x256", "--json", str(path)])

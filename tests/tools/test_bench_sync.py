@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -28,6 +29,8 @@ def process(rank, directory):
         "MASTER_PORT": os.environ["TEST_PORT"], "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     sys.modules.setdefault("torchvision", sys)  # it is only asked whether it is there
+    sync.native.build = Path(directory, f"built by {rank}").touch
+    sync.native.status = lambda: "C++"
     MODELS[sync.MODEL] = Images(TinyNet, (4,), image_size=6, classes=5)
     small = ["--batch", "3", "--batch", "2", "--size", "6"]
     short = ["--warm-ups", "1", "--rounds", "2", "--turn", "1"]
@@ -50,6 +53,8 @@ def test_each_arm_and_batch_has_a_row(tmp_path):
     content = json.loads((tmp_path / "rows.json").read_text())
     assert {"device", "versions", "date", "settings"} <= content.keys()
     assert content["settings"]["processes"] == 2
+    assert content["native"] == "C++"
+    assert [file.name for file in tmp_path.glob("built by *")] == ["built by 0"]
     arms = ["local", "normplug", "normplug+fuse"]  # torch's needs CUDA
     assert [(row["batch"], row["arm"]) for row in content["rows"]] == [
         (batch, arm) for batch in (3, 2) for arm in arms

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from normplug._report.markdown import table
@@ -54,7 +54,7 @@ def summary(content: Mapping[str, Any]) -> str:
     )
 
 
-def _summary_table(rows: Iterable[Row], libraries: Iterable[str]) -> str:
+def _summary_table(rows: Sequence[Row], libraries: Iterable[str]) -> str:
     lines = []
     for library in libraries:
         own = [row for row in rows if row["library"] == library]
