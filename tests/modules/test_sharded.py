@@ -51,7 +51,7 @@ def test_a_sharded_norm_is_as_close_to_float64_as_torch_in_one_process(index, pa
             assert_no_worse(name, value, theirs[name], truth[name], spare=spare)
 
 
-def test_add_layer_norm_of_dtensors_is_add_then_layer_norm(pair):
+def test_add_layer_norm_reduces_a_partial_sum_first(pair):
     x, residual = (t.requires_grad_() for t in Case(LAYER_NORM, ROWS, 0).tensors())
     weight = torch.full((8,), 2.0, requires_grad=True)
     total = x + residual
@@ -61,7 +61,7 @@ def test_add_layer_norm_of_dtensors_is_add_then_layer_norm(pair):
         torch.testing.assert_close(result["added"], [y, total, x.grad, weight.grad])
 
 
-def test_values_and_gradients_that_are_still_arriving_are_waited_for(pair):
+def test_tensors_whose_all_reduce_is_in_flight_are_waited_for(pair):
     x, dy = (tensor.double() for tensor in Case(LAYER_NORM, ROWS, 1).tensors())
     y = F.layer_norm(x.requires_grad_(), (8,)) * math.sqrt(MODE)
     y.backward(dy)
