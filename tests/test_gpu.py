@@ -1,4 +1,4 @@
-"""What only a GPU can show: its kernels' accuracy, no waiting, graphs, mixed precision."""
+"""What only a GPU can show: accuracy of its kernels, no waiting, graphs, mixed precision."""
 
 import copy
 import json
@@ -58,7 +58,7 @@ def test_layer_norm_is_as_close_to_float64_as_torch(dtype, case, mode, offset):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_layer_norm_takes_float32_parameters_beside_half_input(dtype):
+def test_layer_norm_accepts_float32_parameters_with_half_precision_input(dtype):
     x, row, weight, bias = on_gpu(layer_norm_cases.make((64, 768), 1, torch.float32))
     y = functional.layer_norm(x.to(dtype), row, weight, bias, mode="standard")
     assert y.dtype == dtype
@@ -69,7 +69,7 @@ def test_layer_norm_takes_float32_parameters_beside_half_input(dtype):
 @pytest.mark.parametrize(
     ("asked", "expected"), [("low", torch.bfloat16), ("float32", torch.float32)]
 )
-def test_the_output_dtype_under_autocast(asked, expected):
+def test_autocast_output_sets_the_dtype_under_autocast(asked, expected):
     x = torch.randn(8, 64, device=GPU, dtype=torch.bfloat16)
     layer = normplug.LayerNorm(64, autocast_output=asked, mode="standard", device=GPU)
     with torch.autocast(GPU, torch.bfloat16):
@@ -120,7 +120,7 @@ def gradients(net):
     return {name: parameter.grad for name, parameter in net.named_parameters()}
 
 
-# Of torch's own make_graphed_callables, the second where nothing has used cuBLAS before.
+# Warnings of make_graphed_callables, the second if nothing has used cuBLAS before.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -129,7 +129,7 @@ def test_a_cuda_graph_captures_the_step_and_the_statistics(change, memory_format
     net, twin = (change(make_net(memory_format)) for _ in range(2))
     sample = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
     graphed = torch.cuda.make_graphed_callables(net, (sample,))
-    twin.load_state_dict(net.state_dict())  # the capture's warm-up has moved the statistics
+    twin.load_state_dict(net.state_dict())  # the capture's warm-up has updated the statistics
     x = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
     graphed(x).sum().backward()
     twin(x).sum().backward()
@@ -137,7 +137,7 @@ def test_a_cuda_graph_captures_the_step_and_the_statistics(change, memory_format
     torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
 
 
-def test_compiled_by_inductor_with_another_batch_size():
+def test_a_model_compiled_by_inductor_accepts_another_batch_size():
     net, twin = (normplug.swap(make_net()) for _ in range(2))
     compiled = torch.compile(net, fullgraph=True)
     for batch in (8, 24):
@@ -146,11 +146,11 @@ def test_compiled_by_inductor_with_another_batch_size():
     torch.testing.assert_close(net[4].running_var, twin[4].running_var, rtol=1e-4, atol=1e-5)
 
 
-# Of torch's own CUDA graph trees, which begin with an empty graph.
+# Warnings of torch's CUDA graph trees, which start with an empty graph.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
 @pytest.mark.parametrize("operators", [False, True])
-def test_a_compiler_that_reduces_overhead_captures_a_fused_model(operators, monkeypatch):
+def test_reduce_overhead_captures_a_fused_model_in_cuda_graphs(operators, monkeypatch):
     if operators:  # however small the input
         routes.use_operators_for_small_inputs(monkeypatch)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""The package as a whole: what importing it costs, and which way its rooms' doors open."""
+"""The package as a whole: what importing it costs, and which way its imports point."""
 
 import ast
 from pathlib import Path
@@ -13,10 +13,10 @@ ROOT = Path(normplug.__file__).parent
 CHECKOUT = ROOT.parent
 TRAIN = ["hydra", "lightning", "matplotlib", "numpy"]
 TRAIN += ["omegaconf", "scipy", "sklearn", "torchvision"]
-# Of the standard library, what only some systems have.
+# Modules of the standard library that only Unix has.
 UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
-# A room may import those before it and itself.
-FLOORS = [
+# A package or module may import itself and those of the layers before its own.
+LAYERS = [
     {"_activations", "_torch", "_layouts"},
     {"modes", "reference", "_checks", "_extras", "_report", "_table"},
     {"native"},
@@ -33,7 +33,7 @@ FLOORS = [
 ]
 
 
-def rooms_imported(path):
+def parts_imported(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("normplug"):
             inside = node.module.split(".")[1:]
@@ -43,24 +43,24 @@ def rooms_imported(path):
 
 
 def test_imports_point_one_way():
-    height = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+    level = {part: number for number, parts in enumerate(LAYERS) for part in parts}
     for path in ROOT.rglob("*.py"):
-        room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        if room == "__init__":
+        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if part == "__init__":
             continue
-        assert room in height, f"{path} is in no floor"
-        for other in rooms_imported(path):
-            if other in height and other != room:
-                assert height[other] < height[room], f"{room} imports {other}"
+        assert part in level, f"{path} is in no layer"
+        for other in parts_imported(path):
+            if other in level and other != part:
+                assert level[other] < level[part], f"{part} imports {other}"
 
 
 def test_no_norms_kernels_import_those_of_another():
-    rooms = {path.parent.name for path in (ROOT / "_kernels").glob("*/__init__.py")}
-    assert len(rooms) >= 3
+    norms = {path.parent.name for path in (ROOT / "_kernels").glob("*/__init__.py")}
+    assert len(norms) >= 3
     for path in (ROOT / "_kernels").glob("*/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module.startswith("normplug._kernels."):
-                assert node.module.split(".")[2] not in rooms - {path.parent.name}, path
+                assert node.module.split(".")[2] not in norms - {path.parent.name}, path
 
 
 def test_importing_needs_torch_only_and_swapping_touches_no_device():
@@ -73,7 +73,7 @@ new = {name.split(".")[0] for name in set(sys.modules) - before}
 tools = {"triton", "lightning", "hydra", "matplotlib", "torchvision", "timm", "transformers"}
 assert not new & tools, new
 late = {"_fuse.fuse", "_kernels", "adapters", "lightning", "bench"}
-assert not {f"normplug.{room}" for room in late} & set(sys.modules)
+assert not {f"normplug.{part}" for part in late} & set(sys.modules)
 assert normplug.fuse.__name__ == "fuse" and "unfuse" in dir(normplug)
 normplug.swap(torch.nn.LayerNorm(4))
 assert not torch.cuda.is_initialized()
@@ -158,7 +158,7 @@ def test_every_library_of_the_zoo_that_is_missing_is_named():
     assert done.stderr.splitlines() == [needs_zoo.format(library) for library in libraries]
 
 
-def test_a_module_of_normplug_that_is_missing_is_no_missing_extra():
+def test_a_missing_module_of_normplug_is_not_reported_as_a_missing_extra():
     with pytest.raises(ModuleNotFoundError, match="normplug.nowhere") as caught, needs("x", "y"):
         import normplug.nowhere  # noqa: F401
     assert not isinstance(caught.value, MissingPackage)
@@ -167,7 +167,7 @@ def test_a_module_of_normplug_that_is_missing_is_no_missing_extra():
             import no_such  # noqa: F401
 
 
-def test_what_only_some_systems_have_is_imported_where_it_is_used():
+def test_modules_that_only_unix_has_are_imported_where_they_are_used():
     for path in (*ROOT.rglob("*.py"), CHECKOUT / "train.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -22,8 +22,8 @@ NAMES = re.findall(r'_private\(\s*"([\w.]+)"', Path(_torch.__file__).read_text()
 LOOK_UPS = ("getattr", "hasattr", "setattr", "delattr")
 
 
-def imports_of_torch(tree):
-    """What each name that a file imports from torch stands for: name -> path."""
+def imported_names(tree):
+    """Yield each name that a file imports, with its path (None for `import torch.nn`)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             for alias in node.names:
@@ -36,7 +36,7 @@ def imports_of_torch(tree):
 def private_names(source):
     """Paths under torch, of which a part is private, that a file imports, reads or looks up."""
     tree = ast.parse(source)
-    paths = {name: path or name for name, path in imports_of_torch(tree)}
+    paths = {name: path or name for name, path in imported_names(tree)}
     found = [path for path in paths.values() if path]
 
     def path_of(node):
@@ -70,7 +70,7 @@ def test_private_names_are_found(source, path):
 
 
 @pytest.mark.parametrize("source", ["module._parameters", "import torch\ntorch.__version__"])
-def test_attributes_of_objects_and_of_every_module_are_let_through(source):
+def test_attributes_of_objects_and_dunder_names_are_not_private(source):
     assert private_names(source) == []
 
 
@@ -83,8 +83,8 @@ def test_one_file_has_every_private_name_of_torch():
     assert found == {}
 
 
-# Hidden from `_torch` only, since torch uses most of them itself. One process a case, forked from
-# one that has torch, which takes longer to import than the rest.
+# The names are hidden from `_torch` only, since torch itself uses most of them. Each case runs in a
+# fork of a process that has imported torch, since that import takes longer than the rest.
 TRAIN_WITHOUT = """
 import gc, importlib.util, json, os, sys, tempfile, traceback, pytest, torch
 
@@ -120,7 +120,7 @@ def train(model):
         losses.append(loss.item())
     return losses
 
-train(make_model())  # what torch imports on the way is imported once
+train(make_model())  # what torch imports late is imported once
 gc.freeze()
 sys.dont_write_bytecode = False
 with tempfile.TemporaryDirectory() as sys.pycache_prefix:  # and normplug is compiled once
@@ -147,7 +147,7 @@ def kernels_run():
 
 @pytest.fixture(scope="module")
 def losses():
-    """The losses of a model for each case: the names that are hidden, and the backend."""
+    """A model's losses for each case: the hidden names, and the backend."""
     cases = [("", "auto"), *((name, "auto") for name in NAMES)]
     if kernels_run():
         cases += [("", "triton"), (" ".join(NAMES), "triton")]
@@ -156,14 +156,14 @@ def losses():
     return dict(zip(cases, map(json.loads, ran.stdout.splitlines()), strict=True))
 
 
-def test_a_model_trains_without_each_name(losses):
+def test_a_model_trains_without_any_single_name(losses):
     assert len(NAMES) > 15
     expected = losses["", "auto"]
     assert [type(loss) for loss in expected] == [float, float]
     assert {name: losses[name, "auto"] for name in NAMES} == dict.fromkeys(NAMES, expected)
 
 
-def test_the_kernels_train_a_model_without_any_of_the_names(losses):
+def test_the_kernels_train_a_model_without_all_of_the_names(losses):
     if not kernels_run():
         pytest.skip("needs Triton's interpreter")
     expected = losses["", "triton"]
@@ -195,7 +195,7 @@ under_forward_ad = under(forward_ad.dual_level)
 without_hooks = under(lambda: disable_saved_tensors_hooks("not now"))
 
 
-# What torch gives, and what stands in for it, where both can be asked without a GPU.
+# Queries of torch's state, and their fallbacks, where both can be called without a GPU.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.parametrize(
     ("ask", "question"),
@@ -214,11 +214,11 @@ without_hooks = under(lambda: disable_saved_tensors_hooks("not now"))
         (without_hooks, lambda: not _torch._saved_tensors_hooks_are_allowed()),
     ],
 )
-def test_a_question_is_answered_yes_only_inside(ask, question):
+def test_a_query_is_true_only_inside(ask, question):
     assert (question(), ask(question), question()) == (False, True, False)
 
 
-def test_what_stands_in_makes_a_dead_wrapper_plain():
+def test_the_fallback_makes_a_dead_wrapper_plain():
     left = []
     t = torch.ones(3, requires_grad=True)
     torch.func.grad(lambda x: (left.append(x), x.sum())[1])(t)
@@ -227,19 +227,19 @@ def test_what_stands_in_makes_a_dead_wrapper_plain():
         assert plain(left[0]).requires_grad
 
 
-def test_what_stands_in_finds_the_tensors_of_an_output():
+def test_the_fallback_finds_the_leaves_of_an_output():
     tree = {"a": [1, (2, 3)], "b": {"c": None}, "d": torch.Size([4])}
     assert _torch._tree_leaves(tree) == _torch.tree_leaves(tree)
 
 
-def test_the_bases_are_torchs():
+def test_the_base_classes_are_torchs():
     assert _torch.BatchNormBase is nn.modules.batchnorm._BatchNorm
     assert _torch.LazyNormBase is nn.modules.batchnorm._LazyNormBase
     assert _torch.NormBase is nn.modules.batchnorm._NormBase
 
 
 @pytest.mark.gpu
-def test_what_stands_in_gives_the_same_gpu_and_stream():
+def test_the_fallbacks_give_the_same_gpu_and_stream():
     assert _torch.current_device_index() == torch.cuda.current_device()
     with torch.cuda.stream(torch.cuda.Stream()):
         for index in range(torch.cuda.device_count()):

@@ -3,8 +3,7 @@
     NORMPLUG_COMPILE_WORKERS=16 python tests/tune_group_norm.py [CASE ...] [--out FILE] [--budget S]
 
 CASE is part of a case's name, such as `gn_silu 16x320 NHWC`; all by default. Kernels are compiled
-beforehand in other processes. Each result is checked: the forward's and that of the schedule's own
-choice against torch in float32.
+beforehand in other processes. Every variant's results are checked against torch in float32.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ CASES = [
     ]
     for layout in layouts
 ]
-LAGS = (12, 48, 96, 192, 384)  # KiB a multiprocessor
+LAGS = (12, 48, 96, 192, 384)  # KiB per multiprocessor
 
 
 def lag_of(shape, kib, sms):
-    """The lag with so many KiB a multiprocessor on top of a unit."""
+    """The lag for `kib` KiB per multiprocessor on top of a unit."""
     if isinstance(shape, Columns):
         values = shape.rows_each * shape.bc
         at_once, most = shape.slabs * shape.k, shape.units * shape.k
@@ -142,7 +141,7 @@ class Sweep:
         return F.silu(y) if self.activation else y
 
     def program(self, direction, shape):
-        """The program of a geometry."""
+        """The launches for one schedule."""
         name = f"group_norm_{direction}"
         chosen = getattr(schedule, name)
         setattr(schedule, name, lambda *sizes: shape)

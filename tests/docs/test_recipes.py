@@ -1,4 +1,4 @@
-"""The programs of the documentation, each run as its page shows it."""
+"""Run the documentation's programs, which are the code blocks with a title."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ PROGRAMS = {
 }
 GPU = {"cuda_graph.py"}
 SHARDED = "train_fsdp2.py"
-NEEDS = {"with_transformers.py": ("accelerate",)}  # besides what they import
+NEEDS = {"with_transformers.py": ("accelerate",)}  # beyond what they import
 
 
 def modules(code):
@@ -31,7 +31,7 @@ def modules(code):
 def is_installed(module):
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it; tests/lightning alone is not lightning
+    except ModuleNotFoundError:  # no parent package, or only the namespace tests/lightning
         return False
 
 
@@ -39,7 +39,7 @@ def is_installed(module):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.gpu] if n in GPU else []) for n in PROGRAMS]
 )
-def test_a_program_of_the_documentation_runs(name, tmp_path, monkeypatch, capsys):
+def test_a_documented_program_runs(name, tmp_path, monkeypatch, capsys):
     needed = (*modules(PROGRAMS[name]), *NEEDS.get(name, ()))
     missing = [each for each in needed if not is_installed(each)]
     if missing:
@@ -53,9 +53,9 @@ def test_a_program_of_the_documentation_runs(name, tmp_path, monkeypatch, capsys
 
 
 def as_one_process(monkeypatch):
-    """What `torchrun --nproc_per_node 1` sets."""
+    """Set the environment variables that `torchrun --nproc_per_node 1` sets."""
     if not torch.cuda.is_available() and torch.__version__ < "2.14":
-        pytest.skip("fully_shard of this torch does not run on the CPU")
+        pytest.skip("fully_shard before torch 2.14 does not run on the CPU")
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Wrong arguments of every public function and class, and the errors that name rule and value."""
+"""Invalid arguments to public functions and classes raise errors with the rule and the value."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ make_group_norm = partial(normplug.GroupNorm, num_groups=2, num_channels=6)
 make_instance_norm = partial(normplug.InstanceNorm2d, num_features=6)
 make_layer_norm = partial(normplug.LayerNorm, normalized_shape=6)
 make_rms_norm = partial(normplug.RMSNorm, normalized_shape=6)
-TAKE_NO_EPS = (rms_norm, add_rms_norm, make_rms_norm)
+EPS_MAY_BE_NONE = (rms_norm, add_rms_norm, make_rms_norm)
 
 
 def model():
@@ -54,15 +54,15 @@ def swapped(**options):
 swap, plan = on_model(normplug.swap), on_model(normplug.plan)
 set_mode, fuse = on_swapped_model(normplug.set_mode), on_swapped_model(normplug.fuse)
 unswap = on_swapped_model(normplug.unswap)
-NO_TENSORS = [ARRAY, [1.0], 1.0, "x", 3]
-NO_NUMBERS = ["x", True, 1j, [1.0], torch.tensor(0.5), ARRAY]
-NO_FLAGS = ["yes", 1, 0.0, None, torch.tensor(True), np.ones(2)]
-NO_CHOICES = [v for v in NO_FLAGS if v is not None]  # which leaves it to the layer's class
-NO_NAMES = [3, None, ["torch"], np.array(["torch", "auto"]), torch.ones(2), b"torch", True]
-NO_SIZES = [0, -1]
-NO_PAIRS = [("relu", 0.1), ("leaky_relu",), ("leaky_relu", -1.0), ("leaky_relu", float("inf"))]
-NO_COUNTS = [1.5, True, "a", None, [1], 1j, torch.tensor(3), float("nan")]
-NO_EPS = [-1e-5, float("nan"), float("inf")]
+BAD_TENSORS = [ARRAY, [1.0], 1.0, "x", 3]
+BAD_NUMBERS = ["x", True, 1j, [1.0], torch.tensor(0.5), ARRAY]
+BAD_FLAGS = ["yes", 1, 0.0, None, torch.tensor(True), np.ones(2)]
+BAD_CHOICES = [v for v in BAD_FLAGS if v is not None]  # None is the class's default
+BAD_NAMES = [3, None, ["torch"], np.array(["torch", "auto"]), torch.ones(2), b"torch", True]
+BAD_SIZES = [0, -1]
+BAD_PAIRS = [("relu", 0.1), ("leaky_relu",), ("leaky_relu", -1.0), ("leaky_relu", float("inf"))]
+BAD_COUNTS = [1.5, True, "a", None, [1], 1j, torch.tensor(3), float("nan")]
+BAD_EPS = [-1e-5, float("nan"), float("inf")]
 TABLE = []
 
 
@@ -73,36 +73,35 @@ def cases(call, caller, name, values, error):
 
 
 def number_cases(call, caller):
-    """Of arguments that functions and layers take alike."""
-    cases(call, caller, "momentum", NO_NUMBERS, TypeError)
-    cases(
-        call, caller, "eps", NO_NUMBERS if call in TAKE_NO_EPS else [None, *NO_NUMBERS], TypeError
-    )
-    cases(call, caller, "eps", NO_EPS, ValueError)
-    cases(call, caller, "backend", NO_NAMES, ValueError)
+    """Add cases for momentum, eps and backend, which functions and layers share."""
+    cases(call, caller, "momentum", BAD_NUMBERS, TypeError)
+    none = [] if call in EPS_MAY_BE_NONE else [None]
+    cases(call, caller, "eps", [*none, *BAD_NUMBERS], TypeError)
+    cases(call, caller, "eps", BAD_EPS, ValueError)
+    cases(call, caller, "backend", BAD_NAMES, ValueError)
 
 
 for call in (batch_norm, layer_norm, add_layer_norm, rms_norm, add_rms_norm):
     caller = f"functional.{call.func.__name__}"
     number_cases(call, caller)
     first = "x" if call in (add_layer_norm, add_rms_norm) else "input"
-    for value in [None, *NO_TENSORS, X.int(), X.bool(), X.to(torch.complex64)]:
+    for value in [None, *BAD_TENSORS, X.int(), X.bool(), X.to(torch.complex64)]:
         TABLE.append(pytest.param(call, {first: value}, TypeError, caller, "input"))
     vectors = ["weight", "running_var", "num_batches_tracked"]
-    if call in TAKE_NO_EPS:
-        cases(call, caller, "weight_offset", [None, *NO_NUMBERS], TypeError)
+    if call in EPS_MAY_BE_NONE:
+        cases(call, caller, "weight_offset", [None, *BAD_NUMBERS], TypeError)
     else:
         vectors += ["bias", "running_mean"]
     vectors += {batch_norm: ["residual"], layer_norm: ["input_bias"]}.get(call, [])
     for name in vectors:
-        cases(call, caller, name, NO_TENSORS, TypeError)
+        cases(call, caller, name, BAD_TENSORS, TypeError)
         cases(call, caller, name, [ON_META], ValueError)
         if name != "num_batches_tracked":
             cases(call, caller, name, [torch.ones(6).int(), torch.ones(6) * 1j], TypeError)
     cases(call, caller, "momentum", [float("nan"), float("inf")], ValueError)
     cases(call, caller, "backend", ["cuda"], ValueError)
     if call is not batch_norm:
-        cases(call, caller, "autocast_output", [*NO_NAMES, "half"], ValueError)
+        cases(call, caller, "autocast_output", [*BAD_NAMES, "half"], ValueError)
         shapes = [(6.0,), [True], ("6",), 6, None, 6.0, "6", (None,), torch.tensor([6])]
         cases(call, caller, "normalized_shape", shapes, TypeError)
         cases(call, caller, "normalized_shape", [(0,), (-6,), [], (5,)], ValueError)
@@ -110,14 +109,14 @@ for call in (group_norm, instance_norm):
     caller = f"functional.{call.func.__name__}"
     cases(call, caller, "input", [None, ARRAY, X.int()], TypeError)
     cases(call, caller, "eps", ["x", True], TypeError)
-    cases(call, caller, "eps", NO_EPS, ValueError)
+    cases(call, caller, "eps", BAD_EPS, ValueError)
     for name in ("weight", "bias"):
         cases(call, caller, name, [ARRAY, 3], TypeError)
         cases(call, caller, name, [torch.ones(2)], ValueError)
     for name in ("backend", "activation"):
         cases(call, caller, name, [3, "tanh"], ValueError)
 cases(group_norm, "functional.group_norm", "num_groups", [1.5, True, None], TypeError)
-cases(group_norm, "functional.group_norm", "num_groups", [*NO_SIZES, 4], ValueError)
+cases(group_norm, "functional.group_norm", "num_groups", [*BAD_SIZES, 4], ValueError)
 cases(group_norm, "functional.group_norm", "autocast_output", [None, "half"], ValueError)
 cases(instance_norm, "functional.instance_norm", "use_input_stats", [1, None], TypeError)
 cases(instance_norm, "functional.instance_norm", "momentum", ["x", True], TypeError)
@@ -127,10 +126,10 @@ cases(make_group_norm, "GroupNorm", "track_running_stats", [1, "x"], TypeError)
 cases(make_group_norm, "GroupNorm", "autocast_output", ["half"], ValueError)
 cases(make_instance_norm, "InstanceNorm2d", "num_features", [1.5, None], TypeError)
 cases(make_instance_norm, "InstanceNorm2d", "eps", [0.0, -1.0], ValueError)
-cases(batch_norm, "functional.batch_norm", "training", NO_FLAGS, TypeError)
+cases(batch_norm, "functional.batch_norm", "training", BAD_FLAGS, TypeError)
 cases(batch_norm, "functional.batch_norm", "eps", [0.0, 0], ValueError)
 cases(
-    batch_norm, "functional.batch_norm", "activation", [3, ["relu"], "tanh", *NO_PAIRS], ValueError
+    batch_norm, "functional.batch_norm", "activation", [3, ["relu"], "tanh", *BAD_PAIRS], ValueError
 )
 cases(add_layer_norm, "functional.add_layer_norm", "residual", [X[:2], X[0]], ValueError)
 cases(add_rms_norm, "functional.add_rms_norm", "residual", [X[:2], X[0]], ValueError)
@@ -139,51 +138,51 @@ for name in ("running_mean", "running_var"):
     both = {"running_mean": torch.ones(()), "running_var": torch.ones(()), name: torch.ones(6)}
     TABLE.append(pytest.param(layer_norm, both, ValueError, "functional.layer_norm", name))
 caller = "functional.channel_stats"
-for value in [None, *NO_TENSORS, X.int()]:
+for value in [None, *BAD_TENSORS, X.int()]:
     TABLE.append(pytest.param(functional.channel_stats, {"x": value}, TypeError, caller, "input"))
 for caller in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"):
     make = partial(getattr(normplug, caller), num_features=6)
     number_cases(make, caller)
-    cases(make, caller, "num_features", NO_COUNTS, TypeError)
-    cases(make, caller, "num_features", NO_SIZES, ValueError)
+    cases(make, caller, "num_features", BAD_COUNTS, TypeError)
+    cases(make, caller, "num_features", BAD_SIZES, ValueError)
     cases(make, caller, "eps", [0.0], ValueError)
-    cases(make, caller, "affine", NO_FLAGS, TypeError)
-    cases(make, caller, "track_running_stats", NO_FLAGS, TypeError)
-NO_SHAPES = [[1.0], *NO_COUNTS[:4], {}.get]
+    cases(make, caller, "affine", BAD_FLAGS, TypeError)
+    cases(make, caller, "track_running_stats", BAD_FLAGS, TypeError)
+BAD_SHAPES = [[1.0], *BAD_COUNTS[:4], {}.get]
 for make, caller in ((make_layer_norm, "LayerNorm"), (make_rms_norm, "RMSNorm")):
     number_cases(make, caller)
-    cases(make, caller, "normalized_shape", NO_SHAPES, TypeError)
+    cases(make, caller, "normalized_shape", BAD_SHAPES, TypeError)
     cases(make, caller, "normalized_shape", [[0], [-1], 0, -3], ValueError)
-    cases(make, caller, "elementwise_affine", NO_FLAGS, TypeError)
-    cases(make, caller, "track_running_stats", NO_CHOICES, TypeError)
-    cases(make, caller, "autocast_output", NO_NAMES, ValueError)
+    cases(make, caller, "elementwise_affine", BAD_FLAGS, TypeError)
+    cases(make, caller, "track_running_stats", BAD_CHOICES, TypeError)
+    cases(make, caller, "autocast_output", BAD_NAMES, ValueError)
 OPTIONS = [(swap, "swap"), (swapped, "swap"), (SwapNorms, "lightning.SwapNorms")]
 for call, caller in OPTIONS:
     for name in ("preserve_output", "sync"):
-        cases(call, caller, name, NO_FLAGS, TypeError)
-    cases(call, caller, "track_running_stats", NO_CHOICES, TypeError)
-    cases(call, caller, "backend", NO_NAMES, ValueError)
-    cases(call, caller, "autocast_output", NO_NAMES, ValueError)
-NO_FILTERS = [3, [3], 1.5, True, ["norm", None], b"norm", ARRAY, X, {"norm": 1}, nn.LayerNorm(6)]
+        cases(call, caller, name, BAD_FLAGS, TypeError)
+    cases(call, caller, "track_running_stats", BAD_CHOICES, TypeError)
+    cases(call, caller, "backend", BAD_NAMES, ValueError)
+    cases(call, caller, "autocast_output", BAD_NAMES, ValueError)
+BAD_FILTERS = [3, [3], 1.5, True, ["norm", None], b"norm", ARRAY, X, {"norm": 1}, nn.LayerNorm(6)]
 for call, _ in [*OPTIONS, (plan, "plan")]:
     for name in ("include", "exclude"):
-        cases(call, "", name, NO_FILTERS, TypeError)
-NO_MODES = [True, None, 0, -1, "gold", float("nan"), [1], ARRAY, torch.tensor(1.0), 1j]
+        cases(call, "", name, BAD_FILTERS, TypeError)
+BAD_MODES = [True, None, 0, -1, "gold", float("nan"), [1], ARRAY, torch.tensor(1.0), 1j]
 TAKES_MODE = [swap, swapped, set_mode, SwapNorms, batch_norm, layer_norm, add_layer_norm]
 TAKES_MODE += [rms_norm, add_rms_norm, group_norm, instance_norm, make_group_norm]
 for call in [*TAKES_MODE, make_layer_norm, make_rms_norm]:
-    cases(call, "", "mode", NO_MODES, ValueError)
-cases(plan, "plan", "sync", NO_FLAGS, TypeError)
-cases(fuse, "fuse", "recompute", NO_FLAGS, TypeError)
-cases(unswap, "unswap", "fold", NO_FLAGS, TypeError)
+    cases(call, "", "mode", BAD_MODES, ValueError)
+cases(plan, "plan", "sync", BAD_FLAGS, TypeError)
+cases(fuse, "fuse", "recompute", BAD_FLAGS, TypeError)
+cases(unswap, "unswap", "fold", BAD_FLAGS, TypeError)
 caller = "lightning.VarianceLogger"
-cases(VarianceLogger, caller, "every_n_steps", NO_COUNTS, TypeError)
-cases(VarianceLogger, caller, "every_n_steps", NO_SIZES, ValueError)
+cases(VarianceLogger, caller, "every_n_steps", BAD_COUNTS, TypeError)
+cases(VarianceLogger, caller, "every_n_steps", BAD_SIZES, ValueError)
 cases(VarianceLogger, caller, "dirpath", [3, b"x", [], X], TypeError)
 
 
 @pytest.mark.parametrize(("call", "arguments", "error", "caller", "name"), TABLE)
-def test_a_wrong_argument_is_refused_with_the_rule(call, arguments, error, caller, name):
+def test_an_invalid_argument_raises_an_error_with_the_rule(call, arguments, error, caller, name):
     with pytest.raises(
         (TypeError, ValueError), match=rf"^normplug(\.{caller})?: .*{name}"
     ) as raised:
@@ -196,7 +195,7 @@ def test_a_wrong_argument_is_refused_with_the_rule(call, arguments, error, calle
 @pytest.mark.parametrize(
     "name", ["swap", "unswap", "plan", "check", "fuse", "unfuse", "fusions", "set_mode", "swapped"]
 )
-def test_what_is_no_module_is_refused_by_every_function(name, value):
+def test_every_function_rejects_a_model_that_is_not_a_module(name, value):
     arguments = ("golden",) if name == "set_mode" else ()
     with (
         pytest.raises(TypeError, match=rf"^normplug\.{name}: model must be an nn.Module; got "),
@@ -206,16 +205,16 @@ def test_what_is_no_module_is_refused_by_every_function(name, value):
 
 
 @pytest.mark.parametrize("call", [SwapNorms, on_model(normplug.swapped)])
-def test_an_unknown_option_is_refused_before_anything_runs(call):
+def test_an_unknown_option_is_rejected_before_anything_runs(call):
     with pytest.raises(TypeError, match="preserve_outputs"):
         call(preserve_outputs=True).__enter__()
     with pytest.raises(TypeError, match="model"):
         SwapNorms(model=nn.LayerNorm(6))
 
 
-@pytest.mark.parametrize("value", [None, *NO_TENSORS])
+@pytest.mark.parametrize("value", [None, *BAD_TENSORS])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_layer_refuses_what_is_no_tensor(training, value):
+def test_a_layer_rejects_an_input_that_is_not_a_tensor(training, value):
     layer = normplug.LayerNorm(6).train(training)
     text = r"functional.layer_norm: input must be a torch.Tensor; got"
     with pytest.raises(TypeError, match=text):
@@ -223,7 +222,7 @@ def test_a_layer_refuses_what_is_no_tensor(training, value):
     assert layer.num_batches_tracked == 0
 
 
-def test_what_is_right_in_another_spelling_is_taken():
+def test_numpy_scalars_iterators_and_other_equivalents_are_accepted():
     size, half = np.int64(6), np.float32(0.5)
     for eps in (1, half, np.float64(1e-5)):
         functional.layer_norm(X, [size], eps=eps, momentum=half)

@@ -19,7 +19,7 @@ from training import ROOT
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_standard_is_as_close_to_float64_as_torch_and_one_is_standard_bit_for_bit(
+def test_standard_is_as_close_to_float64_as_torch_and_mode_1_gives_the_same_bits(
     dtype, shape, layout
 ):
     x, weight, bias = make(shape, dtype, layout)
@@ -40,16 +40,18 @@ def test_standard_is_as_close_to_float64_as_torch_and_one_is_standard_bit_for_bi
 @pytest.mark.parametrize("affine", ["", "weight", "bias", "weight+bias"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_mode_is_the_stock_norm_with_a_folded_weight(dtype, training, affine, mode):
+def test_a_mode_equals_the_stock_norm_with_the_scale_folded_into_its_weight(
+    dtype, training, affine, mode
+):
     x, weight, bias = make((6, 5, 4, 3), dtype, affine=affine)
-    # Of half input without parameters, the statistics may be float32.
+    # For half-precision input without parameters, running statistics may be float32.
     params = dtype if affine or dtype == torch.float64 else torch.float32
     running = (torch.randn(5).to(params), torch.rand(5).to(params) + 0.5)
     compare(x, weight, bias, mode, training, running)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_input_takes_float32_parameters(dtype):
+def test_half_precision_input_accepts_float32_parameters(dtype):
     x, weight, bias = make((6, 5, 4, 3), dtype, params=torch.float32)
     running = (torch.zeros(5), torch.ones(5))
     for mode in ("standard", "golden"):
@@ -69,14 +71,16 @@ def test_half_input_takes_float32_parameters(dtype):
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_shape_layout_and_flags(shape, dtype, layout, affine, mode, training, offset, seed):
+def test_any_combination_of_shape_layout_and_flags(
+    shape, dtype, layout, affine, mode, training, offset, seed
+):
     torch.manual_seed(seed)
     x, weight, bias = make(shape, dtype, layout, affine, offset=offset)
     running = (torch.randn(shape[1]).to(dtype), torch.rand(shape[1]).to(dtype) + 0.5)
     compare(x, weight, bias, mode, training, running)
 
 
-def test_forward_and_gradients_match_the_formulas_written_out():
+def test_forward_and_gradients_match_the_reference():
     x, weight, bias = make((6, 5, 4, 3), torch.float64)
     residual, dy = torch.randn_like(x), torch.randn_like(x)
     for name in _checks.ACTIVATIONS:
@@ -95,7 +99,7 @@ def test_forward_and_gradients_match_the_formulas_written_out():
 
 
 @pytest.mark.parametrize("shape", SHAPES[2:], ids=str)
-def test_the_output_keeps_the_layout(shape):
+def test_the_output_and_the_input_gradient_keep_the_layout(shape):
     x, weight, bias = make(shape, torch.float32, "channels_last")
     x.requires_grad_()
     y = functional.batch_norm(x, None, None, weight, bias, True, residual=x, activation="relu")
@@ -105,7 +109,7 @@ def test_the_output_keeps_the_layout(shape):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "hardswish", ("leaky_relu", 0.2)])
-def test_second_derivatives(training, activation):
+def test_second_derivatives_are_right(training, activation):
     x, weight, bias = (leaf(t) for t in make((4, 3, 2, 2), torch.float64, offset=0.5))
     residual = leaf(torch.randn_like(x))
     running = None if training else (torch.zeros(3).double(), torch.ones(3).double())
@@ -122,7 +126,7 @@ def test_second_derivatives(training, activation):
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4, 4), (2, 3, 0, 4), (4, 0, 2)], ids=str)
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_an_empty_batch_leaves_the_statistics_and_gives_zero_gradients(shape, momentum):
+def test_an_empty_batch_leaves_the_statistics_unchanged_and_gives_zero_gradients(shape, momentum):
     c = shape[1]
     mean, var, count = torch.full((c,), 2.0), torch.full((c,), 3.0), torch.tensor(7)
     x, weight, bias = (leaf(torch.randn(s)) for s in (shape, (c,), (c,)))
@@ -139,7 +143,7 @@ def test_an_empty_batch_leaves_the_statistics_and_gives_zero_gradients(shape, mo
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_channel_stats_far_from_zero(dtype):
+def test_channel_stats_are_accurate_far_from_zero(dtype):
     x = (torch.randn(50, 4, 3, 3, dtype=torch.double) + 1e3).to(dtype)
     mean, var = functional.channel_stats(x)
     assert mean.dtype == reference.accumulator_dtype(dtype)
@@ -149,7 +153,7 @@ def test_channel_stats_far_from_zero(dtype):
     assert functional.channel_stats(x[:0])[1].isnan().all()
 
 
-def test_the_documented_hook_shows_the_variance_that_golden_sets(capsys):
+def test_the_documented_hook_prints_the_golden_variance(capsys):
     pages = [page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")]
     blocks = [block for page in pages for block in re.findall(r"```python\n(.*?)```", page, re.S)]
     (example,) = (block for block in blocks if "channel_stats(" in block)
@@ -177,13 +181,13 @@ WHY = "is on cpu" if find_spec("triton") else "triton is not installed"
         ({**RUNNING, "momentum": None}, ValueError, "num_batches_tracked to count"),
     ],
 )
-def test_a_wrong_call_says_the_rule_and_the_values(options, error, message):
+def test_an_invalid_call_raises_an_error_with_the_rule_and_the_values(options, error, message):
     call = {"input": X, "running_mean": None, "running_var": None, "training": True, **options}
     with pytest.raises(error, match=message):
         functional.batch_norm(**call)
 
 
-def test_a_refused_call_leaves_the_statistics():
+def test_a_rejected_call_leaves_the_statistics_unchanged():
     mean, var = torch.zeros(3), torch.ones(3)
     with pytest.raises(ValueError, match="got 'gold'"):
         functional.batch_norm(X, mean, var, training=True, mode="gold")
@@ -191,7 +195,7 @@ def test_a_refused_call_leaves_the_statistics():
     assert torch.equal(var, torch.ones(3))
 
 
-def test_fake_tensors_of_unknown_size_take_torchs_own_operators():
+def test_fake_tensors_of_symbolic_size_are_accepted():
     mode = FakeTensorMode(shape_env=ShapeEnv())
     batch = mode.from_tensor(torch.randn(4, 3)).shape[0]
     assert isinstance(batch, torch.SymInt)
@@ -203,7 +207,7 @@ def test_fake_tensors_of_unknown_size_take_torchs_own_operators():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_compiled_in_one_graph_with_another_batch_size(shape):
+def test_one_compiled_graph_serves_another_batch_size(shape):
     cls = getattr(normplug, f"BatchNorm{max(len(shape) - 2, 1)}d")
     inputs = [torch.randn(batch, *shape[1:]) for batch in (shape[0], 2 * shape[0])]
     check_one_graph(cls(5), cls(5), inputs, "aot_eager")

@@ -1,4 +1,4 @@
-"""GroupNorm and InstanceNorm as functions, by PyTorch's kernels."""
+"""functional.group_norm and functional.instance_norm, computed by PyTorch's kernels."""
 
 import math
 from functools import partial
@@ -12,7 +12,7 @@ from batch_norm_cases import DTYPES, LAYOUTS, double, laid_out, with_gradients
 from normplug import functional, reference, target_variance
 
 GOLDEN = target_variance("golden")
-# Shape and groups; None for an InstanceNorm.
+# Shape and number of groups; None for instance_norm.
 CASES = [((3, 6), 2), ((2, 6, 5), 3), ((2, 4, 3, 2), 1), ((2, 4, 3, 5), None)]
 CASES += [((2, 4, 2, 3, 2), 4), ((3, 4, 7), None), ((2, 3, 2, 3, 2), None)]
 
@@ -52,7 +52,9 @@ def stock(groups, mode="standard"):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_standard_is_torch_bit_for_bit_and_golden_as_close_to_float64(dtype, shape, groups, layout):
+def test_standard_equals_torch_bit_for_bit_and_golden_is_as_close_to_float64(
+    dtype, shape, groups, layout
+):
     for offset in (3.0, 1000.0):
         tensors = make(shape, dtype, layout, offset=offset)
         theirs = run(stock(groups), *tensors)
@@ -60,7 +62,7 @@ def test_standard_is_torch_bit_for_bit_and_golden_as_close_to_float64(dtype, sha
         golden = run(ours(groups), *tensors)
         theirs = run(stock(groups, "golden"), *tensors)
         truth = run(stock(groups, "golden"), *map(double, tensors))
-        spare = 1e-9 if dtype == torch.float64 else 0.0  # a float64 truth is rounded, too
+        spare = 1e-9 if dtype == torch.float64 else 0.0  # the float64 truth is rounded, too
         for name, value in truth.items():
             assert_no_worse(name, golden[name], theirs[name], value, spare=spare)
 
@@ -68,7 +70,7 @@ def test_standard_is_torch_bit_for_bit_and_golden_as_close_to_float64(dtype, sha
 @pytest.mark.parametrize("affine", ["", "weight", "bias", "weight+bias"])
 @pytest.mark.parametrize("groups", [2, None])
 @pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", ("leaky_relu", 0.2)])
-def test_forward_and_gradients_match_the_formulas_written_out(groups, activation, affine):
+def test_forward_and_gradients_match_the_reference(groups, activation, affine):
     x, weight, bias, dy = make((3, 4, 2, 3), torch.float64, affine=affine)
     got = run(ours(groups, activation=activation), x, weight, bias, dy)
     options = {"target_variance": GOLDEN}
@@ -82,7 +84,7 @@ def test_forward_and_gradients_match_the_formulas_written_out(groups, activation
 
 
 @pytest.mark.parametrize("groups", [2, None])
-def test_second_derivatives(groups):
+def test_second_derivatives_are_right(groups):
     leaves = [leaf(t) for t in make((2, 4, 3), torch.float64, offset=0.5)[:3]]
     norm = ours(groups, activation="silu")
     assert torch.autograd.gradcheck(norm, leaves)
@@ -90,7 +92,7 @@ def test_second_derivatives(groups):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_an_instance_norms_running_statistics_move_as_torchs_and_are_used_in_evaluation(dtype):
+def test_instance_norm_updates_its_running_statistics_as_torch_and_uses_them_in_eval(dtype):
     running = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)
     theirs = tuple(r.clone() for r in running)
     for step in range(3):
@@ -110,7 +112,7 @@ def test_an_instance_norms_running_statistics_move_as_torchs_and_are_used_in_eva
 
 
 @pytest.mark.parametrize("groups", [2, None])
-def test_an_empty_batch_moves_nothing_and_gives_zero_gradients(groups):
+def test_an_empty_batch_leaves_the_statistics_unchanged_and_gives_zero_gradients(groups):
     mean, var = torch.full((4,), 2.0), torch.full((4,), 3.0)
     x, weight = leaf(torch.randn(0, 4, 3)), leaf(torch.randn(4))
     if groups is None:
@@ -135,7 +137,7 @@ def test_mixed_dtypes_are_promoted_and_rounded_once(x_dtype):
     torch.testing.assert_close(y, exact.to(x_dtype))
 
 
-def test_the_output_dtype_under_autocast():
+def test_autocast_output_sets_the_dtype_under_autocast():
     x, weight = torch.randn(2, 4, 5), torch.ones(4)
     with torch.autocast("cpu", torch.bfloat16):
         low = functional.group_norm(x, 2, weight, autocast_output="low")
@@ -175,7 +177,7 @@ RUNNING = {"running_mean": torch.zeros(6), "running_var": torch.ones(6)}
         (partial(instance_norm, "x"), TypeError, "input must be a torch.Tensor"),
     ],
 )
-def test_a_wrong_call_says_the_rule_and_the_values(call, error, message):
+def test_an_invalid_call_raises_an_error_with_the_rule_and_the_values(call, error, message):
     name = call.func.__name__
     with pytest.raises(error, match=rf"normplug.functional.{name}: .*{message}"):
         call()

@@ -15,7 +15,7 @@ from normplug import functional, reference, target_variance
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_standard_is_as_close_to_float64_as_torch_and_one_is_standard_bit_for_bit(
+def test_standard_is_as_close_to_float64_as_torch_and_mode_1_gives_the_same_bits(
     dtype, case, strided
 ):
     x, row, weight, bias = make(*case, dtype, strided=strided)
@@ -40,12 +40,14 @@ def test_standard_is_as_close_to_float64_as_torch_and_one_is_standard_bit_for_bi
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_shape_and_flags(shape, dims, dtype, affine, mode, offset, strided, seed):
+def test_any_combination_of_shape_and_flags(
+    shape, dims, dtype, affine, mode, offset, strided, seed
+):
     torch.manual_seed(seed)
     compare(*make(shape, min(dims, len(shape)), dtype, affine, offset, strided), mode)
 
 
-def test_forward_and_gradients_match_the_formulas_written_out():
+def test_forward_and_gradients_match_the_reference():
     x, row, weight, bias = make((3, 2, 4, 8), 2, torch.float64)
     input_bias, dy = torch.randn(row).double(), torch.randn_like(x)
     leaves = [leaf(t) for t in (x, weight, bias, input_bias)]
@@ -58,7 +60,7 @@ def test_forward_and_gradients_match_the_formulas_written_out():
     torch.testing.assert_close(got, (*expected, expected.dx.sum((0, 1))))
 
 
-def test_add_layer_norm_gives_the_sum_and_gradients_through_both():
+def test_add_layer_norm_returns_the_sum_and_gradients_flow_through_both_outputs():
     x, row, weight, bias = make((3, 5, 8), 1, torch.float64)
     leaves = [leaf(t) for t in (x, torch.randn_like(x), weight, bias)]
     y, total = functional.add_layer_norm(*leaves[:2], row, *leaves[2:])
@@ -72,7 +74,7 @@ def test_add_layer_norm_gives_the_sum_and_gradients_through_both():
     torch.testing.assert_close(got, expected)
 
 
-def test_second_derivatives():
+def test_second_derivatives_are_right():
     x, row, weight, bias = make((3, 4), 1, torch.float64, offset=0.5)
     leaves = [leaf(t) for t in (x, weight, bias, torch.randn(4).double())]
 
@@ -96,7 +98,7 @@ def test_mixed_dtypes_are_promoted_and_rounded_once(input_dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("momentum", [0.25, None])
-def test_running_statistics_are_the_rows_means(dtype, momentum):
+def test_running_statistics_average_the_mean_and_variance_of_the_rows(dtype, momentum):
     mean, var, count = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(0)
     expected_mean, expected_var = torch.tensor(0.0).double(), torch.tensor(1.0).double()
     for step in range(1, 4):
@@ -114,7 +116,7 @@ def test_running_statistics_are_the_rows_means(dtype, momentum):
     torch.testing.assert_close(var.double(), expected_var, rtol=1e-4, atol=1e-6)
 
 
-def test_no_rows_leave_the_statistics_and_give_zero_gradients():
+def test_an_empty_batch_leaves_the_statistics_unchanged_and_gives_zero_gradients():
     mean, var, count = torch.tensor(2.0), torch.tensor(3.0), torch.tensor(5)
     x, weight = leaf(torch.randn(0, 4)), leaf(torch.randn(4))
     y = functional.layer_norm(
@@ -129,7 +131,7 @@ def test_no_rows_leave_the_statistics_and_give_zero_gradients():
 @pytest.mark.parametrize(
     ("asked", "expected"), [("low", torch.bfloat16), ("float32", torch.float32)]
 )
-def test_the_output_dtype_under_autocast(asked, expected):
+def test_autocast_output_sets_the_dtype_under_autocast(asked, expected):
     x, weight = torch.randn(4, 8), torch.ones(8)
     with torch.autocast("cpu", torch.bfloat16):
         y = functional.layer_norm(x, (8,), weight, autocast_output=asked)
@@ -155,12 +157,14 @@ RUNNING = {"running_mean": torch.zeros(()), "running_var": torch.ones(())}
         ((X, (6,)), {**RUNNING, "momentum": None}, ValueError, "needs num_batches_tracked"),
     ],
 )
-def test_a_wrong_call_says_the_rule_and_the_values(arguments, options, error, message):
+def test_an_invalid_call_raises_an_error_with_the_rule_and_the_values(
+    arguments, options, error, message
+):
     with pytest.raises(error, match=message):
         functional.layer_norm(*arguments, **options)
 
 
-def test_compiled_in_one_graph_with_another_number_of_rows():
+def test_a_compiled_layer_has_no_graph_break_and_accepts_another_number_of_rows():
     layer, eager = normplug.LayerNorm(16), normplug.LayerNorm(16)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for rows in (3, 8):
@@ -178,7 +182,7 @@ def components(dtype, layout, row=(6,)):
 
 
 def holed(dtype):
-    """A jagged tensor whose values have rows between its components."""
+    """A jagged tensor with holes: its buffer has unused rows between the components."""
     x = torch.randn(2, 6, 6).mul(3).to(dtype)
     starts, lengths = torch.tensor([0, 1]), torch.tensor([3, 2])
     x = torch.nested.narrow(x, 1, starts, lengths, layout=torch.jagged)
@@ -220,7 +224,7 @@ def test_a_nested_tensor_is_normalised_component_by_component(kind, affine, dtyp
     torch.testing.assert_close(rows_of(y), expected)
     buffers = dict(layer.named_buffers()), dict(dense.named_buffers())
     torch.testing.assert_close(*buffers, rtol=1e-5, atol=1e-6)
-    if kind in ("jagged with holes", "jagged, transposed"):  # torch's own layer has no backward
+    if kind in ("jagged with holes", "jagged, transposed"):  # torch's layer has no backward here
         return
     inputs = [x, *layer.parameters()]
     dy = torch.randn_like(expected)
@@ -232,7 +236,7 @@ def test_a_nested_tensor_is_normalised_component_by_component(kind, affine, dtyp
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_nested_tensors_are_added_and_compiled_and_refused_like_dense_ones(layout):
+def test_nested_tensors_are_added_compiled_and_rejected_like_dense_ones(layout):
     x = components(torch.float32, layout)
     y, total = functional.add_layer_norm(x, x, (6,))
     for whole, normed, part in zip(total.unbind(), y.unbind(), x.unbind(), strict=True):
@@ -254,7 +258,7 @@ def test_nested_tensors_are_added_and_compiled_and_refused_like_dense_ones(layou
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_a_nested_tensor_without_components_or_of_ragged_rows_is_refused():
+def test_a_nested_tensor_without_components_or_with_ragged_rows_is_rejected():
     with pytest.raises(ValueError, match="a nested input needs at least one component; got none"):
         functional.layer_norm(torch.nested.nested_tensor([]), (6,))
     ragged = torch.nested.nested_tensor([torch.randn(2, 6), torch.randn(2, 5)])

@@ -26,7 +26,7 @@ def test_golden_is_one_over_phi_to_full_double_precision():
         (NormMode(NormMode(2)), 2.0),
     ],
 )
-def test_every_spelling_gives_a_float(mode, expected):
+def test_every_accepted_mode_gives_a_float(mode, expected):
     value = target_variance(mode)
     assert type(value) is float
     assert value == expected
@@ -38,12 +38,12 @@ def test_every_spelling_gives_a_float(mode, expected):
 @pytest.mark.parametrize(
     "read", [target_variance, NormMode, lambda m: normplug.BatchNorm1d(2, mode=m)]
 )
-def test_anything_else_lists_what_is_accepted(mode, read):
+def test_any_other_mode_raises_an_error_that_lists_the_accepted_ones(mode, read):
     with pytest.raises(ValueError, match=r"'golden'.*'standard'.*number above 0.*NormMode"):
         read(mode)
 
 
-def test_modes_compare_and_print_by_their_variance():
+def test_modes_compare_and_print_by_their_target_variance():
     assert NormMode(1.0) == NormMode.STANDARD
     assert str(NormMode(target_variance("golden"))) == "golden"
     assert str(NormMode(0.5)) == "0.5"

@@ -1,4 +1,4 @@
-"""The oracle itself, against autograd of its own forward and against torch in float64."""
+"""The reference formulas, checked against autograd and against torch in float64."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_group_norm_backward_is_the_gradient_of_the_forward(shape, groups):
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_standard_is_torch_and_the_output_variance_is_the_target():
+def test_standard_equals_torch_and_the_output_has_the_target_variance():
     x = torch.randn(64, 5, 6, dtype=torch.double) * 3 + 100
     running = torch.zeros(5).double(), torch.ones(5).double()
     expected = F.batch_norm(x, *running, training=True, momentum=0.3)
@@ -67,7 +67,7 @@ def test_standard_is_torch_and_the_output_variance_is_the_target():
     torch.testing.assert_close(golden.var((0, 2), correction=0), torch.full((5,), GOLDEN).double())
 
 
-def test_a_cumulative_average_weighs_all_batches_alike():
+def test_a_cumulative_average_weighs_all_batches_equally():
     average = torch.tensor(0.0)
     for count, value in enumerate((2.0, 4.0, 9.0), start=1):
         average = reference.running_average(average, torch.tensor(value), None, count)
@@ -75,7 +75,7 @@ def test_a_cumulative_average_weighs_all_batches_alike():
 
 
 @pytest.mark.parametrize("name", [None, "relu", "silu", "gelu", "relu6", "hardswish", "leaky_relu"])
-def test_activations_and_their_gradients_are_torch_s(name):
+def test_activations_and_their_gradients_match_torch(name):
     pre = leaf(torch.cat([torch.randn(50).double() * 4, torch.zeros(1).double()]))
     dy = torch.randn(51).double()
     expected = pre * 1 if name is None else getattr(F, name)(pre)

@@ -55,7 +55,7 @@ def test_as_close_to_float64_as_torch(shape, dims, dtype, affine, mode, offset, 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("eps", [None, 1e-3])
-def test_standard_is_torch_bit_for_bit(dtype, eps):
+def test_standard_equals_torch_bit_for_bit(dtype, eps):
     x, row, weight, _ = make((5, 3, 16), 1, dtype)
     for factor in (weight, None):
         y = functional.rms_norm(x, row, factor, eps, mode="standard")
@@ -64,7 +64,7 @@ def test_standard_is_torch_bit_for_bit(dtype, eps):
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("eps", [None, 0.1])
-def test_forward_and_gradients_match_the_formulas_written_out(offset, eps):
+def test_forward_and_gradients_match_the_reference(offset, eps):
     x, row, weight, _ = make((3, 2, 4, 8), 2, torch.float64)
     dy, options = torch.randn_like(x), {"eps": eps, "weight_offset": offset}
     leaves = [leaf(x), leaf(weight)]
@@ -75,7 +75,7 @@ def test_forward_and_gradients_match_the_formulas_written_out(offset, eps):
     torch.testing.assert_close(torch.autograd.grad(y, leaves, dy), expected)
 
 
-def test_add_rms_norm_gives_the_sum_and_gradients_through_both():
+def test_add_rms_norm_returns_the_sum_and_gradients_flow_through_both_outputs():
     x, row, weight, _ = make((3, 5, 8), 1, torch.float64)
     leaves = [leaf(t) for t in (x, torch.randn_like(x), weight)]
     y, total = functional.add_rms_norm(*leaves[:2], row, leaves[2], 1e-6)
@@ -87,7 +87,7 @@ def test_add_rms_norm_gives_the_sum_and_gradients_through_both():
     torch.testing.assert_close(got, torch.autograd.grad((y, exact), leaves, (dy, dtotal)))
 
 
-def test_second_derivatives():
+def test_second_derivatives_are_right():
     x, row, weight, _ = make((3, 4), 1, torch.float64, offset=0.5)
 
     def norm(x, weight):
@@ -130,7 +130,7 @@ def test_each_family_rounds_where_its_library_does(stock, offset, rounding, para
 
 
 @pytest.mark.parametrize("momentum", [0.25, None])
-def test_the_running_statistic_is_the_second_moment(momentum):
+def test_the_running_statistic_averages_the_second_moment(momentum):
     moment, count, expected = torch.tensor(1.0), torch.tensor(0), torch.tensor(1.0).double()
     running = {"running_var": moment, "num_batches_tracked": count}
     for step in range(1, 4):
@@ -158,24 +158,26 @@ X = torch.randn(4, 6)
         ((X, (6,)), {"backend": "triton"}, NotImplementedError, "but.*(on cpu|triton is not)"),
     ],
 )
-def test_a_wrong_call_says_the_rule_and_the_values(arguments, options, error, message):
+def test_an_invalid_call_raises_an_error_with_the_rule_and_the_values(
+    arguments, options, error, message
+):
     with pytest.raises(error, match=message):
         functional.rms_norm(*arguments, **options)
 
 
-def test_under_autocast_low_is_its_dtype():
+def test_autocast_output_low_gives_the_dtype_of_autocast():
     x, weight = torch.randn(4, 8), torch.ones(8)
     with torch.autocast("cpu", torch.bfloat16):
         y = functional.rms_norm(x, (8,), weight, autocast_output="low")
         double = functional.rms_norm(x.double(), (8,), weight.double(), autocast_output="low")
-        # Without a warning, which would be an error.
+        # This must not warn: pytest turns warnings into errors.
         mixed = functional.rms_norm(x.bfloat16(), (8,), weight, autocast_output="low")
         plain = functional.rms_norm(x, (8,), weight, mode="standard")
         assert torch.equal(plain, F.rms_norm(x, (8,), weight))
     assert (y.dtype, double.dtype, mixed.dtype) == (torch.bfloat16, torch.float64, torch.bfloat16)
 
 
-def test_compiled_in_one_graph_with_another_number_of_rows():
+def test_a_compiled_layer_has_no_graph_break_and_accepts_another_number_of_rows():
     layer, eager = (normplug.RMSNorm(16, track_running_stats=True) for _ in range(2))
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Norms and the activations after them that are one call in a forward that cannot be traced."""
+"""Norms are fused with the activation after them by editing forwards that cannot be traced."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ from zoo.check import observe
 
 
 class Resnet(nn.Module):
-    """A block as a diffusion model's: one activation after norms in several branches."""
+    """A diffusion model's residual block: one activation module, called in several branches."""
 
     def __init__(self, way="add", norm=nn.GroupNorm):
         super().__init__()
@@ -43,7 +43,7 @@ class Resnet(nn.Module):
         return x + hidden
 
 
-# How many norms are fused, by what the block does before its second activation.
+# How many norms are fused, for each thing that the block does before its second activation.
 WAYS = {"add": 2, "other": 2, "scale": 1, "none": 1}
 NOTES = {
     "scale": (None, "Resnet: no activation comes right after it"),
@@ -66,7 +66,7 @@ def test_a_diffusion_models_block_is_fused(way, calls, traces):
 
 
 class Statements(Parts):
-    """Each method is a forward with statements that are edited, or left."""
+    """Each method is a forward whose statements are edited, or left alone."""
 
     def nested(self, x, **options):
         return self.line(self.act(self.norm(x)))
@@ -76,7 +76,7 @@ class Statements(Parts):
         x = self.second(x)
         return nn.functional.silu(x)
 
-    def inside(self, x, **options):
+    def inside_expressions(self, x, **options):
         x = self.norm(x)
         x = self.line(self.act(x)) + x.shape[0] if self.flag is None else self.line(self.act(x))
         x = self.second(self.line(x))
@@ -88,13 +88,13 @@ class Statements(Parts):
         x = self.act(x)
         return self.line(x)
 
-    def asked(self, x, **options):
+    def if_statement(self, x, **options):
         y = self.norm(x)
         if self.flag and options is not None:
             y = self.act(y)
         return y * 2
 
-    def looped(self, x, **options):
+    def for_loop(self, x, **options):
         for i in range(3):
             if i != 1:
                 x = self.norm(x)
@@ -102,7 +102,7 @@ class Statements(Parts):
             x = self.line(x)
         return x
 
-    def named(self, x, **options):
+    def new_name(self, x, **options):
         y = self.norm(x)
         z = self.act(y)
         return z + x
@@ -116,13 +116,13 @@ class Statements(Parts):
         z = self.act(y)
         return y + z
 
-    def kept(self, x, **options):
+    def aliased(self, x, **options):
         x = self.norm(x)
         y = x
         x = self.act(x)
         return x + y
 
-    def kept_in_a_tuple(self, x, **options):
+    def stored_in_a_tuple(self, x, **options):
         x = self.norm(x)
         both = (x, 1)
         x = self.act(x)
@@ -133,7 +133,7 @@ class Statements(Parts):
         later = lambda: x  # noqa: E731
         return self.act(x) + later()
 
-    def at_last(self, x, **options):
+    def finally_clause(self, x, **options):
         seen = []
         try:
             x = self.norm(x)
@@ -146,7 +146,7 @@ class Statements(Parts):
         x.mul_(2)
         return self.act(x)
 
-    def by_name(self, x, **options):
+    def keyword_argument(self, x, **options):
         return self.act(input=self.norm(input=x))
 
     def in_place(self, x, **options):
@@ -162,11 +162,11 @@ class Statements(Parts):
 EDITED = {
     "nested": 1,
     "functions": 2,
-    "inside": 1,
+    "inside_expressions": 1,
     "chained": 2,
-    "asked": 1,
-    "looped": 2,
-    "named": 1,
+    "if_statement": 1,
+    "for_loop": 2,
+    "new_name": 1,
 }
 LEFT = [
     name
@@ -182,7 +182,7 @@ def statements(name, **parts):
 
 
 @pytest.mark.parametrize("name", EDITED)
-def test_statements_are_edited_where_nothing_else_reads_the_norm(name, calls):
+def test_a_statement_is_edited_if_nothing_else_reads_the_norms_output(name, calls):
     model, plain = twins(statements(name))
     assert_same_step(model, plain, X)
     assert calls == ["silu"] * EDITED[name]
@@ -192,42 +192,42 @@ def test_statements_are_edited_where_nothing_else_reads_the_norm(name, calls):
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_statements_are_left_where_something_may(name, calls):
+def test_a_statement_is_left_if_something_else_may_read_the_norms_output(name, calls):
     with pytest.warns(UserWarning, match="nothing to fuse"):
         model, plain = twins(statements(name))
     assert_same_step(model, plain, X)
     assert calls == []
 
 
-# What may happen to a fused block: how many norms are still one call with their activation.
+# Changes to a fused block, and how many norms are then still fused with their activation.
 CHANGES = {
     "a hook": (lambda block: block.norm2.register_forward_hook(lambda m, a, y: 2 * y), 1),
     "a hook on the activation": (lambda block: block.act.register_forward_hook(print), 0),
     "another activation": (lambda block: setattr(block, "act", nn.Tanh()), 0),
-    "another fused one": (lambda block: setattr(block, "act", nn.ReLU(inplace=True)), 2),
-    "a function": (lambda block: setattr(block, "act", torch.tanh), 0),
+    "a fusible activation": (lambda block: setattr(block, "act", nn.ReLU(inplace=True)), 2),
+    "a function as the activation": (lambda block: setattr(block, "act", torch.tanh), 0),
     "another norm": (lambda block: setattr(block, "norm1", nn.Tanh()), 1),
-    "a norm of rows": (lambda block: setattr(block, "norm1", swap(nn.LayerNorm(5).double())), 1),
-    "measured": (lambda block: setattr(block.norm2, "_probe", torch.zeros(4)), 1),
-    "another way": (lambda block: setattr(block, "way", "scale"), 1),
+    "a LayerNorm": (lambda block: setattr(block, "norm1", swap(nn.LayerNorm(5).double())), 1),
+    "a probe": (lambda block: setattr(block.norm2, "_probe", torch.zeros(4)), 1),
+    "another branch": (lambda block: setattr(block, "way", "scale"), 1),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_block_that_has_changed_computes_what_it_would_unfused(change, calls):
+def test_a_changed_block_computes_what_it_would_unfused(change, calls):
     model, plain = twins(Resnet())
-    happen, fused = CHANGES[change]
+    apply, fused = CHANGES[change]
     for each in (model, plain):
         vars(each)["_modules"] = dict(each._modules)
-        if change == "a function":
+        if change == "a function as the activation":
             del each._modules["act"]
-        happen(each)
+        apply(each)
     assert_same_step(model, plain, X)
     assert len(calls) == fused
     assert sum(row.label is not None for row in fusions(model)) >= fused
 
 
-def test_what_follows_the_norm_is_told_where_that_is_no_activation():
+def test_the_reason_names_what_follows_the_norm_if_it_is_not_an_activation():
     block = Resnet()
     block.act = nn.Mish()
     with pytest.warns(UserWarning, match=r"2 \(Resnet: followed by self.act\(...\)\)"):
@@ -239,7 +239,7 @@ def test_what_follows_the_norm_is_told_where_that_is_no_activation():
     }
 
 
-def test_copies_and_pickles_are_edited_and_have_the_classs_name(calls):
+def test_copies_and_pickles_are_edited_and_keep_the_name_of_the_class(calls):
     model = fuse(swapped(nn.Sequential(Resnet(norm=nn.GroupNorm))))
     keys = list(model.state_dict())
     assert type(model[0]).__qualname__ == "Resnet"
@@ -252,7 +252,7 @@ def test_copies_and_pickles_are_edited_and_have_the_classs_name(calls):
         assert not fused_modules(unfuse(copied))
 
 
-def test_an_edited_block_is_compiled_and_exported_in_one_graph():
+def test_an_edited_block_compiles_and_exports_to_one_graph():
     model, plain = twins(nn.Sequential(Resnet()))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_same_step(compiled, plain, X)
@@ -262,7 +262,7 @@ def test_an_edited_block_is_compiled_and_exported_in_one_graph():
 
 
 class Watching(Resnet):
-    """Looks at children in a way of its own."""
+    """Records the names that reach `__getattr__`."""
 
     def __getattr__(self, name):
         vars(self).setdefault("seen", []).append(name)
@@ -274,13 +274,13 @@ class Changing(Watching):
         return super().__getattribute__(name)
 
 
-def test_a_class_with_a_getattr_is_fused_and_sees_the_same_looks(calls):
+def test_a_class_with_getattr_is_fused_and_sees_the_same_lookups(calls):
     model, plain = twins(Watching())
     for each in (model, plain):
         each.seen = []
         outcome(each, X)
     assert calls == ["silu"] * 2
-    # The activation's name is looked up before the norm runs, and not after.
+    # The activation's name is looked up before the norm runs, not after.
     assert sorted(model.seen) == sorted(plain.seen)
     with pytest.warns(UserWarning, match="its class defines"):
         fuse(swapped(Changing()))
@@ -291,7 +291,7 @@ def test_a_class_with_a_getattr_is_fused_and_sees_the_same_looks(calls):
     [("UNet2DModel", 17, 21), ("AutoencoderKL", 22, 24), ("UNet2DConditionModel", 17, 33)],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_models_of_diffusers_are_fused_and_compute_the_same_bits(name, fused, of):
+def test_diffusers_models_are_fused_and_give_the_same_bits(name, fused, of):
     listed = pytest.importorskip("zoo.diffusers_models", exc_type=ImportError).architectures()
     architecture = next(a for a in listed if a.name == name)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A model is analysed once: `fusions`, copies and pickles tell what was found then."""
+"""A model is analysed once: `fusions`, copies and pickles reuse the result."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ def test_residual_blocks_are_traced_once_each_and_never_again(blocks, traces):
     assert traces() == blocks + 1
 
 
-def test_what_is_listed_before_is_what_is_listed_after():
+def test_fusions_lists_the_same_before_and_after_fuse():
     model = swapped(nn.Sequential(Block(), Encoder(), Half(), nn.Sequential(Half(), nn.Tanh())))
     before = fusions(model)
     assert not fused_modules(model)
@@ -35,7 +35,7 @@ def test_what_is_listed_before_is_what_is_listed_after():
 
 
 def shifted(rows, taken="", put=""):
-    """Rows of a part of a model, or of a model around it."""
+    """The rows as a submodule (prefix `taken` removed) or an enclosing model lists them."""
     return [
         row._replace(path=put + row.path[len(taken) :], owner=put + row.owner[len(taken) :])
         for row in rows
@@ -43,7 +43,7 @@ def shifted(rows, taken="", put=""):
     ]
 
 
-def test_parts_of_a_fused_model_and_models_around_it_tell_what_was_found(traces):
+def test_submodules_and_enclosing_models_report_what_was_found(traces):
     model = fuse(swapped(nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block()))))
     found, before = fusions(model), traces()
     assert list(fusions(model[0])) == shifted(found, taken="0.")
@@ -62,7 +62,7 @@ def test_the_rows_of_all_modules_are_translated_once(monkeypatch):
     assert len(translated) == 2
 
 
-def test_what_has_changed_since_is_told_without_a_trace(traces):
+def test_later_changes_are_reported_without_a_trace(traces):
     model = fuse(swapped(nn.Sequential(Block(), Block(), Block(), Block())))
     before = traces()
     model[0].scale = 2.0
@@ -84,7 +84,7 @@ def test_what_has_changed_since_is_told_without_a_trace(traces):
     assert all(row.label for row in fusions(fuse(model)) if row.path != "2.down.0")
 
 
-def test_what_a_later_call_cannot_fuse_is_no_longer_fused():
+def test_a_block_that_a_second_fuse_cannot_fuse_is_no_longer_fused():
     model = fuse(swapped(nn.Sequential(Block(), Block())))
     model[0].act = nn.Tanh()
     model[0].bn2 = nn.Identity()
@@ -92,7 +92,7 @@ def test_what_a_later_call_cannot_fuse_is_no_longer_fused():
 
 
 class Toy(TargetVarianceNorm):
-    """A norm of which `normplug._fuse` knows nothing."""
+    """A norm that `normplug._fuse` knows nothing about."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class Toy(TargetVarianceNorm):
 
 
 class Declared(Toy):
-    """One that says what can be fused with it."""
+    """A norm that declares what can be fused with it."""
 
     forward = Toy.forward
 
@@ -143,7 +143,7 @@ class Sum(Around):
 
 
 class SumByName(Around):
-    """Not traced, since it takes arguments by name."""
+    """Not traced, since its forward takes keyword arguments."""
 
     def forward(self, x, **options):
         total = x + x
@@ -176,7 +176,7 @@ class AddedBefore(Around):
         (lambda: Around(LayerNorm(8)), FROM_OUTSIDE),
     ],
 )
-def test_what_a_class_does_not_declare_is_not_fused_and_the_reason_is_told(make, why):
+def test_what_a_class_does_not_declare_is_not_fused_and_the_reason_is_given(make, why):
     with pytest.warns(UserWarning, match=rf"not fused: 1 \({why}\)"):
         fuse(make())
 

@@ -1,4 +1,4 @@
-"""Fused modules that have changed since: they run as they are written."""
+"""Fused modules that are changed after `fuse` run as they are written."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ def hooked(module):
     module.register_forward_hook(lambda module, args, y: y * 2)
 
 
-# What may happen to the pooling of a fused stem, and what it then does: as unfused, and by what.
+# Changes to the pooling of a fused stem, and what the norm's call then still computes.
 POOL_CHANGES = {
     "another kernel": (lambda pool: setattr(pool, "kernel_size", (3, 2)), "relu, max pool"),
     "no stride": (lambda pool: setattr(pool, "stride", None), "relu, max pool"),
@@ -40,7 +40,7 @@ POOL_CHANGES = {
 
 
 @pytest.mark.parametrize("change", POOL_CHANGES)
-def test_a_pooling_that_has_changed_is_called_as_it_is(change, calls):
+def test_a_changed_pooling_computes_what_it_would_unfused(change, calls):
     layers = nn.Sequential(nn.BatchNorm2d(8), nn.Identity(), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     model, plain = twins(layers)
     changed, call = POOL_CHANGES[change]
@@ -48,7 +48,7 @@ def test_a_pooling_that_has_changed_is_called_as_it_is(change, calls):
     assert calls == [call]
 
 
-def test_a_pooling_that_gives_its_indices_now_gives_them():
+def test_a_pooling_that_is_set_to_return_indices_returns_them():
     model = fuse(swapped(nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))))
     expected = model(X)
     model[2].return_indices = True
@@ -66,26 +66,26 @@ def test_a_pooling_that_gives_its_indices_now_gives_them():
         lambda model: setattr(model, "conv", nn.Conv2d(8, 8, 1, dtype=torch.double)),
     ],
 )
-def test_a_convolution_that_has_changed_is_called_as_it_is(change, calls):
+def test_a_changed_convolution_is_called_unfused(change, calls):
     assert_same_after(change, *twins(Depthwise()))
     assert calls == []
 
 
-# What may happen to a fused block afterwards: it must go on as an unfused one would.
+# Changes to a fused block, after which it must behave like an unfused one.
 CHANGES = {
     "another child": lambda m: setattr(m, "bn1", nn.Identity()),
-    "no child": lambda m: setattr(m, "down", None),
-    "a child that was none": lambda m: setattr(m, "down", nn.Conv2d(8, 8, 1).double()),
-    "a child behind torch's back": lambda m: m._modules.__setitem__("act", nn.Tanh()),
+    "a child set to None": lambda m: setattr(m, "down", None),
+    "a child that was None": lambda m: setattr(m, "down", nn.Conv2d(8, 8, 1).double()),
+    "a child replaced in _modules": lambda m: m._modules.__setitem__("act", nn.Tanh()),
     "another constant": lambda m: setattr(m, "scale", 0.5),
-    "a stock norm": lambda m: [unswap(m.bn1), unswap(m.bn2)],
-    "a method of the instance": lambda m: setattr(m, "forward", partial(Block.forward, m)),
+    "unswapped norms": lambda m: [unswap(m.bn1), unswap(m.bn2)],
+    "a forward set on the instance": lambda m: setattr(m, "forward", partial(Block.forward, m)),
 }
 
 
 @pytest.mark.parametrize("down", [None, nn.Conv2d(8, 8, 1)])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_block_that_has_changed_runs_as_it_was_written(change, down, calls):
+def test_a_changed_block_runs_as_it_is_written(change, down, calls):
     assert_same_after(CHANGES[change], *twins(Block(down=copy.deepcopy(down))))
 
 
@@ -102,10 +102,10 @@ def half(act=None):
     return swapped(Half(act=act))
 
 
-# What may happen to a fused model whose modules lie deep in containers.
+# Changes to a fused model whose modules are nested deep in containers.
 DEEP_CHANGES = {
     "replaced by another class": lambda m: m.stages[0].__setitem__(1, nn.Tanh()),
-    "replaced by its class": lambda m: m.stages[0].__setitem__(1, half(nn.GELU())),
+    "replaced by one with GELU": lambda m: m.stages[0].__setitem__(1, half(nn.GELU())),
     "replaced by an equal one": lambda m: m.stages[0].__setitem__(1, half()),
     "appended": lambda m: m.stages[1].append(half()),
     "appended to an empty list": lambda m: m.extra.append(nn.Sigmoid()),
@@ -121,8 +121,8 @@ DEEP_CHANGES = {
     "a dict reordered": lambda m: m.heads.update({"a": m.heads.pop("a")}),
     "a dict's entry replaced": lambda m: m.heads.update({"b": nn.Sigmoid()}),
     "containers of another class": lambda m: setattr(m, "tail", nn.ModuleList(m.tail)),
-    "the slice": lambda m: setattr(m, "start", 2),
-    "inside the slice": lambda m: m.tail.append(nn.Sigmoid()),
+    "another slice": lambda m: setattr(m, "start", 2),
+    "appended inside the slice": lambda m: m.tail.append(nn.Sigmoid()),
     "another child": lambda m: setattr(m.stages[0][1], "act", nn.GELU()),
     "another child of a child": lambda m: m.tail[1].inner.append(nn.Sigmoid()),
     "another attribute": lambda m: setattr(m.stages[0][1], "scale", 2),
@@ -131,7 +131,7 @@ DEEP_CHANGES = {
     "a hook": lambda m: hooked(m.stages[0][1]),
     "a hook in a dict": lambda m: hooked(m.heads["a"]),
     "a hook on a child": lambda m: hooked(m.stages[1][0].norm),
-    "a forward of the instance": lambda m: setattr(m.stages[0][1], "forward", torch.tanh),
+    "a forward set on the instance": lambda m: setattr(m.stages[0][1], "forward", torch.tanh),
     "another class": lambda m: setattr(m.stages[0][1], "__class__", Doubled),
     "compiled": lambda m: m.stages[0][1].compile(backend="eager"),
 }
@@ -139,7 +139,7 @@ DEEP_CHANGES = {
 
 @pytest.mark.parametrize("change", DEEP_CHANGES)
 @pytest.mark.parametrize("how", ["fused", "copied", "pickled"])
-def test_a_module_deep_inside_that_has_changed_runs_as_it_was_written(how, change, calls):
+def test_a_changed_module_deep_inside_runs_as_it_is_written(how, change, calls):
     model, plain = twins(Nested())
     if how != "fused":
         model = copy.deepcopy(model) if how == "copied" else pickle.loads(pickle.dumps(model))
@@ -149,14 +149,14 @@ def test_a_module_deep_inside_that_has_changed_runs_as_it_was_written(how, chang
     torch.compiler.reset()
 
 
-def test_a_missing_key_is_an_error_as_it_was():
+def test_a_missing_key_is_an_error_as_when_unfused():
     model = fuse(swapped(Nested()))
     renamed(model.heads, b="d")
     with pytest.raises(KeyError, match="b"):
         model(X)
 
 
-# Attributes that change what an activation computes, and those that do not.
+# Attributes of activations, and the calls that stay fused when they change.
 SETTINGS = {
     "gelu": (nn.GELU, "approximate", "tanh", []),
     "relu6, upper": (nn.ReLU6, "max_val", 1.0, []),
@@ -180,11 +180,11 @@ def test_an_activation_computes_what_its_attributes_say(setting, when, calls):
     model, plain = twins(layers)
     setattr(model[1], name, value)
     setattr(plain[1], name, value)
-    assert_same_step(model, plain, 9 * X)  # past every bound
+    assert_same_step(model, plain, 9 * X)  # beyond every activation's bounds
     assert calls == expected
 
 
-def test_a_method_that_was_patched_on_the_class_is_called(monkeypatch):
+def test_a_forward_that_was_patched_on_the_class_is_called(monkeypatch):
     model = fuse(swapped(Block()))
     monkeypatch.setattr(Block, "forward", lambda self, x: x * 2)
     assert torch.equal(model(X), X * 2)
@@ -206,7 +206,7 @@ def test_hooks_on_norms_and_activations_run(name, kind, calls):
     assert calls == ["relu", "add, relu"]
 
 
-def test_hooks_on_all_modules_run(calls):
+def test_global_module_hooks_run(calls):
     model, seen = fuse(swapped(Block())), []
     with nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m)):
         outcome(model, X)
@@ -214,7 +214,7 @@ def test_hooks_on_all_modules_run(calls):
     assert model.bn1 in seen
 
 
-def test_a_norm_that_is_measured_is_measured_as_before():
+def test_a_probe_on_a_fused_norm_measures_as_when_unfused():
     model, plain = twins(Block())
     assert_same_after(lambda block: setattr(block.bn1, "_probe", torch.zeros(4)), model, plain)
     assert model.bn1._probe[1] > 0

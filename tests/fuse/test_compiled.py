@@ -23,13 +23,13 @@ from fuse_cases import (
 )
 from normplug import fuse
 
-BOTH = [False, pytest.param(True, marks=routes.NEEDS_RECOMPUTE)]
+WITH_AND_WITHOUT_RECOMPUTE = [False, pytest.param(True, marks=routes.NEEDS_RECOMPUTE)]
 
 
-@pytest.mark.parametrize("anew", BOTH)
-def test_compiled_in_one_graph(anew, calls):
+@pytest.mark.parametrize("recompute", WITH_AND_WITHOUT_RECOMPUTE)
+def test_a_fused_model_compiles_to_one_graph(recompute, calls):
     for model, x in ((nn.Sequential(Block(), Block()), X), (Encoder(), ROWS)):
-        model, plain = twins(model, recompute=anew)
+        model, plain = twins(model, recompute=recompute)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         for training in (True, False):
             calls.clear()
@@ -38,9 +38,9 @@ def test_compiled_in_one_graph(anew, calls):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("anew", BOTH)
-def test_traced_exported_and_scripted_as_the_unfused_model(anew):
-    model, plain = twins(Block().eval(), recompute=anew)
+@pytest.mark.parametrize("recompute", WITH_AND_WITHOUT_RECOMPUTE)
+def test_exported_traced_and_mapped_like_the_unfused_model(recompute):
+    model, plain = twins(Block().eval(), recompute=recompute)
     expected = plain(X)
     assert torch.equal(torch.export.export(model, (X,)).module()(X), expected)
     assert torch.equal(torch.fx.symbolic_trace(model)(X), expected)
@@ -50,7 +50,7 @@ def test_traced_exported_and_scripted_as_the_unfused_model(anew):
 
 
 def operators_for_a_compiler(model, x):
-    """How many operators of ours a compiler finds in the graph of `model(x)`."""
+    """Count normplug's operators in the graph that a compiler gets for `model(x)`."""
     operators = []
 
     def look(graph_module, inputs):
@@ -79,21 +79,21 @@ def test_a_compiler_gets_an_operator_for_a_norm_that_adds_a_bias(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_compiler_gets_an_operator_for_a_norm_over_innermost_channels(monkeypatch):
+def test_a_compiler_gets_an_operator_for_a_norm_of_channels_last_images(monkeypatch):
     images = torch.randn(2, 8, 64, 64, device="cuda")
     model = swapped(nn.Sequential(layer_norm_2d())).float().cuda()
-    innermost = images.to(memory_format=torch.channels_last)
-    assert operators_for_a_compiler(model, innermost) == 0  # small
+    channels_last = images.to(memory_format=torch.channels_last)
+    assert operators_for_a_compiler(model, channels_last) == 0  # small
     routes.use_operators_for_small_inputs(monkeypatch)
-    assert operators_for_a_compiler(model, innermost[:1]) == 1
-    assert operators_for_a_compiler(model, images[:1]) == 0  # channels apart
-    rows = swapped(nn.Sequential(nn.LayerNorm(8))).float().cuda()
-    assert operators_for_a_compiler(rows, innermost.permute(0, 2, 3, 1)) == 0  # not said to be
+    assert operators_for_a_compiler(model, channels_last[:1]) == 1
+    assert operators_for_a_compiler(model, images[:1]) == 0  # channels are not contiguous
+    rows = swapped(nn.Sequential(nn.LayerNorm(8))).float().cuda()  # an ordinary LayerNorm
+    assert operators_for_a_compiler(rows, channels_last.permute(0, 2, 3, 1)) == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_compiled_with_operators_for_its_layer_norms_as_close_to_float64(
+def test_compiled_layer_norm_operators_are_as_close_to_float64_as_unfused(
     memory_format, monkeypatch
 ):
     routes.use_operators_for_small_inputs(monkeypatch)
@@ -106,5 +106,5 @@ def test_compiled_with_operators_for_its_layer_norms_as_close_to_float64(
     theirs = outcome(theirs, x)
     for name, value in outcome(ours, x).items():
         if value.is_floating_point():
-            # Sums that cancel are wrong by what the order of their terms makes of it.
+            # The error of sums that cancel depends on the order of their terms.
             assert_no_worse(name, value, theirs[name], truth[name], spare=1e-4)

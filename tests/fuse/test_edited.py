@@ -1,4 +1,4 @@
-"""Additions and norms that are one call in a forward that cannot be traced."""
+"""Norms are fused with the addition before them by editing forwards that cannot be traced."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ from zoo.check import observe
 
 
 class Mix(nn.Module):
-    """In the place of attention: takes arguments by name and returns a tuple."""
+    """Stands in for attention: takes keyword arguments and returns a tuple."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Mix(nn.Module):
 
 
 class PreNorm(nn.Module):
-    """A block as a language model's, with an optional second input between sum and norm."""
+    """A language model's block, with an optional second input between the sum and the norm."""
 
     def __init__(self, norm=nn.LayerNorm):
         super().__init__()
@@ -51,7 +51,7 @@ class PreNorm(nn.Module):
 
 
 class Caller(nn.Module):
-    """Calls blocks with arguments by name."""
+    """Calls its blocks with keyword arguments."""
 
     def __init__(self, *blocks, **options):
         super().__init__()
@@ -67,7 +67,7 @@ OPTIONS = {"none": {}, "mask": {"mask": torch.tensor(0.5)}, "context": {"context
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_block_with_keyword_arguments_and_a_tuple_is_fused(options, calls, traces):
+def test_a_block_that_takes_keyword_arguments_and_returns_a_tuple_is_fused(options, calls, traces):
     model, plain = twins(Caller(PreNorm(), PreNorm(nn.RMSNorm), **options))
     found = {row.path: (row.label, row.note) for row in fusions(model)}
     left = f"PreNorm: {FROM_OUTSIDE}"
@@ -81,7 +81,7 @@ def test_a_block_with_keyword_arguments_and_a_tuple_is_fused(options, calls, tra
 
 
 class Statements(Parts):
-    """Each method is a forward with statements that are edited, or left."""
+    """Each method is a forward whose statements are edited, or left alone."""
 
     scale = property(lambda self: 2.0)
 
@@ -99,7 +99,7 @@ class Statements(Parts):
         x = x + self.line(self.norm(x))
         return self.line(x)
 
-    def chosen(self, x, **options):
+    def branches(self, x, **options):
         total = x + self.line(x)
         if options is not None and self.flag:
             y = self.norm(total)
@@ -107,7 +107,7 @@ class Statements(Parts):
             y = self.second(total)
         return total * y
 
-    def crossed(self, x, other=None, **options):
+    def optional_branch(self, x, other=None, **options):
         x = self.line(x) + x
         if other is not None:
             residual = x
@@ -118,7 +118,7 @@ class Statements(Parts):
         x = self.norm(x)
         return self.line(x)
 
-    def attempt(self, x, **options):
+    def try_clause(self, x, **options):
         total = x + self.line(x)
         try:
             return self.norm(total)
@@ -143,12 +143,12 @@ class Statements(Parts):
         total = x + self.line(x)
         return self.scale * self.norm(total)
 
-    def another(self, x, **options):
+    def reassigned(self, x, **options):
         total = x + self.line(x)
         total = x
         return self.norm(total)
 
-    def test_of_the_sum(self, x, **options):
+    def sum_in_a_condition(self, x, **options):
         total = x + self.line(x)
         if total is not None:
             return self.norm(total)
@@ -157,7 +157,7 @@ class Statements(Parts):
     def constant(self, x, **options):
         return self.norm(1.0 + self.line(x))
 
-    def by_name(self, x, **options):
+    def keyword_argument(self, x, **options):
         return self.norm(input=x + self.line(x))
 
     def inside_a_function(self, x, **options):
@@ -171,18 +171,18 @@ class Statements(Parts):
         return module.norm(x + self(x))
 
 
-EDITED = {"nested": 1, "annotated": 1, "chained": 1, "chosen": 1, "crossed": 1}
-# Why the norm of each is left.
+EDITED = {"nested": 1, "annotated": 1, "chained": 1, "branches": 1, "optional_branch": 1}
+# Why each norm is left unfused.
 LEFT = {
-    "attempt": "not right after the addition before it",
+    "try_clause": "not right after the addition before it",
     "in_place": "the addition before it is in place",
     "changed_between": "total.mul_ comes between the addition and it",
     "read_first": "not right after the addition before it",
     "property_first": "not right after the addition before it",
-    "another": FROM_OUTSIDE,
-    "test_of_the_sum": "not right after the addition before it",
+    "reassigned": FROM_OUTSIDE,
+    "sum_in_a_condition": "not right after the addition before it",
     "constant": "no addition comes right before it",
-    "by_name": "not called with one tensor",
+    "keyword_argument": "not called with one tensor",
     "inside_a_function": "its forward passes self to another function",
     "other_self": "its forward takes *args or **kwargs",
 }
@@ -194,14 +194,14 @@ def statements(name):
 
 
 @pytest.mark.parametrize("name", EDITED)
-def test_statements_are_edited_where_the_order_does_not_matter(name, calls):
+def test_a_statement_is_edited_if_the_order_of_evaluation_does_not_matter(name, calls):
     model, plain = twins(statements(name))
     assert_same_step(model, plain, ROWS)
     assert calls == ["add before"] * EDITED[name]
 
 
-def test_a_sum_may_have_one_norm_or_another(calls):
-    model, plain = twins(statements("crossed"))
+def test_either_of_two_norms_may_follow_a_sum(calls):
+    model, plain = twins(statements("optional_branch"))
     assert [row.label for row in fusions(model)] == ["add before it"] * 2
     assert_same_step(model, plain, ROWS, ROWS)
     assert calls == ["add before"] * 2
@@ -210,12 +210,12 @@ def test_a_sum_may_have_one_norm_or_another(calls):
     calls.clear()
     assert_same_step(model, plain, ROWS)
     assert calls == []
-    model = fuse(swapped(statements("chosen")))
+    model = fuse(swapped(statements("branches")))
     assert [row.label for row in fusions(model)] == ["add before it", None]
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_statements_are_left_where_it_may(name, calls):
+def test_other_statements_are_left_and_the_reason_is_given(name, calls):
     with pytest.warns(UserWarning, match="nothing to fuse"):
         model, plain = twins(statements(name))
     notes = {row.path: row.note for row in fusions(model)}
@@ -272,7 +272,7 @@ def test_decorators_stay_around_an_edited_forward(calls):
         fuse(swapped(Hidden(norm=nn.LayerNorm(8), line=nn.Linear(8, 8))))
 
 
-def test_a_forward_that_its_source_does_not_tell_is_left():
+def test_a_forward_whose_code_differs_from_its_source_is_left():
     model = statements("nested")
     forward = type(model).forward
     code = forward.__code__.replace(co_consts=(*forward.__code__.co_consts, 2.0))
@@ -289,7 +289,7 @@ class Masked(Parts):
         return x + self.norm(x)
 
 
-def test_a_trace_that_does_not_stand_for_a_call_gives_way_to_the_edit(calls, traces):
+def test_a_call_that_the_trace_does_not_cover_runs_the_edited_forward(calls, traces):
     model, plain = twins(Masked(norm=nn.LayerNorm(8), line=nn.Linear(8, 8)))
     assert traces() == 1
     mask = torch.ones(3, 1, dtype=torch.double)
@@ -304,28 +304,28 @@ def test_a_trace_that_does_not_stand_for_a_call_gives_way_to_the_edit(calls, tra
     assert [row.label for row in fusions(model)] == ["add before it"]
 
 
-# What may happen to a fused block: whether a sum and its norm are still one call.
+# Changes to a fused block, and whether a sum and its norm are then still fused.
 CHANGES = {
     "nothing": (lambda block: None, True),
     "a hook": (lambda block: block.norm2.register_forward_hook(lambda m, a, y: 2 * y), False),
     "a hook on the block": (lambda block: block.register_forward_hook(lambda m, a, y: y), True),
     "another norm": (lambda block: setattr(block, "norm2", nn.Tanh()), False),
-    "a module of its own": (lambda block: setattr(block, "mlp", nn.Tanh()), True),
-    "measured": (lambda block: setattr(block.norm2, "_probe", torch.zeros(4)), False),
+    "another MLP": (lambda block: setattr(block, "mlp", nn.Tanh()), True),
+    "a probe": (lambda block: setattr(block.norm2, "_probe", torch.zeros(4)), False),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_block_that_has_changed_computes_what_it_would_unfused(change, calls):
+def test_a_changed_block_computes_what_it_would_unfused(change, calls):
     model, plain = twins(Caller(PreNorm()))
-    happen, fused = CHANGES[change]
+    apply, fused = CHANGES[change]
     for each in (model, plain):
-        happen(each.blocks[0])
+        apply(each.blocks[0])
     assert_same_step(model, plain, ROWS)
     assert calls == ["add before"] * fused
 
 
-def test_hooks_on_all_modules_see_the_norm(calls):
+def test_global_module_hooks_see_the_norm(calls):
     model, seen = fuse(swapped(Caller(PreNorm()))), []
     with nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m)):
         outcome(model, ROWS)
@@ -340,7 +340,7 @@ def test_a_forward_that_was_patched_on_the_class_is_called(monkeypatch):
     assert "PreNorm has changed since" in {row.path: row.note for row in fusions(model)}["norm2"]
 
 
-def test_copies_and_pickles_are_edited_as_the_model_is(calls, monkeypatch):
+def test_copies_and_pickles_are_edited_like_the_model(calls, monkeypatch):
     model = fuse(swapped(Caller(PreNorm())))
     pickled = pickle.dumps(model)
     for copied in (copy.deepcopy(model), pickle.loads(pickled)):
@@ -366,7 +366,7 @@ def test_checkpointing_recomputes_an_edited_block(reentrant, calls):
     assert calls == ["add before"] * 2
 
 
-def test_an_edited_block_is_compiled_and_exported_in_one_graph(calls):
+def test_an_edited_block_compiles_and_exports_to_one_graph(calls):
     model, plain = twins(Caller(PreNorm()))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_same_step(compiled, plain, ROWS)
@@ -403,7 +403,7 @@ def test_torchs_transformer_layers_are_fused(norm_first, calls):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_transformer_layer_takes_nested_tensors_as_unfused(calls):
+def test_a_fused_transformer_layer_computes_nested_tensors_unfused(calls):
     model, plain = twins(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval())
     x = torch.nested.nested_tensor([ROWS[0], ROWS[1, :2]])
     with torch.no_grad():
@@ -412,13 +412,13 @@ def test_a_transformer_layer_takes_nested_tensors_as_unfused(calls):
     assert calls == []
 
 
-# How many norms of how many are fused, in models of two layers.
+# How many norms are fused, and of how many, in models of two layers.
 TRANSFORMERS = {"gpt2": (2, 5), "bert": (5, 5), "vit": (2, 5), "distilbert": (5, 5)}
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 @pytest.mark.filterwarnings("ignore")
-def test_blocks_of_transformers_are_fused_and_compute_the_same_bits(name):
+def test_transformers_blocks_are_fused_and_give_the_same_bits(name):
     listed = pytest.importorskip("zoo.transformers_models", exc_type=ImportError).architectures()
     architecture = next(a for a in listed if a.name == name)
     torch.manual_seed(0)

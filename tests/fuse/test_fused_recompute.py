@@ -19,7 +19,7 @@ NEEDS_HOOKS = pytest.mark.skipif(not recompute.AVAILABLE, reason="needs torch 2.
 
 
 @NEEDS_HOOKS
-def test_where_no_kernel_runs_everything_is_kept():
+def test_without_kernels_every_convolution_saves_its_input():
     model = fuse(swapped(nn.Sequential(Block(), Block())), recompute=True)
     plain = fuse(copy.deepcopy(model))
     convolutions = {n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
@@ -27,7 +27,7 @@ def test_where_no_kernel_runs_everything_is_kept():
     assert_same_step(model, plain, X)
 
 
-def test_computing_anew_needs_a_torch_that_tells_of_hooks(monkeypatch):
+def test_recompute_is_refused_if_torch_cannot_report_saved_tensor_hooks(monkeypatch):
     monkeypatch.setattr(recompute, "AVAILABLE", False)
     model = swapped(Block())
     with pytest.raises(NotImplementedError, match="normplug.fuse: recompute needs torch 2.8"):
@@ -41,7 +41,7 @@ def check_same(ours, plain, x, low):
 
 
 def memory_of_a_step(model, x, low):
-    """The bytes that its forward leaves allocated, and the most that it allocates."""
+    """Return the bytes that are held after the forward, and the peak of the whole step."""
     model.zero_grad()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -53,7 +53,7 @@ def memory_of_a_step(model, x, low):
 
 
 def resnet18(memory_format):
-    """A small-image ResNet-18, of which each step on a GPU gives the same bits."""
+    """A ResNet-18 for small images, whose steps on a GPU are reproducible bit for bit."""
     model = torchvision_model("resnet18")
     model.maxpool = nn.Identity()
     return model.to("cuda", memory_format=memory_format)
@@ -62,20 +62,20 @@ def resnet18(memory_format):
 @pytest.mark.gpu
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_what_is_computed_anew_on_the_gpu_is_not_held_and_changes_no_bit(
+def test_recomputed_outputs_are_not_held_on_the_gpu_and_change_no_bit(
     memory_format, low, monkeypatch
 ):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     ours, plain = recompute_cases.twins(resnet18(memory_format))
     x = torch.randn(32, 3, 32, 32, device="cuda").contiguous(memory_format=memory_format)
     check_same(ours, plain, x, low)
-    anew = [n for n, m in plain.named_modules() if isinstance(m, nn.Conv2d) and "conv2" in n]
+    recomputed = [n for n, m in plain.named_modules() if isinstance(m, nn.Conv2d) and "conv2" in n]
     every = recompute_cases.kept(plain, x, low)
-    assert every - recompute_cases.kept(ours, x, low) >= set(anew)
+    assert every - recompute_cases.kept(ours, x, low) >= set(recomputed)
     dropped = []
     handles = [
         plain.get_submodule(n).register_forward_pre_hook(lambda m, a: dropped.append(a[0].nbytes))
-        for n in anew
+        for n in recomputed
     ]
     held, peak = memory_of_a_step(plain, x, low)
     our_held, our_peak = memory_of_a_step(ours, x, low)
@@ -88,15 +88,15 @@ def test_what_is_computed_anew_on_the_gpu_is_not_held_and_changes_no_bit(
 @pytest.mark.gpu
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_every_second_blocks_result_is_computed_anew_on_the_gpu(memory_format, low, monkeypatch):
+def test_every_second_blocks_output_is_recomputed_on_the_gpu(memory_format, low, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     blocks = nn.Sequential(*(recompute_cases.Residual(width=64) for _ in range(4)))
     ours, plain = recompute_cases.twins(blocks.to("cuda", memory_format=memory_format))
     x = torch.randn(8, 64, 28, 28, device="cuda").contiguous(memory_format=memory_format)
     check_same(ours, plain, x, low)
     if low is None:
-        anew = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
-        assert anew == {"1.conv1", "3.conv1", *(f"{i}.conv2" for i in range(4))}
+        recomputed = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
+        assert recomputed == {"1.conv1", "3.conv1", *(f"{i}.conv2" for i in range(4))}
 
 
 @pytest.mark.gpu
@@ -104,23 +104,23 @@ def test_every_second_blocks_result_is_computed_anew_on_the_gpu(memory_format, l
 @pytest.mark.parametrize(
     "make", [recompute_cases.Feed, recompute_cases.FeedByName, recompute_cases.Attend]
 )
-def test_a_layer_norms_result_that_is_computed_anew_on_the_gpu_changes_no_bit(make, low):
+def test_recomputing_a_layer_norms_output_on_the_gpu_changes_no_bit(make, low):
     ours, plain = recompute_cases.twins(make(256).cuda())
     x = torch.randn(16, 100, 256, device="cuda")
-    with sdpa_kernel(SDPBackend.MATH):  # the others may add in any order
+    with sdpa_kernel(SDPBackend.MATH):  # other backends may sum in any order
         check_same(ours, plain, x, low)
     held, our_held = (memory_of_a_step(model, x, low)[0] for model in (plain, ours))
-    result_bytes = x.numel() * (4 if low is None else 2)
-    assert held - our_held >= result_bytes
+    output_bytes = x.numel() * (4 if low is None else 2)
+    assert held - our_held >= output_bytes
     if low is None and issubclass(make, recompute_cases.Feed):
-        anew = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
-        assert anew == {"mlp.0"}
+        recomputed = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
+        assert recomputed == {"mlp.0"}
 
 
 @pytest.mark.gpu
 # A graph is captured on a stream of its own, and gradients then accumulate on another.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-def test_a_graph_computes_anew_at_each_replay(monkeypatch):
+def test_a_cuda_graph_recomputes_at_each_replay(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     layers = recompute_cases.convolutions(nn.ReLU(), nn.GELU(), width=32)
     ours, plain = recompute_cases.twins(layers.cuda())

@@ -1,4 +1,4 @@
-"""Fused models next to unfused ones: the same numbers and modules."""
+"""Fused models compute what unfused ones do, and keep their modules."""
 
 import copy
 import gc
@@ -65,7 +65,7 @@ POOLED = {
     "resnet18": ("bn1", ""),
     "resnext50": ("bn1", ""),
     "densenet121": ("features.norm0", "features"),
-    "shufflenet": ("conv1.1", ""),  # the pooling is outside of the block that has the norm
+    "shufflenet": ("conv1.1", ""),  # the pooling is outside the block that has the norm
 }
 
 
@@ -79,7 +79,7 @@ def test_the_max_pooling_of_a_stem_is_fused_with_its_norm(name, calls):
 
 
 @pytest.mark.parametrize(("name", "count"), [("resnet18", 17), ("resnet26t", 27)])
-def test_blocks_of_timm_are_fused(name, count):
+def test_timm_blocks_are_fused(name, count):
     timm = pytest.importorskip("timm")
     model, plain = twins(timm.create_model(name, num_classes=3))
     assert sum(row.label is not None for row in fusions(model)) == count
@@ -87,7 +87,7 @@ def test_blocks_of_timm_are_fused(name, count):
     assert_same_step(model, plain, torch.randn(2, 3, 32, 32, dtype=torch.double))
 
 
-def test_names_parameters_and_an_optimizer_from_before_stay():
+def test_names_parameters_and_an_existing_optimizer_stay_valid():
     model = swapped(nn.Sequential(Block(), Block()))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     plain = copy.deepcopy(model)
@@ -107,7 +107,7 @@ def test_names_parameters_and_an_optimizer_from_before_stay():
     assert_same_step(plain, model, X)
 
 
-def test_a_fused_model_is_freed_as_soon_as_it_is_let_go():
+def test_a_fused_model_is_freed_without_the_garbage_collector():
     model = fuse(swapped(Encoder()))
     gone = [weakref.ref(m) for m in model.modules()]
     gc.collect()
@@ -119,7 +119,7 @@ def test_a_fused_model_is_freed_as_soon_as_it_is_let_go():
         gc.enable()
 
 
-def test_other_threads_run_while_models_are_fused_copied_and_checked():
+def test_models_run_in_threads_while_others_are_fused_copied_and_checked():
     stock = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), Block()).double()
     inside = swapped(nn.Sequential(Block(), Nested()))
     models = [stock.eval(), copy.deepcopy(inside).eval(), fuse(inside).eval()]
@@ -179,7 +179,7 @@ def test_unswap_unfuses_first_and_swapped_leaves_nothing_fused():
 
 
 @pytest.mark.parametrize("undo", [unfuse, unswap])
-def test_a_fused_block_with_a_forward_of_its_own_is_not_undone(undo):
+def test_a_fused_block_whose_forward_was_replaced_is_not_undone(undo):
     model = fuse(swapped(Block()))
     model.forward = partial(type(model).forward, model)
     with pytest.raises(ValueError, match="the forward of .the model itself., which is fused"):
@@ -190,7 +190,7 @@ def test_a_fused_block_with_a_forward_of_its_own_is_not_undone(undo):
     assert type(undo(model)) is Block
 
 
-def test_checkpointing_recomputes_the_same():
+def test_checkpointing_a_fused_block_changes_no_result():
     class Checkpointed(Parts):
         def forward(self, x):
             return checkpoint(self.block, x, use_reentrant=False)
@@ -200,7 +200,7 @@ def test_checkpointing_recomputes_the_same():
     assert_same_step(model, plain, X)
 
 
-def test_channels_last_stays():
+def test_a_fused_model_keeps_channels_last():
     model, plain = twins(nn.Sequential(Block(), Block()).to(memory_format=torch.channels_last))
     x = X.to(memory_format=torch.channels_last)
     assert model(x).is_contiguous(memory_format=torch.channels_last)
@@ -217,7 +217,7 @@ def test_an_addition_before_an_rms_norm_is_fused_with_it(calls):
     assert calls == ["add before"]
 
 
-def test_float32_is_as_close_to_float64_as_unfused():
+def test_a_fused_model_in_float32_is_as_close_to_float64_as_unfused():
     exact = swapped(nn.Sequential(Block(), Block(), nn.Flatten(2), PreNorm(25)))
     plain = copy.deepcopy(exact).float()
     fused = fuse(copy.deepcopy(plain))
@@ -227,7 +227,7 @@ def test_float32_is_as_close_to_float64_as_unfused():
             assert_no_worse(name, value, theirs[name], truth[name])
 
 
-def test_under_distributed_data_parallel():
+def test_a_fused_model_trains_under_distributed_data_parallel():
     model, plain = twins(Block())
     with process_group():
         assert_same_step(nn.parallel.DistributedDataParallel(model), plain, X)
@@ -237,7 +237,7 @@ def test_under_distributed_data_parallel():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_fused_activation_is_not_kept_and_a_residual_costs_a_bit(memory_format):
+def test_a_fused_activation_is_not_saved_and_a_residual_costs_one_bit_per_value(memory_format):
     check_saved_bytes(memory_format, "cuda")
 
 

@@ -33,7 +33,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "torch.save", f"pickle {pickle.DEFAULT_PROTOCOL}"])
-def test_copies_are_fused_and_stand_by_themselves(how, calls):
+def test_copies_are_fused_and_independent(how, calls):
     model = fuse(swapped(nn.Sequential(Block(), Block())))
     copied = COPIES[how](model)
     assert_same_step(copied, model, X)
@@ -59,7 +59,7 @@ def test_copying_and_loading_do_not_trace(how, traces, calls):
 
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("start", ["block", "act"])
-def test_a_cycle_of_references_is_copied_with_its_fusion(how, start, calls):
+def test_a_reference_cycle_is_copied_with_its_fusion(how, start, calls):
     block = swapped(Block(act=nn.ReLU()))
     vars(block.act)["owner"] = block
     fuse(block)
@@ -73,9 +73,10 @@ def test_a_cycle_of_references_is_copied_with_its_fusion(how, start, calls):
     assert calls == ["relu", "add, relu"]
 
 
-# Where earlier versions had what a pickle names, and how they took a `Fusion` apart.
+# Earlier versions, by the module of the functions that their pickles name: how they reduced a
+# `Fusion`, and the functions' names.
 EARLIER = {
-    # It told of a fused module only whether that recomputes.
+    # It stored only whether a fused module recomputes.
     "normplug.fuse": (lambda _: (bool, (False,)), {fused_class.restore: "_restore"}),
     "normplug._fusion": (
         lambda made: (fusion.load, made.__reduce__()[1][:3]),
@@ -85,7 +86,7 @@ EARLIER = {
 
 
 def earlier(model, version):
-    """A pickle as an earlier version wrote it."""
+    """Pickle a model as an earlier version did."""
     reduce, names = EARLIER[version]
     file = io.BytesIO()
     pickler = pickle.Pickler(file, 0)  # names functions in plain text
@@ -106,7 +107,7 @@ def another_forward(self, x):
     return self.act(2 * y)
 
 
-# What may have changed between a pickle and its load.
+# What may change between pickling and loading.
 OTHER_CODE = {
     "forward": lambda patch: patch.setattr(Block, "forward", another_forward),
     "normplug": lambda patch: patch.setattr(normplug, "__version__", "0"),
@@ -119,7 +120,7 @@ OTHER_CODE = {
 
 
 @pytest.mark.parametrize("change", [*OTHER_CODE, *EARLIER])
-def test_a_pickle_from_other_code_runs_as_that_is_written(change, monkeypatch, calls):
+def test_a_pickle_from_other_code_is_loaded_unfused(change, monkeypatch, calls):
     model = fuse(swapped(Block()))
     if change in OTHER_CODE:
         pickled = pickle.dumps(model)
@@ -142,7 +143,7 @@ class Chosen(Parts):
         return chosen(self.norm(x))
 
 
-def test_a_pickle_from_a_module_with_other_globals_runs_as_it_is_written(monkeypatch):
+def test_a_pickle_is_loaded_unfused_if_a_global_of_its_module_has_changed(monkeypatch):
     pickled = pickle.dumps(fuse(swapped(Chosen(norm=nn.BatchNorm2d(8)))))
     assert fused_modules(pickle.loads(pickled))
     monkeypatch.setitem(globals(), "chosen", F.silu)
@@ -174,9 +175,9 @@ torch.testing.assert_close(model(x), y)
 """
 
 
-def test_a_pickle_is_fused_in_another_process(tmp_path):  # whose strings have other hashes
+def test_a_pickle_is_fused_in_another_process(tmp_path):  # strings hash differently there
     model = fuse(swapped(nn.Sequential(Nested(), Block(), Half()))).eval()
     torch.save((model, X, model(X)), tmp_path / "model.pt")
     done = forked(LOAD, tmp_path / "model.pt", len(fused_modules(model)))
     assert done.returncode == 0, done.stderr
-    assert "normplug.fuse" not in done.stderr  # the logger, which tells of each trace
+    assert "normplug.fuse" not in done.stderr  # the logger, which reports each trace

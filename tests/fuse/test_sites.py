@@ -1,4 +1,4 @@
-"""What is fused, and what is left."""
+"""Which sites are fused, and which are left."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ from normplug._fuse.reasons import FROM_OUTSIDE
 
 
 class Pooled(Parts):
-    """A stem with its pooling as a function."""
+    """A stem whose pooling is a function call."""
 
     def forward(self, x):
         y = F.relu(self.bn(x))
@@ -41,7 +41,7 @@ class Pooled(Parts):
 
 
 @pytest.mark.parametrize("way", ["numbers", "names", "dilated", "method", "indices"])
-def test_max_pooling_may_be_a_function(way, calls):
+def test_a_max_pooling_function_is_fused_unless_dilated_or_with_indices(way, calls):
     model, plain = twins(Pooled(bn=nn.BatchNorm2d(8), way=way, padding=1))
     assert_same_step(model, plain, X)
     assert calls == ["relu" if way in ("dilated", "indices") else "relu, max pool"]
@@ -56,8 +56,8 @@ def test_other_poolings_are_left(calls):
     for pool in (SecondOfTwo(2), nn.AvgPool2d(2), nn.MaxPool2d(2, return_indices=True)):
         model = fuse(swapped(nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), pool)))
         assert [row.label for row in fusions(model)] == ["ReLU"]
-    read_twice = nn.Sequential(nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2))
-    assert [row.label for row in fusions(fuse(swapped(read_twice)))] == ["SiLU"]
+    with_silu = nn.Sequential(nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2))
+    assert [row.label for row in fusions(fuse(swapped(with_silu)))] == ["SiLU"]
 
 
 class Functional(Parts):
@@ -68,7 +68,7 @@ class Functional(Parts):
 
 
 @pytest.mark.parametrize("mode", ["golden", "standard", 0.5])
-def test_functions_and_methods_are_fused_as_modules_are(mode, calls):
+def test_functions_and_methods_are_fused_like_modules(mode, calls):
     model, plain = twins(Functional(bn=nn.BatchNorm2d(8), other=nn.BatchNorm2d(8)), mode)
     assert [row.label for row in fusions(model)] == ["ReLU", "add, ReLU"]
     assert_same_step(model, plain, X)
@@ -102,7 +102,7 @@ def test_the_addition_at_a_blocks_end_is_fused_with_the_next_blocks_norm(calls):
     assert rows["norm"].owner == ""
     assert_same_step(model, plain, ROWS)
     assert calls == ["add before"] * 4
-    # A hook on a block, or a block in evaluation, is nothing that a call past it may miss.
+    # No call may be fused across a block that has a hook, or whose training flag differs.
     seen, other = [], []
     for one, list_ in ((model, seen), (plain, other)):
         one.blocks[1].register_forward_hook(lambda m, args, y, list_=list_: list_.append(y))
@@ -128,7 +128,7 @@ class ReadTwice(Depthwise):
         return y + self.linear(self.norm(y))
 
 
-class CalledAmid(Depthwise):
+class CalledInBetween(Depthwise):
     def forward(self, x):
         y = self.conv(x)
         x = self.norm(x)
@@ -150,7 +150,7 @@ def test_the_bias_of_a_convolution_is_added_by_the_layer_norm_after_it(cls, call
 
 
 class Embedding(Parts):
-    """Patches of an input, and the LayerNorm of each."""
+    """A patch embedding, and the LayerNorm of each patch."""
 
     def forward(self, x):
         return self.norm(torch.permute(self.conv(x), self.order))
@@ -169,7 +169,7 @@ def test_convolutions_of_every_rank_leave_their_bias_to_the_norm(dims, calls):
 OTHERS = [partial(Depthwise, bias=False), partial(Depthwise, shape=(8, 8))]
 
 
-@pytest.mark.parametrize("make", [ChannelsFirst, ReadTwice, CalledAmid, *OTHERS])
+@pytest.mark.parametrize("make", [ChannelsFirst, ReadTwice, CalledInBetween, *OTHERS])
 @pytest.mark.filterwarnings("ignore:normplug.fuse. nothing to fuse")
 def test_other_layer_norms_after_a_convolution_are_left(make, calls):
     model, plain = twins(make())
@@ -194,7 +194,7 @@ def test_integers_may_be_added_before_a_layer_norm():
     assert torch.equal(model(counts, ROWS), model(counts.double(), ROWS))
 
 
-def test_a_residual_of_another_dtype_or_shape_is_added_as_before(calls):
+def test_a_residual_of_another_dtype_or_shape_is_added_unfused(calls):
     class Add(Parts):
         def forward(self, x, residual):
             y = self.bn(self.conv(x))
@@ -205,7 +205,7 @@ def test_a_residual_of_another_dtype_or_shape_is_added_as_before(calls):
     model, plain = twins(Add(conv=nn.Conv2d(8, 8, 1), act=nn.ReLU(), **norms))
     for residual in (X.float(), X[:1], X[:, :, :1, :1]):
         assert_same_step(model, plain, X, residual)
-    assert calls == ["add before"]  # of the first, whose shape is that of the sum
+    assert calls == ["add before"]  # the first, which has the shape of the sum
     model.float(), plain.float()
     low = X.float(), X.double()
     assert torch.equal(model(*low), plain(*low))
@@ -266,7 +266,7 @@ def test_a_value_that_changes_between_norm_and_addition_is_not_read_late():
             assert torch.equal(model(x), plain(x))
 
 
-def test_a_norm_that_is_called_twice_or_read_twice_is_left():
+def test_a_norm_that_is_called_twice_or_whose_output_is_read_twice_is_left():
     class Twice(Parts):
         def forward(self, x):
             return self.act(self.norm(self.act(self.norm(x) + x)) + x)
@@ -282,7 +282,7 @@ def test_a_norm_that_is_called_twice_or_read_twice_is_left():
             fuse(model)
 
 
-def test_a_norm_that_another_module_calls_amid_keeps_its_order():
+def test_a_norm_that_another_module_calls_in_between_keeps_its_order():
     class Shared(Parts):
         def forward(self, x):
             y = self.norm(self.conv(x))
@@ -296,7 +296,7 @@ def test_a_norm_that_another_module_calls_amid_keeps_its_order():
     assert_same_step(model, plain, X)
 
 
-def test_a_norm_that_only_a_fused_addition_reads_is_called_as_such(monkeypatch):
+def test_a_norm_that_only_a_fused_addition_reads_is_called_with_single(monkeypatch):
     single = []
     fused = normplug.BatchNorm2d.fused
 

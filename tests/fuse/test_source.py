@@ -1,4 +1,4 @@
-"""Which forwards are traced, and that a trace leaves the model alone."""
+"""Which forwards can be traced, and that tracing leaves the model unchanged."""
 
 import ast
 import linecache
@@ -20,7 +20,7 @@ class Functions(Half):
         return F.relu(self.norm(torch.add(self.inner(self.act(x)), x)))
 
 
-def test_a_trace_leaves_the_model_as_it_is():
+def test_a_trace_leaves_the_model_unchanged():
     model = swapped(nn.Sequential(Functions(), Half(), nn.Dropout(), Nested())).eval()
     state = {m: dict(vars(m)) for m in model.modules()}
     methods = {name: vars(nn.Module)[name] for name in ("__call__", "__getattr__")}
@@ -31,12 +31,12 @@ def test_a_trace_leaves_the_model_as_it_is():
         assert {name: vars(nn.Module)[name] for name in methods} == methods
         assert all(vars(m) == before for m, before in state.items())
 
-    class Amid(TorchFunctionMode):
+    class DuringTrace(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             look()
             return func(*args, **(kwargs or {}))
 
-    with Amid():
+    with DuringTrace():
         fusions(model)
     assert looks
     look()
@@ -47,7 +47,7 @@ class Reversed(nn.ModuleList):
         return reversed(list(super().__iter__()))
 
 
-def test_a_container_with_an_order_of_its_own_is_gone_through_in_it(calls):
+def test_a_container_with_its_own_order_of_iteration_is_not_fused(calls):
     nested = Nested()
     nested.stages[0] = Reversed(nested.stages[0])
     model, plain = twins(nested)
@@ -56,8 +56,8 @@ def test_a_container_with_an_order_of_its_own_is_gone_through_in_it(calls):
     assert calls == []
 
 
-def test_a_module_with_two_names_is_called_by_the_one_that_the_forward_used(calls):
-    class Named(Parts):  # of the holder, the forward only calls the convolution
+def test_a_module_with_two_names_is_called_by_the_name_that_the_forward_uses(calls):
+    class Named(Parts):  # conv is in the holder too, which the forward does not call
         def forward(self, x):
             return self.act(self.norm(self.conv(x)))
 
@@ -68,7 +68,7 @@ def test_a_module_with_two_names_is_called_by_the_one_that_the_forward_used(call
     assert calls == ["relu"]
 
 
-def test_other_arguments_than_tensors_run_as_written(calls):
+def test_calls_unlike_the_traced_one_run_as_written(calls):
     class Optional(Parts):
         def forward(self, x, shift=None):
             if shift is not None:
@@ -129,9 +129,9 @@ def multiplied_by(noise):
 
 
 class Untraceable(Parts):
-    """Each method, as a forward, depends on something that a trace would burn in.
+    """Each method, as a forward, depends on something that a trace would bake in.
 
-    An activation right after the norm would be fused without a trace.
+    They add x to the norm's output, since an activation right after it is fused without a trace.
     """
 
     saved = None
@@ -192,7 +192,7 @@ class Untraceable(Parts):
                 x = layer(x)
         return self.act(self.norm(x) + x)
 
-    def hands_on(self, x):
+    def renames_the_norm(self, x):
         norm = self.norm
         return self.act(norm(x) + x)
 
@@ -205,7 +205,7 @@ FORWARDS = [name for name, f in vars(Untraceable).items() if callable(f) and nam
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-def test_what_a_trace_would_burn_in_is_left_with_the_reason(name):
+def test_a_forward_that_a_trace_would_bake_values_into_is_left_with_the_reason(name):
     cls = type("Written", (Untraceable,), {"forward": getattr(Untraceable, name)})
     children = {"norm": nn.BatchNorm2d(8), "act": nn.ReLU(), "list": nn.ModuleList([nn.Identity()])}
     model = swapped(cls(settings={"flag": True}, size=1, **children))

@@ -27,13 +27,13 @@ from normplug.reference import accumulator_dtype  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
-    pytest.mark.skipif(not ahead.KEYED, reason="on this Triton no worker compiles"),
+    pytest.mark.skipif(not ahead.KEYED, reason="workers need Triton 3.5 on Linux"),
 ]
 H100 = GPUTarget("cuda", 90, 32)
 
 
 class Driver:
-    """A GPU that is not there."""
+    """A driver that reports an H100, which need not exist."""
 
     def get_current_target(self):
         return H100
@@ -57,7 +57,7 @@ def _a_gpu_and_an_empty_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def mine():
-    """Workers of this test's own."""
+    """Workers that only this test uses."""
     made = ahead.Ahead()
     yield made
     made.end()
@@ -97,7 +97,7 @@ def done(mine, job):
     return server.states[number] == "done"
 
 
-def test_a_worker_compiles_what_is_found_then(mine):
+def test_a_kernel_that_a_worker_compiled_is_found_in_the_cache(mine):
     job = a_job()
     mine.expect(job)
     assert done(mine, job)
@@ -110,7 +110,7 @@ def test_a_worker_compiles_what_is_found_then(mine):
     assert again.counts == {"here": 0, "workers": 0, "cache": 1}
 
 
-def test_a_worker_knows_a_kernel_by_the_key_that_this_process_has_for_it(mine):
+def test_a_worker_and_this_process_compute_the_same_cache_key(mine):
     jobs = {}  # a forward and a backward, which share functions
     for made in every_kernel(torch.float32):
         jobs.setdefault(made._kernel.__name__, made.job(dtypes_of(made)))
@@ -122,7 +122,7 @@ def test_a_worker_knows_a_kernel_by_the_key_that_this_process_has_for_it(mine):
     assert mine.counts == {"here": 0, "workers": 2, "cache": 0}
 
 
-def test_with_an_empty_cache_no_kernel_is_looked_for(mine, monkeypatch):
+def test_no_kernel_is_looked_up_in_an_empty_cache(mine, monkeypatch):
     monkeypatch.setattr(ahead, "_name", None)
     assert mine.expect(a_job())
     assert done(mine, a_job())
@@ -134,8 +134,10 @@ def test_a_launcher_is_built_once_for_each_signature(mine):
     assert (len(mine._server.states), mine._server._sent) == (2, 3)
 
 
-@pytest.mark.skipif(not hasattr(driver, "make_launcher"), reason="this Triton has one for all")
-def test_a_worker_builds_the_launcher_of_a_kernel(monkeypatch):
+@pytest.mark.skipif(
+    not hasattr(driver, "make_launcher"), reason="this Triton has one launcher for all kernels"
+)
+def test_a_worker_builds_a_kernels_launcher(monkeypatch):
     built = []
 
     def build(src, **options):
@@ -149,7 +151,7 @@ def test_a_worker_builds_the_launcher_of_a_kernel(monkeypatch):
     assert built == [driver.make_launcher({}, job.signature, None)]
 
 
-def test_a_worker_that_has_begun_is_waited_for(mine):
+def test_a_compilation_that_a_worker_has_started_is_waited_for(mine):
     job = a_job()
     mine.expect(job)
     server, number = mine._given[job.key]
@@ -158,7 +160,7 @@ def test_a_worker_that_has_begun_is_waited_for(mine):
     assert mine.counts["workers"] == 1
 
 
-def test_a_job_that_waits_is_done_here(mine):
+def test_a_job_that_no_worker_has_started_is_compiled_by_this_process(mine):
     jobs = [a_job(), a_job(launches.Flags(bias=False))]
     for job in jobs:
         mine.expect(job)
@@ -172,7 +174,7 @@ def test_a_job_that_waits_is_done_here(mine):
 
 
 def every_kernel(dtype):
-    """A launch of each kernel, some of them with numbers of 64 bits."""
+    """A launch of each kernel, some with 64-bit sizes."""
     acc, every = accumulator_dtype(dtype), (True, True, True, False)
     flags = launches.Flags(running=True, activation="relu")
     for n in (64, 1 << 14):
@@ -200,7 +202,7 @@ TRITONS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_a_launch_asks_for_the_kernel_that_triton_makes_of_a_call(dtype, monkeypatch):
+def test_a_job_is_the_kernel_that_triton_compiles_for_the_call(dtype, monkeypatch):
     wanted = []
 
     def hashes(source, options, target=H100):
@@ -235,7 +237,7 @@ def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
     assert not done(mine, broken)
     assert "CompilationError" in capfd.readouterr().err
     mine.settle(broken)
-    mine.expect(job)  # the process that forked it goes on
+    mine.expect(job)  # the process that forked the worker goes on
     assert done(mine, job)
     mine.settle(job)
     assert mine.counts == {"here": 1, "workers": 1, "cache": 0}
@@ -261,20 +263,20 @@ def test_a_job_that_could_not_be_sent_is_sent_the_next_time(mine, monkeypatch):
     assert mine._given[job.key] == (mine._server, 1)  # after the job for its launcher
 
 
-def test_without_its_process_all_is_done_here(mine):
+def test_without_the_server_every_kernel_is_compiled_by_this_process(mine):
     first, second, third = a_job(), a_job(launches.Flags(bias=False)), a_job(launches.Flags())
     mine.expect(first)
     mine._server._process.kill()
     mine._server._process.wait()
     mine.settle(first)
     mine.expect(second)
-    assert mine._off  # it has never done anything
+    assert mine._off  # the server never finished a job, so no other is started
     mine.expect(third)
     mine.settle(second)
     assert mine.counts["here"] == 2
 
 
-def test_a_process_that_cannot_be_started_changes_nothing(mine, monkeypatch):
+def test_if_the_server_cannot_start_this_process_compiles(mine, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     job = a_job()
     mine.expect(job)
@@ -292,26 +294,26 @@ def test_a_process_that_cannot_be_started_changes_nothing(mine, monkeypatch):
         ("LOCAL_WORLD_SIZE", "32", 0),
     ],
 )
-def test_the_environment_says_how_many_workers_there_are(monkeypatch, name, value, most):
+def test_the_environment_sets_the_number_of_workers(monkeypatch, name, value, most):
     monkeypatch.delenv("NORMPLUG_COMPILE_WORKERS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(18))
     monkeypatch.setenv(name, value)
     assert ahead.most_workers() == most
 
 
-def test_none_are_started_where_they_are_turned_off(mine, monkeypatch):
+def test_no_worker_is_started_if_workers_are_turned_off(mine, monkeypatch):
     monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "0")
     mine.expect(a_job())
     assert mine._server is None
 
 
-def test_another_number_of_workers_is_an_error(monkeypatch):
+def test_a_negative_number_of_workers_is_an_error(monkeypatch):
     monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "-1")
     with pytest.raises(ValueError, match="must be a non-negative integer, not '-1'. Set it to 0"):
         ahead.most_workers()
 
 
-def test_a_process_without_jobs_ends_with_the_one_that_started_it(mine):
+def test_end_stops_the_server_at_once(mine):
     mine.expect(a_job())
     process = mine._server._process
     start = time.monotonic()

@@ -1,8 +1,8 @@
-"""The Triton kernels, run on the CPU by Triton's interpreter.
+"""BatchNorm's kernels, run on the CPU by Triton's interpreter.
 
-Triton has to know of it before it is imported, so these tests run in a process of their own: see
-`test_interpreter`. There, backend="triton" takes CPU tensors. The interpreter runs programs one
-after the other, in order, which is why no schedule here may have programs that wait for a later
+The interpreter must be chosen before Triton is imported, so these tests run in a process of their
+own: see `test_interpreter`. There, backend="triton" accepts CPU tensors. The interpreter runs
+programs one after another, in order, so no schedule here may have programs that wait for a later
 one. (A GPU runs them in any order: `test_batch_norm_kernels_gpu`.)
 """
 
@@ -36,7 +36,7 @@ pytestmark = interpreted.MARKS
 
 
 class Setup(NamedTuple):
-    """A tensor, and how it is cut into work."""
+    """A shape, its layout, and a change to the schedule chosen for it."""
 
     shape: tuple[int, ...]
     layout: str
@@ -48,7 +48,7 @@ def as_is(shape):
 
 
 def in_tiles(shape):
-    """Many tiles a channel, the last one partial, written soon after they were read."""
+    """Many tiles per channel, the last one partial, each written soon after it was read."""
     tiles = -(-shape.n * shape.hw // 128)
     return dataclasses.replace(shape, block=128, warps=1, tiles_a_channel=tiles, lag=tiles + 1)
 
@@ -65,7 +65,7 @@ def phased(rows_a_tile, rows_an_item, group=1, head=1):
 
 
 def solo(rows_a_tile):
-    """One program a slab, which reads its rows twice."""
+    """One program per slab, which reads its rows twice."""
 
     def change(shape):
         bt = min(rows_a_tile, 2)
@@ -117,7 +117,7 @@ def prepared(monkeypatch):
     return prepare
 
 
-def test_the_setups_are_the_corners_that_they_are_named_for():
+def test_the_setups_cover_the_corner_cases_in_their_names():
     made = {}
     for name, (shape, layout, change) in {**SETUPS, **MANY_ITEMS}.items():
         n, c, hw = shape[0], shape[1], torch.Size(shape[2:]).numel()
@@ -145,7 +145,7 @@ def test_the_setups_are_the_corners_that_they_are_named_for():
 
 
 @pytest.mark.parametrize("setup", MANY_ITEMS)
-def test_groups_of_slabs_and_merges_in_two_levels(setup, prepared):
+def test_groups_of_slabs_and_merges_in_two_levels_are_accurate(setup, prepared):
     dtype = torch.float64 if setup == "rows, many items" else torch.float32
     assert_accurate(prepared(setup, dtype=dtype, offset=1e3, residual="contiguous"))
 
@@ -157,7 +157,7 @@ def test_every_setup_is_as_close_to_float64_as_torch(setup, options, prepared):
 
 
 @EVERY_SETUP
-def test_offsets_of_64_bits(setup, prepared, monkeypatch):
+def test_64_bit_offsets_are_accurate(setup, prepared, monkeypatch):
     routes.use_64_bit_offsets(monkeypatch)
     assert_accurate(prepared(setup, activation="relu", residual="contiguous"))
 
@@ -169,7 +169,7 @@ RECOMPUTED = [
 
 
 @pytest.mark.parametrize(("setup", "options"), RECOMPUTED, ids=str)
-def test_the_backward_can_recompute_the_result(setup, options, prepared):
+def test_the_backward_can_recompute_the_output(setup, options, prepared):
     case = prepared(setup, **options)
     check_recomputed(dataclasses.replace(case, residual=case.residual and case.layout))
 
@@ -180,7 +180,7 @@ NEEDS = [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual")]
 @SOME_SETUPS
 @pytest.mark.parametrize("needs", NEEDS, ids="+".join)
 @pytest.mark.parametrize(("training", "activation"), [(True, "relu"), (False, "gelu")])
-def test_some_of_the_gradients(setup, needs, training, activation, prepared):
+def test_a_subset_of_the_gradients_can_be_requested(setup, needs, training, activation, prepared):
     options = {"training": training, "activation": activation, "residual": "contiguous"}
     out = assert_accurate(prepared(setup, needs=needs, **options))
     assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
@@ -189,13 +189,13 @@ def test_some_of_the_gradients(setup, needs, training, activation, prepared):
 @pytest.mark.parametrize("shape", [(4, 5, 6, 3), (2, 3, 11, 13)], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
 @pytest.mark.parametrize("other", ["contiguous", "channels_last", "expanded"])
-def test_input_gradient_and_residual_may_have_different_layouts(shape, layout, other):
+def test_the_input_the_gradient_and_the_residual_may_differ_in_layout(shape, layout, other):
     assert_accurate(Case(shape, layout=layout, dy=other, residual="strided", activation="silu"))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("residual", ["contiguous", "channels_last", "expanded"])
-def test_relu_of_a_residual_of_another_layout(layout, residual):
+def test_relu_may_follow_a_residual_of_another_layout(layout, residual):
     assert_accurate(Case((4, 5, 6, 3), layout=layout, residual=residual, activation="relu"))
 
 
@@ -211,12 +211,12 @@ def test_the_output_and_the_gradients_have_the_inputs_layout(shape, layout):
     assert y.stride() == dx.stride() == dresidual.stride() == x.stride()
 
 
-# Sizes of which the last byte of signs is a partial one, in every layout.
+# Sizes whose last byte of sign bits is only partly used, in every layout.
 @pytest.mark.parametrize(
     "shape", [(2, 1), (3, 7), (9, 13), (1, 3, 3, 1), (5, 3, 1, 3), (1, 3, 9, 13)], ids=str
 )
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_the_signs_of_relu_are_kept_for_every_value(shape, layout):
+def test_relus_sign_bits_are_right_for_every_value(shape, layout):
     case = Case(shape, layout=layout, residual=layout, activation="relu", needs=("residual",))
     tensors = make(case)
     out = run(case, tensors, "triton")
@@ -224,7 +224,7 @@ def test_the_signs_of_relu_are_kept_for_every_value(shape, layout):
 
 
 @SOME_SETUPS
-def test_at_the_kink_of_relu_no_gradient_goes_through(setup, prepared):
+def test_relu_passes_no_gradient_at_zero(setup, prepared):
     tensors = make(prepared(setup, affine="bias", residual="contiguous"))
     x, residual = torch.ones_like(tensors.x), torch.zeros_like(tensors.x).requires_grad_()
     bias = torch.zeros_like(tensors.bias).requires_grad_()
@@ -248,7 +248,7 @@ def test_infinity_and_nan_stay_in_their_channel(setup, prepared):
     assert broken["y"][:, 1:3].isnan().all()
     for name, value in broken.items():
         if name in ("dresidual", "dbias", "num_batches_tracked"):
-            continue  # which side of relu nan is on is looked at below
+            continue  # how relu treats nan is checked below
         first = value if value.dim() == 1 else value.movedim(1, 0)
         whole = clean[name] if value.dim() == 1 else clean[name].movedim(1, 0)
         assert torch.equal(first[0], whole[0]), name
@@ -259,7 +259,7 @@ def test_infinity_and_nan_stay_in_their_channel(setup, prepared):
 
 @EVERY_SETUP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_channel_stats(setup, dtype, prepared):
+def test_channel_stats_are_accurate(setup, dtype, prepared):
     x = make(prepared(setup, dtype=dtype, offset=30.0)).x
     mean, var = routes.channel_stats(x)
     assert mean.dtype == var.dtype == reference.accumulator_dtype(dtype)
@@ -270,7 +270,7 @@ def test_channel_stats(setup, dtype, prepared):
     torch.testing.assert_close(var.double(), exact, rtol=10 * tolerance, atol=0)
 
 
-def test_without_gradients_the_results_are_the_same():
+def test_results_are_the_same_without_gradients():
     case = Case((4, 3, 11, 13), residual="contiguous", activation="relu")
     with torch.no_grad():
         bare = run(dataclasses.replace(case, needs=()), make(case), "triton")
@@ -290,7 +290,7 @@ def test_without_gradients_the_results_are_the_same():
     ],
     ids=str,
 )
-def test_derivatives_once_and_twice(shape, activation, training):
+def test_first_and_second_derivatives_are_right(shape, activation, training):
     case = Case(
         shape, torch.float64, training=training, residual="contiguous", activation=activation,
         offset=0.5, running=not training,
@@ -306,7 +306,7 @@ def test_derivatives_once_and_twice(shape, activation, training):
     assert torch.autograd.gradgradcheck(norm, leaves, fast_mode=True)
 
 
-def test_gradients_that_will_be_differentiated_are_those_that_will_not():
+def test_create_graph_does_not_change_the_gradients():
     activations = [None, "relu", "silu", ("leaky_relu", 0.2)]
     for activation, training in itertools.product(activations, [True, False]):
         options = {"training": training, "activation": activation, "residual": "contiguous"}
@@ -321,7 +321,7 @@ def test_gradients_that_will_be_differentiated_are_those_that_will_not():
             torch.testing.assert_close(once, twice)
 
 
-# Parts of a kernel that whole calls reach with large tensors only.
+# Parts of the kernels that whole calls reach only with large tensors.
 
 
 @triton.jit
@@ -372,7 +372,7 @@ def _merge(out_ptr, parts_ptr, items, rows_each, rows, BCH: tl.constexpr, F: tl.
     tl.store(out_ptr + 3 * BCH + places, b)
 
 
-def test_more_items_than_are_merged_at_a_time():
+def test_more_items_than_one_merge_takes_are_merged_right():
     x = torch.randn(33, 8, dtype=torch.double) * 2 + 1e3
     parts = x.split(5)  # the last one is smaller
     moments = [torch.stack([p.mean(0), (p - p.mean(0)).square().sum(0)]) for p in parts]
@@ -382,7 +382,7 @@ def test_more_items_than_are_merged_at_a_time():
     torch.testing.assert_close(out, torch.stack(expected))
 
 
-def test_more_tiles_than_are_merged_at_a_time(prepared, monkeypatch):
+def test_more_tiles_than_one_merge_takes_are_merged_right(prepared, monkeypatch):
     def by_twos(constants):
         assert constants["KP"] > 2
         return {**constants, "KP": 2}
@@ -415,6 +415,6 @@ ANY_CALL = st.builds(
 # Nothing is shrunk: at the interpreter's speed that takes minutes, and the calls are small.
 @given(case=ANY_CALL, full_parameters=st.booleans())
 @settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-def test_any_call(case, full_parameters):
+def test_any_call_is_as_close_to_float64_as_torch(case, full_parameters):
     params = torch.promote_types(case.dtype, torch.float32) if full_parameters else None
     assert_accurate(dataclasses.replace(case, params=params))

@@ -1,4 +1,4 @@
-"""The kernels where they run in parallel: waiting, graphs, streams, compilers, sizes, alignment."""
+"""BatchNorm's kernels on a GPU: waiting, graphs, streams, compilers, sizes, alignment."""
 
 import math
 
@@ -24,7 +24,7 @@ GOLDEN = math.sqrt(normplug.target_variance("golden"))
 @pytest.mark.parametrize(
     "shape", [(257, 33), (32, 33, 14, 15), (4096, 64), (64, 512, 7, 7), (16, 64, 40, 40)], ids=str
 )
-def test_float64_is_torchs_to_its_last_digits(shape, layout, offset):
+def test_float64_matches_torch_to_the_last_digits(shape, layout, offset):
     for training in (True, False):
         case = Case(shape, torch.float64, layout, training=training, offset=offset)
         tensors = kernel_cases.make(case, GPU)
@@ -63,7 +63,7 @@ def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape, layou
     [(5, 3), (1024, 1000), (257, 33, 7, 7), (32, 64, 56, 56), (128, 256, 14, 14), (8, 33, 90, 91)],
     ids=str,
 )
-def test_the_backward_can_recompute_the_result(shape, dtype, layout):
+def test_the_backward_can_recompute_the_output(shape, dtype, layout):
     for activation in (None, "relu", "silu", "gelu", "relu6", "hardswish", ("leaky_relu", 0.2)):
         for residual in (None, layout):
             case = Case(shape, dtype, layout, residual=residual, activation=activation, offset=30.0)
@@ -76,7 +76,7 @@ def test_the_backward_can_recompute_the_result(shape, dtype, layout):
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("shape", [(16, 64, 28, 28), (32, 256, 56, 56)], ids=str)
-def test_a_graph_replays_the_step_and_moves_the_statistics(shape, memory_format):
+def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(shape, memory_format):
     x = torch.randn(shape, device=GPU).bfloat16().contiguous(memory_format=memory_format)
     x.requires_grad_()
     graphed, eager = (normplug.BatchNorm2d(shape[1]).to(GPU) for _ in range(2))
@@ -96,13 +96,13 @@ def test_a_graph_replays_the_step_and_moves_the_statistics(shape, memory_format)
     [((8, 16, 20, 20), "contiguous"), ((8, 16, 6, 6), "channels_last"), ((64, 24), "contiguous")],
     ids=str,
 )
-def test_the_operators_keep_torchs_rules(shape, layout, training, activation):
+def test_the_operators_pass_opcheck(shape, layout, training, activation):
     case = Case(shape, layout=layout, residual=layout, training=training, activation=activation)
     check_operators(case, GPU)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_compiled_in_one_graph_with_other_batch_sizes(layout):
+def test_one_compiled_graph_serves_other_batch_sizes(layout):
     check_compiled((8, 32, 14, 14), layout, None, GPU, "inductor")
 
 
@@ -125,7 +125,7 @@ def test_streams_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_more_than_2_to_the_31_values(memory_format):
+def test_more_than_2_to_the_31_values_are_normalised(memory_format):
     skip_below(gib=24)
     x = torch.randn(700, 8, 640, 640, device=GPU, dtype=torch.bfloat16)
     x = x.contiguous(memory_format=memory_format)
@@ -137,7 +137,7 @@ def test_more_than_2_to_the_31_values(memory_format):
         assert error(y[:, channel], truth) < 5e-3
 
 
-def test_tensors_may_be_unaligned_and_strided_and_dy_have_another_layout():
+def test_tensors_may_be_unaligned_or_strided_and_dy_may_have_another_layout():
     flat = torch.randn(1 + 8 * 16 * 12 * 12, device=GPU).bfloat16()
     strided = torch.randn(8, 16, 12, 24, device=GPU).bfloat16()[..., ::2]
     weight, bias = torch.rand(16, device=GPU) + 0.5, torch.randn(16, device=GPU)
@@ -155,7 +155,7 @@ def test_tensors_may_be_unaligned_and_strided_and_dy_have_another_layout():
             assert error(dx, expected) < 6e-3
 
 
-def test_vmap_goes_to_torch():
+def test_vmap_falls_back_to_torch():
     mean, var = torch.zeros(4, device=GPU), torch.ones(4, device=GPU)
     x = torch.randn(3, 8, 4, device=GPU)
     y = torch.vmap(lambda x: functional.batch_norm(x, mean, var))(x)
@@ -164,7 +164,7 @@ def test_vmap_goes_to_torch():
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_channel_stats_far_from_zero(layout):
+def test_channel_stats_are_accurate_far_from_zero(layout):
     x = kernel_cases.make(Case((64, 48, 30, 30), layout=layout, offset=1e3), GPU).x
     mean, var = functional.channel_stats(x)
     exact = x.double()

@@ -1,6 +1,6 @@
-"""What a call of any norm does where Triton's interpreter runs its kernels: see `test_interpreter`.
+"""Calls of every norm, with kernels in Triton's interpreter: see `test_interpreter`.
 
-Refusals, derivatives, what the backward keeps, and the operators that compilers see.
+Refusals, derivatives, what is saved for the backward, and the operators that compilers see.
 """
 
 import copy
@@ -65,7 +65,7 @@ COUNTED = {
         ),
     ],
 )
-def test_what_the_kernels_cannot_take_is_refused_with_the_reason(call, why):
+def test_backend_triton_refuses_what_the_kernels_cannot_take_with_the_reason(call, why):
     with pytest.raises(NotImplementedError, match=f"backend='triton', but.*{why}"):
         call()
 
@@ -80,14 +80,14 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused_with_the_reason():
     assert refusal((8, 0), torch.bfloat16) is None
 
 
-def test_what_the_kernels_cannot_take_goes_to_torch_by_default():
+def test_what_the_kernels_cannot_take_falls_back_to_torch_by_default():
     for options in ({"weight": STRIDED}, COUNTED):
         assert functional.layer_norm(X, (6,), **options).shape == X.shape
     assert functional.layer_norm(X[:0], (6,)).shape == (0, 6)
 
 
 @NORMS
-def test_lazily_negated_and_zero_tensors_are_read_as_what_they_stand_for(norm):
+def test_lazily_negated_and_zero_gradients_are_read_as_their_values(norm):
     x = X.clone().requires_grad_()
     y = norm(x)
     dy = torch.rand_like(y)
@@ -103,7 +103,7 @@ def test_lazily_negated_and_zero_tensors_are_read_as_what_they_stand_for(norm):
 @NORMS
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_transforms_traces_and_empty_inputs_are_refused_by_name(norm):
+def test_transforms_traces_and_empty_inputs_are_refused_with_the_reason(norm):
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
         torch.func.vmap(norm)(torch.randn(2, 4, 6))
     with (
@@ -115,13 +115,13 @@ def test_transforms_traces_and_empty_inputs_are_refused_by_name(norm):
         norm(X[:0])
     with pytest.raises(NotImplementedError, match="meta"):
         norm(X.to("meta"))
-    # A trace would miss a kernel.
+    # A trace would not record the kernels.
     with pytest.raises(NotImplementedError, match=r"backend='triton', but torch\.jit\.trace"):
         torch.jit.trace(norm, (X,))
 
 
 @pytest.mark.parametrize("norm", [batch_norm, layer_norm])
-def test_changed_inputs_are_noticed_before_the_backward(norm):
+def test_inputs_modified_in_place_before_the_backward_are_detected(norm):
     x, weight = X.clone(), torch.ones(6, requires_grad=True)
     y = norm(x, weight)
     x.add_(1)
@@ -129,7 +129,7 @@ def test_changed_inputs_are_noticed_before_the_backward(norm):
         y.sum().backward()
 
 
-def test_a_changed_total_is_noticed_before_the_backward():
+def test_a_total_modified_in_place_before_the_backward_is_detected():
     weight = torch.ones(6, requires_grad=True)
     y, total = functional.add_layer_norm(X, X, (6,), weight, backend="triton")
     total.add_(1)
@@ -137,7 +137,7 @@ def test_a_changed_total_is_noticed_before_the_backward():
         y.sum().backward()
 
 
-def test_a_total_needs_no_gradient_if_its_parts_need_none():
+def test_the_total_requires_no_gradient_if_its_terms_require_none():
     weight = torch.ones(6, requires_grad=True)
     for backend in ("torch", "triton"):
         y, total = functional.add_layer_norm(X, X, (6,), weight, backend=backend)
@@ -145,7 +145,7 @@ def test_a_total_needs_no_gradient_if_its_parts_need_none():
         assert not total.requires_grad
 
 
-# What the backward keeps.
+# What is saved for the backward.
 
 
 @pytest.mark.parametrize(
@@ -153,33 +153,33 @@ def test_a_total_needs_no_gradient_if_its_parts_need_none():
     [("relu", None, 0), (None, "contiguous", 0), ("relu", "contiguous", 1)],
 )
 @pytest.mark.parametrize("shape", [(64, 16), (8, 8, 4, 8), (4, 3, 16, 16)], ids=str)
-def test_the_backward_of_batch_norm_keeps_the_input_and_a_bit_a_value_for_relu_of_a_residual(
+def test_batch_norm_saves_its_input_and_for_relu_with_a_residual_one_bit_per_value(
     shape, activation, residual, bits
 ):
     case = kernel_cases.Case(shape, residual=residual, activation=activation, running=False)
     tensors = kernel_cases.make(case)
-    a_channel = 4 * (2 + 2) * shape[1]  # weight, bias, mean, rstd
+    vectors = 4 * (2 + 2) * shape[1]  # weight, bias, mean, rstd
     saved = saved_bytes(lambda: kernel_cases.run(case, tensors, "triton"))
-    assert saved == tensors.x.nbytes + a_channel + bits * tensors.x.numel() // 8
+    assert saved == tensors.x.nbytes + vectors + bits * tensors.x.numel() // 8
 
 
 @pytest.mark.parametrize("residual", [None, "contiguous"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_the_backward_of_layer_norm_keeps_what_is_normalised_and_two_numbers_a_row(dtype, residual):
+def test_layer_norm_saves_the_tensor_that_it_normalises_and_two_numbers_per_row(dtype, residual):
     vectors = "weight+bias" if residual else "weight+bias+input_bias"
     case = row_cases.Case((32, 24), dtype, residual=residual, vectors=vectors)
     tensors = row_cases.make(case)
-    # Beside what is normalised the weight, and the bias or the input_bias.
+    # Besides that tensor: the weight, and the bias or the input_bias.
     saved = saved_bytes(lambda: row_cases.run(case, tensors, "triton"))
     assert saved == (32 + 2) * 24 * dtype.itemsize + 2 * 32 * 4
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_fused_activation_is_not_kept_and_a_residual_costs_a_bit(memory_format):
+def test_a_fused_activation_is_not_saved_and_a_residual_costs_one_bit_per_value(memory_format):
     check_saved_bytes(memory_format)
 
 
-def test_a_residual_that_had_to_be_copied_is_not_kept():
+def test_a_residual_that_had_to_be_copied_is_not_saved():
     case = kernel_cases.Case((6, 3, 2, 2), residual="channels_last", activation="relu")
     tensors = kernel_cases.make(case)
     for residual, is_kept in ((tensors.residual, False), (tensors.x * 2, True)):
@@ -188,7 +188,7 @@ def test_a_residual_that_had_to_be_copied_is_not_kept():
         assert routes.is_recomputable(y) == is_kept
 
 
-def test_a_module_trains_by_the_kernels():
+def test_a_layer_trains_on_the_kernels():
     ours, theirs = (normplug.LayerNorm(12, backend=b) for b in ("triton", "torch"))
     check_training(ours, theirs, [torch.randn(6, 12) * 2 + 1 for _ in range(3)])
 
@@ -196,7 +196,7 @@ def test_a_module_trains_by_the_kernels():
 # The operators that compilers see.
 
 
-def said(value):
+def case_id(value):
     return getattr(value, "__name__", str(value))
 
 
@@ -207,19 +207,19 @@ OPERATORS = [
 ]
 
 
-@pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=said)
-def test_the_operators_keep_torchs_rules(cases, case):
+@pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=case_id)
+def test_the_operators_pass_opcheck(cases, case):
     cases.check_operators(case, "cpu")
 
 
-@pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=said)
-def test_the_operators_compute_what_the_kernels_do(cases, case, monkeypatch):
+@pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=case_id)
+def test_the_operators_give_the_same_bits_as_eager_calls(cases, case, monkeypatch):
     if cases is row_cases:
         case = dataclasses.replace(case, running=torch.float32)
     eager = cases.run(case, cases.make(case), "triton")
     routes.use_operators(monkeypatch)
     operator = cases.run(case, cases.make(case), "triton")
-    if cases is not row_cases:  # whose operators move the running statistics themselves
+    if cases is not row_cases:  # whose operators update the running statistics themselves
         for name in ("running_mean", "running_var"):
             torch.testing.assert_close(operator.pop(name), eager.pop(name))
     assert_same_bits(operator, eager)
@@ -231,7 +231,7 @@ def batch_norm_in_eval(x):
 
 
 @pytest.mark.parametrize("norm", [batch_norm, batch_norm_in_eval, layer_norm, add_layer_norm])
-def test_what_records_operators_records_the_kernels_as_one(norm):
+def test_make_fx_records_the_kernels_as_one_operator(norm):
     graph = make_fx(lambda x: norm(x))(X)
     targets = [node.target for node in graph.graph.nodes]
     operator = f"{norm.__name__.removesuffix('_in_eval')}_forward"
@@ -250,13 +250,13 @@ def test_what_records_operators_records_the_kernels_as_one(norm):
         (row_cases, (True, "permuted")),
         (pool_cases, ()),
     ],
-    ids=said,
+    ids=case_id,
 )
-def test_compiled_in_one_graph_with_other_numbers_of_rows(cases, arguments):
+def test_one_compiled_graph_serves_other_numbers_of_rows(cases, arguments):
     cases.check_compiled(*arguments, "cpu", "aot_eager")
 
 
-def test_compiled_around_an_attention():
+def test_norms_around_an_attention_compile():
     row_cases.check_compiled_around_attention("cpu", "aot_eager")
 
 
@@ -283,7 +283,7 @@ def test_a_fused_norm_adds_the_bias_of_the_convolution_before_it(memory_format, 
 
 
 @pytest.mark.parametrize("layout", row_cases.LAYOUTS)
-def test_the_operators_say_how_a_gradient_lies(layout):
+def test_the_fake_backward_returns_the_strides_of_the_real_gradients(layout):
     tensors = row_cases.make(row_cases.Case((3, 4, 2, 6), layout=layout))
     stats = torch.zeros(2 * 24)
     inputs = (tensors.dy, None, tensors.x, None, tensors.weight, None, None, stats)

@@ -1,6 +1,6 @@
-"""Every kernel goes through Triton's compiler, down to machine code, without a GPU.
+"""Every kernel compiles to machine code, which needs no GPU.
 
-The interpreter takes Python that the compiler of an older Triton does not.
+The interpreter accepts Python that the compiler of an older Triton rejects.
 """
 
 import re
@@ -38,7 +38,7 @@ TILES = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "residual_ptr", "dresidual_ptr", 
 
 
 def compiled(made, dtype, target=H100, **others):
-    """What the compiler makes of a launch; `others` are pointers of other dtypes than `dtype`."""
+    """Compile a launch's kernel; `others` are the dtypes of pointers that differ from `dtype`."""
     names = [p.name for p in made._kernel.params if p.name not in made._constants]
     pointers = names[: len(names) - len(made._numbers)]
     acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
@@ -55,7 +55,9 @@ def compiled(made, dtype, target=H100, **others):
     }
     options = {k: v for k, v in made._constants.items() if k not in constants}
     ones = [n for n, v in zip(names[len(pointers) :], made._numbers, strict=True) if v == 1]
-    constants |= {name: 1 for name in ones if signature[name] == "i32"}  # as a launch does
+    constants |= {
+        name: 1 for name in ones if signature[name] == "i32"
+    }  # specialised, as by a launch
     signature |= dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
     source = ASTSource(made._kernel, signature, constexprs=constants, attrs=aligned)
@@ -82,7 +84,7 @@ def batch_norm_launches(shape, dtype, residual, sms=SMS, **options):
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
 @pytest.mark.parametrize("name", BATCH_NORMS)
-def test_batch_norm(name, dtype):
+def test_batch_norm_compiles(name, dtype):
     leaky = dtype == FLOAT64 and name in ("columns, own rows", "small planes")
     activation = ("leaky_relu", 0.2) if leaky else "relu"
     for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, activation=activation):
@@ -90,7 +92,7 @@ def test_batch_norm(name, dtype):
 
 
 def joined_launches(shape, dtype):
-    """Those of a norm over two processes; the launches that read no bits have none."""
+    """The launches of a norm over two processes; those that read no sign bits are given none."""
     once, twice = (
         bn.geometry(*shape, dtype.itemsize, tensors, SMS, launch.COOPERATIVE) for tensors in (1, 2)
     )
@@ -106,7 +108,7 @@ def joined_launches(shape, dtype):
 
 
 @pytest.mark.parametrize("name", ["planes", "columns, items in phases"])
-def test_batch_norm_over_processes(name):
+def test_batch_norm_over_processes_compiles(name):
     _, _, _, sums, _ = made = list(joined_launches(BATCH_NORMS[name], BFLOAT16))
     for one in made:
         others = {"dx_ptr": FLOAT32} if one is sums else {}
@@ -129,13 +131,13 @@ def row_launches(rows, width, itemsize, dtype, spacing, sms=SMS, shared=SHARED):
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
 @pytest.mark.parametrize("width", [768, 16384, 131072])
-def test_layer_norm(width, dtype):
+def test_layer_norm_compiles(width, dtype):
     acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
     for made in row_launches(4096, width, dtype.itemsize, acc, width):
         assert compiled(made, dtype, dtotal_ptr=dtype).asm["cubin"]
 
 
-# (N, groups, channels of a group, values of a plane), and whether channels are adjacent.
+# N, groups, channels per group, values per plane, and whether channels are adjacent in memory.
 GROUP_NORMS = {
     "planes, tiles": (16, 32, 10, 4096, False),
     "planes, held": (16, 32, 2, 196, False),
@@ -156,7 +158,7 @@ def group_norm_launches(shape, dtype, sms=SMS):
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, BFLOAT16) for name in GROUP_NORMS), ("columns, alone", FLOAT64)]
 )
-def test_group_norm(name, dtype):
+def test_group_norm_compiles(name, dtype):
     for made in group_norm_launches(GROUP_NORMS[name], dtype):
         assert made._constants.get("HELD", False) == ("held" in name)
         assert made._constants.get("SOLO", False) == ("alone" in name)
@@ -172,7 +174,7 @@ def t4_launches():
     yield group_norm_launches((16, 32, 8, 64, True), FLOAT32, T4_SMS), FLOAT32
 
 
-def test_compute_capability_7_5():
+def test_the_kernels_compile_for_compute_capability_7_5():
     for launches, dtype in t4_launches():
         for made in launches:
             kernel = compiled(made, dtype, T4, dtotal_ptr=dtype)
@@ -216,13 +218,13 @@ def test_a_thread_of_layer_norm_holds_all_steps_of_its_rows(rows, width):
     assert set(threads_along_the_steps(forward, FLOAT32, tile_of(forward, "R"))) == {1}
 
 
-def test_layer_norm_of_narrow_rows_reads_a_bias_once():
+def test_layer_norm_of_narrow_rows_keeps_no_bias_in_shared_memory():
     flags, needs = layer_norm.Flags(input_bias=True), (True, True, True, True)
     cut = ln.layer_norm_backward(100_352, 192, 8, 2, True, SMS, SHARED, launch.COOPERATIVE)
     assert 1 < cut.lanes < cut.r
     made = layer_norm.backward_launch(cut, FLOAT32, flags, Strides(192, dy=192), needs, 0.6)
     ahead = compiled(made, BFLOAT16).metadata.shared
-    # Tiles of x and dy, and at the end the sums of a tile's rows: nothing else comes by there.
+    # Only tiles of x and dy, and at the end the sums of a tile's rows, pass through shared memory.
     tiles = 2 * (cut.stages - 1) * cut.r * cut.bc * 2
     assert ahead <= max(tiles, 4 * cut.lanes * cut.bc) + 2048
 
@@ -242,8 +244,8 @@ def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(spacing):
 
 
 @pytest.mark.parametrize("width", [128, 4096, 131072])
-def test_rms_norm(width):
-    """Of rows on three levels, rounded before the weight, which has an offset."""
+def test_rms_norm_compiles(width):
+    """With rows on three levels of strides, rounding before the weight, and a weight offset."""
     forward = ln.layer_norm_forward(4096, width, 8, 2, False, SMS)
     backward = ln.layer_norm_backward(4096, width, 8, 2, False, SMS, SHARED, launch.COOPERATIVE)
     flags = layer_norm.Flags(centred=False, offset=1.0, rounded=BFLOAT16, bias=False)
@@ -260,11 +262,11 @@ PARAMETER = re.compile(r"\.param \.([uf])(32|64)\b")
 
 
 def check_parameters(made, dtype, **others):
-    """The host path in C++ is told the parameters that the compiled kernel has."""
+    """Check that the host path in C++ is told the parameters of the compiled kernel."""
     kernel = compiled(made, dtype, **others)
     entry = kernel.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0]
     sizes = [int(bits) // 8 for _, bits in PARAMETER.findall(entry)]
-    # As after the first launch, which needs a GPU.
+    # What the first launch sets, which needs a GPU.
     made._function, made._metadata = 1, kernel.packed_metadata
     made._signature = kernel.src.signature
     made._run = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0)
@@ -285,14 +287,14 @@ def check_parameters(made, dtype, **others):
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
 @pytest.mark.parametrize("name", ["planes", "columns, a slab alone"])
-def test_the_parameters_of_batch_norm(name, dtype):
+def test_the_host_path_knows_the_parameters_of_batch_norms_kernels(name, dtype):
     for made in batch_norm_launches(BATCH_NORMS[name], dtype, True):
         check_parameters(made, dtype)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
 @pytest.mark.parametrize("spacing", [768, 2**32, Levels(197, 768, 768 * 128)], ids=str)
-def test_the_parameters_of_layer_norm(spacing, dtype):
+def test_the_host_path_knows_the_parameters_of_layer_norms_kernels(spacing, dtype):
     acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
     for made in row_launches(25216, 768, dtype.itemsize, acc, spacing):
         check_parameters(made, dtype, dtotal_ptr=dtype)

@@ -23,7 +23,7 @@ pytestmark = interpreted.MARKS
 
 
 class Setup(NamedTuple):
-    """A tensor, and how it is cut into work forward and backward: what differs from the rule."""
+    """A shape, its layout, and what to change in the schedules of forward and backward."""
 
     shape: tuple[int, ...]
     groups: int
@@ -54,7 +54,7 @@ SETUPS = {
     "samples alone, even": columns((3, 8, 4), 8, bc=8, u=2, bt=2, rows_each=4),
     "items of columns": columns((2, 9, 5, 2), 3, bc=8, u=2, bt=2, rows_each=8, lag=5),
     "items of columns, even": columns((2, 16, 8), 4, bc=8, u=1, bt=2, rows_each=4, lag=5),
-    # More tiles than are merged at a time.
+    # More tiles than one merge takes.
     "many tiles of planes": planes(
         (1, 2, 66), 1, block=4, run=2, lag=33, backward={"cb": 2, "sb": 2, "lag": 34}
     ),
@@ -72,7 +72,7 @@ VARIANTS = [
     {"dtype": torch.float16, "activation": "relu", "affine": "bias", "variance": 1.0},
     {"dtype": torch.float64, "activation": ("leaky_relu", 0.2), "offset": 1e3},
 ]
-# Each setup in two of the variants, and those of many programs in one.
+# Each setup in two of the variants, and those with many programs in one.
 PAIRS = [
     (setup, VARIANTS[(place + turn) % len(VARIANTS)])
     for place, setup in enumerate(SETUPS)
@@ -118,13 +118,13 @@ def test_as_close_to_float64_as_torch(cut, setup, options):
 
 @EACH_KERNEL
 @pytest.mark.parametrize("needs", [("x",), ("weight",), ("x", "bias")], ids="+".join)
-def test_some_of_the_gradients(cut, setup, needs):
+def test_a_subset_of_the_gradients_can_be_requested(cut, setup, needs):
     out = assert_accurate(cut(setup, needs=needs, activation="silu"))
     assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
 
 
 @EACH_KERNEL
-def test_offsets_of_64_bits(cut, setup, monkeypatch):
+def test_64_bit_offsets_give_the_same_bits(cut, setup, monkeypatch):
     case = cut(setup, activation="relu")
     tensors = make(case)
     expected = run(case, tensors, "triton")
@@ -133,7 +133,7 @@ def test_offsets_of_64_bits(cut, setup, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_autocast_decides_the_dtype_of_the_result(layout):
+def test_the_output_and_the_input_gradient_may_differ_in_dtype(layout):
     case = Case(
         (2, 6, 5),
         3,
@@ -147,19 +147,19 @@ def test_autocast_decides_the_dtype_of_the_result(layout):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_the_rule_cuts_small_inputs_right(layout):
+def test_the_schedules_own_choices_are_right_for_small_inputs(layout):
     for shape, groups in [((2, 6), 3), ((2, 6, 3, 3, 2), 6), ((5, 4, 40), 1), ((1, 24, 9), 2)]:
         assert_accurate(Case(shape, groups, layout=layout, activation="silu"))
 
 
-def test_other_layouts_are_copied():
+def test_tensors_of_other_layouts_are_accepted():
     for layout, dy in [("strided", "expanded"), ("channels_last", "contiguous")]:
         out = assert_accurate(Case((2, 6, 3, 4), 3, layout=layout, dy=dy))
         assert out["y"].is_contiguous() == (layout == "strided")
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_second_derivatives(layout):
+def test_second_derivatives_match_torch(layout):
     case = Case((2, 4, 3), 2, torch.float64, layout=layout, activation="silu")
     second = []
     for backend in ("triton", "torch"):
@@ -171,7 +171,7 @@ def test_second_derivatives(layout):
     torch.testing.assert_close(*second)
 
 
-def test_what_the_kernels_refuse():
+def test_the_kernels_refuse_groups_of_2_to_the_31_values():
     kernels, spec = routes.kernels_of("group_norm"), Case((), 1).spec
     large = torch.empty(1).expand(1, 1, 2**31)
     assert "2^31" in kernels.refusal(routes.Tensors(large), spec)

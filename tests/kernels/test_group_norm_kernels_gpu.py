@@ -1,4 +1,4 @@
-"""GroupNorm's kernels where they run in parallel: sizes, waiting, graphs, streams, alignment."""
+"""GroupNorm's kernels on a GPU: sizes, waiting, graphs, streams, alignment."""
 
 import dataclasses
 
@@ -52,13 +52,13 @@ def test_as_close_to_float64_as_torch(shape, groups, layout):
 @BOTH_LAYOUTS
 @pytest.mark.parametrize("needs", [("x",), ("weight",), ("x", "bias")], ids="+".join)
 @pytest.mark.parametrize(("shape", "groups"), FEW, ids=str)
-def test_some_of_the_gradients(shape, groups, needs, layout):
+def test_a_subset_of_the_gradients_can_be_requested(shape, groups, needs, layout):
     assert_accurate(Case(shape, groups, layout=layout, needs=needs, activation="silu"), GPU)
 
 
 @BOTH_LAYOUTS
 @pytest.mark.parametrize(("shape", "groups"), FEW, ids=str)
-def test_offsets_of_64_bits(shape, groups, layout, monkeypatch):
+def test_64_bit_offsets_give_the_same_bits(shape, groups, layout, monkeypatch):
     case = Case(shape, groups, torch.bfloat16, layout, activation="silu")
     tensors = make(case, GPU)
     expected = run(case, tensors, "triton")
@@ -70,7 +70,7 @@ def test_offsets_of_64_bits(shape, groups, layout, monkeypatch):
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("shape", "groups"), FEW, ids=str)
-def test_a_graph_replays_the_step(shape, groups, memory_format):
+def test_a_cuda_graph_replays_the_step(shape, groups, memory_format):
     x = torch.randn(shape, device=GPU).bfloat16().contiguous(memory_format=memory_format)
     x.requires_grad_()
     graphed, eager = (normplug.GroupNorm(groups, shape[1]).to(GPU) for _ in range(2))
@@ -104,7 +104,7 @@ def test_streams_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_more_than_2_to_the_31_values(memory_format):
+def test_more_than_2_to_the_31_values_are_normalised(memory_format):
     skip_below(gib=60)
     x = torch.empty(700, 8, 640, 640, device=GPU, dtype=torch.bfloat16).normal_(1.0, 2.0)
     x = x.contiguous(memory_format=memory_format).requires_grad_()
@@ -136,7 +136,7 @@ def test_tensors_may_be_unaligned(shape, groups, layout):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_host_never_waits():
+def test_the_host_never_waits_for_the_gpu():
     layer = nn.Sequential(normplug.GroupNorm(32, 320), normplug.InstanceNorm2d(320)).to(GPU)
     x = torch.randn(4, 320, 64, 64, device=GPU, requires_grad=True)
 

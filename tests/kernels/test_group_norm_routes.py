@@ -1,4 +1,4 @@
-"""The ways to GroupNorm's kernels, on tiny inputs that Triton interprets."""
+"""Every route to GroupNorm's kernels, on tiny inputs in Triton's interpreter."""
 
 import copy
 
@@ -45,7 +45,9 @@ NORMS = pytest.mark.parametrize("norm", [group, instance])
 
 @NORMS
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_operators_compute_what_the_kernels_do_laid_out_as_the_input(norm, layout, monkeypatch):
+def test_the_operators_give_the_same_bits_as_eager_calls_in_the_inputs_layout(
+    norm, layout, monkeypatch
+):
     tensors = make(layout)
     eager = run(norm, *tensors, backend="triton")
     torch.testing.assert_close(eager, run(norm, *tensors, backend="torch"))
@@ -55,14 +57,14 @@ def test_the_operators_compute_what_the_kernels_do_laid_out_as_the_input(norm, l
     assert_same_bits(run(norm, *tensors, backend="triton"), eager)
 
 
-def test_the_operators_keep_torchs_rules():
+def test_the_operators_pass_opcheck():
     x, weight, bias, dy = make("channels_last")
     t = Tensors(leaf(x), None, leaf(weight), leaf(bias))
     routes.check_operators(PLAIN, t, (2, 1e-5, 0.5, "silu", 0.01, None, "float32"), dy)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_an_instance_norms_running_statistics_move_by_what_the_kernels_find(compiled):
+def test_instance_norm_updates_its_running_statistics_from_the_kernels(compiled):
     layers = [
         swap(nn.InstanceNorm2d(4, affine=True, track_running_stats=True), backend=backend)
         for backend in ("triton", "torch")
@@ -81,7 +83,7 @@ def test_an_instance_norms_running_statistics_move_by_what_the_kernels_find(comp
     torch.testing.assert_close(*(call(x) for call in calls))
 
 
-def test_group_norm_watches_what_the_kernels_find():
+def test_group_norm_tracks_the_statistics_that_the_kernels_compute():
     layers = [
         swap(nn.GroupNorm(2, 4), track_running_stats=True, backend=backend)
         for backend in ("triton", "torch")
@@ -101,7 +103,7 @@ def test_group_norm_watches_what_the_kernels_find():
     ("stock", "activation"),
     [(nn.GroupNorm(2, 4), nn.ReLU6()), (nn.InstanceNorm2d(4), nn.LeakyReLU(0.2))],
 )
-def test_a_fused_activation_runs_in_the_same_call(stock, activation):
+def test_a_fused_activation_gives_the_same_result(stock, activation):
     x = make("channels_last")[0]
     ours, theirs = (
         swap(nn.Sequential(copy.deepcopy(stock), activation), backend=backend)
@@ -110,7 +112,7 @@ def test_a_fused_activation_runs_in_the_same_call(stock, activation):
     torch.testing.assert_close(fuse(ours)(x), theirs(x))
 
 
-def test_low_precision_is_returned_under_autocast():
+def test_autocast_output_sets_the_dtype_under_autocast():
     x, weight, bias, _ = make()
     with torch.autocast("cpu", torch.bfloat16):
         low, full = (

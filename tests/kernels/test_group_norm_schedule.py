@@ -1,4 +1,4 @@
-"""How GroupNorm is cut into work: each value once, and no program waits for a later one."""
+"""GroupNorm's schedules cover each value once, and no program waits for a later one."""
 
 import itertools
 
@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from normplug._kernels.group_norm import schedule  # noqa: E402
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward  # noqa: E402
 
-# (N, groups, channels of a group, values of a plane).
+# N, groups, channels per group, values per plane.
 SHAPES = [
     (16, 32, 10, 4096), (16, 32, 40, 256), (4, 32, 4, 2**18), (2, 32, 1, 2**21), (1, 1, 2, 1),
     (64, 32, 2, 3136), (8, 1, 512, 196), (128, 512, 1, 49), (3, 7, 5, 323), (2, 1, 3000, 7),
@@ -26,7 +26,7 @@ def is_power_of_2(n):
     return n > 0 and n & (n - 1) == 0
 
 
-def test_the_shapes_meet_every_way_to_cut_them():
+def test_the_shapes_cover_every_branch_of_the_schedules():
     for kind in {type(cut) for cut in CUTS}:
         cuts = [cut for cut in CUTS if type(cut) is kind]
         assert {cut.lag == 0 for cut in cuts} == {cut.even for cut in cuts} == {True, False}
@@ -60,7 +60,7 @@ def test_tiles_cover_a_unit_and_are_powers_of_2():
         assert cut.warps <= 32, cut
 
 
-def test_small_samples_are_shared_evenly():
+def test_no_share_of_the_samples_is_empty():
     for cut in CUTS:
         if hasattr(cut, "splits"):
             each = -(-cut.n // cut.splits)

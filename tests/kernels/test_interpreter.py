@@ -1,4 +1,4 @@
-"""The kernels' tests run in processes of their own, where Triton interprets kernels."""
+"""Run the kernels' tests in separate processes, where Triton interprets the kernels."""
 
 import pytest
 

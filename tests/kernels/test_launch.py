@@ -22,7 +22,7 @@ NAMES = {
 }
 
 
-def test_the_kernels_own_names_are_taken():
+def test_the_kernels_own_names_are_accepted():
     Launch(_scale, 1, **NAMES, warps=1)
 
 
@@ -37,7 +37,7 @@ def test_the_kernels_own_names_are_taken():
     ],
     ids=["two swapped", "one more size", "size for scalar", "a constant missing", "one too many"],
 )
-def test_other_names_are_refused(names, difference):
+def test_other_names_are_rejected(names, difference):
     rule = r"_scale: a launch must name the kernel's arguments in their order; "
     with pytest.raises(TypeError, match=rule + difference):
         Launch(_scale, 1, **{**NAMES, **names}, warps=1)

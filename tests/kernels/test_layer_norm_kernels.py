@@ -1,4 +1,4 @@
-"""The Triton kernels of LayerNorm, run on the CPU by Triton's interpreter: see `test_interpreter`.
+"""LayerNorm's kernels, run on the CPU by Triton's interpreter: see `test_interpreter`.
 
 Programs that share the columns of a row wait for each other, which the interpreter cannot do: they
 run on a GPU only, in `test_layer_norm_kernels_gpu`.
@@ -29,7 +29,7 @@ from normplug._kernels.layer_norm import rows  # noqa: E402
 pytestmark = interpreted.MARKS
 
 
-def test_the_setups_are_the_corners_that_they_are_named_for():
+def test_the_setups_cover_the_corner_cases_in_their_names():
     forward, backward = {}, {}
     for name, (shape, cut_forward, cut_backward) in SETUPS.items():
         machine = (132, 227 << 10)
@@ -78,14 +78,14 @@ HALF_OF_THEM = [(s, RECOMPUTED[(i + k) % 4]) for i, s in enumerate(SETUPS) for k
 
 
 @pytest.mark.parametrize(("setup", "options"), HALF_OF_THEM, ids=str)
-def test_the_backward_can_recompute_the_result(setup, options, prepared):
+def test_the_backward_can_recompute_the_output(setup, options, prepared):
     check_recomputed(prepared(setup, **{"residual": "contiguous", **options}))
 
 
 @pytest.mark.parametrize(
     ("setup", "residual"), [*((s, "contiguous") for s in SETUPS), ("rows", None), ("wide", None)]
 )
-def test_offsets_of_64_bits(setup, residual, prepared, monkeypatch):
+def test_64_bit_offsets_are_accurate(setup, residual, prepared, monkeypatch):
     routes.use_64_bit_offsets(monkeypatch)
     vectors = "weight+bias" if residual else "weight+bias+input_bias"
     assert_accurate(prepared(setup, residual=residual, vectors=vectors, running=torch.float32))
@@ -93,7 +93,7 @@ def test_offsets_of_64_bits(setup, residual, prepared, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 3, 24, 96, 100, 257])
-def test_widths_and_dtypes(dtype, width):
+def test_every_width_and_dtype_is_accurate(dtype, width):
     for offset in (3.0, 1e3):
         assert_accurate(Case((5, width), dtype, offset=offset))
 
@@ -101,11 +101,11 @@ def test_widths_and_dtypes(dtype, width):
 @pytest.mark.parametrize(
     "shape", [(4, 1), (4, 3), (2, 4097), (1, 9000), (3, 2, 2500), (150, 5)], ids=str
 )
-def test_the_schedules_own_cuts(shape):
+def test_the_schedules_own_choices_are_accurate(shape):
     assert_accurate(Case(shape, running=torch.float32, vectors="weight+bias+input_bias"))
 
 
-def test_a_row_that_no_program_holds(monkeypatch):
+def test_a_row_that_is_too_wide_for_one_program_is_accurate(monkeypatch):
     for name in ("_HELD_BYTES", "_SUMMED_BYTES"):
         monkeypatch.setattr(schedule, name, 1 << 10)
     routes.forget(monkeypatch)
@@ -115,7 +115,7 @@ def test_a_row_that_no_program_holds(monkeypatch):
 
 @pytest.mark.parametrize("vectors", ["", "weight", "bias", "input_bias", "weight+bias+input_bias"])
 @pytest.mark.parametrize("setup", ["rows", "wide"])
-def test_a_single_row_without_dimensions_around_it(setup, vectors, prepared):
+def test_an_input_may_be_a_single_row(setup, vectors, prepared):
     for dims, shape in ((1, (24,)), (2, (4, 6))):
         assert_accurate(prepared(setup, shape=shape, dims=dims, vectors=vectors))
     assert_accurate(prepared(setup, shape=(24,), residual="contiguous"))
@@ -132,7 +132,7 @@ def test_a_single_row_without_dimensions_around_it(setup, vectors, prepared):
     ],
     ids=str,
 )
-def test_vectors_of_another_dtype(dtype, params, mode):
+def test_parameters_may_have_another_dtype(dtype, params, mode):
     assert_accurate(Case((6, 24), dtype, params=params, mode=mode))
 
 
@@ -164,7 +164,7 @@ SUBSETS = [s for size in range(1, 5) for s in itertools.combinations(NAMES, size
 
 @pytest.mark.parametrize("needs", SUBSETS, ids="+".join)
 @pytest.mark.parametrize("setup", ["rows, uneven", "wide"])
-def test_some_of_the_gradients(setup, needs, prepared):
+def test_a_subset_of_the_gradients_can_be_requested(setup, needs, prepared):
     case = prepared(setup, needs=needs, vectors="weight+bias+input_bias")
     out = assert_accurate(case)
     assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
@@ -175,12 +175,12 @@ NEEDS_OF_ADD = [("x",), ("residual",), ("weight",), ("bias",), ("residual", "wei
 
 @pytest.mark.parametrize("needs", NEEDS_OF_ADD, ids="+".join)
 @SOME_SETUPS
-def test_some_of_the_gradients_with_a_residual(setup, needs, prepared):
+def test_a_subset_of_the_gradients_can_be_requested_with_a_residual(setup, needs, prepared):
     assert_accurate(prepared(setup, needs=needs, residual="contiguous"))
 
 
 @SOME_SETUPS
-def test_one_output_of_two_is_used(setup, prepared):
+def test_only_one_of_the_two_outputs_may_be_used(setup, prepared):
     assert_accurate(prepared(setup, residual="contiguous", used=("y",)))
     case = prepared(setup, residual="apart", used=("total",), needs=("x", "residual"))
     out = assert_accurate(case)
@@ -192,17 +192,17 @@ def test_one_output_of_two_is_used(setup, prepared):
 @SOME_SETUPS
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("running", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_running_statistics(setup, momentum, running, prepared):
+def test_running_statistics_are_accurate(setup, momentum, running, prepared):
     case = prepared(setup, needs=(), running=running, momentum=momentum, offset=1e3)
     assert assert_accurate(case)["num_batches_tracked"] == 4
 
 
-def test_running_statistics_without_a_counter():
+def test_running_statistics_need_no_counter():
     case = Case((5, 24), torch.bfloat16, running=torch.float32, tracked=False)
     assert "num_batches_tracked" not in assert_accurate(case)
 
 
-def test_each_call_moves_the_running_statistics_by_its_own_momentum():
+def test_each_call_updates_the_running_statistics_with_its_own_momentum():
     for momentum in (0.25, 0.25, None):
         assert_accurate(Case((6, 12), running=torch.float32, momentum=momentum))
 
@@ -237,7 +237,7 @@ def test_infinity_and_nan_stay_in_their_row(setup, prepared):
 
 @pytest.mark.parametrize("setup", ["rows", "rows, uneven", "wide"])
 @pytest.mark.parametrize("width", [8, 20])
-def test_equal_values_have_no_variance_and_give_the_bias(setup, width, prepared):
+def test_a_constant_row_has_no_variance_and_gives_the_bias(setup, width, prepared):
     case = prepared(setup, shape=(6, width), running=torch.float32)
     tensors = make(case)
     tensors.x = torch.arange(6.0).mul(1e4 / 3).reshape(6, 1).expand(6, width)
@@ -251,7 +251,7 @@ def test_equal_values_have_no_variance_and_give_the_bias(setup, width, prepared)
     [((5, 3), 1, None), ((5, 3), 2, None), ((2, 2, 4), 1, None), ((2, 2, 4), 2, None)]
     + [((4, 3), 1, "contiguous")],
 )
-def test_derivatives_once_and_twice(shape, dims, residual):
+def test_first_and_second_derivatives_are_right(shape, dims, residual):
     vectors = "weight+bias" if residual else "weight+bias+input_bias"
     case = Case(
         shape, torch.float64, dims=dims, vectors=vectors, residual=residual, offset=0.5, eps=1e-2
@@ -269,7 +269,7 @@ def test_derivatives_once_and_twice(shape, dims, residual):
 
 @pytest.mark.parametrize("vectors", ["", "bias", "weight+bias+input_bias"])
 @pytest.mark.parametrize("residual", [None, "contiguous"])
-def test_gradients_that_will_be_differentiated_are_those_that_will_not(vectors, residual):
+def test_create_graph_does_not_change_the_gradients(vectors, residual):
     case = Case((2, 3, 6), torch.float64, vectors=vectors, residual=residual, dims=2)
     tensors = make(case)
     inputs = tensors.inputs(INPUTS)
@@ -288,7 +288,7 @@ def test_gradients_that_will_be_differentiated_are_those_that_will_not(vectors, 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("asked", ["low", "float32"])
 @pytest.mark.parametrize("residual", [None, "contiguous"])
-def test_autocast_decides_the_dtype_of_the_output_only(residual, low, dtype, asked):
+def test_autocast_changes_only_the_dtype_of_the_output(residual, low, dtype, asked):
     case = Case((5, 24), dtype, params=torch.float32, residual=residual, mode="standard", offset=0)
     inputs = make(case).inputs(INPUTS)
     with torch.autocast("cpu", low):
@@ -320,7 +320,7 @@ def test_autocast_leaves_float64_alone():
     assert y.dtype == torch.float64
 
 
-def test_programs_that_would_wait_for_each_other_are_not_asked_for_here(monkeypatch):
+def test_the_interpreter_gets_no_programs_that_wait_for_each_other(monkeypatch):
     asked, choose = [], schedule.layer_norm_backward
     monkeypatch.setattr(
         schedule, "layer_norm_backward", lambda *sizes: asked.append(sizes) or choose(*sizes)
@@ -333,14 +333,14 @@ def test_programs_that_would_wait_for_each_other_are_not_asked_for_here(monkeypa
     assert isinstance(choose(4096, 12288, 8, 2, *sizes[4:], together), WideBackward)
 
 
-def test_more_parts_than_are_added_at_a_time(prepared, monkeypatch):
+def test_more_parts_than_one_addition_takes_are_added_right(prepared, monkeypatch):
     seen, most = set(), {"KP", "KF", "GB", "FAN_IN"}
 
     def by_twos(constants):
         seen.update(most & constants.keys())
         fewer = {**constants, **{n: min(constants[n], 2) for n in most & constants.keys()}}
         if "FAN_IN" not in constants and "R" in constants:
-            fewer["KP"] = constants["KP"]  # of programs that share a row, here one
+            fewer["KP"] = constants["KP"]  # counts programs that share a row, here one
         return fewer
 
     routes.watch_compiled(monkeypatch, by_twos)
@@ -388,7 +388,7 @@ ANY_CALL = st.builds(
 # Nothing is shrunk: at the interpreter's speed that takes minutes, and the calls are small.
 @given(case=ANY_CALL, full_parameters=st.booleans(), cut=st.sampled_from(["", "rows", "wide"]))
 @settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-def test_any_call(case, full_parameters, cut):
+def test_any_call_is_as_close_to_float64_as_torch(case, full_parameters, cut):
     vectors = case.vectors.split("+")
     if case.residual is not None and "input_bias" in vectors:
         vectors.remove("input_bias")
@@ -400,7 +400,7 @@ def test_any_call(case, full_parameters, cut):
         if cut == "rows":
             reschedule(monkeypatch, held(2, 4, 2), held(2, 4, 2, keep=True))
         elif cut == "wide":
-            # With the least lag that there may be: the tiles of a row.
+            # With the smallest lag allowed: the number of tiles per row.
             reschedule(
                 monkeypatch,
                 lambda shape: tiled(16, -(-shape.width // 16))(shape),

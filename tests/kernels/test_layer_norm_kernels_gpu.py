@@ -1,4 +1,4 @@
-"""LayerNorm's kernels where they run in parallel: sizes, waiting, graphs, streams, compilers."""
+"""LayerNorm's kernels on a GPU: sizes, waiting, graphs, streams, compilers."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ GPU = "cuda"
 WIDTHS = [
     1, 7, 256, 768, 1000, 1024, 4096, 5120, 8192, 12288, 16384, 32768, 40000, 65536, 131072, 262144,
 ]  # fmt: skip
-MOST = 1 << 24  # values, of which the exact results take 8 bytes each, many times
+MOST = 1 << 24  # values per tensor: float64 references take many times 8 bytes each
 FULL = "weight+bias+input_bias"
 
 
@@ -61,13 +61,13 @@ def test_as_close_to_float64_as_torch(dtype, shape):
         assert_accurate(Case(shape, dtype, offset=offset), GPU)
 
 
-# Of many narrow rows a thread has several in turn, and three sums with an input_bias.
+# With many narrow rows, a thread takes several in turn; an input_bias needs a third sum.
 NARROW = [(30_001, 24), (40_000, 64), (50_007, 96), (20_000, 192), (9_001, 384), (5_000, 768)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", NARROW, ids=str)
-def test_a_bias_before_many_narrow_rows(shape, dtype):
+def test_an_input_bias_of_many_narrow_rows_is_accurate(shape, dtype):
     params = torch.promote_types(dtype, torch.float32)
     for offset in (3.0, 1e3):
         case = Case(shape, dtype, params=params, vectors=FULL, offset=offset)
@@ -93,9 +93,9 @@ def shares_columns(shape, dtype):
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHARED, ids=str)
-def test_programs_that_share_the_columns_of_a_row(shape, dtype):
+def test_programs_that_share_the_columns_of_a_row_are_accurate_and_deterministic(shape, dtype):
     if not shares_columns(shape, dtype):
-        pytest.skip("this GPU, or this Triton, has other kernels for it")
+        pytest.skip("this GPU or this Triton uses other kernels here")
     for options in (
         {"vectors": FULL, "offset": 1e3},
         {"residual": "contiguous"},
@@ -121,13 +121,13 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: str(Case((), **options)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(5000, 96), (700, 1000), (2048, 4096), (40, 70_000)], ids=str)
-def test_every_option_at_every_size(shape, dtype, options):
+def test_every_option_is_accurate_at_every_size(shape, dtype, options):
     assert_accurate(Case(shape, dtype, params=torch.float32, **options), GPU)
 
 
 @pytest.mark.parametrize("running", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(6, 24), (700, 768), (40, 40_000)], ids=str)
-def test_float64(shape, running):
+def test_float64_tensors_are_accurate(shape, running):
     vectors = "weight+input_bias"
     assert_accurate(Case(shape, torch.float64, running=running, vectors=vectors, offset=1e3), GPU)
     assert_accurate(Case(shape, torch.float64, residual="contiguous"), GPU)
@@ -163,7 +163,7 @@ def test_any_of_the_tensors_may_be_permuted(shape, layouts):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", PERMUTED_SHAPES, ids=str)
-def test_permuted_rows_with_every_option_and_offsets_of_64_bits(shape, dtype, monkeypatch):
+def test_permuted_rows_with_every_option_and_64_bit_offsets_are_accurate(shape, dtype, monkeypatch):
     case = Case(shape, dtype, layout="permuted", vectors=FULL, running=torch.float32, offset=1e3)
     assert_accurate(case, GPU)
     routes.use_64_bit_offsets(monkeypatch)
@@ -188,7 +188,7 @@ def test_rows_may_lie_2_to_the_31_values_apart(width, two):
     torch.testing.assert_close(*results, rtol=1e-2, atol=1e-3)
 
 
-def test_norms_around_an_attention_take_its_layouts(monkeypatch):
+def test_norms_around_an_attention_accept_its_layouts(monkeypatch):
     check_around_attention(monkeypatch, GPU)
 
 
@@ -197,12 +197,12 @@ NEEDS = [("x",), ("weight",), ("bias",), ("input_bias",), ("x", "bias"), ("weigh
 
 @pytest.mark.parametrize("needs", NEEDS, ids="+".join)
 @pytest.mark.parametrize("shape", [(700, 768), (140, 16384), (20, 70_000)], ids=str)
-def test_some_of_the_gradients(shape, needs):
+def test_a_subset_of_the_gradients_can_be_requested(shape, needs):
     assert_accurate(Case(shape, torch.bfloat16, vectors=FULL, needs=needs), GPU)
 
 
 @pytest.mark.parametrize("shape", [(700, 768), (140, 16384), (20, 70_000)], ids=str)
-def test_one_output_of_two_is_used(shape):
+def test_only_one_of_the_two_outputs_may_be_used(shape):
     assert_accurate(Case(shape, residual="contiguous", used=("y",)), GPU)
     needs = ("x", "residual")
     assert_accurate(Case(shape, residual="contiguous", used=("total",), needs=needs), GPU)
@@ -223,7 +223,7 @@ REPEATED += [(600, 16384), (300, 40_000), (64, 2**17)]
     ],
     ids=str,
 )
-def test_the_backward_can_recompute_the_result(shape, dtype, residual_dtype):
+def test_the_backward_can_recompute_the_output(shape, dtype, residual_dtype):
     options = {"residual": "contiguous", "residual_dtype": residual_dtype, "offset": 30.0}
     check_recomputed(Case(shape, dtype, running=torch.float32, **options), GPU)
     check_recomputed(Case(shape, dtype, vectors="", params=torch.float32, **options), GPU)
@@ -243,7 +243,7 @@ def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape):
 # A graph is captured on a stream of its own, and gradients then accumulate on another.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("shape", [(512, 768), (256, 16384), (16, 70_000)], ids=str)
-def test_a_graph_replays_the_step_and_moves_the_statistics(shape):
+def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(shape):
     x = torch.randn(shape, device=GPU).bfloat16().requires_grad_()
     graphed, eager = (
         normplug.LayerNorm(shape[1], backend="triton", device=GPU, dtype=torch.bfloat16)
@@ -261,19 +261,19 @@ def test_a_graph_replays_the_step_and_moves_the_statistics(shape):
 
 
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
-def test_the_operators_keep_torchs_rules(case):
+def test_the_operators_pass_opcheck(case):
     check_operators(case, GPU)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "permuted"])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiled_in_one_graph_with_other_numbers_of_rows(residual, layout, compiler):
+def test_one_compiled_graph_serves_other_numbers_of_rows(residual, layout, compiler):
     check_compiled(residual, layout, GPU, compiler)
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiled_around_an_attention(compiler):
+def test_norms_around_an_attention_compile(compiler):
     check_compiled_around_attention(GPU, compiler)
 
 
@@ -295,7 +295,7 @@ def test_streams_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("width", [8192, 70_000])
-def test_more_than_2_to_the_31_values(width):
+def test_more_than_2_to_the_31_values_are_normalised(width):
     skip_below(gib=60)
     rows = 2**31 // width + 300
     x = torch.empty(rows, width, device=GPU, dtype=torch.bfloat16).normal_(1.0, 2.0)
@@ -336,13 +336,13 @@ def test_tensors_may_be_unaligned(shape, dtype):
     unaligned = type(aligned)(*(moved(t) for t in vars(aligned).values()))
     assert unaligned.x.data_ptr() % 16 != 0
     expected = run(case, aligned, "triton")
-    # Once more each: a launch is prepared by the first, and taken back by what it does not fit.
+    # The first call prepares a launch, which is discarded for tensors that it does not fit.
     for given in (unaligned, unaligned, aligned, unaligned):
         torch.testing.assert_close(run(case, given, "triton"), expected)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_host_never_waits():
+def test_the_host_never_waits_for_the_gpu():
     layers = [normplug.LayerNorm(w, backend="triton", device=GPU) for w in (768, 16384, 70_000)]
     inputs = [torch.randn(256, *layer.normalized_shape, device=GPU) for layer in layers]
 
@@ -370,13 +370,13 @@ def test_the_host_never_waits():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("asked", ["low", "float32"])
 @pytest.mark.parametrize("shape", [(300, 768), (140, 16384), (6, 70_000)], ids=str)
-def test_autocast_decides_the_dtype_of_the_output_only(shape, asked, dtype, low):
+def test_autocast_changes_only_the_dtype_of_the_output(shape, asked, dtype, low):
     case = Case(shape, dtype, params=torch.float32, vectors=FULL, mode="standard")
     inputs = make(case, GPU).inputs(INPUTS)
     leaves = [t for t in inputs.values() if t is not None]
     results, dy = [], None
     for backend in ("triton", "torch"):
-        for _ in range(2):  # the second time by what the first has prepared
+        for _ in range(2):  # the second time with the plan that the first made
             with torch.autocast(GPU, low):
                 y = call(case, inputs, backend, autocast_output=asked)["y"]
         assert y.dtype == (low if asked == "low" else torch.float32)
@@ -392,7 +392,7 @@ def test_autocast_decides_the_dtype_of_the_output_only(shape, asked, dtype, low)
         assert error(ours, value) <= bound + 1e-6
 
 
-def test_under_autocast_a_sum_keeps_its_dtype():
+def test_the_total_keeps_its_dtype_under_autocast():
     x, residual = (torch.randn(60, 256, device=GPU, requires_grad=True) for _ in range(2))
     with torch.autocast(GPU, torch.bfloat16):
         for asked, expected in (("low", torch.bfloat16), ("float32", torch.float32)):
@@ -404,11 +404,11 @@ def test_under_autocast_a_sum_keeps_its_dtype():
                 assert total.dtype == torch.float32
         y, total = functional.add_layer_norm(x.bfloat16(), residual, (256,), backend="triton")
     assert (y.dtype, total.dtype) == (torch.float32, torch.float32)
-    # What was prepared under autocast is not for calls without.
+    # A plan that was made under autocast must not serve calls without.
     assert functional.layer_norm(x.bfloat16(), (256,), backend="triton").dtype == torch.bfloat16
 
 
-def test_transforms_go_to_torch():
+def test_transforms_fall_back_to_torch():
     x = torch.randn(3, 8, 64, device=GPU)
     weight, bias = torch.rand(64, device=GPU) + 0.5, torch.randn(64, device=GPU)
 
@@ -423,7 +423,8 @@ def test_transforms_go_to_torch():
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 cannot tell that it exports"
+    not hasattr(torch.compiler, "is_exporting"),
+    reason="torch 2.6 cannot tell whether it is exporting",
 )
 @pytest.mark.parametrize(
     ("layers", "shape"),
@@ -441,7 +442,7 @@ def test_an_exported_model_needs_no_normplug(layers, shape):
     assert error(program.module()(x), model(x)) < 1e-5
 
 
-def test_a_swapped_model_passes_on_the_dtype_of_autocast():
+def test_a_swapped_model_passes_on_the_autocast_dtype():
     torch.manual_seed(0)
     model = nn.Sequential(*(PreNorm(128) for _ in range(3)), nn.LayerNorm(128)).to(GPU)
     normplug.swap(model, mode="standard", backend="triton")
@@ -464,7 +465,7 @@ def test_a_swapped_model_passes_on_the_dtype_of_autocast():
         assert error(ours, theirs) < 0.05
 
 
-def test_other_settings_are_other_plans():
+def test_calls_with_other_settings_do_not_share_a_plan():
     x = torch.randn(50, 96, device=GPU)
     outputs = [
         functional.layer_norm(x, (96,), eps=eps, mode=mode, backend="triton")

@@ -1,4 +1,4 @@
-"""How LayerNorm's kernels find rows in memory, in Triton's interpreter: see `test_interpreter`."""
+"""How LayerNorm's kernels address rows, in Triton's interpreter: see `test_interpreter`."""
 
 import dataclasses
 import itertools
@@ -24,8 +24,8 @@ def test_rows_may_have_any_layout(layout, dims):
     assert_accurate(Case(shape, dims=dims, residual=layout, dtotal=layout))
 
 
-# Whether x, residual, dy and dtotal are permuted; and by these, which shape and which setup. Any
-# three of the six occur together in every combination, without a residual any two of the four.
+# Whether x, residual, dy and dtotal are permuted, and the indices of the shape and the setup, which
+# follow from them. Any three of the six take all combinations; without a residual, any two of four.
 FOUR = list(itertools.product([0, 1], repeat=4))
 PERMUTED_CASES = [(x, r, dy, dt, x ^ r ^ dy, r ^ dy ^ dt) for x, r, dy, dt in FOUR]
 PERMUTED_CASES += [
@@ -52,7 +52,9 @@ PERMUTED_VARIANTS = [
 
 @pytest.mark.parametrize("options", PERMUTED_VARIANTS, ids=lambda options: str(Case((), **options)))
 @pytest.mark.parametrize("setup", ["rows", "rows, even", "rows, folded", "wide", "wide, even"])
-def test_permuted_rows_by_offsets_of_32_and_64_bits(setup, options, prepared, monkeypatch):
+def test_permuted_rows_have_the_same_bits_with_32_and_64_bit_offsets(
+    setup, options, prepared, monkeypatch
+):
     shape = (2, 3, SETUPS[setup].shape[-1])
     case = prepared(setup, **{"shape": shape, "layout": "permuted", **options})
     ours = assert_accurate(case)
@@ -62,7 +64,7 @@ def test_permuted_rows_by_offsets_of_32_and_64_bits(setup, options, prepared, mo
 
 @pytest.mark.parametrize("layout", ["apart", *PERMUTED])
 @pytest.mark.parametrize("shape", [(3, 4, 12), (2, 3, 1, 2, 12)], ids=str)
-def test_rows_found_by_two_strides_are_not_copied(layout, shape, monkeypatch):
+def test_rows_addressed_by_two_strides_are_not_copied(layout, shape, monkeypatch):
     launches = routes.watch_launches(monkeypatch)
     for residual in (None, layout):
         case = Case(shape, layout=layout, residual=residual)
@@ -78,7 +80,7 @@ def test_rows_found_by_two_strides_are_not_copied(layout, shape, monkeypatch):
     assert len(launches) == 4
 
 
-def test_rows_of_another_order_than_those_before_are_copied(monkeypatch):
+def test_tensors_with_another_order_of_rows_than_x_are_copied(monkeypatch):
     launches = routes.watch_launches(monkeypatch)
     case = Case((3, 4, 2, 6), layout="permuted", residual="rotated", dtotal="rotated")
     tensors = make(case)
@@ -108,5 +110,5 @@ def test_a_gradient_has_the_layout_of_a_dense_input(layout, dims):
     assert all(out[name].is_contiguous() for name in ("y", "total", "dx", "dresidual"))
 
 
-def test_norms_around_an_attention_take_its_layouts(monkeypatch):
+def test_norms_around_an_attention_accept_its_layouts(monkeypatch):
     check_around_attention(monkeypatch, "cpu")

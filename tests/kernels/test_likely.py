@@ -1,4 +1,4 @@
-"""The kernels of a model's first step are known early, and there are few of them."""
+"""A model's first call predicts the kernels of the whole step, which are few."""
 
 import gc
 
@@ -46,9 +46,9 @@ class Convolution(torch.autograd.Function):
 
 @pytest.fixture
 def step(monkeypatch):
-    """A training step of a model as on an H100, without computing.
+    """A function that runs a model's training step as on an H100, without computing.
 
-    Returns the kernels asked for ahead, and those launched, each in order and once.
+    It returns the kernels requested ahead and those launched, each once and in order.
     """
     asked, launched = {}, {}
 
@@ -103,7 +103,8 @@ def _forget_layers():
     likely._seen.clear()
 
 
-# How many kernels a step has; of those that are guessed, some are none of these.
+# Batch size, and the most kernels that a step launches, swapped and fused. Some of the predicted
+# kernels are never launched.
 MODELS = {
     "mobilenet_v3_large": (256, 10, 21),
     "efficientnet_b0": (128, 14, 16),
@@ -116,7 +117,7 @@ MODELS = {
 @pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("fuse", [False, True], ids=["swap", "fuse"])
 @pytest.mark.parametrize("name", MODELS)
-def test_all_kernels_of_a_step_but_the_first_are_asked_for_at_the_first(step, name, fuse):
+def test_the_first_call_requests_all_later_kernels_of_the_step(step, name, fuse):
     batch, *most = MODELS[name]
     model = torchvision.models.get_model(name)
     asked, launched = step(model, batch, fuse)
@@ -132,7 +133,7 @@ def test_all_kernels_of_a_step_but_the_first_are_asked_for_at_the_first(step, na
 
 @pytest.fixture
 def layers():
-    """Layers whose calls are noted; they stay alive."""
+    """A function that creates a layer and notes its call; the layers stay alive."""
     _forget_layers()
     kept = []
 
@@ -152,7 +153,7 @@ def first_call(*shape, channels_last=False):
     return Tensors(x.requires_grad_(), None, weight, tracked=torch.tensor(0))
 
 
-def test_layers_may_have_the_first_ones_space_or_a_part_of_it(layers):
+def test_layers_are_expected_at_the_first_ones_spatial_size_and_its_halves(layers):
     layers(64)
     found = [t.x.shape for t, _ in likely.after(first_call(8, 64, 28, 20))]
     assert found == [(8, 64, 28, 20), (8, 64, 14, 10), (8, 64, 7, 5)]
@@ -166,9 +167,7 @@ def test_layers_with_far_more_or_fewer_values_than_the_first_are_not_expected(la
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_layers_are_expected_to_be_called_as_the_first_and_as_they_were_noted(
-    layers, channels_last
-):
+def test_expected_calls_are_like_the_first_call_and_as_they_were_noted(layers, channels_last):
     layers(32, "relu", True)
     first = first_call(8, 64, 4, 4, channels_last=channels_last)
     t, activation = next(likely.after(first))
@@ -200,7 +199,7 @@ def test_a_model_that_is_gone_is_not_expected():
     assert not likely._calls
 
 
-def test_fuse_says_how_layers_will_be_called():
+def test_fuse_notes_how_layers_will_be_called():
     _forget_layers()
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU())
     normplug.fuse(normplug.swap(model))

@@ -50,7 +50,7 @@ def test_every_window_is_as_close_to_float64_as_torch(case):
     assert out["dx"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_the_cases_are_the_corners_that_they_are_named_for():
+def test_the_cases_cover_every_branch_of_the_schedule():
     shapes = []
     for case in CASES:
         n, c, _, width = case.shape
@@ -64,7 +64,7 @@ def test_the_cases_are_the_corners_that_they_are_named_for():
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("needs", [("x",), ("weight",), ("bias",), ("x", "bias")], ids="+".join)
-def test_some_of_the_gradients(needs, training):
+def test_a_subset_of_the_gradients_can_be_requested(needs, training):
     out = assert_accurate(PoolCase(SHAPE, needs=needs, training=training))
     assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
 
@@ -77,7 +77,7 @@ def test_the_gradient_may_have_another_layout():
         assert_same_bits(run(case, dataclasses.replace(tensors, dy=dy), "triton"), expected)
 
 
-def test_of_equal_values_the_first_gets_the_gradient_and_below_zero_none_does():
+def test_the_first_of_equal_values_gets_the_gradient_and_none_at_or_below_zero():
     x = torch.zeros(1, 2, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
     for bias, expected in ((1.0, 1.0), (0.0, 0.0), (-1.0, 0.0)):
         given = (torch.zeros(2), torch.ones(2), torch.ones(2), torch.full((2,), bias))
@@ -90,7 +90,7 @@ def test_of_equal_values_the_first_gets_the_gradient_and_below_zero_none_does():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_nan_and_infinity_go_where_torch_has_them(training):
+def test_nan_and_infinity_propagate_as_in_torch(training):
     case = PoolCase((2, 5, 7, 9), training=training)
     tensors = make(case)
     clean = run(case, tensors, "triton")
@@ -106,19 +106,19 @@ def test_nan_and_infinity_go_where_torch_has_them(training):
         assert torch.equal(broken["dx"][:, channel], clean["dx"][:, channel])
 
 
-def test_without_gradients_the_results_are_the_same_and_nothing_is_kept(monkeypatch):
+def test_results_are_the_same_without_gradients_and_nothing_is_saved(monkeypatch):
     case = PoolCase(SHAPE, needs=())
     launches = routes.watch_launches(monkeypatch)
     tensors = make(case)
     with torch.no_grad():
         bare = run(case, tensors, "triton")
     forward = launches[-1]
-    assert forward["peaks"] == forward["places"] == forward["x"]  # a stand-in
+    assert forward["peaks"] == forward["places"] == forward["x"]  # placeholders
     full = run(PoolCase(SHAPE), make(case), "triton")
     assert_same_bits(bare, {name: full[name] for name in bare})
 
 
-def test_the_backward_keeps_the_input_and_of_each_window_a_value_and_a_byte():
+def test_pooling_saves_the_input_and_a_value_and_a_byte_per_window():
     x = torch.randn(4, 16, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
     weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
     norm = partial(routes.batch_norm, x, weight=weight, bias=bias, pool=PAIRS)
@@ -139,7 +139,7 @@ def test_calls_of_one_shape_share_a_plan_and_its_launches(monkeypatch):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_derivatives_once_and_twice(training):
+def test_first_and_second_derivatives_are_right(training):
     torch.manual_seed(0)
     x = torch.randperm(2 * 2 * 4 * 3).view(2, 2, 4, 3).double() / 10
     leaves = [
@@ -171,7 +171,7 @@ def test_derivatives_once_and_twice(training):
         ({"kernel": (8, 9), "padding": (0, 0)}, "the output is empty"),
     ],
 )
-def test_what_the_kernels_cannot_pool_goes_by_torch(change, why):
+def test_what_the_kernels_cannot_pool_falls_back_to_torch(change, why):
     case = PoolCase(SHAPE, **change)
     x = torch.randn(SHAPE)
     if case.layout == "channels_last":
@@ -193,7 +193,7 @@ def test_what_the_kernels_cannot_pool_goes_by_torch(change, why):
             both()
 
 
-def test_transforms_go_by_torch():
+def test_transforms_fall_back_to_torch():
     x = torch.randn(3, *SHAPE).movedim(2, -1).contiguous().movedim(-1, 2)
     pool = Pool((3, 3), (2, 2), (1, 1), False)
     norm = partial(routes.batch_norm, pool=pool)
@@ -201,7 +201,7 @@ def test_transforms_go_by_torch():
     torch.testing.assert_close(torch.stack([norm(one) for one in x]), mapped)
 
 
-def test_a_fused_stem_is_by_the_kernels_and_computes_what_the_unfused_one_does():
+def test_a_fused_stem_runs_on_the_kernels_and_computes_what_the_unfused_one_does():
     torch.manual_seed(0)
     stem = swap(Stem().double(), backend="triton").to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 9, 10).double().contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""The kernels of BatchNorm with max pooling where they run in parallel."""
+"""The kernels of BatchNorm with max pooling, on a GPU."""
 
 import copy
 
@@ -47,7 +47,7 @@ def test_every_window_is_as_close_to_float64_as_torch(case):
 
 @pytest.mark.parametrize("needs", [("x",), ("weight",), ("bias",), ("x", "bias")], ids="+".join)
 @pytest.mark.parametrize("training", [True, False])
-def test_some_of_the_gradients(needs, training):
+def test_a_subset_of_the_gradients_can_be_requested(needs, training):
     assert_accurate(PoolCase((8, 64, 20, 21), needs=needs, training=training), GPU)
 
 
@@ -63,7 +63,7 @@ def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape):
 
 # A graph is captured on a stream of its own, and gradients then accumulate on another.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-def test_a_graph_replays_the_step_and_moves_the_statistics():
+def test_a_cuda_graph_replays_the_step_and_updates_the_statistics():
     x = channels_last(32, 64, 56, 56).requires_grad_()
     graphed, eager = (normplug.BatchNorm2d(64, device=GPU) for _ in range(2))
     dy = torch.randn_like(pooled(copy.deepcopy(eager), x))
@@ -76,19 +76,19 @@ def test_a_graph_replays_the_step_and_moves_the_statistics():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_operators_keep_torchs_rules(training):
+def test_the_operators_pass_opcheck(training):
     check_operators(PoolCase((4, 16, 9, 10), training=training), GPU)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_in_one_graph_with_other_batch_sizes(backend):
+def test_one_compiled_graph_serves_other_batch_sizes(backend):
     check_compiled(GPU, backend)
 
 
-def test_what_is_kept_for_the_backward_and_written_beside_the_output():
+def test_pooling_saves_and_allocates_no_full_size_tensor_besides_its_input():
     x = channels_last(64, 64, 56, 56).requires_grad_()
     layer = normplug.BatchNorm2d(64, device=GPU)
-    pooled(layer, x)  # workspaces
+    pooled(layer, x)  # allocates the workspaces
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -101,7 +101,7 @@ def test_what_is_kept_for_the_backward_and_written_beside_the_output():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_fused_stem_of_halves_is_as_close_to_float64_as_an_unfused_one(training):
+def test_a_fused_stem_in_bfloat16_is_as_close_to_float64_as_an_unfused_one(training):
     torch.manual_seed(0)
     exact = swap(Stem(64)).double().to(GPU, memory_format=torch.channels_last).train(training)
     x = channels_last(16, 3, 64, 64)
@@ -117,7 +117,7 @@ def test_a_fused_stem_of_halves_is_as_close_to_float64_as_an_unfused_one(trainin
     assert errors[True] <= 1.5 * errors[False]
 
 
-def test_more_than_2_to_the_31_values():
+def test_more_than_2_to_the_31_values_are_pooled():
     skip_below(gib=40)
     x = torch.empty(
         (700, 8, 640, 640), device=GPU, dtype=torch.bfloat16, memory_format=torch.channels_last

@@ -1,6 +1,6 @@
-"""Fused models that recompute norms' results: the same bits as those that keep them.
+"""Fused models that recompute norms' outputs give the same bits as those that save them.
 
-As the kernels' tests, these run where Triton interprets: see `test_interpreter`.
+Like the kernels' tests, these run in Triton's interpreter: see `test_interpreter`.
 """
 
 import copy
@@ -45,7 +45,7 @@ def check_same(ours, plain, x, low=None):
 
 @pytest.fixture
 def recomputed(monkeypatch):
-    """The results that were recomputed."""
+    """The outputs that were recomputed."""
     return routes.watch_recomputed(monkeypatch)
 
 
@@ -58,13 +58,13 @@ def blocks():
 
 
 def stem_and_blocks():
-    """A norm without addition; a block that reads it; one more; one with a shortcut's norm."""
+    """A norm without an addition, two residual blocks, and one with a norm in its shortcut."""
     stem = convolutions(nn.ReLU())[:-1]
     down = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
     return nn.Sequential(*stem, Residual(), Residual(), Residual(down=down))
 
 
-# A block that adds a recomputed result keeps its own: else recomputing one would take a chain.
+# A block that adds a recomputed output keeps its own. Else one recomputation would need a chain.
 IN_TURNS = {"3.conv1", "5.conv1", "5.down.0", "3.conv2", "4.conv2", "5.conv2"}
 SILU = {"0.conv2", "1.conv2"}
 
@@ -77,7 +77,7 @@ MODELS = {
     "chain": (chain, {"3", "6", "9"}),
     "blocks": (blocks, {"0.conv2", "1.conv2"}),
     "stem and blocks": (stem_and_blocks, IN_TURNS),
-    # Its own backward reads what is added before a SiLU.
+    # The norm's own backward reads the residual that is added before a SiLU.
     "silu": (lambda: nn.Sequential(Residual(nn.SiLU()), Residual(nn.SiLU())), SILU),
     "by name": (activated_by_name, {"conv2", "down"}),
 }
@@ -85,7 +85,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("memory_format", LAYOUTS, ids=str)
-def test_a_batch_norms_result_is_freed_and_no_bit_changes(name, memory_format):
+def test_a_batch_norms_output_is_freed_and_no_bit_changes(name, memory_format):
     make, dropped = MODELS[name]
     which = list(MODELS).index(name) + LAYOUTS.index(memory_format)
     dtype = [torch.float32, torch.bfloat16][which % 2]
@@ -99,7 +99,7 @@ def test_a_batch_norms_result_is_freed_and_no_bit_changes(name, memory_format):
 
 
 @pytest.mark.parametrize("make", [Feed, FeedByName, FeedInside])
-def test_a_layer_norms_result_is_freed_and_no_bit_changes(make):
+def test_a_layer_norms_output_is_freed_and_no_bit_changes(make):
     ours, plain = twins(make())
     check_same(ours, plain, ROWS)
     assert kept(plain, ROWS) - kept(ours, ROWS) == {"mlp.0"}
@@ -107,14 +107,14 @@ def test_a_layer_norms_result_is_freed_and_no_bit_changes(make):
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", [Attend, Mixer])
-def test_a_permuted_copy_of_the_result_is_not_kept_either(make, low, recomputed):
+def test_a_permuted_copy_of_the_output_is_recomputed_too(make, low, recomputed):
     ours, plain = twins(make())
     check_same(ours, plain, ROWS, low)
     assert len(recomputed) == 1
 
 
 @pytest.mark.parametrize("output", ["float32", "low"])
-def test_what_autocast_makes_of_the_result_is_not_kept_either(output, recomputed):
+def test_the_copy_that_autocast_makes_of_the_output_is_recomputed_too(output, recomputed):
     ours, plain = twins(Feed(), autocast_output=output)
     low = torch.bfloat16
     check_same(ours, plain, ROWS, low)
@@ -131,7 +131,7 @@ def test_only_training_with_gradients_recomputes(recomputed):
 
 
 class Doubled(nn.Module):
-    """Changes what it is given, and then reads it."""
+    """Modifies its input in place, then reads it."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +142,7 @@ class Doubled(nn.Module):
         return y + x.mul_(2)
 
 
-def test_what_the_module_changes_in_place_is_kept_as_it_read_it(recomputed):
+def test_modifying_the_output_in_place_fails_or_works_as_without_recomputation(recomputed):
     first = convolutions(nn.ReLU())
     ours, plain = twins(nn.Sequential(*first[:-1], Doubled()))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -156,7 +156,7 @@ def test_what_the_module_changes_in_place_is_kept_as_it_read_it(recomputed):
 
 
 class Views(nn.Module):
-    """Reads parts, views and casts of what it is given; one of them it changes."""
+    """Reads parts, views and casts of its input; modifies one of the casts."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ class Views(nn.Module):
 
 
 @pytest.mark.parametrize("memory_format", LAYOUTS, ids=str)
-def test_views_and_casts_of_the_result_are_recomputed(memory_format, recomputed):
+def test_views_and_casts_of_the_output_are_recomputed(memory_format, recomputed):
     model = nn.Sequential(*convolutions(nn.GELU())[:-1], Views())
     ours, plain = twins(model.to(memory_format=memory_format))
     x = X.contiguous(memory_format=memory_format)
@@ -180,7 +180,7 @@ def test_views_and_casts_of_the_result_are_recomputed(memory_format, recomputed)
     assert len(recomputed) >= 3  # both parts and the cast
 
 
-def test_a_weight_that_changes_before_the_backward_is_noticed():
+def test_a_weight_modified_before_the_backward_is_detected():
     for model in twins(chain()):
         y = model(X)
         with torch.no_grad():
@@ -192,7 +192,7 @@ def test_a_weight_that_changes_before_the_backward_is_noticed():
 @pytest.mark.parametrize(
     "kind", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
 )
-def test_hooks_run_on_the_module_that_reads_the_result(kind, recomputed):
+def test_hooks_run_on_the_module_that_reads_the_output(kind, recomputed):
     ours, plain = twins(chain())
     seen = []
     for model in (ours, plain):
@@ -208,7 +208,7 @@ def test_hooks_run_on_the_module_that_reads_the_result(kind, recomputed):
     [(chain, X), (stem_and_blocks, X), (Feed, ROWS)],
     ids=["batch", "blocks", "layer"],
 )
-def test_two_backwards_and_second_derivatives(make, x):
+def test_a_second_backward_and_second_derivatives_give_the_same_bits(make, x):
     ours, plain = twins(make().double())
     results = []
     for model in (ours, plain):
@@ -235,19 +235,19 @@ class Checkpointed(nn.Module):
 def test_activation_checkpointing_works_around_the_model(reentrant, recomputed):
     ours, plain = twins(chain())
     check_same(Checkpointed(ours, reentrant), Checkpointed(plain, reentrant), X)
-    # Without reentrance the checkpoint's own hooks are in force.
+    # A non-reentrant checkpoint saves tensors with hooks of its own.
     assert len(recomputed) == (3 if reentrant else 0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_works_in_the_module_that_reads_the_result(reentrant, recomputed):
+def test_activation_checkpointing_works_in_the_module_that_reads_the_output(reentrant, recomputed):
     inside = Checkpointed(nn.Conv2d(4, 4, 1), reentrant)
     ours, plain = twins(nn.Sequential(*convolutions(nn.ReLU())[:-1], inside))
     check_same(ours, plain, X)
     assert len(recomputed) == 1
 
 
-def test_other_hooks_for_saved_tensors_get_what_is_saved(recomputed):
+def test_other_saved_tensor_hooks_see_every_saved_tensor(recomputed):
     ours, plain = twins(chain())
     saved = {ours: [], plain: []}
     for model, seen in saved.items():
@@ -260,7 +260,7 @@ def test_other_hooks_for_saved_tensors_get_what_is_saved(recomputed):
     assert not recomputed
 
 
-def test_fused_modules_inside_the_module_that_reads_the_result(recomputed):
+def test_the_module_that_reads_the_output_may_have_fused_modules_inside(recomputed):
     inner = convolutions(nn.ReLU(), nn.GELU())
     ours, plain = twins(nn.Sequential(*convolutions(nn.SiLU())[:-1], inner))
     inner.register_forward_hook(lambda *_: None)  # so that it is called, and not followed
@@ -286,7 +286,7 @@ def test_after_the_norms_backward_nothing_can_be_recomputed():
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_keep_the_setting(how, recomputed):
+def test_copies_keep_the_recompute_setting(how, recomputed):
     for model, count in zip(twins(nn.Sequential(chain(), Block(4))), (4, 0), strict=True):
         copied = how(model)
         recomputed.clear()
@@ -294,7 +294,7 @@ def test_copies_keep_the_setting(how, recomputed):
         assert len(recomputed) == 2 * count
 
 
-def test_the_last_call_decides_and_unfuse_undoes(recomputed):
+def test_the_last_fuse_decides_and_unfuse_undoes(recomputed):
     ours, plain = twins(chain())
     for change, count in ((fuse, 0), (lambda m: fuse(m, recompute=True), 3), (unfuse, 0)):
         recomputed.clear()
@@ -305,7 +305,7 @@ def test_the_last_call_decides_and_unfuse_undoes(recomputed):
         assert len(recomputed) == count
 
 
-def test_a_compiled_module_may_read_the_result(recomputed):
+def test_a_compiled_module_may_read_the_output(recomputed):
     ours, plain = twins(convolutions(nn.ReLU()))
     for model in (ours, plain):
         model[3].compile(backend="aot_eager")

@@ -1,6 +1,6 @@
-"""RMSNorm by the kernels of rows, in Triton's interpreter: see `test_interpreter`.
+"""RMSNorm on LayerNorm's kernels, in Triton's interpreter: see `test_interpreter`.
 
-They are LayerNorm's kernels, so that these tests are about what RMSNorm has compiled otherwise.
+These tests cover what is compiled differently for RMSNorm.
 """
 
 import pytest
@@ -40,11 +40,11 @@ def test_as_close_to_float64_as_torch(setup, options, prepared):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(5,), (4, 1), (3, 2, 96), (2, 4097)], ids=str)
-def test_the_schedules_own_cuts(shape, dtype):
+def test_the_schedules_own_choices_are_accurate(shape, dtype):
     assert_accurate(Case(shape, dtype, **RMS, eps=None, running=torch.float32))
 
 
-def test_the_backward_can_recompute_the_result(prepared):
+def test_the_backward_can_recompute_the_output(prepared):
     for setup in ("rows, uneven", "wide"):
         options = {"dtype": torch.bfloat16, "params": torch.float32, "residual": "contiguous"}
         check_recomputed(prepared(setup, **RMS, **options))
@@ -54,8 +54,8 @@ def test_the_backward_can_recompute_the_result(prepared):
 @pytest.mark.parametrize(
     ("setup", "rounding"), [("rows, uneven", "input"), ("wide", "input"), ("wide", "weight")]
 )
-def test_a_norm_that_rounds_before_the_weight(setup, rounding, params, prepared):
-    """As torch's operators do, gradients included, but for values between two of float16."""
+def test_a_norm_that_rounds_before_the_weight_matches_torch(setup, rounding, params, prepared):
+    """Gradients included. Values close to a tie between two of float16 may round either way."""
     case = prepared(setup, dtype=torch.float16, params=params, **RMS)
     t = make(case)
     spec = LayerNormSpec(case.row, None, 1e-5, 0.5, None, "float32", False, 0.0, rounding)
@@ -108,7 +108,7 @@ def test_heads_of_queries_and_keys_are_not_copied(name, make_heads, setup, prepa
 
 
 @SOME_SETUPS
-def test_a_row_has_the_same_bits_however_many_there_are(setup, prepared):
+def test_a_row_has_the_same_bits_however_many_rows_there_are(setup, prepared):
     case = prepared(setup, shape=(9, 40), dtype=torch.float16, **RMS)
     tensors = make(case)
     all_rows = run(case, tensors, "triton")["y"]
@@ -121,21 +121,21 @@ def test_a_row_has_the_same_bits_however_many_there_are(setup, prepared):
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize("running", [False, True])
-def test_how_a_row_is_cut_does_not_depend_on_their_number(running, itemsize):
+def test_the_schedule_of_a_row_does_not_depend_on_the_number_of_rows(running, itemsize):
     for width in (7, 64, 128, 256, 768, 1000, 1024, 4096, 5120, 8192, 16384, 100_000):
         cuts = set()
         for rows in (1, 5, 4096, 128 * 132, 128 * 132 + 1, 1_000_000):
             cut = schedule.layer_norm_forward(rows, width, 1, itemsize, running, 132)
             is_held = isinstance(cut, Rows)
             if is_held:
-                values = cut.r * cut.u * cut.bc / cut.warps  # or Triton spreads a row otherwise
+                values = cut.r * cut.u * cut.bc / cut.warps  # a warp: Triton's layout depends on it
                 cuts.add((cut.u, cut.bc, cut.vector, values))
             else:
                 cuts.add((cut.block, cut.warps))
         assert len(cuts) == 1, width
 
 
-def test_derivatives_once_and_twice():
+def test_first_and_second_derivatives_are_right():
     x, weight = (torch.randn(shape, dtype=torch.float64) + 0.5 for shape in ((3, 4), (4,)))
 
     def norm(x, weight):
@@ -153,12 +153,12 @@ OPERATOR_CASES = [
 
 
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
-def test_operators_follow_the_rules(case):
+def test_the_operators_pass_opcheck(case):
     check_operators(case, "cpu")
 
 
 @pytest.mark.parametrize("residual", [False, True])
-def test_one_graph_holds_the_operator_and_gives_the_same(residual, monkeypatch):
+def test_a_compiled_layer_is_one_graph_and_gives_the_same_bits(residual, monkeypatch):
     routes.use_operators_for_small_inputs(monkeypatch)
     layer = normplug.RMSNorm(24, backend="triton", track_running_stats=True)
 

@@ -1,4 +1,4 @@
-"""RMSNorm's kernels where they run in parallel: they are LayerNorm's, with tests of their own."""
+"""RMSNorm on LayerNorm's kernels, on a GPU."""
 
 import pytest
 import torch
@@ -38,13 +38,13 @@ def test_as_close_to_float64_as_torch(shape, dtype):
 @pytest.mark.parametrize("width", [7, 64, 128, 768, 1000, 1024, 4096, 8192, 40_000])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_a_row_has_the_same_bits_however_many_there_are(name, width, dtype, residual):
+def test_a_row_has_the_same_bits_however_many_rows_there_are(name, width, dtype, residual):
     rows = min((1 << 25) // width, 20_000)
     x, beside = (torch.randn(rows, width, device=GPU, dtype=dtype) for _ in range(2))
     weight = torch.rand(width, device=GPU, dtype=dtype)
 
     def norm(part):
-        # Copied: a part of rows of odd width begins at an address of another alignment.
+        # Cloned, since a slice of rows of odd width starts at another alignment.
         ours, other = x[part].clone(), beside[part].clone()
         if not residual:
             return getattr(functional, name)(ours, (width,), weight, backend="triton")
@@ -70,38 +70,38 @@ def test_heads_of_queries_and_keys_are_not_copied(layout, dtype, width, monkeypa
 
 
 @pytest.mark.parametrize("shape", [(4096, 768), (140, 16384), (20, 70_000)], ids=str)
-def test_the_backward_can_recompute_the_result(shape):
+def test_the_backward_can_recompute_the_output(shape):
     options = {"residual": "contiguous", "residual_dtype": torch.float32, "offset": 30.0}
     check_recomputed(Case(shape, torch.bfloat16, params=torch.float32, **RMS, **options), GPU)
 
 
-def test_the_operators_keep_torchs_rules():
+def test_the_operators_pass_opcheck():
     check_operators(Case((3, 4, 6), torch.bfloat16, **RMS, weight_offset=1.0, eps=None), GPU)
     check_operators(Case((6, 5), residual="contiguous", running=torch.float32, **RMS), GPU)
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiled_in_one_graph_with_other_numbers_of_rows(compiler):
+def test_one_compiled_graph_serves_other_numbers_of_rows(compiler):
     options = {"backend": "triton", "device": GPU, "track_running_stats": True}
     layers = [normplug.RMSNorm(24, **options) for _ in range(2)]
     inputs = [torch.randn(rows, 3, 24, device=GPU) for rows in (6, 13, 18)]
     check_one_graph(*layers, inputs, compiler)
 
 
-def test_python_carries_out_no_call_of_a_layer_once_it_is_known(monkeypatch):
+def test_a_known_call_of_a_layer_does_not_run_in_python(monkeypatch):
     layer, x = normplug.RMSNorm(96, backend="triton", device=GPU), torch.randn(50, 96, device=GPU)
     for _ in range(3):
         expected, both = layer(x), layer.fused_add(x, x)
     if native.status().way != "C++":
-        pytest.skip(f"needs the C++ way: {native.status().why}")
+        pytest.skip(f"needs the C++ path: {native.status().why}")
     monkeypatch.setattr(functional, "carry_out", None)
     assert torch.equal(layer(x), expected)
     torch.testing.assert_close(layer.fused_add(x, x), both, rtol=0, atol=0)
 
 
-# Torch's, of a half input beside a float32 weight, where autocast does not cast both.
+# torch warns of half-precision input beside a float32 weight, where autocast does not cast both.
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
-def test_as_a_stock_layer_under_autocast():
+def test_a_layer_matches_the_stock_one_under_autocast():
     x, stock = torch.randn(60, 256, device=GPU), torch.nn.RMSNorm(256, device=GPU)
     ours = normplug.RMSNorm(256, device=GPU, mode="standard", backend="triton")
     low = normplug.RMSNorm(256, device=GPU, autocast_output="low", backend="triton")

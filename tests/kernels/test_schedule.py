@@ -1,4 +1,4 @@
-"""How tensors are cut into work: each value once, and no program waits for a later one."""
+"""Schedules cover each value once, and no program waits for a later one."""
 
 import itertools
 import math
@@ -41,7 +41,7 @@ def is_power_of_2(n):
     return n > 0 and n & (n - 1) == 0
 
 
-def test_the_shapes_meet_every_way_to_cut_them():
+def test_the_shapes_cover_every_branch_of_the_schedules():
     merging = pytest.importorskip("normplug._kernels.merging")
     assert PLANES
     columns = list(COLUMNS.values())
@@ -99,12 +99,12 @@ def test_programs_that_wait_for_each_other_all_run_at_once():
             assert shape.slabs * shape.gathers <= sms, key
 
 
-def test_offsets_that_outgrow_32_bits_have_64():
+def test_offsets_that_do_not_fit_32_bits_have_64():
     for key, shape in GEOMETRIES.items():
         assert shape.wide or math.prod(key[0]) < 2**31, key
 
 
-def test_the_mask_has_a_bit_for_every_value_and_what_the_kernels_pad():
+def test_the_mask_has_a_bit_for_every_value_and_for_the_padding():
     for key, shape in GEOMETRIES.items():
         (n, c, hw), innermost, itemsize = key[:3]
         size = bn.mask_bytes(n, c, hw, innermost, itemsize)
@@ -141,7 +141,7 @@ def test_a_forward_that_would_count_a_batch_twice_is_refused():
         kernels.forward_launch(shape, torch.float32, flags, 0.1, 1e-5, 1.0)
 
 
-def test_launches_have_programs_for_all_that_is_written_and_cooperative_ones_fit_the_gpu():
+def test_launches_have_a_program_for_every_tile_and_cooperative_ones_fit_the_gpu():
     kernels = pytest.importorskip("normplug._kernels.batch_norm.launches")
     for key, shape in GEOMETRIES.items():
         tiles = shape.tiles if isinstance(shape, Planes) else shape.slabs * shape.gathers
@@ -152,7 +152,7 @@ def test_launches_have_programs_for_all_that_is_written_and_cooperative_ones_fit
                 assert launch._grid <= key[-2], where
 
 
-def test_the_workspace_has_room_for_all_that_programs_tell_each_other():
+def test_the_workspace_has_room_for_all_that_programs_exchange():
     kernels = pytest.importorskip("normplug._kernels.batch_norm.launches")
     merging = pytest.importorskip("normplug._kernels.merging")
     for key, shape in GEOMETRIES.items():
@@ -161,10 +161,10 @@ def test_the_workspace_has_room_for_all_that_programs_tell_each_other():
             assert counters >= shape.c, key
             assert room >= 2 * shape.tiles, key
         else:
-            # A counter a batch, one a slab of batches, one a slab that is done.
+            # A counter for each batch, and two for each slab: its batches, and whether it is done.
             batches = -(-shape.gathers // merging.FAN_IN.value)
             assert counters >= shape.slabs * (batches + 2), key
-            # Two numbers a channel: of each item, each batch, and for dx.
+            # Two numbers per channel for each item, for each batch, and for dx.
             parts = shape.slabs * (shape.gathers + batches) * 2 * shape.bch
             assert room >= parts + 2 * shape.c, key
 
@@ -191,7 +191,7 @@ ROW_CALLS = [
     (rows, width, unit, itemsize, machine)
     for rows, width, itemsize, machine in itertools.product(HEIGHTS, WIDTHS, DTYPES, ROW_MACHINES)
     for unit in (1, 2, 4, 8)
-    if width % unit == 0  # as a unit must divide a width and its strides
+    if width % unit == 0  # since a unit divides a width and its strides
 ]
 ROW_FORWARD = {
     (*call, running): ln.layer_norm_forward(*call[:4], running, call[4][0])
@@ -208,7 +208,7 @@ HELD = [(key, shape) for key, shape in EVERY_ROW if isinstance(shape, Rows)]
 WIDE = [(key, shape) for key, shape in EVERY_ROW if not isinstance(shape, Rows)]
 
 
-def test_the_rows_meet_every_way_to_cut_them():
+def test_the_rows_cover_every_branch_of_the_schedules():
     forward, backward = list(ROW_FORWARD.values()), list(ROW_BACKWARD.values())
     assert {type(shape) for shape in forward} == {Rows, WideForward}
     assert {type(shape) for shape in backward} == {Rows, WideBackward}
@@ -237,7 +237,7 @@ def test_tiles_cover_every_column_and_row():
             assert (shape.blocks - 1) * shape.rb < rows <= shape.blocks * shape.rb, key
 
 
-def test_tiles_of_rows_are_powers_of_two_that_threads_share():
+def test_tiles_of_rows_are_powers_of_2_and_fit_the_registers():
     for key, shape in EVERY_ROW:
         sizes = {
             Rows: ("r", "u", "bc", "warps"),
@@ -247,7 +247,7 @@ def test_tiles_of_rows_are_powers_of_two_that_threads_share():
         for name in sizes:
             assert is_power_of_2(getattr(shape, name)), (key, name)
         assert shape.warps * 32 <= 1024, key
-        # Of 255 registers a thread, more than a tile's values have to fit in.
+        # A thread has 255 registers, which must hold more than a tile's values.
         held = math.prod(getattr(shape, name) for name in sizes[:-1])
         assert held <= shape.warps * 32 * 64, key
 
@@ -265,7 +265,7 @@ def test_there_is_a_program_for_each_share_of_a_row_and_a_tile_for_each_program(
             assert is_power_of_2(shape.finish), key
 
 
-def test_loads_ahead_fit_shared_memory():
+def test_prefetched_tiles_fit_shared_memory():
     for key, shape in HELD:
         machine = key[4]
         tile = shape.r * shape.u * shape.bc * key[3]
@@ -292,8 +292,8 @@ def test_a_tile_is_written_after_its_whole_row_was_read():
         assert shape.k - 1 <= shape.lag <= tiles, key
 
 
-def test_sums_over_rows_are_no_more_traffic_than_the_rows():
-    # Two sums, written and read, of 4 bytes a column (8 for float64) and a group of programs.
+def test_sums_over_rows_take_at_most_1_5_times_the_traffic_of_the_rows():
+    # Two sums, written and read, of 4 bytes (8 for float64) per column and group of programs.
     for key, shape in ROW_BACKWARD.items():
         rows, _, _, itemsize = key[:4]
         useful = 3 * rows * itemsize

@@ -45,7 +45,7 @@ def rows_of(path):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_swap_norms_swaps_before_the_optimizer_even_what_configure_model_makes(tmp_path, late):
+def test_swap_norms_swaps_even_layers_of_configure_model_before_the_optimizer(tmp_path, late):
     module = Module(late=late)
     trainer(tmp_path, SwapNorms("golden", exclude="net.3")).fit(module, loader())
     assert type(module.net[0]) is normplug.BatchNorm2d
@@ -82,12 +82,12 @@ def test_swap_norms_keeps_the_mode_of_each_layer_in_the_checkpoint(tmp_path):
         with pytest.raises(ValueError, match=f"trained in other modes: .*{text}"):
             resumed.fit(Module(), loader(), ckpt_path=path)
     earlier = SwapNorms(0.5)
-    earlier.load_state_dict({"target_variance": 0.25})  # as versions before wrote it
+    earlier.load_state_dict({"target_variance": 0.25})  # as earlier versions wrote it
     with pytest.raises(ValueError, match=r"in mode 0\.25; this run's mode is 0\.5"):
         trainer(tmp_path, earlier).fit(Module(), loader())
 
 
-def test_swap_norms_notices_that_another_tool_rebuilt_a_layer(tmp_path):
+def test_swap_norms_detects_that_another_tool_rebuilt_a_layer(tmp_path):
     module = Module()
     run = trainer(tmp_path, SwapNorms("golden"))
     run.fit(module, loader())
@@ -97,7 +97,7 @@ def test_swap_norms_notices_that_another_tool_rebuilt_a_layer(tmp_path):
 
 
 def expected_row(layer, x, tv):
-    """The four measures, by their definition and in float64."""
+    """Compute the four measures from their definitions, in float64."""
     x = x.double()
     is_batch_norm = isinstance(layer, nn.BatchNorm2d)
     dims = (0, 2, 3) if is_batch_norm else (1,)
@@ -111,14 +111,14 @@ def expected_row(layer, x, tv):
 
 @pytest.mark.parametrize("mode", [None, "golden"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_variance_logger_measures_what_it_says(tmp_path, mode, compiled):
+def test_variance_logger_measures_by_the_definitions(tmp_path, mode, compiled):
     torch.compiler.reset()
     module, logger = Module(), VarianceLogger(every_n_steps=4, dirpath=tmp_path)
     tv = 1.0 if mode is None else target_variance(mode)
     layers, rows = (module.net[0], module.net[3]), {}
 
     class Expect(Callback):
-        """At each logged step: what the definition gives, from the weights before the step."""
+        """Compute the measures at each logged step, from the weights before the step."""
 
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             with torch.no_grad():
@@ -150,7 +150,7 @@ def test_variance_logger_measures_what_it_says(tmp_path, mode, compiled):
 
 
 @pytest.mark.parametrize("mode", [None, "golden"])
-def test_second_moments_are_logged_of_a_norm_that_does_not_centre(mode, tmp_path):
+def test_second_moments_are_logged_for_a_norm_that_does_not_centre(mode, tmp_path):
     module = lightning_cases.Module(
         lambda: nn.Sequential(nn.Flatten(), nn.RMSNorm(108), nn.LayerNorm(108), nn.Linear(108, 4))
     )
@@ -199,7 +199,7 @@ def test_the_loggers_get_the_numbers_and_a_new_fit_starts_a_new_file(tmp_path):
     assert float(rows[0]["variance/net.0/output"]) == pytest.approx(0.25, rel=1e-3)
 
 
-def test_a_layer_that_is_not_run_stays_nan_and_an_exception_leaves_none_measuring(tmp_path):
+def test_a_layer_that_never_runs_is_logged_as_nan_and_an_exception_ends_all_measuring(tmp_path):
     module, logger = Module(), VarianceLogger(1, tmp_path)
     module.spare = nn.LayerNorm(3)
     trainer(tmp_path, logger, max_steps=1).fit(module, loader())
@@ -215,7 +215,7 @@ def test_a_layer_that_is_not_run_stays_nan_and_an_exception_leaves_none_measurin
     assert vars(module.spare).keys() == vars(nn.LayerNorm(3)).keys()
 
 
-def test_torchs_sync_batch_norm_is_not_measured_and_normplugs_is(tmp_path):
+def test_torchs_sync_batch_norm_is_not_measured_but_normplugs_is(tmp_path):
     module, logger = Module(), VarianceLogger(1, tmp_path)
     module.net[0] = nn.SyncBatchNorm(3)
     trainer(tmp_path, logger, max_steps=1).fit(module, loader())

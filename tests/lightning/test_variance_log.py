@@ -1,4 +1,4 @@
-"""The heat map of a run: what it holds, and what it does without matplotlib."""
+"""The heat map of a run: what it shows, and what happens without matplotlib."""
 
 import math
 import sys
@@ -11,7 +11,7 @@ from normplug.lightning.variance_table import LayerVariance, draw_heat_map
 
 
 def rows_of(values, steps=(0, 10, 20), world_size=1):
-    """A row for each step and layer; `values` gives (input, output, affine) of (step, depth)."""
+    """A row for each step and layer; `values(step, depth)` gives (input, output, affine)."""
     of_rank = {"weight_rms": 1.0, "rank": 0, "world_size": world_size}
     return [
         LayerVariance(
@@ -24,7 +24,7 @@ def rows_of(values, steps=(0, 10, 20), world_size=1):
 
 @pytest.fixture
 def draw(tmp_path, monkeypatch):
-    """Draw rows, and return the figure."""
+    """A function that draws rows and returns the figure."""
     made = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: made.append(figure))
 
@@ -50,7 +50,7 @@ def test_the_title_says_which_model_run_and_steps(draw):
     assert "step 7;" in draw(rows_of(lambda step, depth: (1.0, 1.0, 1.0), steps=[7])).get_suptitle()
 
 
-def test_the_first_layer_is_at_the_top_and_steps_have_their_place(draw):
+def test_the_first_layer_is_at_the_top_and_steps_are_to_scale(draw):
     figure = draw(rows_of(lambda step, depth: (1.0 + depth, 1.0, 1.0 + step), steps=[0, 10, 40]))
     first, _, last, *_ = figure.axes
     assert first.yaxis_inverted()

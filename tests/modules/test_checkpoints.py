@@ -14,7 +14,7 @@ import normplug
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", [normplug.LayerNorm, normplug.BatchNorm1d])
-def test_a_layer_exported_in_training_is_saved_and_trains_on(kind, strict, momentum):
+def test_a_layer_exported_in_training_mode_can_be_saved_and_keeps_training(kind, strict, momentum):
     torch.compiler.reset()
     layer, x = kind(6, momentum=momentum), torch.randn(5, 6)
     for decomposed in (False, True):
@@ -23,7 +23,7 @@ def test_a_layer_exported_in_training_is_saved_and_trains_on(kind, strict, momen
             program = program.run_decompositions()
         file = io.BytesIO()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch 2.11, of its own archive
+            warnings.simplefilter("ignore")  # torch 2.11 warns of its own archive
             torch.export.save(program, file)
             file.seek(0)
             loaded = torch.export.load(file).module()
@@ -42,7 +42,7 @@ def statistics(layer):
     return {name: buffer.item() for name, buffer in layer.named_buffers()}
 
 
-NORMS = (1, 3, 5)  # the LayerNorms of a model of blocks
+NORMS = (1, 3, 5)  # the LayerNorms of blocks()
 
 
 def blocks():
@@ -53,7 +53,7 @@ def blocks():
 
 
 def swapped_blocks(place, swapped):
-    """A model that was built inside `place`, and swapped there or outside."""
+    """A model that is built inside the context `place`, and swapped inside or outside it."""
     with place:
         model = blocks()
         if swapped == "inside":
@@ -62,7 +62,7 @@ def swapped_blocks(place, swapped):
 
 
 def assert_started(model, stock):
-    """Statistics are fresh, everything else is the stock model's, and training moves both."""
+    """Assert that statistics are fresh, the rest is the stock model's, and both train alike."""
     assert [statistics(model[index]) for index in NORMS] == [FRESH] * 3
     for key, value in stock.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value)
@@ -86,33 +86,33 @@ def test_a_stock_checkpoint_gives_a_meta_model_fresh_statistics(how, strict, bui
             model[index].running_mean.fill_(7.0)
             model[index].reset_parameters()
     model.load_state_dict(stock.state_dict(), strict=strict, assign=how == "assign")
-    model[5](torch.randn(8, 6))  # has no weight that could be loaded: starts where its input is
+    model[5](torch.randn(8, 6))  # without weights to load, it takes its input's device
     model[5].reset_running_stats()
     assert_started(model, stock)
 
 
 @pytest.mark.parametrize("assign", [True, False])
-def test_a_checkpoint_with_statistics_is_taken_and_one_without_starts_them_again(assign):
+def test_a_checkpoint_with_statistics_restores_them_and_one_without_resets_them(assign):
     trained, stock = normplug.swap(blocks(), "standard"), blocks()
     trained(torch.randn(9, 4))
     model = swapped_blocks(torch.device("meta" if assign else "cpu"), "outside")
     model.load_state_dict(trained.state_dict(), assign=assign)
     torch.testing.assert_close(model.state_dict(), trained.state_dict())
-    # A part of a state says nothing of the rest.
+    # A partial state dict leaves the rest unchanged.
     model.load_state_dict({"1.weight": torch.ones(6)}, strict=False, assign=assign)
     assert statistics(model[1]) == statistics(trained[1]) != FRESH
     model.load_state_dict(stock.state_dict(), assign=assign)
     assert [statistics(model[index]) for index in (1, 3)] == [FRESH] * 2
 
 
-def test_what_has_values_keeps_them_when_it_moves():
+def test_statistics_keep_their_values_under_a_change_of_dtype():
     model = normplug.swap(blocks(), "standard")
     model(torch.randn(9, 4))
     before = [statistics(model[index]) for index in (1, 3, 5)]
     assert [statistics(model.double()[index]) for index in (1, 3, 5)] == before
 
 
-def test_a_compiled_layer_without_weights_starts_where_its_input_is():
+def test_a_compiled_layer_without_weights_takes_its_inputs_device():
     torch.compiler.reset()
     layer = normplug.LayerNorm(6, elementwise_affine=False, device="meta")
     x = torch.randn(5, 6)
@@ -138,7 +138,7 @@ def test_accelerate_loads_a_stock_checkpoint(tmp_path, last, built, include_buff
     if last == "disk":
         places = {**{str(index): "cpu" for index in (0, 1, 2, 3, 5)}, "4": "disk"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the file's metadata, and of its own progress
+        warnings.simplefilter("ignore")  # accelerate's, of the file's metadata and its progress
         model = accelerate.load_checkpoint_and_dispatch(
             model, str(tmp_path / file), device_map=places, offload_folder=str(tmp_path / "off")
         )

@@ -1,4 +1,4 @@
-"""GroupNorm and InstanceNorm as layers, next to torch's."""
+"""The layers GroupNorm and InstanceNorm, compared with torch's."""
 
 import copy
 import pickle
@@ -52,7 +52,7 @@ def outputs(layer, x):
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape", "options"), CASES)
-def test_standard_is_the_torch_layer_bit_for_bit(ours, stock, shape, options):
+def test_standard_equals_the_torch_layer_bit_for_bit(ours, stock, shape, options):
     theirs = randomise(stock(4, **options))
     layer = ours(4, mode="standard", **options)
     assert layer.state_dict().keys() == theirs.state_dict().keys()
@@ -77,7 +77,7 @@ def test_the_output_has_the_target_variance(ours, stock, shape):
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), EACH)
-def test_checkpoints_copies_pickles_and_repr_have_the_mode(ours, stock, shape):
+def test_checkpoints_copies_pickles_and_repr_carry_the_mode(ours, stock, shape):
     layer, x = ours(4, mode=0.3), torch.randn(shape)
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(twin) is type(layer)
@@ -91,7 +91,7 @@ def test_checkpoints_copies_pickles_and_repr_have_the_mode(ours, stock, shape):
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), EACH)
-def test_a_tool_that_recomputes_it_is_refused(ours, stock, shape):
+def test_a_tool_that_recomputes_the_norm_is_refused(ours, stock, shape):
     layer, x = ours(4), torch.randn(shape)
 
     def by_groups(norm):
@@ -107,7 +107,7 @@ def test_a_tool_that_recomputes_it_is_refused(ours, stock, shape):
 
 
 @pytest.mark.parametrize("momentum", [0.25, None])
-def test_group_norm_watches_its_groups_if_asked(momentum):
+def test_group_norm_tracks_the_statistics_of_its_groups_on_request(momentum):
     assert list(GroupNorm(2, 4).buffers()) == []
     layer = GroupNorm(2, 4, track_running_stats=True, momentum=momentum)
     mean, var = 0.0, 1.0
@@ -124,13 +124,13 @@ def test_group_norm_watches_its_groups_if_asked(momentum):
     assert layer.running_var.item() == pytest.approx(var, rel=1e-4)
     assert layer.num_batches_tracked == 2
     stock = nn.GroupNorm(2, 4).state_dict()
-    set_mode(layer, "standard").load_state_dict(stock)  # a strict load, which starts them again
+    set_mode(layer, "standard").load_state_dict(stock)  # a strict load, which resets them
     assert layer.running_var == 1
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("track", [False, True])
-def test_an_input_without_a_batch_is_one_sample(kind, track):
+def test_an_unbatched_input_is_one_sample(kind, track):
     layer = instance_norm(normplug, kind)(4, affine=True, track_running_stats=track)
     twin, x = copy.deepcopy(layer), torch.randn(SHAPES[kind][1:])
     torch.testing.assert_close(layer(x), twin(x[None])[0])
@@ -138,7 +138,7 @@ def test_an_input_without_a_batch_is_one_sample(kind, track):
     torch.testing.assert_close(layer.eval()(x), twin.eval()(x[None])[0])
 
 
-def test_channels_that_were_not_announced_are_told_or_refused():
+def test_an_unexpected_number_of_channels_warns_or_is_rejected():
     x = torch.randn(2, 3, 5)
     with pytest.warns(UserWarning, match="num_features is 4, but the input has 3 channels") as told:
         normplug.InstanceNorm1d(4)(x)
@@ -156,7 +156,7 @@ def test_a_lazy_layer_is_swapped_before_and_after_its_first_forward(affine):
         model = nn.Sequential(nn.LazyInstanceNorm2d(affine=affine), nn.Identity())
         if first:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's, of a layer that does not learn its size
+                warnings.simplefilter("ignore")  # torch's, of a layer that never learns its size
                 model(x)
         swap(model)
         if not first:
@@ -171,7 +171,7 @@ def test_a_lazy_layer_is_swapped_before_and_after_its_first_forward(affine):
         assert type(model[0]) is nn.InstanceNorm2d
 
 
-def test_arguments_that_a_layer_cannot_take_are_refused():
+def test_invalid_arguments_are_rejected():
     for arguments, message in [((2, 5), "divisible"), ((0, 4), "num_groups must be at least 1")]:
         with pytest.raises(ValueError, match=message):
             GroupNorm(*arguments)

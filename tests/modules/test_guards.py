@@ -1,4 +1,4 @@
-"""Code that folds, rebuilds or recomputes a norm by its attributes: right, or refused."""
+"""Code that folds, rebuilds or recomputes a norm from its attributes is right, or refused."""
 
 import copy
 import inspect
@@ -92,7 +92,7 @@ class ConvNormAct(nn.Module):
 
 
 def assert_refused(tool, reader, model, x=X):
-    """The tool is refused on a golden model, which stays as it was, and is right after unswap."""
+    """Assert that a golden model refuses the tool, stays unchanged, and allows it after unswap."""
     swap(model.eval())
     with torch.no_grad():
         expected = model(x)
@@ -110,7 +110,7 @@ def assert_right(tool, model, x, expected):
 
 
 @pytest.mark.parametrize("std", STDS, ids=lambda std: std.__name__)
-def test_whoever_folds_a_batch_norm_is_refused(std):
+def test_code_that_folds_a_batch_norm_is_refused(std):
     def tool(model):
         conv, bn = model
         return folded(conv, bn.weight, bn.bias, bn.running_mean, std(bn))
@@ -119,7 +119,7 @@ def test_whoever_folds_a_batch_norm_is_refused(std):
     assert_refused(tool, "", model)
 
 
-def test_a_fused_model_is_reparameterised_as_an_unfused_one():
+def test_reparameterising_a_fused_model_is_right_or_refused():
     manipulate = pytest.importorskip("timm.utils.model")
     model = randomised(nn.Sequential(ConvNormAct()))
     fuse(swap(model.eval()))
@@ -128,7 +128,7 @@ def test_a_fused_model_is_reparameterised_as_an_unfused_one():
 
 
 def test_the_error_names_the_reader_and_the_way_out():
-    # It is the reader of eps that must know of the target variance, and not its caller.
+    # The function that reads eps must handle the target variance, not its caller.
     layer = BatchNorm2d(3, mode=normplug.target_variance("golden"))
     text = (
         r"normplug: test_guards.fuse_conv_and_bn would drop the target variance of a BatchNorm2d "
@@ -145,7 +145,7 @@ OF_EACH_KIND = pytest.mark.parametrize(
 
 
 @OF_EACH_KIND
-def test_who_computes_nothing_reads_eps(layer):
+def test_eps_can_be_read_without_computing_with_it(layer):
     assert (layer.eps, read(layer, "eps"), eps_of(layer)) == (0.1, 0.1, 0.1)
     assert dict(inspect.getmembers(layer))["eps"] == 0.1
     assert "eps=0.1" in repr(layer)
@@ -157,12 +157,12 @@ def test_who_computes_nothing_reads_eps(layer):
 
 
 @OF_EACH_KIND
-def test_who_knows_of_the_target_variance_reads_eps(layer):
+def test_code_that_also_reads_the_target_variance_may_compute_with_eps(layer):
     std = ((layer.running_var + layer.eps) / layer.target_variance) ** 0.5
     torch.testing.assert_close(std, torch.full_like(std, (1.1 / 0.6180339887498949) ** 0.5))
 
 
-def test_a_new_eps_counts_and_stays_after_unswap():
+def test_a_new_eps_takes_effect_and_survives_unswap():
     model = swap(nn.Sequential(nn.LayerNorm(4), nn.BatchNorm1d(4)))
     x = torch.randn(8, 4)
     before = model(x)
@@ -177,7 +177,7 @@ def test_a_new_eps_counts_and_stays_after_unswap():
 
 TIMM = ["repvgg_a0", "mobileone_s0", "fastvit_t8", "repvit_m0_9", "tiny_vit_5m_224"]
 TIMM += ["repghostnet_050", "levit_128s", "efficientvit_m0"]
-LARGE = ("levit_128s", "efficientvit_m0")  # which take no small images
+LARGE = ("levit_128s", "efficientvit_m0")  # these need large images
 
 
 @pytest.mark.parametrize("name", TIMM)
@@ -192,7 +192,7 @@ def test_timms_reparameterisation_is_right_or_refused(name):
     assert_refused(reparameterize_model, reader, model, x)
 
 
-def test_reparameterisation_in_place_changes_nothing_where_it_is_refused():
+def test_a_refused_reparameterisation_in_place_changes_nothing():
     timm = pytest.importorskip("timm")
     from timm.utils.model import reparameterize_model
 
@@ -207,8 +207,8 @@ def test_reparameterisation_in_place_changes_nothing_where_it_is_refused():
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_no_reader_shows_is_found_by_check():
-    """Folding with an eps of its own, in place, reads none; the layer is gone."""
+def test_check_finds_a_fold_that_does_not_read_eps():
+    """A fold in place with an eps of its own is not refused, but its layer is missing."""
     model = swap(randomised(nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4))))
     bn = model[1]
     std = (bn.running_var + 1e-5) ** 0.5
@@ -218,7 +218,7 @@ def test_what_no_reader_shows_is_found_by_check():
 
 
 class Recomputes(nn.Module):
-    """Gives its norm's tensors to torch's function."""
+    """Passes its norm's tensors to torch's function."""
 
     def __init__(self, norm):
         super().__init__()

@@ -37,7 +37,7 @@ def randomise(layer):
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape", "options"), CASES)
-def test_standard_is_the_torch_layer_bit_for_bit(ours, stock, shape, options):
+def test_standard_equals_the_torch_layer_bit_for_bit(ours, stock, shape, options):
     theirs = randomise(stock(4, **options))
     layer = ours(4, mode="standard", **options)
     layer.load_state_dict(theirs.state_dict())
@@ -47,7 +47,7 @@ def test_standard_is_the_torch_layer_bit_for_bit(ours, stock, shape, options):
         torch.testing.assert_close(layer(x), theirs(x), rtol=0, atol=0)
     if ours is not LayerNorm:
         for name, buffer in theirs.named_buffers():
-            # The cumulative average is kept on the device, where torch's goes by way of a float.
+            # Our cumulative average stays on the device; torch's goes through a Python float.
             far = 1e-6 if options.get("momentum", 0) is None else 0
             torch.testing.assert_close(layer.get_buffer(name), buffer, rtol=far, atol=far)
     x = torch.randn(shape, dtype=options.get("dtype"))
@@ -66,7 +66,7 @@ def test_the_output_has_the_target_variance(ours, stock, shape, mode):
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, SYNC])
-def test_keys_are_torchs_and_a_strict_load_works_both_ways(ours, stock, shape):
+def test_state_dict_keys_are_torchs_and_a_strict_load_works_both_ways(ours, stock, shape):
     layer, theirs = randomise(ours(4, mode="standard")), randomise(stock(4))
     statistics = {"running_mean", "running_var", "num_batches_tracked"}
     extra = set(layer.state_dict()) - set(theirs.state_dict())
@@ -80,7 +80,7 @@ def test_keys_are_torchs_and_a_strict_load_works_both_ways(ours, stock, shape):
     takes_it.load_state_dict(layer.state_dict(), strict=True)
 
 
-def test_a_strict_load_still_refuses_what_is_no_statistic():
+def test_a_strict_load_still_rejects_other_missing_or_unexpected_keys():
     layer = LayerNorm(4, mode="standard")
     with pytest.raises(RuntimeError, match="Missing key.*weight"):
         layer.load_state_dict({"bias": torch.zeros(4)})
@@ -89,11 +89,11 @@ def test_a_strict_load_still_refuses_what_is_no_statistic():
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), PAIRS)
-def test_the_mode_travels_in_checkpoints_and_another_one_warns(ours, stock, shape):
+def test_checkpoints_carry_the_mode_and_loading_into_another_mode_warns(ours, stock, shape):
     state = reloaded(nn.Sequential(ours(4, mode="golden")).state_dict(), weights_only=True)
-    # Without a warning, which would be an error.
+    # These must not warn: pytest turns warnings into errors.
     nn.Sequential(ours(4, mode="golden")).load_state_dict(state)
-    nn.Sequential(ours(4, mode=0.5)).load_state_dict(dict(state))  # says nothing of a mode
+    nn.Sequential(ours(4, mode=0.5)).load_state_dict(dict(state))  # has no record of a mode
     nn.Sequential(ours(4, mode=1.0)).load_state_dict(nn.Sequential(stock(4)).state_dict())
     with pytest.warns(UserWarning, match=r"mode golden is loaded into layers of mode 0\.5"):
         nn.Sequential(ours(4, mode=0.5)).load_state_dict(state)
@@ -103,7 +103,7 @@ def test_the_mode_travels_in_checkpoints_and_another_one_warns(ours, stock, shap
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, SYNC])
-def test_copies_and_pickles_also_of_a_class_that_was_in_modules(ours, stock, shape):
+def test_copies_and_pickles_work_even_with_the_classs_earlier_module(ours, stock, shape):
     layer, x = randomise(ours(4, mode=0.3)).eval(), torch.randn(shape)
     now = pickle.dumps(layer, protocol=0)
     then = now.replace(ours.__module__.encode(), b"normplug.modules")
@@ -122,7 +122,7 @@ def test_a_pickle_from_before_eps_was_a_property_is_loaded():
     assert torch.equal(loaded(x), layer(x))
 
 
-def test_rms_norm_watches_the_second_moment_only_where_it_is_asked_to():
+def test_rms_norm_tracks_the_second_moment_only_on_request():
     model = normplug.swap(nn.Sequential(nn.RMSNorm(8), nn.LayerNorm(8)))
     assert [m.track_running_stats for m in model] == [False, True]
     assert not [*model[0].buffers()]
@@ -134,7 +134,7 @@ def test_rms_norm_watches_the_second_moment_only_where_it_is_asked_to():
     again = RMSNorm(8, track_running_stats=True)
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again.running_var, layer.running_var)
-    again.load_state_dict(RMSNorm(8).state_dict())  # which has none: they start again
+    again.load_state_dict(RMSNorm(8).state_dict())  # which has no statistics: they are reset
     assert again.running_var == 1
     normplug.unswap(layer)
     assert vars(layer).keys() == vars(nn.RMSNorm(8)).keys()
@@ -142,7 +142,7 @@ def test_rms_norm_watches_the_second_moment_only_where_it_is_asked_to():
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
-def test_layer_norm_watches_its_input_in_training_only(momentum):
+def test_layer_norm_tracks_its_input_in_training_only(momentum):
     layer = LayerNorm(32, momentum=momentum)
     batches = [torch.randn(50, 32) * 3 + i for i in range(3)]
     for batch in batches:
@@ -162,14 +162,14 @@ def test_layer_norm_watches_its_input_in_training_only(momentum):
     assert (layer.running_mean, layer.running_var, layer.num_batches_tracked) == (0, 1, 0)
 
 
-def test_layer_norm_without_weights_follows_its_input_to_another_device():
+def test_layer_norm_without_weights_moves_to_its_inputs_device():
     layer = LayerNorm(4, elementwise_affine=False)
     layer(torch.randn(3, 4, device="meta"))
     assert {buffer.device.type for buffer in layer.buffers()} == {"meta"}
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), PAIRS)
-def test_repr_and_mode_attribute(ours, stock, shape):
+def test_repr_shows_the_mode_and_a_new_mode_sets_the_target_variance(ours, stock, shape):
     layer = ours(4)
     assert "mode=golden" in repr(layer)
     layer.mode = 0.5
@@ -189,7 +189,7 @@ def test_a_layer_says_why_its_kernels_cannot_run(ours):
         layer(torch.randn(2, 4, 3, 4))
 
 
-def test_options_and_inputs_that_a_layer_cannot_take_are_refused():
+def test_invalid_options_and_inputs_are_rejected():
     with pytest.raises(ValueError, match="'auto', 'triton', 'torch'"):
         LayerNorm(4, backend="cudnn")
     with pytest.raises(ValueError, match="'low', 'float32'"):
@@ -198,7 +198,7 @@ def test_options_and_inputs_that_a_layer_cannot_take_are_refused():
         BatchNorm2d(4)(torch.randn(2, 4))
 
 
-def test_functorch_transforms_of_a_tracking_layer_norm():
+def test_functorch_transforms_work_on_a_layer_norm_that_tracks_statistics():
     layer, x = LayerNorm(4), torch.randn(5, 3, 4)
 
     def loss(parameters, x):
@@ -213,7 +213,7 @@ def test_functorch_transforms_of_a_tracking_layer_norm():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("track", [True, False])
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_layer_norm_takes_nested_tensors(layout, track):
+def test_layer_norm_accepts_nested_tensors(layout, track):
     layer = LayerNorm(8, mode=0.3, track_running_stats=track)
     nn.init.normal_(layer.weight)
     nn.init.normal_(layer.bias)

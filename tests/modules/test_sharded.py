@@ -1,4 +1,4 @@
-"""Norms of DTensors, and under FSDP2, next to stock layers in one process."""
+"""Norms of DTensors and norms under FSDP2, compared with stock layers in one process."""
 
 import math
 
@@ -15,7 +15,7 @@ from sharded_cases import CASES, LAYER_NORM, MODE, ROWS, Block, Case, trained
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """What each of two processes got."""
+    """The results of two processes."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TRITON_INTERPRET", "1")
         return sync_cases.ran(sharded_cases.process, 2, tmp_path_factory.mktemp("sharded"))
@@ -51,7 +51,7 @@ def test_a_sharded_norm_is_as_close_to_float64_as_torch_in_one_process(index, pa
             assert_no_worse(name, value, theirs[name], truth[name], spare=spare)
 
 
-def test_a_sum_over_processes_is_added_and_normalised(pair):
+def test_add_layer_norm_reduces_a_partial_sum_first(pair):
     x, residual = (t.requires_grad_() for t in Case(LAYER_NORM, ROWS, 0).tensors())
     weight = torch.full((8,), 2.0, requires_grad=True)
     total = x + residual
@@ -61,7 +61,7 @@ def test_a_sum_over_processes_is_added_and_normalised(pair):
         torch.testing.assert_close(result["added"], [y, total, x.grad, weight.grad])
 
 
-def test_values_and_gradients_that_are_on_their_way_are_waited_for(pair):
+def test_tensors_whose_all_reduce_is_in_flight_are_waited_for(pair):
     x, dy = (tensor.double() for tensor in Case(LAYER_NORM, ROWS, 1).tensors())
     y = F.layer_norm(x.requires_grad_(), (8,)) * math.sqrt(MODE)
     y.backward(dy)
@@ -103,7 +103,7 @@ def test_norms_under_sequence_parallel_train_as_in_one_process(pair):
 def test_norms_under_fsdp2_train_as_stock_layers(pair):
     for result in pair:
         if "fully_sharded" not in result:
-            pytest.skip("fully_shard of this torch does not run on the CPU")
+            pytest.skip("fully_shard before torch 2.14 does not run on the CPU")
         stock, *ours = result["fully_sharded"]
         for one in ours:
             losses, weights, y = one

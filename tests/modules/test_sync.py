@@ -1,4 +1,4 @@
-"""SyncBatchNorm over processes, next to one BatchNorm in one process on the joined batch."""
+"""SyncBatchNorm over several processes, compared with BatchNorm on the joined batch in one."""
 
 import copy
 import math
@@ -40,12 +40,12 @@ def two_gpus(tmp_path_factory):
 
 @pytest.fixture(params=["two", pytest.param("two_gpus", marks=pytest.mark.gpu)])
 def pair(request):
-    """Two processes, of the CPU and of two GPUs."""
+    """The results of two processes, on the CPU and on two GPUs."""
     return request.getfixturevalue(request.param)
 
 
 def in_one_process(case, dtype=None):
-    """The same from torch, on the joined batch: with sqrt(tv) in the weight."""
+    """torch's results on the joined batch, with sqrt(tv) in the weight."""
     x, dy, weight, bias = (t.to(dtype or t.dtype) for t in case.joined())
     layer = nn.modules.batchnorm._BatchNorm(CHANNELS, **case.settings(), dtype=weight.dtype)
     layer._check_input_dim = lambda _: None
@@ -69,9 +69,10 @@ def assert_joined(case, results):
         return
     truth, theirs = in_one_process(case, torch.float64), in_one_process(case)
     x, dy, weight, _ = (t.double() for t in case.joined())
-    amplified = float(1 + x.mean().abs() / x.std())  # what mean >> std does to a rounded mean
+    # How much mean >> std amplifies the rounding of the mean.
+    amplified = float(1 + x.mean().abs() / x.std())
     slope = per_channel(weight / x.std(channel_dims(x)), x)
-    terms = {"dx": slope * dy} if case.affine else {}  # of two values, all of dx cancels
+    terms = {"dx": slope * dy} if case.affine else {}  # if a channel has two values, dx cancels
     ours = {name: torch.cat([part[name] for part in parts]) for name in ("y", "dx")}
     if case.affine:
         for name in ("dweight", "dbias"):
@@ -147,7 +148,7 @@ def test_one_process_can_measure_alone(pair):
     assert pair[1]["measured"][1] is None
 
 
-def test_data_parallel_training_is_one_process_on_all_data(pair):
+def test_data_parallel_training_matches_one_process_on_all_data(pair):
     truth = sync_cases.train(swap(sync_cases.make_net()), sync_cases.IMAGES, sync_cases.LABELS)
     for result in pair:
         assert_close_states(result["data_parallel"], truth.state_dict())
@@ -158,7 +159,7 @@ def assert_close_states(state, truth):
 
 
 @pytest.mark.parametrize("run", ["stock", "swapped", "late"])
-def test_lightnings_processes_train_as_one_and_give_the_layers_back(run, two, tmp_path):
+def test_lightnings_processes_train_as_one_and_get_their_layers_back(run, two, tmp_path):
     mode = [] if run == "stock" else [SwapNorms("golden")]
     module = lightning_cases.Module()
     plain = lightning_cases.fit(module, 16, tmp_path, *mode, plugins=[SyncNorms()])
@@ -177,7 +178,7 @@ def test_lightnings_own_synchronisation_of_swapped_layers_is_refused(two):
         assert "plugins=[normplug.lightning.SyncNorms()]" in text
 
 
-def test_sync_norms_keeps_a_mode_that_is_set_while_it_holds():
+def test_sync_norms_keeps_a_mode_that_is_set_between_apply_and_revert():
     model, plugin = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), SyncNorms()
     plugin.apply(model)
     set_mode(model[0], 0.5)
@@ -195,7 +196,7 @@ def test_the_host_of_two_gpus_never_waits(two_gpus):
     assert [result["without_waiting"] for result in two_gpus] == [None, None]
 
 
-def test_a_norm_with_an_activation_joins_the_batches_too(two):
+def test_a_norm_with_an_activation_is_synchronised_too(two):
     results = [result["with_activation"] for result in two]
     if None in results:
         pytest.skip("needs timm")
@@ -228,7 +229,7 @@ def classes(model):
     return [(type(m), sorted(vars(m))) for m in model.modules()]
 
 
-def test_swap_synchronises_batch_norms_and_unswap_gives_back_what_they_were():
+def test_swap_synchronises_batch_norms_and_unswap_restores_them():
     lazy, swapped = nn.LazyBatchNorm1d(), normplug.BatchNorm3d(8, mode=0.5)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), swapped, nn.LayerNorm(4), lazy)
     model.other = nn.SyncBatchNorm(8, process_group="a group")
@@ -258,7 +259,7 @@ def test_swap_synchronises_batch_norms_and_unswap_gives_back_what_they_were():
     assert now[:3] + now[4:] == before[:3] + before[4:]
 
 
-def test_what_was_swapped_before_can_be_synchronised_and_filters_hold():
+def test_swapped_layers_can_be_synchronised_later_and_filters_apply():
     model = swap(nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), 0.5)
     swap(model, 0.5, sync=True, include="0")
     assert type(model[0]) is SyncBatchNorm
@@ -270,7 +271,7 @@ def test_what_was_swapped_before_can_be_synchronised_and_filters_hold():
     assert [type(m) for m in model] == [nn.BatchNorm1d, nn.BatchNorm1d]
 
 
-def test_a_synchronised_layer_takes_the_input_it_took_and_survives_copies():
+def test_a_synchronised_layer_accepts_the_same_inputs_as_before_and_survives_copies():
     layer = swap(nn.BatchNorm2d(3), sync=True)
     for one in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert one(torch.randn(2, 3, 4, 4)).shape == (2, 3, 4, 4)

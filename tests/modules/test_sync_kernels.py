@@ -1,4 +1,4 @@
-"""SyncBatchNorm by normplug's kernels over two processes, next to one process by torch's."""
+"""SyncBatchNorm on normplug's kernels over two processes, compared with torch in one process."""
 
 import pytest
 import torch
@@ -30,12 +30,12 @@ def two_gpus(tmp_path_factory):
 
 @pytest.fixture(params=["interpreted", pytest.param("two_gpus", marks=pytest.mark.gpu)])
 def pair(request):
-    """Two processes, of an interpreter and of two GPUs."""
+    """The results of two processes, in the interpreter and on two GPUs."""
     return request.getfixturevalue(request.param)
 
 
 def in_one_process(case, dtype):
-    """The local norm's results on the joined batch, by torch; the second of two equal batches."""
+    """torch's results on the joined batch, without synchronisation: the second of two steps."""
     x, dy, weight, bias = (t.to(dtype or t.dtype) for t in case.joined())
     residual = case.joined_residual()
     residual = None if residual is None else residual.to(x.dtype).requires_grad_()
@@ -77,10 +77,10 @@ def test_two_processes_are_as_close_to_float64_as_torch_on_the_joined_batch(case
             ours[name] = sum(part[name].double() for part in parts).to(theirs[name].dtype)
     ours |= parts[0]["state"]
     x, dy, weight, _ = (t.double() for t in case.joined())
-    amplified = float(1 + x.mean().abs() / x.std())  # what mean >> std does to a rounded mean
-    terms = {
-        "dx": per_channel(weight / x.std(channel_dims(x)), x) * dy
-    }  # of two values, all cancels
+    # How much mean >> std amplifies the rounding of the mean.
+    amplified = float(1 + x.mean().abs() / x.std())
+    # If a channel has two values, dx cancels.
+    terms = {"dx": per_channel(weight / x.std(channel_dims(x)), x) * dy}
     rounded = torch.finfo(accumulator_dtype(case.dtype)).eps
     spare = max(64 * torch.finfo(torch.float64).eps, rounded) * amplified
     for name, value in ours.items():
@@ -88,7 +88,7 @@ def test_two_processes_are_as_close_to_float64_as_torch_on_the_joined_batch(case
         assert_no_worse(name, value, theirs[name], truth[name], terms.get(name), spare + each)
 
 
-def test_messages_are_those_of_torchs_way(pair):
+def test_the_messages_are_those_of_the_torch_backend(pair):
     for result in pair:
         training, fixed_input, evaluation = result["messages"]
         assert training == [("gather", 2 * CHANNELS + 1), ("reduce", 2 * CHANNELS)]
@@ -136,7 +136,7 @@ def test_one_process_can_measure_alone(pair):
     assert torch.equal(state["running_var"], other["running_var"])
 
 
-def test_a_fused_model_computes_the_same_and_runs_the_norms_by_one_call_each(pair):
+def test_a_fused_model_computes_the_same_and_runs_each_norm_as_one_call(pair):
     for result in pair:
         (plain, *others), node = result["fused"]
         assert node == "_JoinedNormBackward"  # with the addition and relu in it

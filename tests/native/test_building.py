@@ -1,4 +1,4 @@
-"""Whether, when and where the host path is compiled; by scripts in a compiler's place."""
+"""Whether, when and where the host path is compiled, with shell scripts as compilers."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ import pytest
 from normplug import native
 from normplug.native import __main__, building
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python does it")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux only")
 
 SCRIPT = """#!/bin/sh
 if [ "$1" = --version ]; then echo {version}; exit; fi
@@ -30,7 +30,7 @@ A_DAY = 25 * 3600
 
 
 class Compiler:
-    """A script that does what it is told."""
+    """A shell script in the compiler's place."""
 
     def __init__(self, folder):
         self.path, self.calls = folder / "compiler", folder / "calls"
@@ -40,7 +40,7 @@ class Compiler:
         new = self.path.with_suffix(".new")
         new.write_text(SCRIPT.format(version=version, calls=self.calls, does=what))
         new.chmod(0o755)
-        new.replace(self.path)  # what runs cannot be written to
+        new.replace(self.path)  # a running script cannot be overwritten
         building.library.cache_clear()
 
     def count(self):
@@ -54,7 +54,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def compiler(monkeypatch, tmp_path, folder):
-    """In an environment of its own, in which no kernel has been wanted yet."""
+    """The compiler of a fresh environment, in which no kernel has been needed yet."""
     made = Compiler(tmp_path)
     monkeypatch.setenv("CXX", str(made.path))
     monkeypatch.setenv("NORMPLUG_CACHE_DIR", str(folder))
@@ -65,7 +65,7 @@ def compiler(monkeypatch, tmp_path, folder):
 
 
 def restart(monkeypatch):
-    """As another process would begin."""
+    """Reset the state to that of a new process."""
     fresh = {"_started": False, "_status": native._NOT_STARTED, "_loaded": None, "_extension": None}
     fresh["_callbacks"] = []
     for name, value in fresh.items():
@@ -75,7 +75,7 @@ def restart(monkeypatch):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """Let what the script has compiled be loaded."""
+    """Accept what the script has written as a library."""
 
     def load(path):
         if path.read_text() != "compiled\n":
@@ -86,7 +86,7 @@ def loads(monkeypatch):
 
 
 def start():
-    """Want a kernel, and wait for what that starts: the status."""
+    """Need a kernel, wait for the build that this starts, and return the status."""
     native.start()
     deadline = time.monotonic() + 60
     while native.status().why == "the host path in C++ is being compiled":
@@ -99,10 +99,10 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-# Each way that it can end.
+# Every way that a build can end.
 
 
-def test_it_is_compiled_when_a_kernel_is_wanted(compiler, loads, folder, caplog):
+def test_it_is_compiled_when_a_kernel_is_needed(compiler, loads, folder, caplog):
     why = "no kernel has been needed yet"
     assert str(native.status()) == f"normplug: calls run through Python: {why}."
     status = start()
@@ -115,7 +115,7 @@ def test_it_is_compiled_when_a_kernel_is_wanted(compiler, loads, folder, caplog)
     assert not warnings(caplog)
 
 
-def test_another_process_loads_what_is_there(compiler, loads, monkeypatch):
+def test_another_process_loads_the_library(compiler, loads, monkeypatch):
     start()
     restart(monkeypatch)
     native.start()
@@ -123,7 +123,7 @@ def test_another_process_loads_what_is_there(compiler, loads, monkeypatch):
     assert compiler.count() == 1
 
 
-def test_without_a_compiler_one_line_says_so(compiler, monkeypatch, tmp_path, caplog):
+def test_without_a_compiler_one_warning_says_so(compiler, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("CXX", "nowhere --fast")
     assert start()[:3] == ("Python", "no C++ compiler was found (CXX is nowhere --fast)", None)
     start()
@@ -134,14 +134,14 @@ def test_without_a_compiler_one_line_says_so(compiler, monkeypatch, tmp_path, ca
     assert start().why == "no C++ compiler was found (g++, c++, clang++)"
 
 
-def test_what_is_there_needs_no_compiler(compiler, loads, monkeypatch):
+def test_an_existing_library_needs_no_compiler(compiler, loads, monkeypatch):
     library = start().library
     restart(monkeypatch)
     monkeypatch.setenv("CXX", "nowhere")
     assert start().library == library
 
 
-def test_a_compiler_that_fails_is_left_alone_for_a_day(compiler, monkeypatch, folder, caplog):
+def test_a_compiler_that_fails_is_not_tried_again_for_a_day(compiler, monkeypatch, folder, caplog):
     compiler.does(FAIL)
     note = building.library().with_suffix(".failed.txt")
     why = f"the compiler failed: some.cpp:2: error: no luck ({note})"
@@ -159,18 +159,18 @@ def test_a_compiler_that_fails_is_left_alone_for_a_day(compiler, monkeypatch, fo
     assert [*folder.iterdir()] == [note]
 
 
-def test_a_compiler_that_fails_at_its_version(compiler):
+def test_a_compiler_that_cannot_print_its_version_is_reported(compiler):
     compiler.path.write_text("#!/bin/sh\nexit 3")
     assert f"{compiler.path} does not run" in start().why
 
 
-def test_the_compilers_words_are_english(compiler, monkeypatch):
+def test_the_compilers_messages_are_in_english(compiler, monkeypatch):
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     compiler.does('echo "error: in $LC_ALL"; exit 1')
     assert "error: in C (" in start().why
 
 
-def test_a_folder_that_cannot_be_made(compiler, monkeypatch, tmp_path, caplog):
+def test_a_folder_that_cannot_be_created_is_reported(compiler, monkeypatch, tmp_path, caplog):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("NORMPLUG_CACHE_DIR", str(file / "cache"))
@@ -181,8 +181,8 @@ def test_a_folder_that_cannot_be_made(compiler, monkeypatch, tmp_path, caplog):
     assert compiler.count() == 0
 
 
-def test_a_folder_that_is_full(compiler, monkeypatch, folder):
-    # Not even what the compiler says can be written.
+def test_a_full_disk_is_reported(compiler, monkeypatch, folder):
+    # Not even the compiler's output can be written.
     compiler.does(f"rm -r {folder}; exit 1")
     assert start().why == "the compiler was stopped"
     monkeypatch.setenv("NORMPLUG_CACHE_DIR", str(folder))
@@ -191,7 +191,7 @@ def test_a_folder_that_is_full(compiler, monkeypatch, folder):
     assert "No space left on device" in start().why
 
 
-def test_a_killed_compiler_leaves_nothing_that_harms(compiler, loads, monkeypatch, folder):
+def test_a_killed_compiler_leaves_nothing_harmful(compiler, loads, monkeypatch, folder):
     compiler.does(f'echo half > "$out"; touch {folder}/half; {HANG}')
     library = building.library()
     process = building.compile_in_background(library)
@@ -203,7 +203,7 @@ def test_a_killed_compiler_leaves_nothing_that_harms(compiler, loads, monkeypatc
     left = [*folder.glob("*.part")]
     assert left
     assert not library.exists()
-    # The next process tries again, and removes what is old.
+    # The next process tries again. Later, old leftovers are removed.
     compiler.does(WRITE)
     assert start().way == "C++"
     assert {*folder.glob("*.part")} == {*left}
@@ -276,12 +276,12 @@ def test_another_compiler_or_source_means_another_file(compiler, monkeypatch, tm
     assert len(found) == 2
 
 
-def test_a_compiler_may_have_options(compiler, monkeypatch):
+def test_cxx_may_contain_options(compiler, monkeypatch):
     monkeypatch.setenv("CXX", f"{compiler.path} -fast")
     assert building.command(Path("out"))[:2] == [str(compiler.path), "-fast"]
 
 
-def test_where_it_lies(compiler, monkeypatch, folder):
+def test_the_environment_sets_where_the_library_lies(compiler, monkeypatch, folder):
     assert building.library().parent == folder
     monkeypatch.delenv("NORMPLUG_CACHE_DIR")
     for name, below in (("XDG_CACHE_HOME", "normplug"), ("HOME", ".cache/normplug")):
@@ -291,7 +291,7 @@ def test_where_it_lies(compiler, monkeypatch, folder):
         monkeypatch.delenv(name)
 
 
-def test_a_file_that_cannot_be_loaded(compiler, monkeypatch, caplog):
+def test_an_existing_library_that_cannot_be_loaded_is_reported(compiler, monkeypatch, caplog):
     library = building.library()
     library.parent.mkdir(parents=True)
     library.write_text("garbage")
@@ -303,14 +303,14 @@ def test_a_file_that_cannot_be_loaded(compiler, monkeypatch, caplog):
     assert compiler.count() == 0
 
 
-def test_a_compiled_file_that_cannot_be_loaded(compiler):
+def test_a_new_library_that_cannot_be_loaded_is_reported(compiler):
     assert "compiles it again" in start().why
     with pytest.raises(RuntimeError, match="cannot be compiled: .*file too short"):
         native.build()
 
 
 @pytest.mark.parametrize("which", ["folder", "file"])
-def test_what_others_can_write_is_not_loaded(which, compiler, folder):
+def test_a_library_that_others_can_write_to_is_not_loaded(which, compiler, folder):
     library = building.library()
     building.compile_now(library)
     path = folder if which == "folder" else library
@@ -321,13 +321,13 @@ def test_what_others_can_write_is_not_loaded(which, compiler, folder):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_what_belongs_to_others_is_not_loaded(compiler, folder):
+def test_a_library_in_another_users_folder_is_not_loaded(compiler, folder):
     building.compile_now(building.library())
     os.chown(folder, 1, -1)
     assert f"{folder} belongs to another user" in start().why
 
 
-def test_others_cannot_write_to_what_is_made_here(compiler, loads, folder):
+def test_others_cannot_write_to_the_folder_and_the_library(compiler, loads, folder):
     before = os.umask(0)
     try:
         library = start().library
@@ -337,17 +337,17 @@ def test_others_cannot_write_to_what_is_made_here(compiler, loads, folder):
     assert not library.stat().st_mode & 0o022
 
 
-# The switch, the command and the process around it.
+# NORMPLUG_NATIVE, the command, and the process around them.
 
 
-def test_the_switch_off(compiler, monkeypatch, caplog):
+def test_normplug_native_0_compiles_nothing(compiler, monkeypatch, caplog):
     monkeypatch.setenv("NORMPLUG_NATIVE", "0")
     assert start()[:3] == ("Python", "NORMPLUG_NATIVE is 0", None)
     assert compiler.count() == 0
     assert not warnings(caplog)
 
 
-def test_the_switch_on_waits_or_raises(compiler, loads, monkeypatch):
+def test_normplug_native_1_waits_for_the_build_or_raises(compiler, loads, monkeypatch):
     monkeypatch.setenv("NORMPLUG_NATIVE", "1")
     compiler.does(FAIL)
     for _ in range(2):
@@ -358,7 +358,7 @@ def test_the_switch_on_waits_or_raises(compiler, loads, monkeypatch):
     assert native.status().way == "C++"
 
 
-def test_another_value_of_the_switch_is_refused(compiler, monkeypatch):
+def test_another_value_of_normplug_native_is_rejected(compiler, monkeypatch):
     monkeypatch.setenv("NORMPLUG_NATIVE", "yes")
     for _ in range(2):
         with pytest.raises(ValueError, match="NORMPLUG_NATIVE must be 0, 1 or auto, not 'yes'"):
@@ -366,14 +366,14 @@ def test_another_value_of_the_switch_is_refused(compiler, monkeypatch):
     assert compiler.count() == 0
 
 
-def test_calls_can_be_sent_the_python_way(compiler, loads):
+def test_python_way_sends_calls_through_python(compiler, loads):
     with native.python_way():
         assert start().way == "C++"
         assert native._extension is None
     assert native._extension is native._loaded is not None
 
 
-def test_the_command(compiler, loads, capsys):
+def test_the_command_builds_and_prints_the_status(compiler, loads, capsys):
     library = building.library()
 
     def run(command):

@@ -1,6 +1,6 @@
-"""The C++ way does what the Python way does, to the bit, and is to autograd what torch's own is.
+"""The C++ path gives the Python path's bits, and autograd treats it like torch's operators.
 
-Triton interprets the kernels, so a launch goes back to Python: see `test_interpreter_cpp`.
+Triton interprets the kernels, so launches go back to Python: see `test_interpreter_cpp`.
 """
 
 import copy
@@ -45,7 +45,7 @@ HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 IMAGES = (3, 4, 2, 5)
 
 
-def said(value):
+def case_id(value):
     return value.__name__ if hasattr(value, "__name__") else f"{type(value).__name__} {value}"
 
 
@@ -95,8 +95,8 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cases", "case"), CASES, ids=said)
-def test_both_ways_give_the_same_bits(cases, case):
+@pytest.mark.parametrize(("cases", "case"), CASES, ids=case_id)
+def test_both_paths_give_the_same_bits(cases, case):
     tensors = cases.make(case)
     both_ways(lambda: cases.run(case, tensors, "triton"))
 
@@ -108,15 +108,15 @@ def test_both_ways_give_the_same_bits(cases, case):
         (row_cases, Row((5, 12), residual="contiguous", running=FLOAT)),
         (row_cases, Row((5, 12), HALF, residual="apart")),
     ],
-    ids=said,
+    ids=case_id,
 )
-def test_a_node_recomputes_its_result(cases, case):
+def test_a_node_recomputes_its_output(cases, case):
     cases.check_recomputed(case)
     with native.python_way():
         cases.check_recomputed(case)
 
 
-# Norms as functions of what gradients are taken of.
+# Norms as functions of the tensors that need gradients.
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 WEIGHT, BIAS = torch.linspace(0.5, 2, 6), torch.linspace(-1, 1, 6)
@@ -146,12 +146,13 @@ def add_layer_norm(x, weight, bias, residual):
 
 
 def normed(x, weight, bias, residual):
-    """y alone, so that it is a norm's own result."""
+    """Only y, so that its grad_fn is the norm's."""
     return functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")[0]
 
 
 NORMS = pytest.mark.parametrize("norm", [batch_norm, layer_norm, add_layer_norm])
-ENDS = pytest.mark.parametrize("norm", [batch_norm, layer_norm, normed])  # with a norm
+# Their outputs' grad_fn is the norm's.
+ENDS = pytest.mark.parametrize("norm", [batch_norm, layer_norm, normed])
 
 
 def named(tensors):
@@ -159,7 +160,7 @@ def named(tensors):
 
 
 @ENDS
-def test_the_node_is_one_of_cpp(norm):
+def test_the_node_is_written_in_cpp(norm):
     y = norm(*leaves())
     assert native.status().way == "C++"
     assert is_cpp(y)
@@ -169,11 +170,11 @@ def test_the_node_is_one_of_cpp(norm):
         assert not is_cpp(norm(*leaves()))
 
 
-# Hooks, checkpoints and what the node keeps.
+# Hooks, checkpoints and what the node saves.
 
 
 @NORMS
-def test_hooks_see_what_is_saved_in_the_same_order(norm):
+def test_hooks_see_the_saved_tensors_in_the_same_order(norm):
     def compute():
         seen = []
 
@@ -194,7 +195,7 @@ def test_hooks_see_what_is_saved_in_the_same_order(norm):
 
 
 @NORMS
-def test_what_hooks_make_of_a_tensor_is_used(norm):
+def test_the_tensors_that_hooks_return_are_used(norm):
     def compute():
         given = leaves()
         with saved_tensors_hooks(lambda t: t * 2, lambda t: t):
@@ -205,7 +206,7 @@ def test_what_hooks_make_of_a_tensor_is_used(norm):
 
 
 @NORMS
-def test_hooks_that_fail_and_hooks_that_are_forbidden(norm):
+def test_errors_of_hooks_propagate_and_hooks_may_be_disabled(norm):
     def fail(t):
         raise KeyError("lost")
 
@@ -221,7 +222,7 @@ def test_hooks_that_fail_and_hooks_that_are_forbidden(norm):
 
 @NORMS
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant", "on the CPU"])
-def test_checkpoints(norm, how):
+def test_checkpoints_give_the_same_bits(norm, how):
     def compute():
         given = leaves()
         if how == "on the CPU":
@@ -235,12 +236,12 @@ def test_checkpoints(norm, how):
     both_ways(compute)
 
 
-def test_nothing_is_kept_once_the_results_are_gone():
+def test_nothing_is_kept_alive_once_the_outputs_are_gone():
     x, weight, bias, residual = leaves()
     y, total = functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")
     y.sum().backward(retain_graph=True)
     kept = [StorageWeakRef(t.untyped_storage()) for t in (y, total)]
-    del y, total  # which its own node has saved
+    del y, total  # the node saves its own output total
     gc.collect()  # Triton's interpreter leaves cycles behind
     assert all(storage.expired() for storage in kept)
 
@@ -249,7 +250,7 @@ def test_nothing_is_kept_once_the_results_are_gone():
 
 
 @NORMS
-def test_second_derivatives(norm):
+def test_second_derivatives_are_right_and_give_the_same_bits(norm):
     given = leaves(DOUBLE)
     assert torch.autograd.gradcheck(norm, given, fast_mode=True)
     assert torch.autograd.gradgradcheck(norm, given, fast_mode=True)
@@ -264,7 +265,7 @@ def test_second_derivatives(norm):
 
 
 @NORMS
-def test_two_backwards_and_one_too_many(norm):
+def test_a_retained_graph_allows_one_more_backward(norm):
     def compute():
         given = leaves()
         y = norm(*given).square().sum()
@@ -279,7 +280,7 @@ def test_two_backwards_and_one_too_many(norm):
 
 @NORMS
 @pytest.mark.parametrize("asked", [(0,), (1,), (2,), (3,), (0, 2), (3, 1)], ids=str)
-def test_gradients_of_a_part_of_the_inputs(norm, asked):
+def test_a_subset_of_the_gradients_can_be_requested(norm, asked):
     def compute():
         given = leaves()
         some = [given[i] for i in asked]
@@ -289,7 +290,7 @@ def test_gradients_of_a_part_of_the_inputs(norm, asked):
 
 
 @NORMS
-def test_frozen_inputs(norm):
+def test_frozen_inputs_get_no_gradient(norm):
     for frozen in range(4):
 
         def compute(frozen=frozen):
@@ -303,8 +304,8 @@ def test_frozen_inputs(norm):
 
 
 @NORMS
-@pytest.mark.parametrize("lie", ["expanded", "transposed", "every second"])
-def test_gradients_may_lie_anyhow(norm, lie):
+@pytest.mark.parametrize("layout", ["expanded", "transposed", "every second"])
+def test_the_gradient_of_the_output_may_have_any_layout(norm, layout):
     def compute():
         given = leaves()
         y = norm(*given)
@@ -314,13 +315,13 @@ def test_gradients_may_lie_anyhow(norm, lie):
             "transposed": dy.t().contiguous().t(),
             "every second": torch.stack([dy, dy], -1)[..., 0],
         }
-        return named(torch.autograd.grad(y, given, made[lie]))
+        return named(torch.autograd.grad(y, given, made[layout]))
 
     both_ways(compute)
 
 
 @pytest.mark.parametrize("which", ["y", "total", "both", "one after the other"])
-def test_gradients_of_y_and_of_the_total(which):
+def test_gradients_flow_through_y_and_the_total(which):
     def compute():
         given = leaves()
         x, weight, bias, residual = given
@@ -339,9 +340,9 @@ def test_gradients_of_y_and_of_the_total(which):
 
 
 @ENDS
-def test_what_was_changed_in_place_is_noticed(norm):
+def test_inputs_modified_in_place_are_detected(norm):
     def compute():
-        noticed = []
+        detected = []
         for place in range(4):
             given = leaves()
             y = norm(*given)
@@ -350,14 +351,14 @@ def test_what_was_changed_in_place_is_noticed(norm):
             try:
                 y.sum().backward()
             except RuntimeError as error:
-                noticed += [place] * ("modified by an inplace operation" in str(error))
-        return {"noticed": noticed}
+                detected += [place] * ("modified by an inplace operation" in str(error))
+        return {"detected": detected}
 
     expected = {batch_norm: [0, 1, 2, 3], layer_norm: [0, 1], normed: [1, 2]}
-    assert both_ways(compute)["noticed"] == expected[norm]
+    assert both_ways(compute)["detected"] == expected[norm]
 
 
-def test_running_statistics_rise_in_training_only():
+def test_the_versions_of_running_statistics_rise_in_training_only():
     def compute():
         norm = normplug.BatchNorm1d(6, backend="triton")
         rows = normplug.LayerNorm(6, backend="triton")
@@ -374,7 +375,7 @@ def test_running_statistics_rise_in_training_only():
     both_ways(compute)
 
 
-def test_a_graph_that_reads_running_statistics_notices_that_they_have_moved():
+def test_a_graph_that_reads_running_statistics_detects_their_update():
     norm = normplug.BatchNorm1d(6, backend="triton")
     loss = (norm.running_mean * torch.ones(6, requires_grad=True)).sum()
     norm(X)
@@ -383,7 +384,7 @@ def test_a_graph_that_reads_running_statistics_notices_that_they_have_moved():
 
 
 @ENDS
-def test_hooks_on_the_result_and_its_node(norm):
+def test_hooks_on_the_output_and_its_node_run(norm):
     def compute():
         given = leaves()
         y = norm(*given)
@@ -417,7 +418,7 @@ def test_anomaly_mode_shows_the_forward(norm):
 
 
 @NORMS
-def test_no_grad_and_inference_mode(norm):
+def test_no_grad_and_inference_mode_give_the_same_bits(norm):
     def compute():
         given = leaves()
         with torch.no_grad():
@@ -451,7 +452,7 @@ def test_inference_tensors_cannot_be_saved():
 
 
 @pytest.mark.parametrize("output", ["float32", "low"])
-def test_autocast(output):
+def test_autocast_gives_the_same_bits(output):
     def compute():
         given = leaves()
         with torch.autocast("cpu", HALF):
@@ -467,7 +468,7 @@ def test_autocast(output):
 
 
 @NORMS
-def test_deterministic_algorithms(norm):
+def test_deterministic_algorithms_change_no_bit(norm):
     def compute():
         given = leaves()
         y = norm(*given)
@@ -483,16 +484,16 @@ def test_deterministic_algorithms(norm):
         routes.assert_same(name, strict[name], value)
 
 
-class Nothing(TorchDispatchMode):
+class ChangesNothing(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 
 
 @NORMS
-def test_modes_and_transforms_do_not_reach_the_kernels_unseen(norm):
+def test_no_dispatch_mode_or_transform_is_bypassed(norm):
     given = leaves()
     expected = norm(*given)
-    with Nothing():
+    with ChangesNothing():
         assert not is_cpp(norm(*given))
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
         torch.func.vmap(partial(norm, weight=None, bias=None, residual=X))(torch.stack([X, X]))
@@ -503,7 +504,7 @@ def test_modes_and_transforms_do_not_reach_the_kernels_unseen(norm):
     routes.assert_same("y", norm(*given), expected)
 
 
-def test_what_a_transform_has_left_behind_is_a_plain_tensor():
+def test_a_tensor_that_a_transform_left_behind_is_plain():
     left = []
 
     def leave(x):
@@ -515,7 +516,7 @@ def test_what_a_transform_has_left_behind_is_a_plain_tensor():
         both_ways(lambda: {"y": layer_norm(left[0], WEIGHT, BIAS, X)})
 
 
-def test_functional_calls_and_copies_of_a_module():
+def test_functional_calls_and_copies_of_a_module_give_the_same_bits():
     layer = normplug.BatchNorm1d(6, backend="triton")
     layer(X).sum().backward()
 
@@ -531,7 +532,7 @@ def test_functional_calls_and_copies_of_a_module():
     both_ways(compute)
 
 
-def test_an_optimizer_trains_alike():
+def test_training_gives_the_same_bits():
     def compute():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.LayerNorm(6))
@@ -546,7 +547,7 @@ def test_an_optimizer_trains_alike():
     both_ways(compute)
 
 
-def test_threads_that_share_a_module(monkeypatch):
+def test_threads_may_share_a_module(monkeypatch):
     # Triton's interpreter has one state for all threads.
     lock, launch = threading.Lock(), Launch.__call__
 
@@ -580,7 +581,7 @@ def step(layer, x):
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_errors_of_a_launch_are_seen(when, monkeypatch):
+def test_errors_of_a_launch_propagate(when, monkeypatch):
     y = batch_norm(*leaves()) if when == "backward" else None
 
     def fail(*_):
@@ -612,20 +613,20 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
-def test_a_forked_process_goes_on():
+def test_a_forked_process_can_go_on():
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# The cache of calls. Without a GPU nothing asks it but these tests.
+# The cache of calls. Without a GPU, only these tests look calls up in it.
 
 SPEC = LayerNormSpec((6,), 0.1, 1e-5, 1.0, None, "float32")
 ROWS = Tensors(X, None, WEIGHT, BIAS)
 
 
 @pytest.fixture
-def kept():
-    """The plan's own way to carry out a call that is known, and no other."""
+def cached():
+    """A plan's bound call, which is the only one in the cache."""
     native.start()
     native.forget()
     bound = routes.kernels_of("layer_norm").bind(ROWS, SPEC)
@@ -635,9 +636,9 @@ def kept():
     native.forget()
 
 
-def test_a_call_that_is_kept_is_known_until_it_is_forgotten(kept):
+def test_a_cached_call_is_found_until_it_is_forgotten(cached):
     with native.python_way():
-        expected = kept(ROWS)
+        expected = cached(ROWS)
     assert torch.equal(native.call(SPEC, "triton", ROWS), expected)
     equal = Tensors(*(t if t is None else t.clone() for t in ROWS))
     assert torch.equal(native.call(SPEC._replace(), "tri" + "ton", equal), expected)
@@ -661,8 +662,8 @@ OTHERS = {
     "dtype": (SPEC, "triton", ROWS._replace(x=X.double())),
     "dtype of a vector": (SPEC, "triton", ROWS._replace(bias=BIAS.double())),
     "no bias": (SPEC, "triton", ROWS._replace(bias=None)),
-    "one more": (SPEC, "triton", ROWS._replace(residual=X)),
-    "elsewhere": (SPEC, "triton", Tensors(X, None, WEIGHT, None, BIAS)),
+    "a residual": (SPEC, "triton", ROWS._replace(residual=X)),
+    "input_bias instead of bias": (SPEC, "triton", Tensors(X, None, WEIGHT, None, BIAS)),
     "device": (SPEC, "triton", ROWS._replace(x=X.to("meta"))),
     "not hashable": (SPEC._replace(momentum=[]), "triton", ROWS),
     "a subclass": (SPEC, "triton", ROWS._replace(x=X.as_subclass(Own))),
@@ -675,21 +676,21 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_other_calls_are_not_known(what, kept):
+def test_other_calls_are_not_found(what, cached):
     assert native.call(*OTHERS[what]) is None
     assert native.call(SPEC, "triton", ROWS) is not None
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_nested_tensors_are_not_known(layout, kept):
+def test_nested_tensors_are_not_found(layout, cached):
     nested = torch.nested.nested_tensor([X, X], layout=layout)
     assert native.call(SPEC, "triton", ROWS._replace(x=nested)) is None
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_no_call_is_known_where_something_would_miss_it(kept):
+def test_no_call_is_found_inside_a_transform_a_trace_or_a_mode(cached):
     answers = []
 
     def ask(x):
@@ -700,7 +701,7 @@ def test_no_call_is_known_where_something_would_miss_it(kept):
     torch.func.grad(lambda x: ask(x).sum())(X)
     torch.func.functionalize(ask)(X)
     torch.jit.trace(ask, (X,), check_trace=False)
-    with Nothing():
+    with ChangesNothing():
         ask(X)
     with forward_ad.dual_level():
         ask(X)
@@ -708,19 +709,19 @@ def test_no_call_is_known_where_something_would_miss_it(kept):
     assert native.call(SPEC, "triton", ROWS) is not None
 
 
-def test_what_cannot_be_hashed_is_not_kept(kept):
+def test_a_spec_that_cannot_be_hashed_is_not_cached(cached):
     strange = SPEC._replace(momentum=[])
-    native.keep(strange, "triton", ROWS, kept)
+    native.keep(strange, "triton", ROWS, cached)
     assert native.call(strange, "triton", ROWS) is None
 
 
-def test_only_a_plans_own_run_is_kept(kept):
+def test_only_a_plans_bound_call_is_cached(cached):
     other = SPEC._replace(eps=1e-3)
     native.keep(other, "triton", ROWS, lambda t: t)
     assert native.call(other, "triton", ROWS) is None
 
 
-def test_only_y_of_a_norm_of_cpp_can_be_recomputed():
+def test_only_y_of_a_norm_in_cpp_can_be_recomputed():
     x, weight, bias, residual = leaves()
     y, total = functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")
     assert native.recomputable_node(y) is not None

@@ -1,4 +1,4 @@
-"""The C++ way on a GPU: it launches without Python, and gives the Python way's bits."""
+"""The C++ path on a GPU launches without Python, and gives the Python path's bits."""
 
 import itertools
 import threading
@@ -25,13 +25,13 @@ Batch, Row, Group = kernel_cases.Case, row_cases.Case, group_kernel_cases.Case
 
 
 @pytest.fixture(autouse=True)
-def _the_cpp_way():
+def _needs_the_cpp_path():
     native.start()
     if native.status().way != "C++":
-        pytest.skip(f"needs the C++ way: {native.status().why}")
+        pytest.skip(f"needs the C++ path: {native.status().why}")
 
 
-def said(value):
+def case_id(value):
     return value.__name__ if hasattr(value, "__name__") else f"{type(value).__name__} {value}"
 
 
@@ -84,8 +84,8 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cases", "case"), CASES, ids=said)
-def test_both_ways_give_the_same_bits(cases, case):
+@pytest.mark.parametrize(("cases", "case"), CASES, ids=case_id)
+def test_both_paths_give_the_same_bits(cases, case):
     tensors = cases.make(case, GPU)
     both_ways(lambda: cases.run(case, tensors, "triton"))
     routes.assert_counters_are_zero()
@@ -124,7 +124,7 @@ def assert_all_same(ours, theirs):
 
 @pytest.fixture
 def count(monkeypatch):
-    """The launches by Python."""
+    """The launches that Python makes."""
     from normplug._kernels.launch import Launch
 
     launched = []
@@ -150,7 +150,7 @@ def test_python_launches_nothing_once_a_call_is_known(count):
     assert len(count) == 6
 
 
-def test_misaligned_tensors_go_by_python_and_are_right(count):
+def test_misaligned_tensors_go_through_python_and_are_right(count):
     x, *others = leaves((64, 96), HALF)
     flat = torch.cat([x.new_zeros(1), x.detach().flatten()])
     moved = flat[1:].view(x.shape).requires_grad_()
@@ -172,7 +172,7 @@ def test_misaligned_tensors_go_by_python_and_are_right(count):
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("cls", [normplug.BatchNorm1d, normplug.LayerNorm, normplug.RMSNorm])
-def test_a_graph_replays_the_step(cls):
+def test_a_cuda_graph_replays_the_step(cls):
     x = torch.randn(512, 96, device=GPU, requires_grad=True)
     graphed, eager = (cls(96, backend="triton", device=GPU) for _ in range(2))
     dy = torch.randn_like(x)
@@ -196,19 +196,19 @@ def test_a_graph_replays_the_step(cls):
     ],
     ids=str,
 )
-def test_layers_of_samples_run_without_python(layer, training, activation, count):
+def test_group_and_instance_norms_run_without_python(layer, training, activation, count):
     layer = layer.to(GPU).train(training)
     x = torch.randn(8, 96, 32, device=GPU, requires_grad=True)
     for _ in range(3):
         y = layer.fused(x, activation=activation)
-    moves = training and layer.running_mean is not None  # which is Python's work
+    updates = training and layer.running_mean is not None  # which Python does
     count.clear()
     assert torch.equal(layer.fused(x, activation=activation), y)
-    assert is_cpp(y) != moves
-    assert bool(count) == moves
+    assert is_cpp(y) != updates
+    assert bool(count) == updates
 
 
-def test_a_stream_of_ones_own():
+def test_a_side_stream_gives_the_same_bits():
     given = leaves()
     expected = both_ways(lambda: step(*given))
     stream = torch.cuda.Stream()
@@ -221,7 +221,7 @@ def test_a_stream_of_ones_own():
     routes.assert_counters_are_zero()
 
 
-def test_a_backward_after_the_stream_was_changed():
+def test_the_backward_may_run_on_another_stream():
     x, weight, bias, _ = leaves()
 
     def compute(stream):
@@ -238,7 +238,7 @@ def test_a_backward_after_the_stream_was_changed():
     assert_all_same(both_ways(lambda: compute(side)), expected)
 
 
-def test_no_memory_is_lost():
+def test_no_memory_is_leaked():
     given = leaves((256, 96))
 
     def many(times):
@@ -251,7 +251,7 @@ def test_no_memory_is_lost():
     assert many(1000) == before
 
 
-def test_threads():
+def test_threads_give_the_same_bits():
     shapes = [(32 + i, 96) for i in range(4)]
     tensors = [leaves(shape) for shape in shapes]
     expected = [both_ways(lambda t=t: step(*t)) for t in tensors]
@@ -259,7 +259,7 @@ def test_threads():
     results = [[] for _ in shapes]
 
     def work(place):
-        # A thread's first use of the GPU is a kernel that is known.
+        # A thread's first use of the GPU is a cached call.
         for i in range(20):
             which = (place + i) % len(shapes)
             results[place].append((which, step(*tensors[which])))
@@ -276,7 +276,7 @@ def test_threads():
             assert_all_same(result, expected[which])
 
 
-def test_devices():
+def test_an_explicit_current_device_changes_nothing():
     given = leaves()
     expected = both_ways(lambda: step(*given))
     with torch.cuda.device(0):
@@ -284,7 +284,7 @@ def test_devices():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_tensors_on_a_gpu_that_is_not_the_current_one():
+def test_tensors_may_be_on_a_gpu_that_is_not_the_current_one():
     given = leaves(device="cuda:1")
     for _ in range(3):
         result = both_ways(lambda: step(*given))
@@ -297,7 +297,7 @@ def test_tensors_on_a_gpu_that_is_not_the_current_one():
 
 
 @pytest.mark.parametrize("output", ["float32", "low"])
-def test_autocast(output):
+def test_autocast_gives_the_same_bits(output):
     x, weight, bias, _ = leaves()
 
     def compute():
@@ -319,12 +319,12 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def test_deterministic_algorithms(deterministic):
+def test_deterministic_algorithms_give_the_same_bits(deterministic):
     given = leaves()
     both_ways(lambda: step(*given))
 
 
-def test_a_layer_that_is_not_compiled_in_a_model_that_is():
+def test_an_uncompiled_layer_works_inside_a_compiled_model():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96), nn.Linear(96, 96)).to(GPU)
     normplug.swap(model, backend="triton")

@@ -1,4 +1,4 @@
-"""What is most about autograd runs once more, the C++ way; apart, for another process to take."""
+"""Run the host path's tests in Triton's interpreter; a separate file, for pytest to distribute."""
 
 import pytest
 
@@ -7,5 +7,5 @@ import interpreted  # noqa: E402
 
 
 @interpreted.NEEDS_INTERPRETER
-def test_calls_by_kernel_pass_their_tests_the_cpp_way():
+def test_the_host_path_passes_its_tests_in_tritons_interpreter():
     interpreted.run("tests/native/test_host_path.py", native="1")

@@ -1,4 +1,4 @@
-"""Norms of other libraries: a swap takes those that normplug knows, with all that they add."""
+"""Norms of other libraries: swap converts those that it knows, with all that they add."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ X = torch.randn(4, 8, 5, 6, generator=torch.Generator().manual_seed(0)) * 2 + 1
 
 
 def layer_of(module, name, *args, **kwargs):
-    """How to make the layer with random weights; a skip where its library is not installed."""
+    """A factory of the layer with random weights, which skips if its library is not installed."""
 
     def make():
         pytest.importorskip(module.partition(".")[0])
@@ -90,7 +90,7 @@ def layer(request):
 
 @pytest.fixture
 def layers():
-    """timm's, of which most tests take BatchNormAct2d."""
+    """timm's layers; most tests use BatchNormAct2d."""
     return pytest.importorskip("timm.layers")
 
 
@@ -105,7 +105,7 @@ def run(layer, x, training):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_standard_is_the_librarys_layer(layer, training, channels_last):
+def test_standard_equals_the_librarys_layer(layer, training, channels_last):
     x = X.to(memory_format=torch.channels_last) if channels_last else X
     ours = swap(copy.deepcopy(layer), "standard", track_running_stats=False)
     assert type(ours).__module__.startswith("normplug.adapters.")
@@ -133,7 +133,7 @@ def test_golden_is_the_layer_with_a_scaled_weight_and_unswaps_to_it(layer, train
     torch.testing.assert_close(back.eval()(X), layer.eval()(X))
 
 
-def test_to_fx_it_is_one_node(layer):
+def test_fx_traces_the_layer_as_one_node(layer):
     swap(layer).eval()
     graph = fx.symbolic_trace(nn.Sequential(layer, nn.Tanh()))
     assert [node.op for node in graph.graph.nodes].count("call_module") == 2
@@ -149,11 +149,11 @@ class AddThenNorm(nn.Module):
         return self.norm(x + y).relu()
 
 
-def test_what_an_adapter_adds_is_not_lost_where_a_model_is_fused(layer):
+def test_fuse_keeps_what_an_adapter_adds(layer):
     model = swap(AddThenNorm(layer)).eval()
     expected = model(X, X)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nothing may be left to fuse
+        warnings.simplefilter("ignore")  # there may be nothing to fuse
         fuse(model)
     assert torch.equal(model(X, X), expected)
 
@@ -168,7 +168,7 @@ def test_a_norm_with_an_activation_is_synchronised_with_it(layers):
     assert type(unswap(layer, fold=False)) is layers.BatchNormAct2d
 
 
-def test_a_copy_and_a_pickle_are_the_same_layer(layer):
+def test_a_copy_and_a_pickle_equal_the_layer(layer):
     library_class = type(layer)
     swap(layer).eval()
     assert isinstance(layer, library_class)
@@ -186,7 +186,7 @@ def test_a_copy_and_a_pickle_are_the_same_layer(layer):
         (*transformers_layer("ConvNextLayerNorm", "convnext").values, False),
     ],
 )
-def test_a_pickle_loads_where_nothing_was_swapped(make, sync, tmp_path):
+def test_a_pickle_loads_in_a_process_that_has_swapped_nothing(make, sync, tmp_path):
     layer = make()
     module = type(layer).__module__
     swap(layer, sync=sync)
@@ -223,7 +223,7 @@ FUSED = ("relu", "silu", "gelu", "relu6", "hard_swish")
 
 
 @pytest.mark.parametrize(("act", "calls"), [*((act, 0) for act in FUSED), ("tanh", 1)])
-def test_what_the_kernels_know_is_fused(layers, act, calls, monkeypatch):
+def test_only_activations_that_the_kernels_know_are_fused(layers, act, calls, monkeypatch):
     layer = swap(layers.BatchNormAct2d(8, act_layer=act))
     made = []
     forward = type(layer.act).forward
@@ -304,7 +304,7 @@ class NeverPermutes(Other):
 
 
 @pytest.mark.parametrize("other", [ReadsItsWeight, Doubles, NeverPermutes])
-def test_a_version_whose_forward_does_something_else_is_left(monkeypatch, other):
+def test_a_version_with_a_different_forward_is_left(monkeypatch, other):
     pytest.importorskip("transformers")
     from transformers.models.seggpt import modeling_seggpt
 
@@ -313,7 +313,7 @@ def test_a_version_whose_forward_does_something_else_is_left(monkeypatch, other)
     assert [row.becomes for row in plan(theirs(8))] == [None]
 
 
-def test_a_layer_can_be_made_directly():
+def test_a_layer_can_be_constructed_directly():
     pytest.importorskip("timm")
     from normplug.adapters import timm_layers
 
@@ -321,7 +321,7 @@ def test_a_layer_can_be_made_directly():
     assert timm_layers.LayerNorm2d(8, mode=0.5)(X).shape == X.shape
 
 
-def test_a_version_that_lacks_a_layer_is_told_and_left(layers, monkeypatch):
+def test_layers_are_left_with_a_warning_if_the_librarys_version_lacks_one(layers, monkeypatch):
     monkeypatch.setattr(_convert, "REPLACEMENTS", {nn.BatchNorm2d: BatchNorm2d})
     monkeypatch.delitem(sys.modules, "normplug.adapters.timm_layers", raising=False)
     monkeypatch.delattr(layers.norm_act, "LayerNormAct2dFp32")
@@ -334,7 +334,7 @@ def test_a_version_that_lacks_a_layer_is_told_and_left(layers, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", FUSED)
 @pytest.mark.parametrize("training", [True, False])
-def test_the_fused_activation_on_the_gpu(layers, act, training):
+def test_the_fused_activation_matches_the_library_on_the_gpu(layers, act, training):
     layer = layers.BatchNormAct2d(8, act_layer=act).cuda()
     ours = swap(copy.deepcopy(layer), "standard")
     for x in (X.cuda(), X.cuda().to(memory_format=torch.channels_last)):

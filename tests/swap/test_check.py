@@ -29,7 +29,7 @@ def found(model, *inputs):
     return str(error.value)
 
 
-def test_a_model_in_order_gets_a_table(net):
+def test_a_correct_model_gets_a_table(net):
     report = check(net, X)
     assert [layer.path for layer in report] == ["1", "4", "6"]
     assert len(report) == 3
@@ -40,7 +40,7 @@ def test_a_model_in_order_gets_a_table(net):
     assert check(net).summary() == "3 norm layers verified: 2 in mode golden, 1 in mode 0.5"
 
 
-def test_synchronised_layers_are_compared_with_the_input_that_they_take():
+def test_synchronised_layers_are_compared_on_inputs_that_they_accept():
     model = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm1d(4), nn.SyncBatchNorm(4))
     report = check(swap(model, sync=True))
     assert {layer.tested for layer in report} == {"train, eval, eval under no_grad"}
@@ -68,7 +68,7 @@ def test_a_layer_that_was_rebuilt_or_removed_is_found(net, copied):
     assert "1.6: swapped in mode golden, no longer in the model" in text
 
 
-def test_rebuilding_is_refused_only_where_it_drops_something(net):
+def test_rebuilding_is_refused_only_if_it_drops_the_target_variance(net):
     with pytest.raises(RuntimeError, match="convert_sync_batchnorm would drop the target variance"):
         nn.SyncBatchNorm.convert_sync_batchnorm(net)
     check(net)
@@ -76,7 +76,8 @@ def test_rebuilding_is_refused_only_where_it_drops_something(net):
     expected = set_mode(net, "standard").eval()(X)
     nn.SyncBatchNorm.convert_sync_batchnorm(net)
     torch.testing.assert_close(net(X), expected)
-    assert "1: swapped in mode standard, now a SyncBatchNorm" in found(net)  # the next set_mode
+    # Nothing was dropped, but the next set_mode would miss the layer.
+    assert "1: swapped in mode standard, now a SyncBatchNorm" in found(net)
     with pytest.raises(AttributeError, match="'LayerNorm' object has no attribute 'affine'"):
         net[4].affine  # noqa: B018
 
@@ -88,10 +89,10 @@ def test_layers_that_were_lost_are_forgotten_with_a_warning(net):
     assert check(net).summary() == "2 norm layers verified: 2 in mode 0.5"
 
 
-def test_a_record_moves_with_the_layers_and_the_later_one_counts(net):
+def test_records_move_with_their_layers_and_the_latest_one_counts(net):
     model = nn.ModuleDict({"a": nn.Sequential(*net[3:]), "b": net})
     swap(model, 0.5)
-    set_mode(net, 0.25)  # a part, which the record of the whole still has in mode 0.5
+    set_mode(net, 0.25)  # a part; the record of the whole still says mode 0.5
     assert check(model).summary() == "3 norm layers verified: 3 in mode 0.25"
     unswap(net[4])
     assert [layer.path for layer in check(model)] == ["a.3", "b.1"]
@@ -99,7 +100,7 @@ def test_a_record_moves_with_the_layers_and_the_later_one_counts(net):
     assert not any("normplug" in name for m in model.modules() for name in vars(m))
 
 
-def test_another_mode_than_was_set_is_found(net):
+def test_a_mode_that_differs_from_the_record_is_found(net):
     net[1].mode = 0.5
     assert "1: in mode 0.5, but swapped in mode golden" in found(net)
 
@@ -144,7 +145,7 @@ class Bypassing(nn.Module):
         return {"y": nn.functional.layer_norm(x, (6,), self.norm.weight, self.norm.bias)}
 
 
-def test_with_inputs_whatever_else_reads_a_norm_is_found():
+def test_with_inputs_other_code_that_reads_a_norm_is_found():
     model = swap(Bypassing())
     check(model)
     text = found(model, torch.randn(4, 6))
@@ -160,7 +161,7 @@ class Argmax(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_checking_leaves_no_trace(net, training):
+def test_check_changes_nothing(net, training):
     net.append(nn.Dropout(0.5)).train(training)
     net[1].eval()
     for module in net.modules():
@@ -194,7 +195,7 @@ def test_a_layer_keeps_its_flag_and_buffers_while_a_copy_of_it_is_compared():
     assert seen == [(False, True, 0)] * 3
 
 
-def test_checking_with_inputs_leaves_the_model_alone_too(net):
+def test_check_with_inputs_changes_nothing_either(net):
     net.append(nn.Dropout(0.5))
     before, state = frozen(net), torch.random.get_rng_state()
     check(net, X)
@@ -239,7 +240,7 @@ class WithRelu(LayerNorm):
         return super().forward(x).relu()
 
 
-def test_what_cannot_be_compared_is_said():
+def test_layers_that_cannot_be_compared_are_reported_with_the_reason():
     assert "not compared: a subclass with a forward of its own" in str(check(WithRelu(4)))
     assert "not compared: on the meta device" in str(check(swap(make().to("meta"))))
     assert "not compared: no shape yet" in str(check(swap(nn.Sequential(nn.LazyBatchNorm1d()))))

@@ -1,4 +1,4 @@
-"""The weights that a conversion multiplies, makes, or refuses to touch."""
+"""The weights that a conversion scales, creates, or refuses to touch."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ from swap_cases import GOLDEN, X, assert_frozen, frozen, train_step
 
 
 @pytest.mark.parametrize("mode", ["golden", 4])
-def test_preserve_output_keeps_the_function_and_unswap_gives_it_back(net, mode):
+def test_preserve_output_keeps_the_output_and_unswap_restores_the_weights(net, mode):
     net.bare = nn.BatchNorm1d(4, affine=False)
     net.head.append(net.bare)
     net.eval()
@@ -33,7 +33,7 @@ def test_preserve_output_keeps_the_function_and_unswap_gives_it_back(net, mode):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_unswap_folds_the_mode_away(net, training):
+def test_unswap_folds_the_mode_into_the_weights(net, training):
     net.head.append(nn.LayerNorm(4, elementwise_affine=False))
     swap(net).train(training)
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_a_parametrized_layer_keeps_its_parametrization():
 
 
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
-def test_torchs_own_parametrizations(name):
+def test_torchs_own_parametrizations_work(name):
     norm = nn.LayerNorm((6, 4) if name == "orthogonal" else 6).eval()
     nn.init.normal_(norm.weight, 1, 0.3)
     getattr(nn.utils.parametrizations, name)(norm, "weight")
@@ -132,8 +132,8 @@ def test_a_weight_that_a_hook_computes_is_swapped_but_not_scaled_behind_its_back
     torch.testing.assert_close(unswap(norm)(x), expected)
 
 
-def test_golden_sgd_is_the_stock_norm_with_a_scaled_start_and_rate(net):
-    """The reparametrisation, so that a comparison needs its control arm."""
+def test_sgd_on_golden_equals_sgd_on_the_stock_norm_with_scaled_weights_and_learning_rate(net):
+    """Golden is a reparametrisation, so a comparison needs this control arm."""
     scale = GOLDEN**0.5
     twin = folded(net, GOLDEN)
     swap(net)
@@ -164,7 +164,7 @@ def frozen_weights(model):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mode", ["golden", 0.3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_weight_made_for_a_layer_has_the_dtype_of_its_model(dtype, mode, training):
+def test_a_weight_created_for_a_layer_has_its_models_dtype(dtype, mode, training):
     model, x = weightless().to(dtype), torch.randn(32, 6, dtype=dtype)
     for _ in range(3):
         model(x)
@@ -174,7 +174,7 @@ def test_a_weight_made_for_a_layer_has_the_dtype_of_its_model(dtype, mode, train
     swap(model, mode, preserve_output=True)
     assert {w.dtype for w in frozen_weights(model)} == {dtype}
     torch.testing.assert_close(copy.deepcopy(model)(x), expected, **rounding)
-    unswap(model)  # takes the weights out again
+    unswap(model)  # removes the weights
     assert set(model.state_dict()) == keys
     torch.testing.assert_close(copy.deepcopy(model)(x), expected, rtol=0, atol=0)
     swap(model, mode)
@@ -185,7 +185,7 @@ def test_a_weight_made_for_a_layer_has_the_dtype_of_its_model(dtype, mode, train
     torch.testing.assert_close(model(x), expected, **rounding)
 
 
-def test_a_weight_made_for_a_layer_lies_where_its_neighbours_do():
+def test_a_weight_created_for_a_layer_has_its_neighbours_dtype_and_device():
     half, meta = {"dtype": torch.float16}, {"device": "meta"}
     model = nn.Sequential(
         bare(),
@@ -200,7 +200,7 @@ def test_a_weight_made_for_a_layer_lies_where_its_neighbours_do():
     unswap(model)
     norms = [m for m in model.modules() if isinstance(m, (nn.LayerNorm, nn.BatchNorm1d))]
     assert [(m.weight.dtype, m.weight.device.type) for m in norms] == [
-        (torch.float16, "cpu"),  # nothing is before it
+        (torch.float16, "cpu"),  # no layer precedes it
         (torch.float16, "cpu"),
         (torch.float64, "cpu"),  # its own statistics
         (torch.float64, "cpu"),
@@ -209,11 +209,11 @@ def test_a_weight_made_for_a_layer_lies_where_its_neighbours_do():
     ]
 
 
-def test_a_weight_made_for_a_layer_without_neighbours():
+def test_a_weight_created_without_neighbours_follows_buffers_or_is_float32():
     assert unswap(swap(bare())).weight.dtype == torch.float32
     beside = nn.Sequential(nn.BatchNorm1d(6, affine=False), bare())
     unswap(swap(beside.double()))  # a buffer, where there is no parameter
     assert {beside[0].weight.dtype, beside[1].weight.dtype} == {torch.float64}
     lost = swap(weightless().to("meta"), preserve_output=True)
-    unswap(lost)  # there are no values to tell that the weights are ones again
+    unswap(lost)  # without values, it cannot see that the weights are ones again
     assert {w.device.type for w in frozen_weights(lost)} == {"meta"}

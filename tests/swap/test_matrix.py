@@ -29,7 +29,7 @@ def test_a_tool_works_or_is_refused(row, column):
         assert outcome == "works"
 
 
-def test_a_tool_that_drops_the_factor_is_told_from_one_that_works():
+def test_a_tool_that_drops_the_factor_is_distinguished_from_one_that_works():
     def rebuild(model):
         stock = nn.LayerNorm(32)
         stock.load_state_dict({k: model.norm.state_dict()[k] for k in ("weight", "bias")})

@@ -35,7 +35,7 @@ def transformer(blocks=3):
 
 
 def stages(*depths):
-    """As a ResNet: numbered names, each a sequence, where the first block has a norm more."""
+    """Numbered stages as in a ResNet: sequences of blocks, the first of which has one more norm."""
 
     def block(first):
         parts = {"norm1": nn.BatchNorm2d(2), "norm2": nn.BatchNorm2d(2)}
@@ -92,7 +92,7 @@ def test_a_layer_without_a_mode_is_refused_and_nothing_changes(net):
     assert set(targets(net).values()) == {0.5}
 
 
-def test_preserved_output_swapped_and_unswap_go_layer_by_layer(net):
+def test_preserve_output_swapped_and_unswap_work_layer_by_layer(net):
     mode = {"stem.*": 0.5, "flat": 3, "*": "golden"}
     net.eval()
     y, before = net(X), frozen(net)
@@ -105,7 +105,7 @@ def test_preserved_output_swapped_and_unswap_go_layer_by_layer(net):
     torch.testing.assert_close(unswap(net)(X), y)
 
 
-def test_the_modes_of_a_checkpoint_come_back_from_its_metadata(net):
+def test_the_modes_of_a_checkpoint_can_be_restored_from_its_metadata(net):
     saved = swap(net, {"stem.*": 0.5, "*": "golden"}).state_dict()
     twin = swap(Net(), 2)
     with pytest.warns(UserWarning, match="a mapping from paths to modes"):
@@ -146,7 +146,7 @@ def test_plan_prints_block_and_mode():
     assert "block" not in str(plan(transformer(2), 0.5))
 
 
-def test_stages_are_counted_through_in_the_order_of_their_numbers():
+def test_blocks_are_counted_across_stages_in_the_order_of_their_numbers():
     model = nn.ModuleDict(dict(sorted(stages(2, 1, 2).items(), reverse=True)))
     rows = {row.path: row.block for row in plan(model, by_depth("1/l"))}
     assert rows["bn1"] is None
@@ -161,7 +161,7 @@ def unit():
 @pytest.mark.parametrize(
     ("make", "blocks"),
     [
-        (lambda: nn.Sequential(unit(), unit()), [1, 2]),  # units, where nothing else is a block
+        (lambda: nn.Sequential(unit(), unit()), [1, 2]),  # units count if there is no other block
         (lambda: nn.Sequential(unit(), Block(), Block()), [None, 1, 1, 2, 2]),
         (lambda: nn.Sequential(*(nn.ModuleList([unit(), unit()]) for _ in "ab")), [1, 1, 2, 2]),
         (lambda: nn.ModuleDict({"b10": Block(), "b9": Block()}), [2, 2, 1, 1]),
@@ -173,7 +173,7 @@ def unit():
         ),
     ],
 )
-def test_what_is_a_block(make, blocks):
+def test_blocks_are_recognised(make, blocks):
     model = make()
     assert [row.block for row in plan(model, by_depth("1/l"))] == blocks
 
@@ -198,14 +198,14 @@ def experts():
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), "Sequential has no sequence of"),
     ],
 )
-def test_by_depth_refuses_where_depth_is_not_plain(make, text):
+def test_by_depth_refuses_a_model_whose_depth_is_ambiguous(make, text):
     model = make()
     with pytest.raises(ValueError, match=f"{text}.*Give a mapping of filters to modes"):
         swap(model, by_depth("1/l"))
     assert not targets(model)
 
 
-def test_a_filter_makes_the_depth_of_one_part_plain():
+def test_a_filter_makes_the_depth_of_one_part_unambiguous():
     model = encoder_and_decoder()
     swap(model, by_depth("1/l"), include="encoder.*")
     assert [tv for p, tv in targets(model).items() if "layers" in p] == [1, 1, 0.5, 0.5]
@@ -213,7 +213,7 @@ def test_a_filter_makes_the_depth_of_one_part_plain():
     assert model.encoder.layers[0].norm1.target_variance == 0.5
 
 
-def test_by_depth_refuses_a_schedule_that_gives_no_mode():
+def test_by_depth_rejects_a_schedule_that_gives_no_mode():
     for error, schedule in ((ValueError, "1/x"), (TypeError, 3), (TypeError, float)):
         with pytest.raises(error, match=r"by_depth: schedule must be '1/l', 'reversed', or a call"):
             by_depth(schedule)

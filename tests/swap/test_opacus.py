@@ -40,8 +40,8 @@ def test_opacus_fixes_a_swapped_model_and_trains_it(mode):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_opacus_fixes_every_class_of_which_it_knows_the_stock():
-    swap(nn.LayerNorm(4))  # which tells Opacus, now that it is imported
+def test_opacus_fixes_every_class_whose_stock_class_it_knows():
+    swap(nn.LayerNorm(4))  # registers with Opacus, now that it is imported
     batch_norms = [normplug.BatchNorm1d, BatchNorm2d, normplug.BatchNorm3d, normplug.SyncBatchNorm]
     lazy = swap(nn.Sequential(nn.LazyBatchNorm2d()))
     lazy(torch.randn(2, 4, 3, 3))

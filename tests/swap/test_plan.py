@@ -1,4 +1,4 @@
-"""What `plan` lists, and what the filters of `swap` take."""
+"""What `plan` lists, and what the filters of `swap` accept."""
 
 import pytest
 from torch import nn
@@ -22,7 +22,7 @@ from swap_cases import assert_frozen, frozen
         ({"include": (nn.BatchNorm2d, "norm")}, {"stem.1", "norm"}),
     ],
 )
-def test_filters(net, filters, swapped):
+def test_filters_choose_the_same_layers_in_plan_and_swap(net, filters, swapped):
     planned = {row.path for row in plan(net, **filters) if row.becomes}
     swap(net, **filters)
     assert planned == swapped
@@ -30,7 +30,7 @@ def test_filters(net, filters, swapped):
     assert {row.path for row in rows} == swapped
 
 
-def test_a_filter_that_matches_nothing(net):
+def test_an_include_that_matches_nothing_is_an_error_and_an_exclude_warns(net):
     before = frozen(net)
     text = "include='layer9.*' matches no norm layer; the model has: stem.1, flat, norm"
     with pytest.raises(ValueError, match=text):

@@ -1,4 +1,4 @@
-"""RMSNorms of transformers and diffusers: what a probe takes, what it leaves, and what it keeps."""
+"""RMSNorms of transformers and diffusers: which a probe accepts, and which it leaves."""
 
 import copy
 import pickle
@@ -123,7 +123,7 @@ class CentredNorm(LlamaNorm):
 
 @of_library
 class HalfStatisticsNorm(LlamaNorm):
-    """Right in float32; in half it sums in half."""
+    """Right in float32, but sums in half precision if its input has it."""
 
     def forward(self, x):
         h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
@@ -162,14 +162,14 @@ def test_standard_is_the_librarys_layer_bit_for_bit(layer, dtype, weight):
     assert torch.equal(got, expected)
 
 
-def test_golden_has_every_tool_and_unswaps_to_what_it_was(layer):
+def test_every_tool_works_in_mode_golden_and_unswap_restores_the_layer(layer):
     model, stock = nn.Sequential(layer), copy.deepcopy(layer)
     swap(model, track_running_stats=True)
     check(model, X)
     assert [row.becomes for row in plan(model)] == [type(stock).__name__]
     assert [name for name, _ in norm_layers(model)] == ["0"]
     torch.testing.assert_close(model(X), stock(X) * ROOT)
-    assert not model[0].kernel_condition(model[0])  # the library kernels leaves it alone
+    assert not model[0].kernel_condition(model[0])  # so the library `kernels` leaves it alone
     expected = model(X)
     torch.testing.assert_close(one_graph(model)(X), expected)
     torch.testing.assert_close(copy.deepcopy(model)(X), expected)
@@ -182,7 +182,7 @@ def test_golden_has_every_tool_and_unswaps_to_what_it_was(layer):
     torch.testing.assert_close(model(X), stock(X))
 
 
-def test_a_weight_of_none_becomes_one_where_the_forward_reads_it():
+def test_a_missing_weight_is_created_if_the_forward_can_use_it():
     layer = norm_of(OptionalNorm, with_scale=False)
     before = dict(vars(layer))
     expected = layer(X) * ROOT
@@ -203,13 +203,13 @@ def test_a_weight_of_none_becomes_one_where_the_forward_reads_it():
     ],
     ids=str,
 )
-def test_another_forward_or_weight_is_left_and_plan_says_why(cls, options, why):
+def test_a_layer_with_another_forward_or_weight_is_left_and_plan_says_why(cls, options, why):
     (row,) = plan(norm_of(cls, **options))
     assert row.becomes is None
     assert row.note.startswith(why)
 
 
-def test_a_bias_is_left_and_so_is_a_subclass_of_ones_own():
+def test_a_layer_with_a_bias_is_left_and_so_is_a_users_subclass():
     layer = norm_of(OptionalNorm)
     mine = type("MyNorm", (type(layer),), {})()
     layer.bias = nn.Parameter(torch.ones(8))
@@ -220,7 +220,7 @@ def test_a_bias_is_left_and_so_is_a_subclass_of_ones_own():
     ]
 
 
-def test_a_probe_is_the_same_under_another_default_device_and_dtype(layer):
+def test_a_probe_ignores_the_default_device_and_dtype(layer):
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
@@ -245,7 +245,7 @@ def library_norm(module, name):
 
 
 @pytest.mark.parametrize(("module", "name"), LIBRARY)
-def test_a_librarys_own_norm_is_taken_and_pickled(module, name):
+def test_a_librarys_own_norm_is_swapped_and_pickled(module, name):
     layer = library_norm(module, name)
     expected = layer(X)
     assert torch.equal(swap(layer, "standard")(X), expected)
@@ -253,7 +253,7 @@ def test_a_librarys_own_norm_is_taken_and_pickled(module, name):
         assert type(pickle.loads(pickle.dumps(layer, protocol))) is type(layer)
 
 
-def test_a_pickle_loads_where_nothing_was_swapped(tmp_path):
+def test_a_pickle_loads_in_a_process_that_has_swapped_nothing(tmp_path):
     (tmp_path / "layer").write_bytes(pickle.dumps(swap(library_norm(*LIBRARY[0]))))
     code = (
         "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[0], 'rb')); "

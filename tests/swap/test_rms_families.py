@@ -1,4 +1,4 @@
-"""RMSNorms of other families: what a subclass declares, and what every tool then does with it."""
+"""RMSNorms of other families: what a subclass declares, and what every tool makes of it."""
 
 import copy
 
@@ -51,14 +51,14 @@ def model():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_standard_is_the_stock_layer_bit_for_bit(model, dtype):
+def test_standard_equals_the_stock_layer_bit_for_bit(model, dtype):
     norm, x = model[1].to(dtype), X.to(dtype)
     expected = norm(x)
     assert torch.equal(swap(norm, "standard")(x), expected)
 
 
 @pytest.mark.parametrize("preserve", [False, True])
-def test_swapped_checked_and_unswapped_with_the_weights_offset_kept(model, preserve):
+def test_swap_check_and_unswap_keep_the_weight_offset(model, preserve):
     stock = copy.deepcopy(model)
     expected = stock(X)
     swap(model, preserve_output=preserve)

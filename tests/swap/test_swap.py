@@ -1,4 +1,4 @@
-"""What a swap keeps of a model, what it changes, and how it is taken back."""
+"""What a swap keeps of a model, what it changes, and how it is undone."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ from swap_cases import (
 
 @pytest.mark.parametrize("mode", ["golden", 0.5, "standard"])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_swapped_model_is_the_folded_stock_model(net, mode, training):
+def test_a_swapped_model_equals_the_stock_model_with_the_scale_folded_in(net, mode, training):
     tv = target_variance(mode)
     expected = folded(net, tv).train(training)
     assert swap(net.train(training), mode) is net
@@ -129,7 +129,7 @@ def test_a_failing_swap_leaves_the_model_as_it_was(net, options, inference):
     train_step(net)
 
 
-def test_a_swap_that_warns_of_lost_layers_is_taken_back_where_warnings_are_errors(net):
+def test_a_swap_that_warns_of_lost_layers_is_rolled_back_if_warnings_are_errors(net):
     swap(net)
     net.flat = nn.BatchNorm1d(8)
     before = frozen(net)
@@ -177,7 +177,7 @@ def test_a_swap_walks_the_model_once(net):
     assert model.walks == 1
 
 
-def test_a_forward_that_was_replaced_on_the_instance_is_left_and_said(net):
+def test_a_layer_whose_forward_was_replaced_is_left_and_reported(net):
     forward = net.flat.forward
     net.flat.forward = lambda x: forward(x)
     swap(net)
@@ -208,7 +208,7 @@ def test_torchscript_is_refused_and_its_parts_are_left(net):
     assert row.split() == ["0.flat", "BatchNorm1d", "-", "compiled", "TorchScript"]
 
 
-def test_a_lazy_layer_becomes_one_at_its_first_forward():
+def test_a_swapped_lazy_layer_gets_its_final_class_at_its_first_forward():
     model = nn.Sequential(nn.LazyBatchNorm2d())
     with pytest.raises(ValueError, match="has no shape yet"):
         swap(model, preserve_output=True)
@@ -228,7 +228,7 @@ def test_options_reach_the_layers(net):
     assert {m.backend for m in (net.norm, net.flat, net.stem[1])} == {"torch"}
 
 
-def test_the_statistics_of_a_model_on_the_meta_device_are_there_too(net):
+def test_the_statistics_of_a_model_on_the_meta_device_are_on_it_too(net):
     swap(net.to("meta"))
     assert {t.device.type for t in [*net.parameters(), *net.buffers()]} == {"meta"}
 

@@ -1,4 +1,4 @@
-"""GroupNorm and InstanceNorm in models: every tool takes them as it takes the others."""
+"""GroupNorm and InstanceNorm in models: every tool handles them like the other norms."""
 
 import copy
 
@@ -51,7 +51,7 @@ def kinds(net):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_swap_scales_by_the_root_and_is_taken_back(net, training):
+def test_a_swap_scales_by_the_root_of_the_target_variance_and_can_be_undone(net, training):
     keys, scaled = set(net.state_dict()), copy.deepcopy(net).train(training)
     for norm in (scaled.group, scaled.tracked):
         norm.weight.data.mul_(ROOT)
@@ -80,7 +80,7 @@ def test_in_mode_standard_a_model_gives_the_same_bits(net):
     assert torch.equal(swap(net, "standard")(X), expected)
 
 
-def test_outputs_are_preserved_and_a_missing_weight_is_made_and_removed(net):
+def test_preserve_output_creates_a_missing_weight_and_removes_it_again(net):
     net.eval()
     expected, keys = net(X), set(net.state_dict())
     with swapped(net, 2, preserve_output=True):
@@ -101,12 +101,12 @@ def test_outputs_are_preserved_and_a_missing_weight_is_made_and_removed(net):
         ({"include": "*", "exclude": "tracked"}, NAMES[:2]),
     ],
 )
-def test_filters_take_their_classes(net, filters, taken):
+def test_filters_accept_their_classes(net, filters, taken):
     assert [row.path for row in plan(net, **filters) if row.becomes] == taken
 
 
 @pytest.mark.parametrize("asked", [None, True, False])
-def test_group_norm_watches_if_a_swap_is_told_so(net, asked):
+def test_group_norm_tracks_statistics_only_if_swap_is_told_to(net, asked):
     swap(net, track_running_stats=asked)
     assert net.group.track_running_stats is bool(asked)
     net(X)
@@ -131,7 +131,7 @@ def test_the_activation_after_a_norm_is_fused(net, monkeypatch):
     torch.testing.assert_close(unswap(net)(X), expected)
 
 
-def test_to_fx_each_is_a_layer(net):
+def test_fx_traces_each_norm_as_a_layer(net):
     swap(net).eval()
     graph = fx.symbolic_trace(net)
     assert set(NAMES) <= {n.target for n in graph.graph.nodes if n.op == "call_module"}
@@ -188,7 +188,7 @@ def test_the_kernels_train_a_model_as_torch_does(net, memory_format):
     ours, theirs = (swap(copy.deepcopy(net), backend=name) for name in ("triton", "torch"))
     fuse(ours)
     close = {"rtol": 1e-2, "atol": 1e-2}  # convolutions round to TF32
-    for _ in range(3):  # what C++ learns in the first calls, it does in the others
+    for _ in range(3):  # the first calls teach the C++ path, which runs the others
         y, expected = ours(x), theirs(x)
         torch.testing.assert_close(y, expected, **close)
         dy = torch.randn_like(y)

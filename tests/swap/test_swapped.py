@@ -19,7 +19,7 @@ class Trained(Exception):
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("options", [{}, {"include": ["flat", "norm"]}, {"backend": "torch"}])
-def test_swapped_puts_everything_back_but_what_was_trained(net, fails, options):
+def test_swapped_restores_everything_except_what_was_trained(net, fails, options):
     net.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     before = frozen(net)
     with contextlib.suppress(Trained), normplug.swapped(net, "golden", **options) as inside:
@@ -38,7 +38,7 @@ def test_swapped_puts_everything_back_but_what_was_trained(net, fails, options):
     assert_frozen(net, before)
 
 
-def test_swapped_gives_normplugs_layers_their_own_mode_and_options_back(net):
+def test_swapped_restores_the_mode_and_options_of_normplugs_layers(net):
     swap(net, 0.5, include="norm", autocast_output="float32")
     net(X)
     before = frozen(net)
@@ -54,7 +54,7 @@ def test_swapped_gives_normplugs_layers_their_own_mode_and_options_back(net):
     assert all(type(row.module).__module__.startswith("torch") for row in plan(net))
 
 
-def test_swapped_with_preserved_output_keeps_the_function_at_both_ends(net):
+def test_swapped_with_preserve_output_keeps_the_output_on_entry_and_exit(net):
     net.bare = nn.BatchNorm1d(4, affine=False)
     net.head.append(net.bare)
     swap(net.stem, 0.5)
@@ -73,7 +73,7 @@ def test_swapped_with_preserved_output_keeps_the_function_at_both_ends(net):
     torch.testing.assert_close(net(X), expected)
 
 
-def test_swapped_takes_synchronisation_back_that_was_not_there(net):
+def test_swapped_removes_the_synchronisation_that_it_added(net):
     swap(net, 0.5, include="stem.*")
     swap(net, 0.5, include="flat", sync=True)
     before = frozen(net)
@@ -101,7 +101,7 @@ def test_a_module_that_was_fused_and_patched_inside_hides_no_exception(fails):
     assert (type(model[0][0]) is nn.BatchNorm1d) == fails
 
 
-def test_swapped_refuses_as_swap_does(net):
+def test_swapped_rejects_what_swap_rejects(net):
     before = frozen(net)
     for bad in ({"mode": "gold"}, {"include": "lyaer*"}):
         with pytest.raises(ValueError, match="normplug"), normplug.swapped(net, **bad):
@@ -144,7 +144,7 @@ def test_a_conversion_in_inference_mode_makes_tensors_that_can_be_trained(name, 
         CONVERSIONS[name](model)
     made = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in before]
     assert not any(t.is_inference() for t in made)
-    if made_inside:  # its own parameters are not to be trained, inside or outside
+    if made_inside:  # inference tensors cannot be trained
         CONVERSIONS[name](model)
         return
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""A norm that the package does not know: what it declares is all that any room needs.
+"""A norm that the package does not know: what it declares is all that the package needs.
 
 `docs/add-a-norm.md` explains each declaration.
 """
@@ -112,7 +112,7 @@ def test_it_is_planned_swapped_and_unswapped_with_the_same_outputs(model, traini
     assert not any("normplug" in name or name == "backend" for name in vars(model[1].norm))
 
 
-def test_its_outputs_are_preserved_and_a_missing_weight_is_made(model):
+def test_its_outputs_are_preserved_and_a_missing_weight_is_created(model):
     model.append(Rescale(6, affine=False))
     expected, keys = model(X), set(model.state_dict())
     torch.testing.assert_close(swap(model, 0.3, preserve_output=True)(X), expected)
@@ -162,7 +162,7 @@ def test_its_mode_is_set_and_travels_in_checkpoints(model):
     torch.testing.assert_close(model[1].norm(X) * ROOT, stock[1].norm(X) * (0.5**0.5 * ROOT))
     with pytest.warns(UserWarning, match=r"mode golden is loaded into layers of mode 0\.5"):
         model.load_state_dict(state)
-    # Without a warning, which would be an error.
+    # These must not warn: pytest turns warnings into errors.
     set_mode(model, "golden").load_state_dict(state)
     set_mode(model, "standard").load_state_dict(stock.state_dict())
 
@@ -184,7 +184,7 @@ def test_code_that_recomputes_it_is_refused(model):
         recompute(swap(model)[1].norm)
 
 
-def test_it_is_taken_for_no_batch_norm(model):
+def test_it_is_not_mistaken_for_a_batch_norm(model):
     swap(model, sync=True)
     assert kinds(model) == [TargetRescale] * 2
     assert not any(_convert.synchronise(m) for m in model.modules())
@@ -193,7 +193,7 @@ def test_it_is_taken_for_no_batch_norm(model):
     check(model, X)
 
 
-def test_to_fx_and_to_a_compiler_it_is_a_layer(model):
+def test_fx_and_compilers_treat_it_as_a_layer(model):
     swap(model).eval()
     graph = fx.symbolic_trace(model)
     assert {"1.norm", "1.last"} <= {n.target for n in graph.graph.nodes if n.op == "call_module"}

@@ -1,4 +1,4 @@
-"""torch's transformer layers, which bypass their norms where they think them stock."""
+"""torch's transformer layers, whose fast path bypasses the forward of norms that look stock."""
 
 import copy
 import pickle
@@ -14,7 +14,7 @@ from swap_cases import one_graph
 
 
 def encoder_layer(norm_first=False, which=("norm1", "norm2"), cls=nn.TransformerEncoderLayer):
-    """In eval, with normplug's norms put there by hand."""
+    """A layer in eval mode, with normplug's norms placed by hand."""
     torch.manual_seed(0)
     layer = cls(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
     for name in which:
@@ -29,7 +29,7 @@ class Subclass(nn.TransformerEncoderLayer):
         return super().forward(*args, **kwargs)
 
 
-# torch warns that nested tensors are a prototype, and that some encoders make none.
+# torch warns that nested tensors are a prototype, and that some encoders do not use them.
 NESTS = pytest.mark.filterwarnings(
     "ignore:The PyTorch API of nested tensors", "ignore:enable_nested_tensor is True"
 )
@@ -55,13 +55,13 @@ def test_transformer_encoder_validates_with_the_norms_it_trains(norm_first, padd
     with torch.no_grad():
         got = model.eval()(x, src_key_padding_mask=mask)
         torch.testing.assert_close(got[real], expected[real])
-        # What torch makes of padding in eval is its own affair, and the same after `unswap`.
+        # What torch computes for padding in eval does not matter, but `unswap` must not change it.
         torch.testing.assert_close(unswap(model)(x, src_key_padding_mask=mask), got)
 
 
 @NESTS
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_transformer_encoder_takes_nested_tensors_as_before_the_swap(norm_first):
+def test_transformer_encoder_accepts_nested_tensors_after_a_swap(norm_first):
     model = swap(encoder(norm_first))
     parts = [torch.randn(3, 16), torch.randn(5, 16)]
     expected = [model.train()(part[None])[0] for part in parts]
@@ -85,7 +85,7 @@ def test_a_transformer_layer_calls_norms_placed_by_hand(cls, which, norm_first):
 
 
 @pytest.mark.parametrize("which", WHICH, ids="+".join)
-def test_a_compiled_or_exported_transformer_layer_calls_them_too(which):
+def test_a_compiled_or_exported_transformer_layer_calls_norms_placed_by_hand(which):
     layer = encoder_layer(which=which)
     with torch.no_grad():
         expected = unswap(copy.deepcopy(layer))(TOKENS)
@@ -124,7 +124,7 @@ def test_a_transformer_layer_in_mode_standard_keeps_its_fused_inference(monkeypa
 @pytest.mark.parametrize("which", WHICH, ids="+".join)
 @pytest.mark.parametrize("first", ["place", "build"])
 @NESTS
-def test_an_encoder_packs_padded_input_for_them_as_for_torchs(first, which, mask_check):
+def test_an_encoder_packs_padded_input_as_with_torchs_norms(first, which, mask_check):
     mask = torch.arange(5) >= torch.tensor([[5], [3], [2]])
     layer = encoder_layer(which=which if first == "place" else ())
     model = nn.TransformerEncoder(layer, 2, norm=LayerNorm(16, mode=0.3)).eval()

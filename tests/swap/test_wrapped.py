@@ -34,7 +34,7 @@ NAMES = [pytest.param(n, marks=NEEDS_GUARDS) if "compile" in n else n for n in W
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrapped_model_is_swapped_set_checked_and_unswapped(name, first):
     if name.startswith("FSDP2") and torch.__version__ < "2.14":
-        pytest.skip("fully_shard of torch 2.6 does not run on the CPU")
+        pytest.skip("fully_shard before torch 2.14 does not run on the CPU")
     torch.compiler.reset()
     with process_group():
         if first == "swap":
@@ -42,7 +42,7 @@ def test_a_wrapped_model_is_swapped_set_checked_and_unswapped(name, first):
         else:
             net = WRAPPERS[name](make())
             assert [row.becomes for row in plan(net)] == BECOME
-            net.eval()(X)  # what compiles has compiled the stock layers by now
+            net.eval()(X)  # by now, wrappers that compile have compiled the stock layers
             swap(net, 0.3)
         expected = folded(make(), 0.5)
         set_mode(net, 0.5)
@@ -69,7 +69,7 @@ def test_a_layer_lost_inside_a_wrapper_is_found():
                 check(model)
 
 
-def test_accelerates_hooks_are_named_where_they_are_in_the_way():
+def test_unswap_names_accelerates_hooks_if_they_are_in_the_way():
     hooks = pytest.importorskip("accelerate.hooks")
     net = swap(make()).eval()
     expected = net(X)

@@ -39,7 +39,7 @@ print(json.dumps([torch.__version__, *others, platform.python_version()]))
 
 
 class Row(NamedTuple):
-    """What one environment gave."""
+    """One environment's results."""
 
     versions: Sequence[str]
     passed: int
@@ -48,7 +48,7 @@ class Row(NamedTuple):
     seconds: float
 
     def cells(self) -> list[str]:
-        """As the table has them."""
+        """The cells of the table's row."""
         counts = map(str, (self.passed, self.failed, self.skipped))
         return [*self.versions, *counts, f"{self.seconds / 60:.1f}"]
 
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--torch", nargs="+", default=VERSIONS, metavar="VERSION", dest="versions")
     top.add_argument("--use", action="append", type=Path, metavar="ENV", help="in place of --torch")
     top.add_argument(
-        "--home", type=Path, default=CHECKOUT / "build" / "versions", help="of new environments"
+        "--home", type=Path, default=CHECKOUT / "build" / "versions", help="environment folder"
     )
     top.add_argument("-o", "--output", type=Path, metavar="FILE.md", help="default: print it")
     top.add_argument("pytest", nargs="*", help="after --: arguments of pytest; default: all tests")
@@ -88,7 +88,7 @@ def make(version: str, home: Path) -> Path:
     python = python_of(environment)
     pip = [python, "-m", "pip", "--quiet"]
     subprocess.run([*pip, "install", "--upgrade", torch, f"{CHECKOUT}[test]"], check=True)
-    # One that was built for a GPU cannot be imported beside a CPU build of torch, and nor can timm.
+    # A torchvision built for a GPU fails to import beside a CPU build of torch, and timm with it.
     if subprocess.run([python, "-c", "import torchvision"], capture_output=True).returncode:
         subprocess.run([*pip, "uninstall", "--yes", "torchvision", "timm"], check=True)
     return environment
@@ -122,7 +122,7 @@ def read(versions: Sequence[str], report: str) -> Row:
 
 
 def render(rows: Sequence[Row], arguments: Sequence[str]) -> str:
-    """The page."""
+    """The page in Markdown."""
     what = " ".join(arguments) or "the whole suite"
     return (
         "# Versions of torch\n\n"
