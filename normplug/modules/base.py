@@ -202,11 +202,15 @@ class TargetVarianceNorm(nn.Module):
     def _record(self, x: Tensor, y: Tensor, *statistics: Tensor) -> None:
         """Fill `_probe`: variance of x, of the output before and after the affine; weight RMS.
 
+        An empty x leaves `_probe` unchanged.
+
         statistics: as in `_without_affine`.
         """
         assert self._probe is not None
         with torch.no_grad():
             x, y = sharded.own_part(x.detach()), sharded.own_part(y.detach())
+            if x.numel() == 0:
+                return
             plain = self._without_affine(x, *statistics)
             values = [self._variance(z).float() for z in (x, plain, y)]
             weight: Tensor | None = self.weight  # type: ignore[assignment]
