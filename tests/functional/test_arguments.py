@@ -121,6 +121,8 @@ cases(group_norm, "functional.group_norm", "num_groups", [*NO_SIZES, 4], ValueEr
 cases(group_norm, "functional.group_norm", "autocast_output", [None, "half"], ValueError)
 cases(instance_norm, "functional.instance_norm", "use_input_stats", [1, None], TypeError)
 cases(instance_norm, "functional.instance_norm", "momentum", ["x", True], TypeError)
+updating = partial(instance_norm, running_mean=MEAN[:4], running_var=VAR[:4])
+cases(updating, "functional.instance_norm", "momentum", [None], TypeError)
 cases(make_group_norm, "GroupNorm", "num_groups", [1.5, None], TypeError)
 cases(make_group_norm, "GroupNorm", "num_channels", [0, -6], ValueError)
 cases(make_group_norm, "GroupNorm", "track_running_stats", [1, "x"], TypeError)
