@@ -131,6 +131,7 @@ cases(make_instance_norm, "InstanceNorm2d", "num_features", [1.5, None], TypeErr
 cases(make_instance_norm, "InstanceNorm2d", "eps", [0.0, -1.0], ValueError)
 cases(batch_norm, "functional.batch_norm", "training", NO_FLAGS, TypeError)
 cases(batch_norm, "functional.batch_norm", "eps", [0.0, 0], ValueError)
+cases(batch_norm, "functional.batch_norm", "num_batches_tracked", [torch.arange(3)], ValueError)
 cases(
     batch_norm, "functional.batch_norm", "activation", [3, ["relu"], "tanh", *NO_PAIRS], ValueError
 )

@@ -19,6 +19,7 @@ def check(caller: str, t: Tensors, spec: BatchNormSpec) -> None:
     running = {"running_mean": t.running_mean, "running_var": t.running_var}
     _checks.channels(caller, t.x, **running, weight=t.weight, bias=t.bias)
     _checks.running_pair(caller, t.running_mean, t.running_var, spec.training)
+    _checks.scalars(caller, num_batches_tracked=t.tracked)
     moves = spec.training and t.running_mean is not None
     _checks.momentum(caller, spec.momentum, t.tracked, moves)
     if spec.training:
