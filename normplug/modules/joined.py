@@ -30,7 +30,7 @@ from torch import Tensor
 from normplug import _activations, _checks, functional
 from normplug._layouts import dense, laid_out_like
 from normplug._ops import cache, statistics
-from normplug._ops.batch_norm import messages, route
+from normplug._ops.batch_norm import checks, messages, route
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._torch import dispatch_modes
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
@@ -71,7 +71,7 @@ def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tup
     if eager:
         plan = cache.find(cache.key_of(t, spec, (backend, processes)))
     if plan is None:
-        _check(t, spec)
+        checks.check(_CALLER, t, spec, joined=True)
         plan = route.joined(_CALLER, backend, t, spec, processes)
     if plan is not None:
         y, stats = plan.run(t, group)
@@ -84,13 +84,6 @@ def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tup
 
 
 _CALLER = "SyncBatchNorm"
-
-
-def _check(t: Tensors, spec: BatchNormSpec) -> None:
-    _checks.tensors(_CALLER, t.x, residual=t.residual)
-    _checks.channels(_CALLER, t.x, running_mean=t.running_mean, weight=t.weight, bias=t.bias)
-    _checks.activation(_CALLER, spec.activation)
-    _checks.same_shape(_CALLER, t.x, residual=t.residual)
 
 
 def _by_torch(

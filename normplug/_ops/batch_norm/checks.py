@@ -6,8 +6,10 @@ from normplug import _checks
 from normplug._ops.spec import BatchNormSpec, Tensors, others
 
 
-def check(caller: str, t: Tensors, spec: BatchNormSpec) -> None:
+def check(caller: str, t: Tensors, spec: BatchNormSpec, *, joined: bool = False) -> None:
     """Refuse a call that has no meaning.
+
+    joined: whether x is only a process's part of the batch, which may have one value per channel.
 
     Raises:
         ValueError: values, shapes or devices that do not fit.
@@ -22,7 +24,7 @@ def check(caller: str, t: Tensors, spec: BatchNormSpec) -> None:
     _checks.scalars(caller, num_batches_tracked=t.tracked)
     moves = spec.training and t.running_mean is not None
     _checks.momentum(caller, spec.momentum, t.tracked, moves)
-    if spec.training:
+    if spec.training and not joined:
         _checks.more_than_one_value(caller, t.x)
     _checks.activation(caller, spec.activation)
     _checks.same_shape(caller, t.x, residual=t.residual)
