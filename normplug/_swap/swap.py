@@ -22,6 +22,7 @@ from normplug._swap.layer_modes import ModesLike, read
 from normplug._swap.opacus import tell_opacus
 from normplug._swap.rollback import all_or_nothing
 from normplug._table import counts, shown
+from normplug._torch import is_patched
 from normplug.modules import TargetVarianceNorm
 
 
@@ -168,7 +169,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     if stuck:
         text = "subclasses of normplug classes have no stock class to revert to and stay"
         warnings.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.", stacklevel=2)
-    patched = [shown(path) for path, layer in layers if _convert.is_patched(layer)]
+    patched = [shown(path) for path, layer in layers if is_patched(layer)]
     if patched:
         raise ValueError(
             f"normplug.unswap: the forward of {', '.join(patched)} was replaced on the instance "
