@@ -75,6 +75,8 @@ class TargetVarianceNorm(nn.Module):
         "_eps",
         "_probe",
     )
+    # The attributes that `extra_repr` adds to the stock class's.
+    _shown: ClassVar[tuple[str, ...]] = ("mode",)
     # The operations that `fuse` may run in one call with a layer, by its `fused*` methods.
     _fusion_sites: ClassVar[FusionSites | None] = None
     # The stock class's name for its eps. A class with another name defines an `eps_property` of it.
@@ -168,8 +170,9 @@ class TargetVarianceNorm(nn.Module):
         self.target_variance = target_variance(mode)
 
     def extra_repr(self) -> str:
-        """The stock class's line, and the mode."""
-        return f"{super().extra_repr()}, mode={self.mode}"
+        """The stock class's line, and the attributes of `_shown`."""
+        shown = [f"{name}={getattr(self, name)}" for name in self._shown]
+        return ", ".join(filter(None, [super().extra_repr(), *shown]))
 
     # Reading a tensor as a module's attribute takes the host ten times as long as from the dict.
 
