@@ -158,7 +158,10 @@ def shape(caller: str, sizes: Sequence[Any]) -> None:
 def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> None:
     """Reject bad arguments of a torch norm's constructor `init`, before it runs."""
     signature = inspect.signature(init)
-    given = signature.bind(*args, **kwargs).arguments
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:  # it does not name the class
+        raise TypeError(f"normplug.{caller}: {error}.") from None
     for name in ("num_features", "num_groups", "num_channels"):
         if name in given:
             count(caller, name, given[name])

@@ -216,6 +216,14 @@ def test_an_unknown_option_is_refused_before_anything_runs(call):
         SwapNorms(model=nn.LayerNorm(6))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"), [({}, "num_features"), ({"num_features": 3, "foo": 1}, "foo")]
+)
+def test_a_missing_or_unknown_argument_is_refused_by_the_class(arguments, name):
+    with pytest.raises(TypeError, match=rf"^normplug\.BatchNorm2d: .* argument:? '{name}'\.$"):
+        normplug.BatchNorm2d(**arguments)
+
+
 @pytest.mark.parametrize("value", [None, *NO_TENSORS])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_layer_refuses_what_is_no_tensor(training, value):
