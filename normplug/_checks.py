@@ -155,8 +155,13 @@ def shape(caller: str, sizes: Sequence[Any]) -> None:
         count(caller, "each size in normalized_shape", size)
 
 
-def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> None:
-    """Reject bad arguments of a torch norm's constructor `init`, before it runs."""
+def layer(
+    caller: str, init: Callable[..., None], args: Any, kwargs: Any, *, zero_eps: bool
+) -> None:
+    """Reject bad arguments of a torch norm's constructor `init`, before it runs.
+
+    zero_eps: whether eps may be 0.
+    """
     signature = inspect.signature(init)
     try:
         given = signature.bind(*args, **kwargs).arguments
@@ -173,7 +178,7 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
             count(caller, "normalized_shape", sizes)
     if "eps" in given:
         none = signature.parameters["eps"].default is None
-        eps(caller, given["eps"], zero="num_features" not in given, none=none)
+        eps(caller, given["eps"], zero=zero_eps, none=none)
     if "momentum" in given:
         momentum(caller, given["momentum"], None, updates=False)
     switches = ("affine", "elementwise_affine", "track_running_stats")

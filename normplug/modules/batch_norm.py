@@ -15,6 +15,8 @@ from normplug.modules.fusion_sites import FusionSites
 
 
 class _BatchNorm(TargetVarianceNorm, BatchNormBase):
+    _zero_eps = False
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, update the running statistics."""
         if isinstance(input, fx.Proxy):
