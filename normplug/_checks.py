@@ -175,10 +175,18 @@ def shape(caller: str, sizes: Sequence[Any]) -> None:
         count(caller, "each size in normalized_shape", size)
 
 
-def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> None:
-    """Reject bad arguments of a torch norm's constructor `init`, before it runs."""
+def layer(
+    caller: str, init: Callable[..., None], args: Any, kwargs: Any, *, zero_eps: bool
+) -> None:
+    """Reject bad arguments of a torch norm's constructor `init`, before it runs.
+
+    zero_eps: whether eps may be 0.
+    """
     signature = inspect.signature(init)
-    given = signature.bind(*args, **kwargs).arguments
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:  # it does not name the class
+        raise TypeError(f"normplug.{caller}: {error}.") from None
     for name in ("num_features", "num_groups", "num_channels"):
         if name in given:
             count(caller, name, given[name])
@@ -190,7 +198,7 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
             count(caller, "normalized_shape", sizes)
     if "eps" in given:
         none = signature.parameters["eps"].default is None
-        eps(caller, given["eps"], zero="num_features" not in given, none=none)
+        eps(caller, given["eps"], zero=zero_eps, none=none)
     if "momentum" in given:
         momentum(caller, given["momentum"], None, updates=False)
     switches = ("affine", "elementwise_affine", "track_running_stats")

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from normplug import modules
+from normplug._torch import is_patched
 from normplug.modules.base import Options, TargetVarianceNorm
 
 # The one table of norms. `register` adds rows.
@@ -140,20 +141,6 @@ def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]
     return ((path, m) for path, m in model.named_modules() if isinstance(m, TargetVarianceNorm))
 
 
-def is_patched(module: nn.Module) -> bool:
-    """Whether an attribute of the instance replaces the class's `forward`.
-
-    The class's own method, bound to the instance, does not count: accelerate leaves one behind when
-    it removes its hooks.
-    """
-    return "forward" in vars(module) and not _is_bound_forward(module)
-
-
-def _is_bound_forward(module: nn.Module) -> bool:
-    forward = vars(module).get("forward")
-    return getattr(forward, "__func__", None) is type(module).forward
-
-
 def affine_shape(module: nn.Module) -> tuple[int, ...]:
     """The shape of a norm layer's weight, whether it is stock or normplug's."""
     cls = type(module) if isinstance(module, TargetVarianceNorm) else replacement(module)
@@ -242,8 +229,8 @@ def desynchronise(module: nn.Module) -> None:
 
 def assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Change a module's class; keep the private subclass that torch may have derived from it."""
-    if _is_bound_forward(module):
-        del module.forward
+    if not is_patched(module):
+        vars(module).pop("forward", None)  # the old class's
     index = _private_base(module)
     if index is not None:
         private = type(module)

@@ -208,6 +208,17 @@ def has_global_hooks() -> bool:
     return bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
 
 
+def is_patched(module: nn.Module) -> bool:
+    """Whether an attribute of the instance replaces the class's `forward`.
+
+    The class's own method, bound to the instance, does not count: accelerate leaves one behind when
+    it removes its hooks.
+    """
+    if "forward" not in module.__dict__:
+        return False
+    return getattr(module.__dict__["forward"], "__func__", None) is not type(module).forward
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs more, or something other, than its class's forward."""
     return bool(
@@ -216,7 +227,7 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or module._compiled_call_impl is not None
-        or "forward" in module.__dict__
+        or is_patched(module)
     )
 
 

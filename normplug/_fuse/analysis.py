@@ -22,7 +22,7 @@ from normplug._fuse.report import NOT_SWAPPED, Fused, Fusions
 from normplug._fuse.rewrite import recompute_results, rewrite
 from normplug._fuse.sites import After, Site, find, refusal
 from normplug._fuse.source import Reads
-from normplug._torch import has_hooks
+from normplug._torch import has_hooks, is_patched
 from normplug.modules import TargetVarianceNorm
 
 
@@ -251,7 +251,7 @@ def _check(module: nn.Module) -> None:
     """
     if isinstance(module, (torch.jit.ScriptModule, fx.GraphModule)):
         raise Untraceable("it is TorchScript or a GraphModule")
-    if _convert.is_patched(module):
+    if is_patched(module):
         raise Untraceable("its forward was replaced on the instance")
     if _convert.plain_class(module) is not type(module):
         raise Untraceable("it is parametrized, or sharded by FSDP")

@@ -12,6 +12,7 @@ from normplug._fuse.fusion import FUSION
 from normplug._fuse.report import Fusions, kept
 from normplug._ops import recompute as _recompute
 from normplug._table import shown
+from normplug._torch import is_patched
 
 
 def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
@@ -87,7 +88,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
         )
     classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
     for module in fused_modules(model).values():
-        if module not in classes and not _convert.is_patched(module):
+        if module not in classes and not is_patched(module):
             release([module])  # fused by an earlier call, but no longer
     for module, fusion in analysis.fusions.items():
         vars(module)[FUSION] = fusion
@@ -146,7 +147,7 @@ def releasable(caller: str, fused: dict[str, nn.Module]) -> list[nn.Module]:
     Raises:
         ValueError: as `unfuse` does.
     """
-    patched = [shown(path) for path, m in fused.items() if _convert.is_patched(m)]
+    patched = [shown(path) for path, m in fused.items() if is_patched(m)]
     if patched:
         raise _checks.forward_replaced(caller, "fuse", patched)
     return list(fused.values())

@@ -20,7 +20,7 @@ from normplug._swap import record as _record
 from normplug._swap.inventory import Inventory
 from normplug._swap.swap import unswap
 from normplug._table import counts, shown, table
-from normplug._torch import tree_leaves
+from normplug._torch import is_patched, tree_leaves
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 
@@ -156,7 +156,7 @@ def _untestable(layer: TargetVarianceNorm) -> str | None:
 def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
     """Compare a layer with its formula; return the settings compared, and the mismatches."""
     names, found = [], []
-    patched = " (its forward was replaced on the instance)" if _convert.is_patched(layer) else ""
+    patched = " (its forward was replaced on the instance)" if is_patched(layer) else ""
     for name, training, grad in _SETTINGS:
         try:
             with _stand_in(layer, training, grad) as twin:
@@ -185,7 +185,7 @@ def _stand_in(
     A forward that was replaced on the instance may hold a reference to the instance. Then the layer
     itself is yielded with the copy's attributes, and gets its own back after the block.
     """
-    patched = _convert.is_patched(layer)
+    patched = is_patched(layer)
     twin, own = layer if patched else object.__new__(type(layer)), dict(vars(layer))
     # Autograd cannot save parameters that were created in inference mode.
     inference = any(p.is_inference() for p in layer.parameters())
@@ -207,7 +207,7 @@ def _stand_in(
 def _copied(module: nn.Module) -> dict[str, Any]:
     """A module's attributes, with its buffers and those of its descendants cloned."""
     state = dict(vars(module))
-    if not _convert.is_patched(module):
+    if not is_patched(module):
         state.pop("forward", None)  # bound to the module
     buffers, children = module._buffers, module._modules
     state["_buffers"] = {k: None if b is None else b.clone() for k, b in buffers.items()}

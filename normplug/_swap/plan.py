@@ -15,6 +15,7 @@ from normplug._swap.filters import Filters, matching
 from normplug._swap.inventory import Inventory
 from normplug._swap.layer_modes import Assigned, LayerModes, ModesLike, Norms, read
 from normplug._table import counts, shown, table
+from normplug._torch import is_patched
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 
@@ -207,7 +208,7 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
     if isinstance(module, torch.jit.ScriptModule):
         return None, "compiled TorchScript"
     ours = _convert.replacement(module)
-    if ours is not None and _convert.is_patched(module):
+    if ours is not None and is_patched(module):
         return None, "its forward was replaced on the instance, by a patch or accelerate's hooks"
     if ours is not None:
         return (_convert.synchronised(ours) if sync else ours).__name__, ""

@@ -21,6 +21,7 @@ from normplug._swap.layer_modes import ModesLike, read
 from normplug._swap.opacus import tell_opacus
 from normplug._swap.rollback import all_or_nothing
 from normplug._table import counts, shown
+from normplug._torch import is_patched
 from normplug.modules import TargetVarianceNorm
 
 
@@ -167,7 +168,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     if stuck:
         text = "subclasses of normplug classes have no stock class to revert to and stay"
         _checks.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.")
-    patched = [shown(path) for path, layer in layers if _convert.is_patched(layer)]
+    patched = [shown(path) for path, layer in layers if is_patched(layer)]
     if patched:
         raise _checks.forward_replaced("unswap", "swap", patched)
     scalings = [Scaling(p, m, math.sqrt(m.target_variance)) for p, m in layers if fold]
@@ -249,7 +250,7 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
             for name, value in settings.items():
                 setattr(m, name, value)
         _record.put(Inventory(model), records)
-        release([m for m in inside.values() if not _convert.is_patched(m)])
+        release([m for m in inside.values() if not is_patched(m)])
 
 
 def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:

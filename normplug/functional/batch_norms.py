@@ -10,7 +10,7 @@ from normplug._ops.batch_norm import route as batch_norm_route
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug.functional.calls import carry_out
 from normplug.modes import ModeLike, target_variance
-from normplug.reference import accumulator_dtype
+from normplug.reference import accumulator_dtype, channel_dims
 
 
 def batch_norm(
@@ -117,10 +117,9 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     _checks.channels(caller, x)
     if (by_kernel := batch_norm_route.channel_stats(x)) is not None:
         return by_kernel
-    dims = (0, *range(2, x.dim()))
     x = x.to(accumulator_dtype(x.dtype))
     if x.numel() == 0:
         nan = x.new_full((x.shape[1],), torch.nan)
         return nan, nan.clone()
-    var, mean = torch.var_mean(x, dim=dims, correction=0)
+    var, mean = torch.var_mean(x, dim=channel_dims(x), correction=0)
     return mean, var

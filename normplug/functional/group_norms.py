@@ -107,7 +107,8 @@ def instance_norm(
         weight: (C,), or None for ones. May be float32 if `input` is half precision.
         bias: (C,), or None for zeros, in the dtype of `weight`.
         use_input_stats: use the input's statistics instead of the running ones.
-        momentum: weight of the new batch in the running statistics.
+        momentum: weight of the new batch in the running statistics; unlike in `batch_norm`, it must
+            be a number.
         eps: added to the variance before the root; 0 or above with `use_input_stats`, else above 0.
         mode: as in `group_norm`.
         activation: as in `group_norm`.

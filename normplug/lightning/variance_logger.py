@@ -30,7 +30,8 @@ class VarianceLogger(Callback):
     mode sets) and of the output after them, and the root mean square of the weight. A variance is
     that of the values that are normalised together, averaged over all channels (BatchNorm), rows
     (LayerNorm), or groups of channels of each sample (GroupNorm, InstanceNorm). For a norm that
-    does not centre (RMSNorm) it is the second moment, as the column `measure` says.
+    does not centre (RMSNorm) it is the second moment, as the column `measure` says. A layer that
+    does not run, or whose batch is empty, has nan.
 
     The layers measure in their forward, on logged steps only, and all values of a step are copied
     to the host in one transfer. Under `torch.compile` logged steps have a second graph. Stock norms

@@ -75,10 +75,14 @@ class TargetVarianceNorm(nn.Module):
         "_eps",
         "_probe",
     )
+    # The attributes that `extra_repr` adds to the stock class's.
+    _shown: ClassVar[tuple[str, ...]] = ("mode",)
     # The operations that `fuse` may run in one call with a layer, by its `fused*` methods.
     _fusion_sites: ClassVar[FusionSites | None] = None
     # The stock class's name for its eps. A class with another name defines an `eps_property` of it.
     _eps_name: ClassVar[str] = "eps"
+    # Whether a constructor accepts an eps of 0.
+    _zero_eps: ClassVar[bool] = True
     # Added to the weight in the formula. `unswap` and `preserve_output` scale the sum of the two.
     _weight_offset: ClassVar[float] = 0.0
     # What the mode sets and `_variance` measures: "variance", or "second moment" if not centred.
@@ -90,7 +94,7 @@ class TargetVarianceNorm(nn.Module):
         self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
     ) -> None:
         caller = type(self).__name__
-        _checks.layer(caller, super().__init__, args, kwargs)
+        _checks.layer(caller, super().__init__, args, kwargs, zero_eps=self._zero_eps)
         super().__init__(*args, **kwargs)
         self.target_variance = target_variance(mode)
         _checks.backend(caller, backend)
@@ -168,8 +172,9 @@ class TargetVarianceNorm(nn.Module):
         self.target_variance = target_variance(mode)
 
     def extra_repr(self) -> str:
-        """The stock class's line, and the mode."""
-        return f"{super().extra_repr()}, mode={self.mode}"
+        """The stock class's line, and the attributes of `_shown`."""
+        shown = [f"{name}={getattr(self, name)}" for name in self._shown]
+        return ", ".join(filter(None, [super().extra_repr(), *shown]))
 
     # Reading a tensor as a module's attribute takes the host ten times as long as from the dict.
 
@@ -202,11 +207,15 @@ class TargetVarianceNorm(nn.Module):
     def _record(self, x: Tensor, y: Tensor, *statistics: Tensor) -> None:
         """Fill `_probe`: variance of x, of the output before and after the affine; weight RMS.
 
+        An empty x leaves `_probe` unchanged.
+
         statistics: as in `_without_affine`.
         """
         assert self._probe is not None
         with torch.no_grad():
             x, y = sharded.own_part(x.detach()), sharded.own_part(y.detach())
+            if x.numel() == 0:
+                return
             plain = self._without_affine(x, *statistics)
             values = [self._variance(z).float() for z in (x, plain, y)]
             weight: Tensor | None = self.weight  # type: ignore[assignment]

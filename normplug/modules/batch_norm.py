@@ -15,6 +15,8 @@ from normplug.modules.fusion_sites import FusionSites
 
 
 class _BatchNorm(TargetVarianceNorm, BatchNormBase):
+    _zero_eps = False
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, update the running statistics."""
         if isinstance(input, fx.Proxy):
@@ -51,22 +53,32 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
             known = native.forward(self, input, residual, None, *others)
             if known is not None:
                 return known
-        self._check_input_dim(input)
-        weight, bias = self._affine()
-        mean, var, tracked = self._statistics()
-        training = self.training or (mean is None and var is None)
-        if self.training and not self.track_running_stats:
-            mean = var = None
-        # Without its counter (a checkpoint of torch < 0.4.1) a cumulative average is not updated.
-        momentum = 0.0 if self.momentum is None and tracked is None else self.momentum
-        t = Tensors(input, residual, weight, bias, None, mean, var, tracked)
-        spec = BatchNormSpec(
-            training, momentum, self._eps, self.target_variance, activation, pool, keeps_residual
-        )
+        t, spec = self._call(input, residual, *others)
         y = functional.carry_out("functional.batch_norm", t, spec, self.backend, single=single)
         if not compiling and self._probe is None:
             native.learn(self, spec, self.backend, t, input, residual, None, *others)
         return y
+
+    def _call(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        activation: ActivationLike = None,
+        pool: Pool | None = None,
+        keeps_residual: bool = False,
+    ) -> tuple[Tensors, BatchNormSpec]:
+        """The tensors of a call, and its other arguments."""
+        self._check_input_dim(input)
+        mean, var, tracked = self._statistics()
+        training = self.training or (mean is None and var is None)
+        if self.training and not self.track_running_stats:
+            mean = var = tracked = None
+        # Without its counter (a checkpoint of torch < 0.4.1) a cumulative average is not updated.
+        momentum = 0.0 if self.momentum is None and tracked is None else self.momentum
+        t = Tensors(input, residual, *self._affine(), None, mean, var, tracked)
+        eps, tv = self._eps, self.target_variance
+        spec = BatchNormSpec(training, momentum, eps, tv, activation, pool, keeps_residual)
+        return t, spec
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))

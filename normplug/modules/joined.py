@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from normplug import _activations, _checks, functional
-from normplug._layouts import dense, laid_out_like
+from normplug._layouts import dense, is_channels_last, laid_out_like
 from normplug._ops import cache, statistics
-from normplug._ops.batch_norm import messages, route
+from normplug._ops.batch_norm import checks, messages, route
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._torch import dispatch_modes
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
@@ -71,7 +71,7 @@ def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tup
     if eager:
         plan = cache.find(cache.key_of(t, spec, (backend, processes)))
     if plan is None:
-        _check(t, spec)
+        checks.check(_CALLER, t, spec, joined=True)
         plan = route.joined(_CALLER, backend, t, spec, processes)
     if plan is not None:
         y, stats = plan.run(t, group)
@@ -84,13 +84,6 @@ def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tup
 
 
 _CALLER = "SyncBatchNorm"
-
-
-def _check(t: Tensors, spec: BatchNormSpec) -> None:
-    _checks.tensors(_CALLER, t.x, residual=t.residual)
-    _checks.channels(_CALLER, t.x, running_mean=t.running_mean, weight=t.weight, bias=t.bias)
-    _checks.activation(_CALLER, spec.activation)
-    _checks.same_shape(_CALLER, t.x, residual=t.residual)
 
 
 def _by_torch(
@@ -221,17 +214,10 @@ def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _has_kernels(x: Tensor) -> bool:
     """Whether torch's operators for a synchronised backward can take x: only in eager CUDA."""
-    if not x.is_cuda or x.numel() == 0:
+    tracing = torch.compiler.is_compiling() or dispatch_modes() > 0
+    if tracing or not x.is_cuda or x.numel() == 0:
         return False
     # For contiguous half input they round the mean to half: an error of 1e-3 (torch 2.11).
-    exact = x.dtype == accumulator_dtype(x.dtype) or _is_channels_last(x)
-    tracing = torch.compiler.is_compiling() or dispatch_modes() > 0
-    return exact and not tracing
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    memory_format = _CHANNELS_LAST.get(x.dim())
-    return memory_format is not None and x.is_contiguous(memory_format=memory_format)
-
-
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+    # They read channels_last of 4 and 5 dimensions only.
+    channels_last = x.dim() in (4, 5) and is_channels_last(x.shape, x.stride())
+    return channels_last or x.dtype == accumulator_dtype(x.dtype)

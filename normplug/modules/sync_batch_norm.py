@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from normplug._activations import ActivationLike
-from normplug._ops.spec import BatchNormSpec, Pool, Tensors
+from normplug._ops.spec import Pool
 from normplug._torch import BatchNormBase, LazyNormBase
 from normplug.modules import joined
 from normplug.modules.batch_norm import (
@@ -35,7 +35,7 @@ class _SyncBatchNormForward(_BatchNorm):
         group = self.group_to_join()
         if group is None:
             return super().forward(input)
-        y, moments = self._joined(group, input)
+        y, moments = joined.batch_norm(*self._call(input), self.backend, group)
         if self._probe is not None:
             self._record(input, y, *moments())
         return y
@@ -56,29 +56,11 @@ class _SyncBatchNormForward(_BatchNorm):
         """
         group = self.group_to_join()
         if group is not None:
-            return self._joined(group, input, residual, activation, pool, keeps_residual)[0]
+            call = self._call(input, residual, activation, pool, keeps_residual)
+            return joined.batch_norm(*call, self.backend, group)[0]
         return super().fused(
             input, residual, activation, pool, single=single, keeps_residual=keeps_residual
         )
-
-    def _joined(
-        self,
-        group: Any,
-        input: Tensor,
-        residual: Tensor | None = None,
-        activation: ActivationLike = None,
-        pool: Pool | None = None,
-        keeps_residual: bool = False,
-    ) -> tuple[Tensor, joined.Moments]:
-        """The output, and a function that returns the moments of the joined batch."""
-        self._check_input_dim(input)
-        mean, var, tracked = self._statistics() if self.track_running_stats else (None,) * 3
-        # As in `_BatchNorm`.
-        momentum = 0.0 if self.momentum is None and tracked is None else self.momentum
-        t = Tensors(input, residual, *self._affine(), None, mean, var, tracked)
-        tv = self.target_variance
-        spec = BatchNormSpec(True, momentum, self._eps, tv, activation, pool, keeps_residual)
-        return joined.batch_norm(t, spec, self.backend, group)
 
     _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
 

@@ -45,6 +45,7 @@ class WatchedRows(TargetVarianceNorm):
     _watches: ClassVar[bool] = True
 
     _settings = (*TargetVarianceNorm._settings, "autocast_output")
+    _shown = ("momentum", "track_running_stats", *TargetVarianceNorm._shown)
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "autocast_output")
 
     def __init__(
@@ -113,12 +114,6 @@ class WatchedRows(TargetVarianceNorm):
         for name, start in _START.items():
             if (buffer := getattr(self, name)) is not None:
                 buffer.fill_(start)
-
-    def extra_repr(self) -> str:
-        """The stock class's line, the statistics' settings, and the mode."""
-        line, mode = super().extra_repr().rsplit(", ", 1)
-        track, momentum = self.track_running_stats, self.momentum
-        return f"{line}, momentum={momentum}, track_running_stats={track}, {mode}"
 
     def _statistics_to_update(
         self, input: Tensor

@@ -120,14 +120,17 @@ cases(group_norm, "functional.group_norm", "num_groups", [*BAD_SIZES, 4], ValueE
 cases(group_norm, "functional.group_norm", "autocast_output", [None, "half"], ValueError)
 cases(instance_norm, "functional.instance_norm", "use_input_stats", [1, None], TypeError)
 cases(instance_norm, "functional.instance_norm", "momentum", ["x", True], TypeError)
+updating = partial(instance_norm, running_mean=MEAN[:4], running_var=VAR[:4])
+cases(updating, "functional.instance_norm", "momentum", [None], TypeError)
 cases(make_group_norm, "GroupNorm", "num_groups", [1.5, None], TypeError)
 cases(make_group_norm, "GroupNorm", "num_channels", [0, -6], ValueError)
 cases(make_group_norm, "GroupNorm", "track_running_stats", [1, "x"], TypeError)
 cases(make_group_norm, "GroupNorm", "autocast_output", ["half"], ValueError)
 cases(make_instance_norm, "InstanceNorm2d", "num_features", [1.5, None], TypeError)
-cases(make_instance_norm, "InstanceNorm2d", "eps", [0.0, -1.0], ValueError)
+cases(make_instance_norm, "InstanceNorm2d", "eps", [-1.0], ValueError)
 cases(batch_norm, "functional.batch_norm", "training", BAD_FLAGS, TypeError)
 cases(batch_norm, "functional.batch_norm", "eps", [0.0, 0], ValueError)
+cases(batch_norm, "functional.batch_norm", "num_batches_tracked", [torch.arange(3)], ValueError)
 cases(
     batch_norm, "functional.batch_norm", "activation", [3, ["relu"], "tanh", *BAD_PAIRS], ValueError
 )
@@ -210,6 +213,14 @@ def test_an_unknown_option_is_rejected_before_anything_runs(call):
         call(preserve_outputs=True).__enter__()
     with pytest.raises(TypeError, match="model"):
         SwapNorms(model=nn.LayerNorm(6))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"), [({}, "num_features"), ({"num_features": 3, "foo": 1}, "foo")]
+)
+def test_a_missing_or_unknown_argument_is_refused_by_the_class(arguments, name):
+    with pytest.raises(TypeError, match=rf"^normplug\.BatchNorm2d: .* argument:? '{name}'\.$"):
+        normplug.BatchNorm2d(**arguments)
 
 
 @pytest.mark.parametrize("value", [None, *BAD_TENSORS])

@@ -36,6 +36,8 @@ POOL_CHANGES = {
     "a dilation": (lambda pool: setattr(pool, "dilation", (1, 2)), "relu"),
     "a hook": (hooked, "relu"),
     "a forward of its own": (lambda pool: setattr(pool, "forward", torch.neg), "relu"),
+    # As accelerate leaves it when it removes its hooks.
+    "its class's forward": (lambda pool: setattr(pool, "forward", pool.forward), "relu, max pool"),
 }
 
 

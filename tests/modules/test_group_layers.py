@@ -20,6 +20,7 @@ SHAPES = {"1d": (3, 4, 5), "2d": (3, 4, 5, 2), "3d": (3, 4, 2, 5, 2)}
 GROUP_OPTIONS = [{}, {"affine": False}, {"eps": 1e-3}, {"dtype": torch.float64}]
 INSTANCE_OPTIONS = [{}, {"affine": True, "track_running_stats": True}, {"dtype": torch.float64}]
 INSTANCE_OPTIONS += [{"track_running_stats": True, "momentum": None}, {"affine": True, "eps": 1e-3}]
+INSTANCE_OPTIONS += [{"eps": 0}]
 
 
 def instance_norm(library, kind):
@@ -179,8 +180,8 @@ def test_invalid_arguments_are_rejected():
         GroupNorm(2, 4.0)
     with pytest.raises(TypeError, match="track_running_stats must be True or False"):
         GroupNorm(2, 4, track_running_stats=1)
-    with pytest.raises(ValueError, match="normplug.InstanceNorm2d: eps must be a finite number"):
-        normplug.InstanceNorm2d(4, eps=0)
+    with pytest.raises(ValueError, match="normplug.InstanceNorm2d: eps must be 0 or a finite num"):
+        normplug.InstanceNorm2d(4, eps=-1)
     with pytest.raises(NotImplementedError, match="backend='triton', but"):
         GroupNorm(2, 4, backend="triton")(torch.randn(2, 4, 3))
 

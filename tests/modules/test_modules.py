@@ -122,6 +122,16 @@ def test_a_pickle_from_before_eps_was_a_property_is_loaded():
     assert torch.equal(loaded(x), layer(x))
 
 
+def test_an_empty_batch_has_no_variance_to_measure():
+    groups = [(normplug.GroupNorm(2, 4), (6, 4)), (normplug.InstanceNorm1d(4), (6, 4, 5))]
+    for layer, shape in (*((ours(4), shape) for ours, _, shape in PAIRS), *groups):
+        layer._probe = torch.full((4,), torch.nan)
+        layer(torch.randn(0, *shape[1:]))
+        assert layer._probe.isnan().all()
+        layer(torch.randn(shape))
+        assert layer._probe.isfinite().all()
+
+
 def test_rms_norm_tracks_the_second_moment_only_on_request():
     model = normplug.swap(nn.Sequential(nn.RMSNorm(8), nn.LayerNorm(8)))
     assert [m.track_running_stats for m in model] == [False, True]

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,6 +224,15 @@ def test_in_one_process_it_is_batch_norm_bit_for_bit(training):
         SyncBatchNorm(3)(torch.randn(1, 3))
     with pytest.raises(ValueError, match="at least 2D"):
         SyncBatchNorm(3)(torch.randn(3))
+
+
+def test_a_wrong_call_is_refused_before_a_message_is_sent(monkeypatch):
+    monkeypatch.setattr(SyncBatchNorm, "group_to_join", lambda layer: SimpleNamespace(size=int))
+    for name, wrong in (("eps", 0.0), ("momentum", math.inf), ("running_var", torch.ones(2))):
+        layer = SyncBatchNorm(3)
+        setattr(layer, name, wrong)
+        with pytest.raises(ValueError, match=f"^normplug.SyncBatchNorm: {name} must be "):
+            layer(torch.randn(4, 3))
 
 
 def classes(model):

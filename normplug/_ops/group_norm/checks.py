@@ -20,7 +20,9 @@ def check(caller: str, t: Tensors, spec: GroupNormSpec) -> None:
     if spec.instance:
         _checks.channels(caller, t.x, **running)
         _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
-        _checks.momentum(caller, spec.momentum, None, t.running_mean is not None)
+        if t.running_mean is not None:
+            _checks.number(caller, "momentum", spec.momentum)
+        _checks.momentum(caller, spec.momentum, None, updates=False)
         _checks.more_than_one_position(caller, t.x)
     else:
         _checks.scalars(caller, **running, num_batches_tracked=t.tracked)
