@@ -103,13 +103,15 @@ def test_group_norm_tracks_the_statistics_that_the_kernels_compute():
     ("stock", "activation"),
     [(nn.GroupNorm(2, 4), nn.ReLU6()), (nn.InstanceNorm2d(4), nn.LeakyReLU(0.2))],
 )
-def test_a_fused_activation_gives_the_same_result(stock, activation):
+def test_a_fused_activation_gives_the_same_result(stock, activation, monkeypatch):
     x = make("channels_last")[0]
+    made = routes.watch_fused(monkeypatch)
     ours, theirs = (
         swap(nn.Sequential(copy.deepcopy(stock), activation), backend=backend)
         for backend in ("triton", "torch")
     )
     torch.testing.assert_close(fuse(ours)(x), theirs(x))
+    assert len(made) == 1
 
 
 def test_autocast_output_sets_the_dtype_under_autocast():

@@ -59,7 +59,7 @@ def test_a_swap_scales_by_the_root_of_the_target_variance_and_can_be_undone(net,
     assert plan(net).summary() == "3 of 3 norm layers: 1 GroupNorm, 2 InstanceNorm2d"
     assert kinds(swap(net.train(training))) == OURS
     assert set(net.state_dict()) == keys
-    torch.testing.assert_close(net(X), expected := scaled(X))
+    torch.testing.assert_close(net(X), scaled(X))
     assert {layer.tested for layer in check(net, X)} == {"train, eval, eval under no_grad"}
     swap(net, 0.5)
     assert {row.note for row in plan(net)} == {"swapped already, mode 0.5"}
@@ -72,7 +72,6 @@ def test_a_swap_scales_by_the_root_of_the_target_variance_and_can_be_undone(net,
     names = {name for norm in NAMES for name in vars(net.get_submodule(norm))}
     assert not names & {"backend", "target_variance", "_eps", "autocast_output"}
     assert "running_mean" not in net.group._buffers
-    assert expected.shape == (4, 8, 4, 4)
 
 
 def test_in_mode_standard_a_model_gives_the_same_bits(net):
