@@ -288,6 +288,7 @@ assert not first or os.waitpid(first, 0)[1] == 0
 
 def test_two_processes_train_the_model_that_one_trains(trains, tmp_path):
     options = [*TINY, "trainer.max_epochs=1", "data.augment=null", "optimizer=sgd"]
+    options += ["data.num_classes=9", "data.num_images=405"]  # an odd number for validation
     halves = [*options, *TWO_PROCESSES, "data.batch_size=8", f"hydra.run.dir={tmp_path}/two"]
     done = forked(BOTH, train.__file__, *halves, imported="train", directory=tmp_path)
     assert done.returncode == 0, done.stderr
