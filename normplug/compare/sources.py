@@ -1,7 +1,7 @@
 """Find the records of runs, in directories with `result.json` files and in collected files."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,18 @@ def find_records(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]
             except (OSError, ValueError) as error:
                 unreadable[path.relative_to(source).as_posix()] = str(error)
     return records, unreadable
+
+
+def refuse_unreadable(unreadable: Mapping[str, str]) -> None:
+    """Raise for the first unreadable file.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name, why in unreadable.items():
+        raise ValueError(
+            f"normplug.compare: {name} cannot be read: {why}. Delete it, or repeat the run."
+        )
 
 
 def read_result(path: Path) -> dict[str, Any]:

@@ -206,6 +206,26 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
     assert "No reference: each rate is an arm of its own; --best" in comparison.markdown
 
 
+def test_best_rates_are_told_by_measure_and_refuse_unreadable_runs(tmp_path, capsys):
+    measure = {"name": "loss", "unit": "nats/byte", "better": "lower", "items": "tokens"}
+    losses = {"test_loss": 1.5, "loss_by_epoch": [1.25], "tokens_per_s": 10.0, "measure": measure}
+    rate = {"learning_rate": 0.1, "overrides": ["mode=golden"]}
+    write_run(tmp_path, "golden", 0, **rate)
+    write_run(tmp_path, "golden", 0, model="the_gpt", **losses, **rate)
+    best = tmp_path / "best.txt"
+    assert main([str(tmp_path), "--best", str(best)]) == 0
+    _, accuracy, loss = capsys.readouterr().out.split("| arm ")
+    assert "| 90.00 |" in accuracy
+    assert "has the highest mean validation accuracy" in accuracy
+    assert "| 1.2500 |" in loss
+    assert "has the lowest mean validation loss" in loss
+    best.unlink()
+    (tmp_path / "result.json").write_text("{")  # it might have the best rate
+    assert main([str(tmp_path), "--best", str(best)]) == 1
+    assert "result.json cannot be read: " in capsys.readouterr().err
+    assert not best.exists()
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*/summary.md")), ids=str)
 def test_a_committed_report_is_that_of_its_committed_runs(page, tmp_path):
     source = page.read_text().splitlines()[0].split(" in ")[1]
