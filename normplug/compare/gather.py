@@ -20,8 +20,7 @@ class Run:
 
     Attributes:
         name: its directory, relative to where it was found.
-        variances: its `variance.csv`, which may be absent, or what a collected file keeps of it;
-            None if that file keeps none.
+        variances: its `variance.csv`, or what a collected file keeps of it; None for neither.
         test_bits: the test loss of a text in bits per character.
         text_sha256: of the text; "" for images.
         block_drop: test loss without each block minus the loss with all of them.

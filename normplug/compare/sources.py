@@ -13,18 +13,15 @@ class Record(NamedTuple):
 
     Attributes:
         name: the run's directory, relative to where it was found.
+        file: the name of the file in messages; in a collected file, the `name`.
         values: the content of the file. In a collected file, it may include `variances`.
-        variances: `variance.csv` beside the file, which may be absent; None in a collected file.
+        variances: `variance.csv` beside the file; None if there is none.
     """
 
     name: str
+    file: str
     values: dict[str, Any]
-    variances: Path | None
-
-    @property
-    def file(self) -> str:
-        """The name of its file, for messages."""
-        return f"{self.name}/result.json" if self.variances else self.name
+    variances: Path | None = None
 
 
 def find_records(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
@@ -45,11 +42,13 @@ def find_records(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]
             records += _in_file(source)
             continue
         for path in _in_directory(source):
+            name, file = (p.relative_to(source).as_posix() for p in (path.parent, path))
+            variances = path.with_name("variance.csv")
             try:
-                name = path.parent.relative_to(source).as_posix()
-                records.append(Record(name, read_result(path), path.with_name("variance.csv")))
+                found = variances if variances.is_file() else None
+                records.append(Record(name, file, read_result(path), found))
             except (OSError, ValueError) as error:
-                unreadable[path.relative_to(source).as_posix()] = str(error)
+                unreadable[file] = str(error)
     return records, unreadable
 
 
@@ -101,4 +100,5 @@ def _in_file(path: Path) -> Iterator[Record]:
             "`python -m normplug.compare RUNS --collect FILE` wrote, or a directory of runs."
         )
     for number, run in enumerate(runs):
-        yield Record(str(run.get("run") or f"run {number}"), run, None)
+        name = str(run.get("run") or f"run {number}")
+        yield Record(name, name, run)
