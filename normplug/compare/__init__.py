@@ -73,9 +73,14 @@ def compare(
     Raises:
         FileNotFoundError: a source does not exist.
         ValueError: a directory holds no `result.json`; a file holds no list of runs; `out` is
-            None, and `sources` is not a single directory.
+            None, and `sources` is not a single directory; `plots` has an unknown name.
         ModuleNotFoundError: a package of the `train` extra is missing.
     """
+    if unknown := set(plots or ()) - set(PLOTS):
+        raise ValueError(
+            f"normplug.compare: plots must be names among {', '.join(PLOTS)}; "
+            f"got {', '.join(sorted(unknown))}."
+        )
     with needs("normplug.compare", "train"):
         from normplug.compare.plots import draw
         from normplug.compare.report import render

@@ -488,6 +488,11 @@ def test_every_file_is_written_and_none_is_blank(tmp_path):
     assert float(summary[1]["test_mean"]) == pytest.approx(0.905)
 
 
+def test_an_unknown_plot_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"names among accuracy, .* got blocs\.$"):
+        compare(tmp_path, plots=["seeds", "blocs"])
+
+
 def test_command_prints_the_table_and_the_paths(tmp_path, capsys):
     write_run(tmp_path / "runs", "golden", 0)
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
