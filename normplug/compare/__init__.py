@@ -96,8 +96,9 @@ def compare(
     variances = [gather_variance(group) for group in groups]
     notes = [variance.notes for variance in variances]
     where = " and ".join(path.name if path.is_file() else str(path) for path in paths)
-    markdown = render(groups, notes, unreadable, where)
-    rows = [row for group in groups for row in summarise(group)]
+    tables = [summarise(group) for group in groups]
+    markdown = render(groups, tables, notes, unreadable, where)
+    rows = [row for table in tables for row in table]
 
     written = [target / "summary.md", target / "summary.csv"]
     write_file(written[0], markdown)

@@ -8,7 +8,7 @@ from normplug._report.intervals import Interval
 from normplug._report.markdown import table
 from normplug._report.measure import Measure
 from normplug.compare.gather import Group, Run
-from normplug.compare.stats import Row, p_text, summarise
+from normplug.compare.stats import Row, p_text
 
 NOTHING = "-"
 HOW_TO_READ = f"""## How to read the tables
@@ -30,26 +30,27 @@ HOW_TO_READ = f"""## How to read the tables
 
 def render(
     groups: Sequence[Group],
+    tables: Sequence[Sequence[Row]],
     notes: Sequence[Sequence[str]],
     unreadable: Mapping[str, str],
     where: str,
 ) -> str:
     """Return the whole report: a section per group, then unreadable files, then how to read it.
 
-    `notes` list what each group lacks besides runs; `where` names the sources of the runs.
+    `tables` have the rows of each group, and `notes` what it lacks besides runs; `where` names the
+    sources of the runs.
     """
     count = sum(len(runs) for group in groups for runs in group.arms.values())
     count += sum(len(group.left_out) for group in groups) + len(unreadable)
     parts = [f"# Comparison of {count} run{'s' * (count != 1)} in {where}\n"]
-    parts += [_section(group, lines) for group, lines in zip(groups, notes, strict=True)]
+    parts += [_section(*each) for each in zip(groups, tables, notes, strict=True)]
     if unreadable:
         lines = [f"{name}: {why}" for name, why in unreadable.items()]
         parts.append(f"## Failed: result.json could not be read\n\n{_bullets(lines)}")
     return "\n".join([*parts, HOW_TO_READ])
 
 
-def _section(group: Group, notes: Sequence[str]) -> str:
-    rows = summarise(group)
+def _section(group: Group, rows: Sequence[Row], notes: Sequence[str]) -> str:
     parts = [f"## {group.title}\n", *_warnings(group), _outcome_table(group, rows)]
     so = ": no differences, no speed ratios" if group.reference is None else ""
     parts.append(f"{group.about_reference}{so}.\n")
