@@ -135,7 +135,9 @@ class EpochLines(Callback):
         if trainer.sanity_checking:
             return
         values = trainer.callback_metrics
-        epoch = f"epoch {trainer.current_epoch + 1:3d} of {trainer.max_epochs}"
+        epoch = f"epoch {trainer.current_epoch + 1:3d}"
+        if trainer.max_epochs is not None and trainer.max_epochs > 0:  # -1: no limit
+            epoch += f" of {trainer.max_epochs}"
         loss = f"training loss {float(values['train/loss']):.4f}"
         assert isinstance(pl_module, Learner)
         found = pl_module.describe(pl_module.score("val"), "val")
