@@ -54,6 +54,12 @@ class Run:
     overrides: tuple[str, ...] = ()
 
     @property
+    def validation_score(self) -> float | None:
+        """The measure on the validation part after the last epoch."""
+        last = self.scores_by_epoch[-1:]
+        return last[0] if last and math.isfinite(last[0]) else None
+
+    @property
     def finished(self) -> bool:
         """Whether the run finished; no other run is averaged."""
         return self.status == "finished"

@@ -101,8 +101,8 @@ def _choice(title: str, runs: Sequence[Run]) -> Choice:
     last: dict[float, dict[int, float]] = {}
     for run in runs:
         of_rate = last.setdefault(run.learning_rate or 0.0, {})
-        if run.finished and run.scores_by_epoch and np.isfinite(run.scores_by_epoch[-1]):
-            of_rate[run.seed] = run.scores_by_epoch[-1]
+        if run.finished and run.validation_score is not None:
+            of_rate[run.seed] = run.validation_score
     scores = {
         rate: float(np.mean(list(by_seed.values()))) if by_seed.keys() == seeds else None
         for rate, by_seed in sorted(last.items())
