@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from normplug._report.arms import REFUSAL
+from normplug._report.run_files import REFUSAL, RESULT, VARIANCE
 
 
 class Record(NamedTuple):
@@ -43,7 +43,7 @@ def find_records(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]
             continue
         for path in _in_directory(source):
             name, file = (p.relative_to(source).as_posix() for p in (path.parent, path))
-            variances = path.with_name("variance.csv")
+            variances = path.with_name(VARIANCE)
             try:
                 found = variances if variances.is_file() else None
                 records.append(Record(name, file, read_result(path), found))
@@ -80,7 +80,7 @@ def _in_directory(directory: Path) -> list[Path]:
             f"normplug.compare: {directory} is neither a directory nor a file. Give the directory "
             "that holds the runs of a sweep, or a file that --collect wrote."
         )
-    paths = sorted(directory.rglob("result.json"))
+    paths = sorted(directory.rglob(RESULT))
     if not paths:
         raise ValueError(
             f"normplug.compare: no result.json at any depth under {directory}. train.py writes "
