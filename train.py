@@ -41,7 +41,8 @@ def main(cfg: DictConfig) -> float | None:
         data = instantiate(cfg.data)
         net = instantiate(cfg.model, **data.sizes)
         if cfg.gamma0 is not None:
-            scale_norm_weights(net, cfg.gamma0)
+            filters = {name: cfg.swap.get(name) for name in ("include", "exclude")}
+            scale_norm_weights(net, cfg.gamma0, **filters)
         if cfg.mode != BASELINE:  # after init, so that all arms start with the same weights
             normplug.swap(net, mode_of(cfg.mode), **cfg.swap)
             if fuses(cfg):

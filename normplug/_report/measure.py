@@ -33,6 +33,11 @@ class Measure:
         return cls(**result["measure"]) if result.get("measure") else ACCURACY
 
     @property
+    def best(self) -> str:
+        """The word for the best of several values."""
+        return "highest" if self.better == "higher" else "lowest"
+
+    @property
     def test_key(self) -> str:
         """The key of the test value in `result.json`."""
         return f"test_{self.name}"

@@ -73,9 +73,14 @@ def compare(
     Raises:
         FileNotFoundError: a source does not exist.
         ValueError: a directory holds no `result.json`; a file holds no list of runs; `out` is
-            None, and `sources` is not a single directory.
+            None, and `sources` is not a single directory; `plots` has an unknown name.
         ModuleNotFoundError: a package of the `train` extra is missing.
     """
+    if unknown := set(plots or ()) - set(PLOTS):
+        raise ValueError(
+            f"normplug.compare: plots must be names among {', '.join(PLOTS)}; "
+            f"got {', '.join(sorted(unknown))}."
+        )
     with needs("normplug.compare", "train"):
         from normplug.compare.plots import draw
         from normplug.compare.report import render
@@ -91,8 +96,9 @@ def compare(
     variances = [gather_variance(group) for group in groups]
     notes = [variance.notes for variance in variances]
     where = " and ".join(path.name if path.is_file() else str(path) for path in paths)
-    markdown = render(groups, notes, unreadable, where)
-    rows = [row for group in groups for row in summarise(group)]
+    tables = [summarise(group) for group in groups]
+    markdown = render(groups, tables, notes, unreadable, where)
+    rows = [row for table in tables for row in table]
 
     written = [target / "summary.md", target / "summary.csv"]
     write_file(written[0], markdown)

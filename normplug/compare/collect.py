@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from normplug._report.files import write_file
-from normplug.compare.sources import Record, find_records
+from normplug.compare.sources import Record, find_records, refuse_unreadable
 from normplug.compare.variance import kept_variance
 
 LOCAL = ("process",)  # keys that mean something on one machine only
@@ -26,10 +26,7 @@ def collect(sources: Sequence[Path], path: Path) -> int:
         ValueError: a `result.json` cannot be read.
     """
     records, unreadable = find_records(sources)
-    for name, why in unreadable.items():
-        raise ValueError(
-            f"normplug.compare: {name} cannot be read: {why}. Delete it, or repeat the run."
-        )
+    refuse_unreadable(unreadable)
     lines = ",\n".join(json.dumps(_kept(record)) for record in records)
     write_file(path, f"[\n{lines}\n]\n")
     return len(records)

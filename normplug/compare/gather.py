@@ -20,8 +20,7 @@ class Run:
 
     Attributes:
         name: its directory, relative to where it was found.
-        variances: its `variance.csv`, which may be absent, or what a collected file keeps of it;
-            None if that file keeps none.
+        variances: its `variance.csv`, or what a collected file keeps of it; None for neither.
         test_bits: the test loss of a text in bits per character.
         text_sha256: of the text; "" for images.
         block_drop: test loss without each block minus the loss with all of them.
@@ -53,6 +52,12 @@ class Run:
     text_sha256: str = ""
     block_drop: tuple[float, ...] = ()
     overrides: tuple[str, ...] = ()
+
+    @property
+    def validation_score(self) -> float | None:
+        """The measure on the validation part after the last epoch."""
+        last = self.scores_by_epoch[-1:]
+        return last[0] if last and math.isfinite(last[0]) else None
 
     @property
     def finished(self) -> bool:

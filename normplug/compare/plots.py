@@ -124,7 +124,8 @@ def seeds_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
     """Draw the test score of every seed, and its difference from the reference."""
     measure = group.measure
     what = f"test {measure.name}: a dot for each seed, mean and 95% t-interval in black"
-    if adjusted_ps(group):
+    ps = adjusted_ps(group)
+    if ps:
         what += "; p of paired t-tests, adjusted by Holm"
     arms = list(group.arms)
     names = [row_name(arm, len(group.finished(arm)), group) for arm in arms]
@@ -158,7 +159,7 @@ def seeds_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
         right.set_xlabel(
             f"test {measure.name} minus {group.reference}, same seed ({measure.difference_unit})"
         )
-        _name_ps(right, group)
+        _name_ps(right, group, ps)
     else:
         say_no_pair(right, group)
     for axes in (left, right):
@@ -166,10 +167,9 @@ def seeds_figure(group: Group, styles: Mapping[str, Style]) -> Figure:
     return figure
 
 
-def _name_ps(axes: Axes, group: Group) -> None:
+def _name_ps(axes: Axes, group: Group, ps: Mapping[str, float]) -> None:
     """Write each arm's p-value, adjusted by Holm, beside its row."""
     beside = axes.get_yaxis_transform()
-    ps = adjusted_ps(group)
     if ps:
         axes.text(1.02, -0.6, "p (Holm)", va="bottom", transform=beside)
     for row, arm in enumerate(group.arms):

@@ -12,11 +12,12 @@ from normplug._report.files import write_file
 from normplug._report.markdown import table
 from normplug._report.measure import Measure
 from normplug.compare.gather import Run, find_runs
+from normplug.compare.sources import refuse_unreadable
 
 RATE = "optimizer.lr"
 LEFT_OUT = (RATE, "seed", "study")  # options that the sweep after this one sets itself
 RULE = (
-    "The best rate has the {better} mean validation {name} after the last epoch, over all seeds of "
+    "The best rate has the {best} mean validation {name} after the last epoch, over all seeds of "
     "the arm.\nA rate counts if each of these seeds finished with it. If scores are equal, the "
     "smaller rate is taken."
 )
@@ -52,13 +53,17 @@ class Choice:
 
 
 def best_rates(sources: Sequence[Path], path: Path) -> str:
-    """Write the options of each arm with its best rate, one line per arm; return the table.
+    """Write the options of each arm with its best rate, one line per arm; return the tables.
+
+    Each measure has its own table.
 
     Raises:
         OSError: a source cannot be read, or `path` cannot be written.
-        ValueError: a source holds no run, or no run records its learning rate and options.
+        ValueError: a source holds no run, a `result.json` cannot be read, or no run records its
+            learning rate and options.
     """
-    runs, _ = find_runs(sources)
+    runs, unreadable = find_runs(sources)
+    refuse_unreadable(unreadable)
     found = choices([run for run in runs if run.learning_rate is not None and run.overrides])
     if not found:
         raise ValueError(
@@ -68,10 +73,17 @@ def best_rates(sources: Sequence[Path], path: Path) -> str:
     write_file(
         path, "".join(f"{shlex.join(choice.overrides)}\n" for choice in found if choice.best)
     )
+    by_measure: dict[Measure, list[Choice]] = defaultdict(list)
+    for choice in found:
+        by_measure[choice.measure].append(choice)
+    return "\n".join(_table(measure, of_one) for measure, of_one in by_measure.items())
+
+
+def _table(measure: Measure, found: Sequence[Choice]) -> str:
+    """Return the table of the choices with one measure, and the rule that made them."""
     rates = sorted({rate for choice in found for rate in choice.scores})
     header = ("arm", *(f"{rate:g}" for rate in rates), "best", "remark")
-    measure = found[0].measure
-    rule = RULE.format(better=measure.better.replace("er", "est"), name=measure.name)
+    rule = RULE.format(best=measure.best, name=measure.name)
     return f"{table(header, [_line(choice, rates) for choice in found], padded=True)}\n{rule}\n"
 
 
@@ -89,8 +101,8 @@ def _choice(title: str, runs: Sequence[Run]) -> Choice:
     last: dict[float, dict[int, float]] = {}
     for run in runs:
         of_rate = last.setdefault(run.learning_rate or 0.0, {})
-        if run.finished and run.scores_by_epoch and np.isfinite(run.scores_by_epoch[-1]):
-            of_rate[run.seed] = run.scores_by_epoch[-1]
+        if run.finished and run.validation_score is not None:
+            of_rate[run.seed] = run.validation_score
     scores = {
         rate: float(np.mean(list(by_seed.values()))) if by_seed.keys() == seeds else None
         for rate, by_seed in sorted(last.items())

@@ -8,7 +8,7 @@ from normplug._report.intervals import Interval
 from normplug._report.markdown import table
 from normplug._report.measure import Measure
 from normplug.compare.gather import Group, Run
-from normplug.compare.stats import Row, p_text, summarise
+from normplug.compare.stats import Row, p_text
 
 NOTHING = "-"
 HOW_TO_READ = f"""## How to read the tables
@@ -22,6 +22,8 @@ HOW_TO_READ = f"""## How to read the tables
   stands alone: with many arms, some will miss zero by chance.
 - p (Holm): of a paired t-test that the difference is zero, adjusted by Holm's method for the
   number of arms in the table.
+- validation minus the reference: the same differences of the validation after the last epoch,
+  without p. They show whether the test and the validation, which chooses learning rates, agree.
 - speed ratio: images/s or tokens/s over that of the reference; geometric mean over seeds, by
   pairs that ran on the same hardware. Above 1 is faster.
 - images/s or tokens/s, step and peak memory: medians over runs.
@@ -30,26 +32,27 @@ HOW_TO_READ = f"""## How to read the tables
 
 def render(
     groups: Sequence[Group],
+    tables: Sequence[Sequence[Row]],
     notes: Sequence[Sequence[str]],
     unreadable: Mapping[str, str],
     where: str,
 ) -> str:
     """Return the whole report: a section per group, then unreadable files, then how to read it.
 
-    `notes` list what each group lacks besides runs; `where` names the sources of the runs.
+    `tables` have the rows of each group, and `notes` what it lacks besides runs; `where` names the
+    sources of the runs.
     """
     count = sum(len(runs) for group in groups for runs in group.arms.values())
     count += sum(len(group.left_out) for group in groups) + len(unreadable)
     parts = [f"# Comparison of {count} run{'s' * (count != 1)} in {where}\n"]
-    parts += [_section(group, lines) for group, lines in zip(groups, notes, strict=True)]
+    parts += [_section(*each) for each in zip(groups, tables, notes, strict=True)]
     if unreadable:
         lines = [f"{name}: {why}" for name, why in unreadable.items()]
         parts.append(f"## Failed: result.json could not be read\n\n{_bullets(lines)}")
     return "\n".join([*parts, HOW_TO_READ])
 
 
-def _section(group: Group, notes: Sequence[str]) -> str:
-    rows = summarise(group)
+def _section(group: Group, rows: Sequence[Row], notes: Sequence[str]) -> str:
     parts = [f"## {group.title}\n", *_warnings(group), _outcome_table(group, rows)]
     so = ": no differences, no speed ratios" if group.reference is None else ""
     parts.append(f"{group.about_reference}{so}.\n")
@@ -76,6 +79,7 @@ def _outcome_table(group: Group, rows: Sequence[Row]) -> str:
         *["bits per character"] * bits,
         f"minus {group.reference or 'reference'}, {measure.difference_unit}",
         "p (Holm)",
+        f"validation minus {group.reference or 'reference'}, {measure.difference_unit}",
     )
     return table(header, (_outcome(row, bits) for row in rows), padded=True)
 
@@ -84,18 +88,14 @@ def _outcome(row: Row, bits: bool) -> tuple[str, ...]:
     score = _shown(row.measure, row.test_score, "")
     if row.test_score and row.test_score.n < row.n_finished:
         score += f" (n = {row.test_score.n})"
-    difference = _shown(row.measure, row.difference, "+")
-    if row.difference:
-        difference += f" ({_pairs(row.difference.n)})"
-    if row.arm == row.reference:
-        difference = "reference"
     return (
         row.arm,
         f"{row.n_finished} of {row.n_expected}",
         score,
         *[_shown(row.measure, row.test_bits, "")] * bits,
-        difference,
+        "reference" if row.arm == row.reference else _difference(row.measure, row.difference),
         NOTHING if row.p is None else p_text(row.p),
+        _difference(row.measure, row.validation_difference),
     )
 
 
@@ -127,6 +127,11 @@ def _shown(measure: Measure, interval: Interval | None, sign: str) -> str:
     if interval.half_width is None:
         return mean
     return f"{mean} ± {measure.number(interval.half_width)}"
+
+
+def _difference(measure: Measure, interval: Interval | None) -> str:
+    shown = _shown(measure, interval, "+")
+    return f"{shown} ({_pairs(interval.n)})" if interval else shown
 
 
 def _pairs(count: int) -> str:

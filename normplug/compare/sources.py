@@ -1,11 +1,11 @@
 """Find the records of runs, in directories with `result.json` files and in collected files."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from normplug._report.arms import REFUSAL
+from normplug._report.run_files import REFUSAL, RESULT, VARIANCE
 
 
 class Record(NamedTuple):
@@ -13,18 +13,15 @@ class Record(NamedTuple):
 
     Attributes:
         name: the run's directory, relative to where it was found.
+        file: the name of the file in messages; in a collected file, the `name`.
         values: the content of the file. In a collected file, it may include `variances`.
-        variances: `variance.csv` beside the file, which may be absent; None in a collected file.
+        variances: `variance.csv` beside the file; None if there is none.
     """
 
     name: str
+    file: str
     values: dict[str, Any]
-    variances: Path | None
-
-    @property
-    def file(self) -> str:
-        """The name of its file, for messages."""
-        return f"{self.name}/result.json" if self.variances else self.name
+    variances: Path | None = None
 
 
 def find_records(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
@@ -45,12 +42,26 @@ def find_records(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]
             records += _in_file(source)
             continue
         for path in _in_directory(source):
+            name, file = (p.relative_to(source).as_posix() for p in (path.parent, path))
+            variances = path.with_name(VARIANCE)
             try:
-                name = path.parent.relative_to(source).as_posix()
-                records.append(Record(name, read_result(path), path.with_name("variance.csv")))
+                found = variances if variances.is_file() else None
+                records.append(Record(name, file, read_result(path), found))
             except (OSError, ValueError) as error:
-                unreadable[path.relative_to(source).as_posix()] = str(error)
+                unreadable[file] = str(error)
     return records, unreadable
+
+
+def refuse_unreadable(unreadable: Mapping[str, str]) -> None:
+    """Raise for the first unreadable file.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name, why in unreadable.items():
+        raise ValueError(
+            f"normplug.compare: {name} cannot be read: {why}. Delete it, or repeat the run."
+        )
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -69,7 +80,7 @@ def _in_directory(directory: Path) -> list[Path]:
             f"normplug.compare: {directory} is neither a directory nor a file. Give the directory "
             "that holds the runs of a sweep, or a file that --collect wrote."
         )
-    paths = sorted(directory.rglob("result.json"))
+    paths = sorted(directory.rglob(RESULT))
     if not paths:
         raise ValueError(
             f"normplug.compare: no result.json at any depth under {directory}. train.py writes "
@@ -89,4 +100,5 @@ def _in_file(path: Path) -> Iterator[Record]:
             "`python -m normplug.compare RUNS --collect FILE` wrote, or a directory of runs."
         )
     for number, run in enumerate(runs):
-        yield Record(str(run.get("run") or f"run {number}"), run, None)
+        name = str(run.get("run") or f"run {number}")
+        yield Record(name, name, run)

@@ -30,6 +30,7 @@ class Row:
         difference: test score minus the reference's, over the seeds that both finished.
         p: p-value of a paired t-test of that difference, adjusted by Holm's method for all arms
             that the group compares with its reference.
+        validation_difference: as `difference`, but of the validation after the last epoch.
         speed_ratio: geometric mean of the speed over the reference's, by pairs on one hardware.
         speed_pairs: number of those pairs.
         items_per_s: median over runs.
@@ -50,6 +51,7 @@ class Row:
     test_bits: Interval | None
     difference: Interval | None
     p: float | None
+    validation_difference: Interval | None
     speed_ratio: float | None
     speed_pairs: int
     items_per_s: float | None
@@ -63,12 +65,15 @@ def scores(group: Group, arm: str) -> dict[int, float]:
     return _values(group.finished(arm), "test_score")
 
 
-def paired_differences(group: Group, arm: str) -> dict[int, float]:
-    """Return the test score of `arm` minus the reference's, by seed that both finished."""
+def paired_differences(group: Group, arm: str, field: str = "test_score") -> dict[int, float]:
+    """Return the score of `arm` minus the reference's, by seed that both finished.
+
+    `field` is the score's name in `Run`.
+    """
     if group.reference in (None, arm):
         return {}
-    reference = scores(group, group.reference)
-    found = scores(group, arm)
+    reference = _values(group.finished(group.reference), field)
+    found = _values(group.finished(arm), field)
     return {seed: found[seed] - reference[seed] for seed in found.keys() & reference.keys()}
 
 
@@ -121,6 +126,9 @@ def _row(group: Group, arm: str, p: float | None) -> Row:
         test_bits=t_interval(_values(runs, "test_bits").values()),
         difference=t_interval(paired_differences(group, arm).values()),
         p=p,
+        validation_difference=t_interval(
+            paired_differences(group, arm, "validation_score").values()
+        ),
         speed_ratio=geometric_mean(ratios) if ratios else None,
         speed_pairs=len(ratios),
         items_per_s=_median(runs, "items_per_s"),

@@ -58,8 +58,6 @@ def gather_variance(group: Group) -> GroupVariance:
                 continue
             try:
                 found.append(_variance_of(run.variances))
-            except FileNotFoundError:
-                absent.append(f"{arm} seed {seed}")
             except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
                 notes.append(f"{arm}, seed {seed}: variance.csv could not be read: {error}")
         if found and (mean := mean_variance(found)):
@@ -109,7 +107,7 @@ def read_variance(path: Path) -> Variance:
 def kept_variance(path: Path) -> dict[str, Any] | None:
     """Return what a collected file keeps: `STEPS_KEPT` steps, including the first and the last.
 
-    None for a file that is absent or cannot be read.
+    None for a file that cannot be read.
     """
     try:
         found = read_variance(path)

@@ -14,10 +14,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from normplug._report.files import replace_file
+from normplug._report.run_files import METRICS, VARIANCE
 
 LAST = Path("checkpoints", "last.ckpt")  # in a run's directory
 KEYS = ("state_dict", "optimizer_states", "loops", "epoch", "global_step", "run")
-METRICS, VARIANCE = "metrics.csv", "variance.csv"
 
 
 class AtomicCheckpoints(TorchCheckpointIO):

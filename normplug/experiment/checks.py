@@ -9,6 +9,7 @@ is built; `errors.building_sentence` turns these into one sentence too.
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -235,7 +236,8 @@ def _check_target(
         )
     for name, value in given.items():
         hint = signature.hints.get(name, Any)
-        if name in signature.defaults and value == signature.defaults[name]:
+        default = signature.defaults.get(name, inspect.Parameter.empty)
+        if type(value) is type(default) and value == default:  # whatever its annotation says
             continue
         if not accepts(hint, value) and (f"{key}.{name}", value) not in AUTO.items():
             raise UserError(f"{WHO}: {key}.{name} must be {described(hint)}; got {shown(value)}.")

@@ -19,18 +19,18 @@ from omegaconf import DictConfig, OmegaConf
 from normplug._report.arms import BASELINE
 from normplug._report.files import write_file
 from normplug._report.measure import Measure
+from normplug._report.run_files import METRICS, RESULT, VARIANCE
 from normplug.experiment.errors import PLACE, WHO, UserError, unwritable
 
-RESULT = "result.json"
 CONFIG = "config.yaml"
 LOCK = ".lock"
 FORMER = "former"
 BEFORE_A_RUN = {".hydra", "train.log", LOCK}  # written before a run starts
 # What a run writes besides its result and its configuration.
 PRODUCTS = (
-    "metrics.csv",
-    "metrics.csv.kept",
-    "variance.csv",
+    METRICS,
+    f"{METRICS}.kept",
+    VARIANCE,
     "variance.png",
     "checkpoints",
     "tensorboard",

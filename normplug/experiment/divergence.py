@@ -34,7 +34,8 @@ class FiniteLoss(Callback):
     That forward is then repeated to find the first norm whose input is not finite.
     With several processes, the losses are all-reduced first, so that all processes stop.
 
-    The losses of validation and test are checked when their epoch ends.
+    The mean losses of validation and test are checked when their epoch ends. The batch that caused
+    it is then unknown, so only parameters are searched.
 
     Raises:
         Diverged: in every process.
@@ -47,17 +48,10 @@ class FiniteLoss(Callback):
         self._arrived: Any = None  # the event after that copy
 
     def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Keep the batch, in case its forward must be repeated."""
         self._batch = batch
-
-    on_validation_batch_start = on_test_batch_start = on_train_batch_start
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -83,26 +77,18 @@ class FiniteLoss(Callback):
         if self._loss.is_cuda:
             self._arrived.synchronize()
         if not math.isfinite(self._read.item()):
-            self._stop(trainer, pl_module, "training", self._loss.item())
+            self._stop(trainer, pl_module, self._loss.item())
         self._batch = None
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop if the mean loss is not finite."""
-        self._check_evaluation(trainer, pl_module, "val", "validation")
+        _check_evaluation(trainer, pl_module, "val", "validation")
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop if the mean loss is not finite."""
-        self._check_evaluation(trainer, pl_module, "test", "test")
+        _check_evaluation(trainer, pl_module, "test", "test")
 
-    def _check_evaluation(
-        self, trainer: Trainer, pl_module: LightningModule, prefix: str, name: str
-    ) -> None:
-        loss = float(trainer.callback_metrics[f"{prefix}/loss"])
-        if not math.isfinite(loss):
-            self._stop(trainer, pl_module, name, loss)
-        self._batch = None
-
-    def _stop(self, trainer: Trainer, pl_module: LightningModule, name: str, loss: float) -> None:
+    def _stop(self, trainer: Trainer, pl_module: LightningModule, loss: float) -> None:
         batch, self._batch = self._batch, None
         finding = (loss, _cause(trainer, pl_module, batch[0]))
         ranks: list[Any] = [finding]
@@ -110,33 +96,46 @@ class FiniteLoss(Callback):
             ranks = [None] * trainer.world_size
             dist.all_gather_object(ranks, finding)
         rank = next((i for i, (own, _) in enumerate(ranks) if not math.isfinite(own)), 0)
-        loss, cause = ranks[rank]
+        loss, causes = ranks[rank]
         where = f" in process {rank}" if trainer.world_size > 1 else ""
-        step = trainer.global_step
-        raise Diverged(
-            f"normplug.experiment: the {name} loss is {loss} at step {step} "
-            f"(epoch {trainer.current_epoch + 1}){where}. {cause}",
-            step,
-        )
+        raise _diverged(trainer, f"training loss is {loss}", where, causes)
 
 
-def _cause(trainer: Trainer, pl_module: LightningModule, inputs: Tensor) -> str:
-    """Name what is not finite: parameters, the batch, or the input of a norm."""
-    sentences = []
-    values = dict(pl_module.named_parameters())
-    bad = [name for name, value in values.items() if not _is_finite(value)]
-    if bad:
-        sentences.append(
-            f"Parameters were not finite before this forward ({len(bad)} of {len(values)}, the "
-            f"first is {bad[0]}), because of an earlier update."
-        )
+def _check_evaluation(trainer: Trainer, pl_module: LightningModule, prefix: str, name: str) -> None:
+    loss = float(trainer.callback_metrics[f"{prefix}/loss"])  # over all processes
+    if not math.isfinite(loss):
+        raise _diverged(trainer, f"{name} loss is {loss}", "", _bad_parameters(pl_module))
+
+
+def _diverged(trainer: Trainer, what: str, where: str, causes: list[str]) -> Diverged:
+    step = trainer.global_step
+    epoch = trainer.current_epoch + (not trainer.testing)  # before a test, it is incremented
+    place = f"at step {step} (epoch {epoch}){where}."
+    return Diverged(" ".join([f"normplug.experiment: the {what} {place}", *causes]), step)
+
+
+def _cause(trainer: Trainer, pl_module: LightningModule, inputs: Tensor) -> list[str]:
+    """Name what is not finite, in sentences: parameters, the batch, or the input of a norm."""
+    sentences = _bad_parameters(pl_module)
     if not _is_finite(inputs):  # tokens, being integers, are always finite
         sentences.append("The images of the batch are not finite.")
     if norm := _first_norm(trainer, pl_module, inputs):
         sentences.append(f"The first norm whose input is not finite is {norm}.")
     else:
         sentences.append("The input of every norm is finite.")
-    return " ".join(sentences)
+    return sentences
+
+
+def _bad_parameters(pl_module: LightningModule) -> list[str]:
+    """Return a sentence about parameters that are not finite; none if all are."""
+    values = dict(pl_module.named_parameters())
+    bad = [name for name, value in values.items() if not _is_finite(value)]
+    if not bad:
+        return []
+    return [
+        f"Parameters were not finite before this forward ({len(bad)} of {len(values)}, the first "
+        f"is {bad[0]}), because of an earlier update."
+    ]
 
 
 def _first_norm(trainer: Trainer, pl_module: LightningModule, inputs: Tensor) -> str | None:

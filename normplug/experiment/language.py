@@ -78,8 +78,7 @@ class LanguageModel(Learner):
     def log_measure(self, stage: str, logits: Tensor, targets: Tensor, loss: Tensor) -> None:
         """Log the bits per character; the measure itself, the loss, is already logged."""
         bits = loss * self._bits_per_nat(stage)
-        name = f"{stage}/bits_per_character"
-        self.log(name, bits, prog_bar=True, sync_dist=True, batch_size=len(targets))
+        self.log_mean(f"{stage}/bits_per_character", bits, len(targets), prog_bar=True)
 
     def describe(self, value: float, stage: str) -> str:
         """Format a loss, with its bits per character."""

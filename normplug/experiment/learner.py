@@ -103,6 +103,13 @@ class Learner(LightningModule):
         """Log the task's measure of a batch, besides its loss; `stage` is "val" or "test"."""
         raise NotImplementedError
 
+    def log_mean(self, name: str, value: Tensor, samples: int, **options: Any) -> None:
+        """Log the mean of a batch, to be averaged over the samples of all batches and processes."""
+        # Lightning divides the processes' mean sum by their mean count, which it rounds down.
+        # Multiplied by the number of processes, the mean count is a whole number.
+        count = samples * self.trainer.world_size
+        self.log(name, value, sync_dist=True, batch_size=count, **options)
+
     def on_validation_epoch_end(self) -> None:
         """Keep the epoch's value for the report."""
         if not self.trainer.sanity_checking:
@@ -213,7 +220,7 @@ class Learner(LightningModule):
         inputs, targets = batch
         logits = self(inputs)
         loss = _cross_entropy(logits, targets)
-        self.log(f"{stage}/loss", loss, sync_dist=True, batch_size=len(targets))
+        self.log_mean(f"{stage}/loss", loss, len(targets))
         self.log_measure(stage, logits, targets, loss)
 
     def _refuse_other_epochs(self) -> None:

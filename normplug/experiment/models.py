@@ -15,8 +15,8 @@ from torch.nn import functional
 from torchvision.models import VisionTransformer, get_model, list_models
 
 import normplug
+from normplug._swap.filters import Filters
 from normplug.experiment.names import mode_of
-from normplug.lightning import norm_layers
 
 SMALL_IMAGE = 64  # pixels; up to here, an ImageNet stem (stride 4) would discard too much
 
@@ -269,17 +269,18 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
 
-@torch.no_grad()
-def scale_norm_weights(net: nn.Module, gamma0: float | str) -> None:
-    """Multiply the weight of every norm that a swap could replace by `gamma0`.
+def scale_norm_weights(
+    net: nn.Module, gamma0: float | str, *, include: Filters = None, exclude: Filters = None
+) -> None:
+    """Multiply the weight of every norm that a swap with these filters would take by `gamma0`.
 
     This makes the control arm of a target variance tv: mode standard with gamma0 = sqrt(tv) starts
     as the same function, so the two arms differ only in their parametrisation. A mode by depth,
     such as "inverse_depth", stands for the square root of the target variance of each layer.
+
+    Raises:
+        ValueError: an `include` pattern matches no norm.
     """
-    if isinstance(gamma0, str):
-        normplug.unswap(normplug.swap(net, mode_of(gamma0)))  # this folds sqrt(tv) into each weight
-        return
-    for _, module in norm_layers(net):
-        if isinstance(module.weight, nn.Parameter):
-            module.weight.mul_(gamma0)
+    mode = mode_of(gamma0) if isinstance(gamma0, str) else gamma0**2
+    swapped = normplug.swap(net, mode, include=include, exclude=exclude)
+    normplug.unswap(swapped)  # this folds sqrt(tv) into each weight

@@ -24,14 +24,14 @@ from omegaconf import DictConfig, OmegaConf
 import normplug
 from normplug import _convert
 from normplug._fuse.fuse import fused_modules
-from normplug._report.arms import REFUSAL
 from normplug._report.measure import Measure
 from normplug._report.provenance import hardware, versions
+from normplug._report.run_files import REFUSAL, RESULT
 from normplug.experiment import checkpoint
 from normplug.experiment.building import build_trainer
 from normplug.experiment.checks import check, source_class
 from normplug.experiment.command import as_typed, is_sweep
-from normplug.experiment.directory import CONFIG, RESULT, RunDirectory, this_process
+from normplug.experiment.directory import CONFIG, RunDirectory, this_process
 from normplug.experiment.divergence import Diverged
 from normplug.experiment.errors import UserError, unwritable, user_sentence
 from normplug.experiment.learner import Learner, variance_loggers

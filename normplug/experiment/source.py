@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from normplug.experiment.memory import Batch, Batches, MemoryPart
-from normplug.experiment.streams import epoch_sampler
+from normplug.experiment.streams import Shard, epoch_sampler
 
 if TYPE_CHECKING:
     from normplug.experiment.learner import Learner
@@ -144,10 +145,16 @@ class Source(LightningDataModule, ABC):
 
     def _evaluation_loader(self, part: Dataset[Batch]) -> DataLoader[Batch] | Batches:
         shards, shard = self.shards()
-        sampler: DistributedSampler[int] = DistributedSampler(
-            part, num_replicas=shards, rank=shard, shuffle=False
-        )
-        return self._loader(part, sampler, EVALUATION_BATCHES * self.batch_size)
+        batch_size = EVALUATION_BATCHES * self.batch_size
+        samples, longer = divmod(len(part), shards)  # type: ignore[arg-type]
+        if longer:  # by one sample, which must not be a batch of its own: others would wait for it
+            if not samples:
+                raise ValueError(
+                    f"{self.caller}: validation and test need a sample for each process; got "
+                    f"{longer} for {shards} processes. Use more data or fewer processes."
+                )
+            batch_size = next(size for size in count(batch_size) if samples % size)
+        return self._loader(part, Shard(part, shards, shard), batch_size)
 
     def _loader(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -53,3 +54,16 @@ def epoch_sampler(
     )
     sampler.set_epoch(epoch)
     return sampler
+
+
+class Shard(DistributedSampler[int]):
+    """The samples of one process, in a fixed order; unlike its base class, it repeats none."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._samples())
+
+    def __len__(self) -> int:
+        return len(self._samples())
+
+    def _samples(self) -> range:
+        return range(self.rank, len(self.dataset), self.num_replicas)  # type: ignore[arg-type]

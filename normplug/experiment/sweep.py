@@ -12,7 +12,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from normplug._report.arms import REFUSAL
+from normplug._report.run_files import REFUSAL
 from normplug.experiment.directory import is_first_process, probe
 from normplug.experiment.errors import WHO, UserError
 

@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,44 @@ class LoaderClock(Profiler):
             self.waits_ms.append((time.perf_counter() - self._start) * 1e3)
 
 
+class Durations:
+    """Durations between two times of the host's clock, in s, or between two CUDA events.
+
+    Events are read once the GPU has passed them, so that only those of its latest steps are kept,
+    and the host does not wait for the GPU before the end.
+    """
+
+    def __init__(self) -> None:
+        self._ms: list[float] = []
+        self._unread: deque[tuple[Any, Any]] = deque()
+
+    def add(self, start: Any, end: Any) -> None:
+        """Add a duration; read the events that the GPU has passed."""
+        if isinstance(end, float):
+            self._ms.append((end - start) * 1e3)
+            return
+        self._unread.append((start, end))
+        while self._unread and self._unread[0][1].query():
+            self._read()
+
+    def median_ms(self) -> float | None:
+        """Wait for the last events; return the median, or None without durations."""
+        while self._unread:
+            self._unread[0][1].synchronize()
+            self._read()
+        return statistics.median(self._ms) if self._ms else None
+
+    def _read(self) -> None:
+        start, end = self._unread.popleft()
+        self._ms.append(float(start.elapsed_time(end)))
+
+
 class StepTimer(Callback):
     """Time every training step; on a GPU, with CUDA events.
 
     The first steps of the run (`WARM_UP_STEPS`), the first step of each epoch, and steps that a
-    `VarianceLogger` measures are left out. CUDA events are read after the fit, so that timing never
-    synchronises the host with the GPU.
+    `VarianceLogger` measures are left out. Timing does not synchronise the host with the GPU
+    before the fit ends.
 
     Attributes:
         clock: the profiler that the Trainer needs.
@@ -57,8 +90,8 @@ class StepTimer(Callback):
         self._step = -1  # the current optimizer step
         self._start: Any = None  # of the current step
         self._previous: Any = None  # start of the previous step, if that step counts
-        self._steps: list[tuple[Any, Any]] = []  # (start, end) of a step
-        self._periods: list[tuple[Any, Any]] = []  # (start, next start), which includes the loader
+        self._steps = Durations()  # from a step's start to its end
+        self._periods = Durations()  # from a step's start to the next one's, with the loader
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the clock; reset the peak memory."""
@@ -76,7 +109,7 @@ class StepTimer(Callback):
         self._step = trainer.global_step
         self._start = self._now()
         if self._previous is not None:
-            self._periods.append((self._previous, self._start))
+            self._periods.add(self._previous, self._start)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -86,7 +119,7 @@ class StepTimer(Callback):
         measured = is_measured(trainer, self._step)
         counts = self._seen > WARM_UP_STEPS and batch_idx > 0 and not measured
         if counts:
-            self._steps.append((self._start, self._now()))
+            self._steps.add(self._start, self._now())
         self._previous = self._start if counts else None
 
     def summary(self, items_per_step: int, speed_key: str) -> dict[str, float | None]:
@@ -94,8 +127,8 @@ class StepTimer(Callback):
 
         The key of the items per second is `speed_key`. A value is None if no step was timed.
         """
-        step_ms = self._median_ms(self._steps)
-        period_ms = self._median_ms(self._periods)
+        step_ms = self._steps.median_ms()
+        period_ms = self._periods.median_ms()
         waits = self.clock.waits_ms[WARM_UP_STEPS:]
         return {
             "step_ms": step_ms,
@@ -109,15 +142,6 @@ class StepTimer(Callback):
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _median_ms(self, spans: list[tuple[Any, Any]]) -> float | None:
-        return statistics.median(self._elapsed_ms(*span) for span in spans) if spans else None
-
-    def _elapsed_ms(self, start: Any, end: Any) -> float:
-        if not self._gpu:
-            return (end - start) * 1e3
-        end.synchronize()
-        return float(start.elapsed_time(end))
 
 
 class EpochLines(Callback):
@@ -135,7 +159,9 @@ class EpochLines(Callback):
         if trainer.sanity_checking:
             return
         values = trainer.callback_metrics
-        epoch = f"epoch {trainer.current_epoch + 1:3d} of {trainer.max_epochs}"
+        epoch = f"epoch {trainer.current_epoch + 1:3d}"
+        if trainer.max_epochs is not None and trainer.max_epochs > 0:  # -1: no limit
+            epoch += f" of {trainer.max_epochs}"
         loss = f"training loss {float(values['train/loss']):.4f}"
         assert isinstance(pl_module, Learner)
         found = pl_module.describe(pl_module.score("val"), "val")

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from normplug import _checks, _convert
+from normplug._report.run_files import VARIANCE
 from normplug.lightning.variance_table import (
     MEASURED,
     LayerVariance,
@@ -73,7 +74,7 @@ class VarianceLogger(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the directory of the files; a resumed run continues its file."""
         directory = self.dirpath or trainer.log_dir or trainer.default_root_dir
-        self.path = Path(directory) / "variance.csv"
+        self.path = Path(directory) / VARIANCE
         if trainer.is_global_zero and not trainer.ckpt_path:
             self.path.unlink(missing_ok=True)
         self.logged_step, self._rows = -1, []

@@ -139,6 +139,29 @@ def test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms(compar
     assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == {"a": 0.03, "c": 0.06, "b": 0.06}
 
 
+def test_differences_of_the_validation_are_paired_as_those_of_the_test(compared, tmp_path):
+    last = {"baseline": (0.8, 0.7, None, 0.9), "golden": (0.81, 0.73, 0.9, float("nan"))}
+    for arm, values in last.items():
+        for seed, value in enumerate(values):
+            write_run(tmp_path, arm, seed, accuracy_by_epoch=[0.1, value])
+    write_run(tmp_path, "standard", 0, accuracy_by_epoch=[])
+    comparison = compared()
+    found = by_arm(comparison)["golden"].validation_difference
+    assert found is not None
+    assert (found.n, found.mean) == (2, pytest.approx(0.02))
+    lines = [line for line in comparison.markdown.splitlines() if line.startswith("| ")]
+    cells = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in lines[:4]}
+    # Differences 1 and 3 points: s / sqrt(2) = 1.
+    assert cells == {
+        "arm": "validation minus baseline, points",
+        "baseline": "-",
+        "standard": "-",
+        "golden": "+2.00 ± 12.71 (2 pairs)",
+    }
+    line = {line["arm"]: line for line in read_csv(tmp_path / "summary.csv")}["golden"]
+    assert float(line["validation_difference_to_reference_mean"]) == pytest.approx(0.02)
+
+
 def test_a_collected_file_gives_the_same_report_without_what_is_local(tmp_path):
     for seed in range(2):
         local = {"process": "5 on a-machine", "overrides": ["data.root=/home/me/photos", "seed=0"]}
@@ -204,6 +227,26 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
     arms = {row.arm for row in comparison.rows}
     assert {"golden lr=0.1", "golden lr=0.2", "golden lr=0.4", "0.5"} < arms
     assert "No reference: each rate is an arm of its own; --best" in comparison.markdown
+
+
+def test_best_rates_are_told_by_measure_and_refuse_unreadable_runs(tmp_path, capsys):
+    measure = {"name": "loss", "unit": "nats/byte", "better": "lower", "items": "tokens"}
+    losses = {"test_loss": 1.5, "loss_by_epoch": [1.25], "tokens_per_s": 10.0, "measure": measure}
+    rate = {"learning_rate": 0.1, "overrides": ["mode=golden"]}
+    write_run(tmp_path, "golden", 0, **rate)
+    write_run(tmp_path, "golden", 0, model="the_gpt", **losses, **rate)
+    best = tmp_path / "best.txt"
+    assert main([str(tmp_path), "--best", str(best)]) == 0
+    _, accuracy, loss = capsys.readouterr().out.split("| arm ")
+    assert "| 90.00 |" in accuracy
+    assert "has the highest mean validation accuracy" in accuracy
+    assert "| 1.2500 |" in loss
+    assert "has the lowest mean validation loss" in loss
+    best.unlink()
+    (tmp_path / "result.json").write_text("{")  # it might have the best rate
+    assert main([str(tmp_path), "--best", str(best)]) == 1
+    assert "result.json cannot be read: " in capsys.readouterr().err
+    assert not best.exists()
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*/summary.md")), ids=str)
@@ -430,7 +473,7 @@ def test_without_a_finished_run_there_is_a_table_and_no_plot(tmp_path):
     line, cost = lines
     assert cost.count(" - |") == 5
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == ["golden", "0 of 1", "-", "-", "-"]
+    assert cells == ["golden", "0 of 1", "-", "-", "-", "-"]
     assert "no finished run, so no hardware" in comparison.markdown
 
 
@@ -466,6 +509,11 @@ def test_every_file_is_written_and_none_is_blank(tmp_path):
     assert [line["arm"] for line in summary] == ["baseline", "golden"]
     assert float(summary[1]["difference_to_reference_mean"]) == pytest.approx(0.0)
     assert float(summary[1]["test_mean"]) == pytest.approx(0.905)
+
+
+def test_an_unknown_plot_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"names among accuracy, .* got blocs\.$"):
+        compare(tmp_path, plots=["seeds", "blocs"])
 
 
 def test_command_prints_the_table_and_the_paths(tmp_path, capsys):

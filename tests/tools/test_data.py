@@ -174,6 +174,22 @@ class TestStreams:
             for one, *parts in zip(whole, *halves, strict=True):
                 assert torch.equal(torch.stack(parts, 1).flatten(0, 1), one)
 
+    @pytest.mark.parametrize(("samples", "shards"), [(21, 4), (17, 4), (12, 4), (33, 1)])
+    def test_shards_of_an_evaluation_share_its_samples_in_as_many_batches(
+        self, monkeypatch, samples, shards
+    ):
+        data = Fake(image_size=4, batch_size=1)
+        data.test_part = MemoryImages(torch.zeros(samples, 3, 4, 4), torch.arange(samples))
+        batches = []
+        for shard in range(shards):
+            monkeypatch.setattr(data, "shards", lambda shard=shard: (shards, shard))
+            batches.append([labels for _, labels in data.test_dataloader()])
+        assert len(set(map(len, batches))) == 1
+        assert torch.cat(sum(batches, [])).sort().values.tolist() == list(range(samples))
+        monkeypatch.setattr(data, "shards", lambda: (samples + 1, 0))
+        with pytest.raises(ValueError, match="need a sample for each process"):
+            data.test_dataloader()
+
     def test_shards_augment_differently(self):
         draws = [torch.rand(4, generator=stream(1, 0, 0, shard=s)) for s in range(2)]
         assert not torch.equal(*draws)

@@ -1,6 +1,7 @@
 """What a run costs, on systems that do not tell."""
 
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -8,8 +9,15 @@ from unittest.mock import Mock
 import pytest
 
 from forks import forked
+from normplug._report.measure import ACCURACY
+from normplug.experiment.learner import Learner
 from normplug.experiment.summary import summary
-from normplug.experiment.timing import peak_memory_bytes, reset_peak_memory
+from normplug.experiment.timing import (
+    EpochLines,
+    StepTimer,
+    peak_memory_bytes,
+    reset_peak_memory,
+)
 
 
 def test_training_imports_no_other_tool_and_needs_no_resource():
@@ -36,6 +44,55 @@ def test_peak_memory_on_windows_is_psutils_or_unknown(monkeypatch):
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=123))
     monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(Process=lambda: process))
     assert peak_memory_bytes(gpu=False) == 123
+
+
+class Event:
+    """A CUDA event; the GPU passes it when three more have been recorded, each 1 ms later."""
+
+    made = 0
+    alive = weakref.WeakSet()
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        Event.alive.add(self)
+
+    def record(self):
+        self.number = Event.made = Event.made + 1
+
+    def query(self):
+        return self.number <= Event.made - 3
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return end.number - self.number
+
+
+def test_the_timer_keeps_the_events_of_the_latest_steps_only(monkeypatch):
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    timer = StepTimer()
+    timer._gpu = True
+    trainer = SimpleNamespace(global_step=0, callbacks=[])
+    for step in range(40):
+        timer.on_train_batch_start(trainer, None, None, step)
+        timer.on_train_batch_end(trainer, None, None, None, step)
+        assert len(Event.alive) < 10
+    found = timer.summary(4, "images_per_s")
+    assert (found["step_ms"], found["images_per_s"]) == (1.0, 2000.0)
+
+
+@pytest.mark.parametrize(("max_epochs", "total"), [(20, " of 20"), (-1, ""), (None, "")])
+def test_an_epochs_line_tells_how_many_there_are(capsys, max_epochs, total):
+    learner = Mock(spec=Learner, measure=ACCURACY)
+    learner.describe.return_value = "90 %"
+    metrics = {"train/loss": 0.5}
+    trainer = Mock(
+        sanity_checking=False, current_epoch=6, max_epochs=max_epochs, callback_metrics=metrics
+    )
+    EpochLines("run").on_validation_end(trainer, learner)
+    line = f"epoch   7{total}  training loss 0.5000  validation accuracy 90 %\n"
+    assert capsys.readouterr().out == line
 
 
 @pytest.mark.parametrize(("peak", "shown"), [(None, "unknown"), (3 * 2**20, "3 MiB")])

@@ -288,6 +288,7 @@ assert not first or os.waitpid(first, 0)[1] == 0
 
 def test_two_processes_train_the_model_that_one_trains(trains, tmp_path):
     options = [*TINY, "trainer.max_epochs=1", "data.augment=null", "optimizer=sgd"]
+    options += ["data.num_classes=9", "data.num_images=405"]  # an odd number for validation
     halves = [*options, *TWO_PROCESSES, "data.batch_size=8", f"hydra.run.dir={tmp_path}/two"]
     done = forked(BOTH, train.__file__, *halves, imported="train", directory=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -360,12 +361,13 @@ def test_arms_have_names_that_tell_them_apart():
     assert arm_name("baseline", autocast_output="float32") == "baseline"  # nothing is swapped
 
 
-def test_gamma0_starts_as_the_mode_whose_root_it_is():
+@pytest.mark.parametrize("filters", [{}, {"include": "layer*", "exclude": ["*.bn2"]}])
+def test_gamma0_starts_as_the_mode_whose_root_it_is(filters):
     torch.manual_seed(0)
     swapped = resnet("resnet18", num_classes=4, image_size=16)
     scaled = copy.deepcopy(swapped)
-    normplug.swap(swapped, "golden")
-    scale_norm_weights(scaled, normplug.target_variance("golden") ** 0.5)
+    normplug.swap(swapped, "golden", **filters)
+    scale_norm_weights(scaled, normplug.target_variance("golden") ** 0.5, **filters)
     x = torch.randn(4, 3, 16, 16)
     torch.testing.assert_close(swapped(x), scaled(x))
 

@@ -123,6 +123,7 @@ ANNOTATED = [
     ("optimizer=adamw optimizer.betas", "a list", "3"),
     ("trainer.max_epochs", "an integer >= 1, or null with +trainer.max_steps", "0 -1 1.5 null 'x'"),
     ("trainer.devices", "a list, text or an integer", "1.5"),
+    ("+trainer.num_nodes", "an integer", "true 1.0"),
     ("trainer.fast_dev_run", "an integer, true or false", "'maybe'"),
     ("callbacks.variance.every_n_steps", "an integer", "1.5"),
     ("+callbacks.foo", "a mapping with a _target_", "1"),
