@@ -118,7 +118,7 @@ class _Compiled(Route):
             n = t.x.numel() // t.x.shape[1]
             with torch.no_grad():
                 batch_mean, rstd = stats.chunk(2)
-                batch_var = (rstd.pow(-2) - spec.eps) * (n / (n - 1))
+                batch_var = statistics.variance_of(rstd, spec.eps) * (n / (n - 1))
                 statistics.move(mean, var, batch_mean, batch_var, step)
         return y
 

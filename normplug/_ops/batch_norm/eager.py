@@ -19,6 +19,7 @@ from normplug._ops.batch_norm import aten, likely
 from normplug._ops.plans import KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, PLACE, RUNNING, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
+from normplug._ops.statistics import variance_of
 from normplug._torch import current_raw_stream
 from normplug.reference import accumulator_dtype
 
@@ -212,7 +213,7 @@ def constants_of(
     if spec.training:
         return None, None
     mean, rstd = stats.chunk(2)
-    var = rstd.pow(-2) - spec.eps
+    var = variance_of(rstd, spec.eps)
     return (mean, var) if dtype is None else (mean.to(dtype), var.to(dtype))
 
 

@@ -26,6 +26,7 @@ from normplug._ops.batch_norm.eager import BatchNormPlan, machine_of, shape_of
 from normplug._ops.program import increment_versions
 from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import BatchNormSpec, Tensors
+from normplug._ops.statistics import variance_of
 from normplug._torch import applier, current_device_index, current_raw_stream, unwrap_if_dead
 from normplug.reference import accumulator_dtype, per_channel
 
@@ -128,7 +129,7 @@ class JoinedPlan:
     def moments(self, stats: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance of the joined batch."""
         mean, rstd, _ = stats.tensor_split((self._channels, 2 * self._channels))
-        return mean, rstd.pow(-2) - self.spec.eps
+        return mean, variance_of(rstd, self.spec.eps)
 
     def forward(
         self, t: Tensors, group: Any, stats: Tensor
