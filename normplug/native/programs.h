@@ -80,7 +80,7 @@ struct Plan {
   at::ScalarType accumulator;
   bool has_total, is_recomputable;
   std::vector<uint8_t> saved_places;
-  std::mutex mutex;  // of the programs
+  std::mutex mutex;  // of the programs, and of the workspaces that they keep
   std::unordered_map<std::string, std::shared_ptr<Program>> programs;
 
   ~Plan() {
@@ -176,22 +176,20 @@ inline void find_workspace(Plan& plan, Program& program, void* stream, Slots& sl
     slots[kPartial] = at::empty({program.room}, options.dtype(plan.accumulator));
     return;
   }
-  if (!program.kept_counters.defined()) {
-    py::gil_scoped_acquire gil;
-    py::tuple found = plan.python.attr("workspace")(program.scratch);
-    Tensor partial = unwrapped(found[1].attr("partial"));
-    Tensor counters = unwrapped(found[1].attr("counters"));
-    if (!plan.device.is_cuda()) {
-      slots[kPartial] = partial;
-      slots[kCounters] = counters;
-      return;
-    }
+  {
     std::lock_guard<std::mutex> lock(plan.mutex);
-    program.kept_partial = partial;
-    program.kept_counters = counters;
+    slots[kPartial] = program.kept_partial;
+    slots[kCounters] = program.kept_counters;
   }
-  slots[kPartial] = program.kept_partial;
-  slots[kCounters] = program.kept_counters;
+  if (slots[kCounters].defined()) return;
+  py::gil_scoped_acquire gil;
+  py::tuple found = plan.python.attr("workspace")(program.scratch);
+  slots[kPartial] = unwrapped(found[1].attr("partial"));
+  slots[kCounters] = unwrapped(found[1].attr("counters"));
+  if (!plan.device.is_cuda()) return;
+  std::lock_guard<std::mutex> lock(plan.mutex);
+  program.kept_partial = slots[kPartial];
+  program.kept_counters = slots[kCounters];
 }
 
 // The compiled kernel of a Python `Launch`; null if it cannot be launched without Python.
