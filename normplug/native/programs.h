@@ -192,10 +192,10 @@ inline void find_workspace(Plan& plan, Program& program, void* stream, Slots& sl
   program.kept_counters = slots[kCounters];
 }
 
-// The compiled kernel of a Python `Launch`; null if it cannot be launched without Python.
-inline std::shared_ptr<const Compiled> compiled_of(py::handle launch) {
-  if (!driver::complete()) return nullptr;
-  py::object found = launch.attr("compiled")();
+// The compiled kernel of a step; null if it cannot be launched without Python.
+inline std::shared_ptr<const Compiled> compiled_of(const Step& step) {
+  if (!driver::complete() || step.places.size() > Compiled::kMostTensors) return nullptr;
+  py::object found = step.launch.attr("compiled")();
   if (found.is_none()) return nullptr;
   auto compiled = std::make_shared<Compiled>();
   compiled->function = reinterpret_cast<void*>(attribute<uintptr_t>(found, "function"));
@@ -207,6 +207,7 @@ inline std::shared_ptr<const Compiled> compiled_of(py::handle launch) {
   size_t offset = 0, size = 0, count = 0;
   for (py::handle each : found.attr("parameters")) {
     auto [tensor, value, bytes] = each.cast<std::tuple<int, uint64_t, size_t>>();
+    if (count == Compiled::kMostParameters) return nullptr;
     compiled->parameters.push_back({tensor, value});
     if (driver::param_info(compiled->function, count++, &offset, &size) != 0 || size != bytes) {
       return nullptr;
@@ -214,7 +215,7 @@ inline std::shared_ptr<const Compiled> compiled_of(py::handle launch) {
   }
   // Any further parameters are pointers to scratch memory, which these kernels do not use.
   while (driver::param_info(compiled->function, count, &offset, &size) == 0) {
-    if (size != sizeof(void*) || count > 60) return nullptr;
+    if (size != sizeof(void*) || count == Compiled::kMostParameters) return nullptr;
     compiled->parameters.push_back({-1, 0});
     ++count;
   }
@@ -228,14 +229,14 @@ inline void launch_by_python(const Plan& plan, Step& step, void* stream, const S
   for (size_t i = 0; i < step.places.size(); ++i) arguments[i + 1] = wrapped(slots[step.places[i]]);
   checked(PyObject_CallObject(step.launch.ptr(), arguments.ptr()));
   if (plan.device.is_cuda() && std::atomic_load(&step.compiled) == nullptr) {
-    std::atomic_store(&step.compiled, compiled_of(step.launch));
+    std::atomic_store(&step.compiled, compiled_of(step));
   }
 }
 
 inline void launch(const Plan& plan, Step& step, void* stream, const Slots& slots) {
   auto compiled = std::atomic_load(&step.compiled);
   if (compiled != nullptr) {
-    const void* pointers[32];
+    const void* pointers[Compiled::kMostTensors];
     uintptr_t bits = 0;
     for (size_t i = 0; i < step.places.size(); ++i) {
       pointers[i] = slots[step.places[i]].const_data_ptr();
