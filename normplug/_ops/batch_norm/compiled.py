@@ -47,7 +47,7 @@ class _BatchNorm(NormOperators):
         return BatchNormSpec(training, 0.0, eps, target_variance, chosen, window)
 
     def reads_residual(self, spec: BatchNormSpec) -> bool:
-        return spec.activation not in (None, "relu")
+        return _activations.backward_reads_input(spec.activation)
 
     def passes_dy(self, spec: BatchNormSpec) -> bool:
         return spec.activation is None

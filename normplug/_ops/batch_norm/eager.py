@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normplug._activations import backward_reads_input
 from normplug._kernels import ahead
 from normplug._kernels.batch_norm import launches, schedule
 from normplug._kernels.device import processors
@@ -51,8 +52,7 @@ class BatchNormPlan(Plan):
             tracked=updates and t.tracked is not None and spec.momentum is not None,
         )
         self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
-        # For relu the backward needs only the mask; for others, the input to the activation.
-        self._reads_residual = self._flags.residual and spec.activation not in (None, "relu")
+        self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self._keeps_residual or not self._flags.residual
         self._machine = machine_of(x)

@@ -51,8 +51,8 @@ class JoinedPlan:
         self._device, self._dtype, self._processes, self._channels = x.device, x.dtype, processes, c
         self._is_empty = x.numel() == 0
         self._has_residual = t.residual is not None
-        # For relu the backward needs only the mask; for others, the input to the activation.
-        self._reads_residual = self._has_residual and spec.activation not in (None, "relu")
+        reads_input = _activations.backward_reads_input(spec.activation)
+        self._reads_residual = self._has_residual and reads_input
         self.keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self.keeps_residual or not self._has_residual
         self._work: Workspace | None = None
