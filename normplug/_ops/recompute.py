@@ -160,7 +160,7 @@ class _Pack:
         """The function that makes `source` from y, whose dtype is `dtype`; None if none does."""
         made: Any = source.grad_fn
         # The cast that autocast makes. A linear layer may save a view of it as a matrix of rows.
-        if _is_a(made, "ToCopyBackward0") and _before(made) is self._node:
+        if _is_a(made, "ToCopyBackward0") and self._reads_y(made):
             return partial(_cast, source.stride(), source.dtype)
         # The copy that a linear layer makes of a tensor permuted by attention, as a matrix of rows.
         if _is_a(made, "UnsafeViewBackward0") and source.dtype == dtype and source.is_contiguous():
@@ -169,11 +169,16 @@ class _Pack:
             if (
                 _is_a(clone, "CloneBackward0")
                 and _is_a(permutation, "TransposeBackward0")
-                and _before(permutation) is self._node
+                and self._reads_y(permutation)
             ):
                 dims = (permutation._saved_dim0, permutation._saved_dim1)
                 return partial(_permuted, dims)
         return None
+
+    def _reads_y(self, node: Any) -> bool:
+        """Whether y is the first input of the operation with this `grad_fn`."""
+        # The total of the same norm has the same `grad_fn`, as its result 1.
+        return bool(node.next_functions) and node.next_functions[0] == (self._node, 0)
 
 
 def _before(node: Any) -> Any:

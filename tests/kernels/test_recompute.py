@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import interpreted
 import routes
 from fuse_cases import Block
-from normplug import fuse, unfuse
+from normplug import functional, fuse, unfuse
+from normplug._ops import recompute
 from recompute_cases import (
     ActivatedByName,
     Attend,
@@ -178,6 +179,20 @@ def test_views_and_casts_of_the_result_are_recomputed(memory_format, recomputed)
     x = X.contiguous(memory_format=memory_format)
     check_same(ours, plain, x)
     assert len(recomputed) >= 3  # both parts and the cast
+
+
+def test_a_cast_of_the_total_is_not_taken_for_one_of_the_result(recomputed):
+    weight = torch.randn(8, 8, dtype=torch.bfloat16, requires_grad=True)
+
+    def project(y, total):
+        return (y.bfloat16() @ weight).double() + (total.bfloat16() @ weight).double().square()
+
+    x = ROWS.clone().requires_grad_()
+    y, total = functional.add_layer_norm(x, ROWS, (8,), backend="triton")
+    results = (project(y, total), recompute.call(y, project, y, total))
+    gradients = [torch.autograd.grad(r.sum(), (x, weight), retain_graph=True) for r in results]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    assert len(recomputed) == 1
 
 
 def test_a_weight_that_changes_before_the_backward_is_noticed():
