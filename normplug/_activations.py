@@ -73,6 +73,11 @@ def apply(activation: ActivationLike, z: Tensor) -> Tensor:
     return known.function(z, slope) if known.slope else known.function(z)
 
 
+def backward_reads_input(activation: ActivationLike) -> bool:
+    """Whether the backward reads the activation's input. For relu, its signs are enough."""
+    return activation not in (None, "relu")
+
+
 def kernel_code(activation: ActivationLike) -> float:
     """The constant that kernels are compiled with."""
     name, slope = parts(activation)

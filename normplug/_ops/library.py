@@ -124,11 +124,12 @@ class NormOperators(ABC):
 
     def _backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
         (x, residual, *vectors), state, has_residual, spec, needs = self._parts(arguments)
-        # x stands in for the residual, which is saved only if the backward reads it.
-        t = Tensors(x, x if has_residual else None, *vectors)
+        # The residual is saved only if the backward reads it; otherwise x is its placeholder.
+        is_placeholder = has_residual and residual is None
+        t = Tensors(x, x if is_placeholder else residual, *vectors)
         plan, t = self._plan_of(t, spec)
         found = (None if each.numel() == 0 else each for each in state)
-        saved = (t.x, residual, *vectors, *found)
+        saved = (t.x, None if is_placeholder else t.residual, *vectors, *found)
         gradients = plan.backward(saved, dy, dtotal, tuple(needs))
         return tuple(x.new_empty(0) if g is None else g for g in gradients)
 

@@ -111,8 +111,8 @@ class _Recipe:
         return t.as_strided(*self._view)
 
 
-def _cast(stride: tuple[int, ...], dtype: torch.dtype, y: Tensor) -> Tensor:
-    return y.new_empty_strided(y.size(), stride, dtype=dtype).copy_(y)
+def _cast(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, y: Tensor) -> Tensor:
+    return y.new_empty_strided(size, stride, dtype=dtype).copy_(y.view(size))
 
 
 def _permuted(dims: tuple[int, int], y: Tensor) -> Tensor:
@@ -159,9 +159,12 @@ class _Pack:
     def _copy(self, source: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """The function that makes `source` from y, whose dtype is `dtype`; None if none does."""
         made: Any = source.grad_fn
-        # The cast that autocast makes. A linear layer may save a view of it as a matrix of rows.
-        if _is_a(made, "ToCopyBackward0") and _before(made) is self._node:
-            return partial(_cast, source.stride(), source.dtype)
+        # The cast that autocast makes, of y or of a view of it. A linear layer may save a view of
+        # the cast as a matrix of rows.
+        if _is_a(made, "ToCopyBackward0"):
+            view = _before(made)
+            if self._reads_y(made) or (_is_a(view, "ViewBackward0") and self._reads_y(view)):
+                return partial(_cast, source.size(), source.stride(), source.dtype)
         # The copy that a linear layer makes of a tensor permuted by attention, as a matrix of rows.
         if _is_a(made, "UnsafeViewBackward0") and source.dtype == dtype and source.is_contiguous():
             clone: Any = _before(made)
@@ -169,11 +172,16 @@ class _Pack:
             if (
                 _is_a(clone, "CloneBackward0")
                 and _is_a(permutation, "TransposeBackward0")
-                and _before(permutation) is self._node
+                and self._reads_y(permutation)
             ):
                 dims = (permutation._saved_dim0, permutation._saved_dim1)
                 return partial(_permuted, dims)
         return None
+
+    def _reads_y(self, node: Any) -> bool:
+        """Whether y is the first input of the operation with this `grad_fn`."""
+        # The total of the same norm has the same `grad_fn`, as its result 1.
+        return bool(node.next_functions) and node.next_functions[0] == (self._node, 0)
 
 
 def _before(node: Any) -> Any:

@@ -36,6 +36,15 @@ def count_batch(
     return counts / tracked.to(running).clamp(min=1)
 
 
+def variance_of(rstd: Tensor, eps: float) -> Tensor:
+    """The variance, recovered from rstd = 1 / sqrt(var + eps).
+
+    It has an error of about 1e-7 * (var + eps) in float32. So it is clamped at 0: an error below
+    would make a variance near 0 negative.
+    """
+    return rstd.pow(-2).sub_(eps).clamp_min_(0)
+
+
 def move(
     running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, step: float | Tensor
 ) -> None:

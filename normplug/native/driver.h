@@ -71,6 +71,8 @@ struct Compiled {
     uint64_t value;  // the bits of a number
   };
   static constexpr int kInvalidContext = 201;  // CUDA_ERROR_INVALID_CONTEXT
+  // The sizes of arrays on the stack. Python launches a kernel that takes more.
+  static constexpr size_t kMostParameters = 64, kMostTensors = 32;
 
   void* function;
   unsigned grid, threads, shared;
@@ -78,9 +80,8 @@ struct Compiled {
   std::vector<Parameter> parameters;
 
   void operator()(int device, void* stream, const void* const* pointers) const {
-    constexpr size_t most = 64;
-    uint64_t values[most];
-    void* arguments[most];
+    uint64_t values[kMostParameters];
+    void* arguments[kMostParameters];
     size_t n = 0;
     for (const auto& parameter : parameters) {
       values[n] = parameter.tensor < 0 ? parameter.value

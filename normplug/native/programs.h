@@ -80,7 +80,7 @@ struct Plan {
   at::ScalarType accumulator;
   bool has_total, is_recomputable;
   std::vector<uint8_t> saved_places;
-  std::mutex mutex;  // of the programs
+  std::mutex mutex;  // of the programs, and of the workspaces that they keep
   std::unordered_map<std::string, std::shared_ptr<Program>> programs;
 
   ~Plan() {
@@ -176,28 +176,26 @@ inline void find_workspace(Plan& plan, Program& program, void* stream, Slots& sl
     slots[kPartial] = at::empty({program.room}, options.dtype(plan.accumulator));
     return;
   }
-  if (!program.kept_counters.defined()) {
-    py::gil_scoped_acquire gil;
-    py::tuple found = plan.python.attr("workspace")(program.scratch);
-    Tensor partial = unwrapped(found[1].attr("partial"));
-    Tensor counters = unwrapped(found[1].attr("counters"));
-    if (!plan.device.is_cuda()) {
-      slots[kPartial] = partial;
-      slots[kCounters] = counters;
-      return;
-    }
+  {
     std::lock_guard<std::mutex> lock(plan.mutex);
-    program.kept_partial = partial;
-    program.kept_counters = counters;
+    slots[kPartial] = program.kept_partial;
+    slots[kCounters] = program.kept_counters;
   }
-  slots[kPartial] = program.kept_partial;
-  slots[kCounters] = program.kept_counters;
+  if (slots[kCounters].defined()) return;
+  py::gil_scoped_acquire gil;
+  py::tuple found = plan.python.attr("workspace")(program.scratch);
+  slots[kPartial] = unwrapped(found[1].attr("partial"));
+  slots[kCounters] = unwrapped(found[1].attr("counters"));
+  if (!plan.device.is_cuda()) return;
+  std::lock_guard<std::mutex> lock(plan.mutex);
+  program.kept_partial = slots[kPartial];
+  program.kept_counters = slots[kCounters];
 }
 
-// The compiled kernel of a Python `Launch`; null if it cannot be launched without Python.
-inline std::shared_ptr<const Compiled> compiled_of(py::handle launch) {
-  if (!driver::complete()) return nullptr;
-  py::object found = launch.attr("compiled")();
+// The compiled kernel of a step; null if it cannot be launched without Python.
+inline std::shared_ptr<const Compiled> compiled_of(const Step& step) {
+  if (!driver::complete() || step.places.size() > Compiled::kMostTensors) return nullptr;
+  py::object found = step.launch.attr("compiled")();
   if (found.is_none()) return nullptr;
   auto compiled = std::make_shared<Compiled>();
   compiled->function = reinterpret_cast<void*>(attribute<uintptr_t>(found, "function"));
@@ -209,6 +207,7 @@ inline std::shared_ptr<const Compiled> compiled_of(py::handle launch) {
   size_t offset = 0, size = 0, count = 0;
   for (py::handle each : found.attr("parameters")) {
     auto [tensor, value, bytes] = each.cast<std::tuple<int, uint64_t, size_t>>();
+    if (count == Compiled::kMostParameters) return nullptr;
     compiled->parameters.push_back({tensor, value});
     if (driver::param_info(compiled->function, count++, &offset, &size) != 0 || size != bytes) {
       return nullptr;
@@ -216,7 +215,7 @@ inline std::shared_ptr<const Compiled> compiled_of(py::handle launch) {
   }
   // Any further parameters are pointers to scratch memory, which these kernels do not use.
   while (driver::param_info(compiled->function, count, &offset, &size) == 0) {
-    if (size != sizeof(void*) || count > 60) return nullptr;
+    if (size != sizeof(void*) || count == Compiled::kMostParameters) return nullptr;
     compiled->parameters.push_back({-1, 0});
     ++count;
   }
@@ -230,14 +229,14 @@ inline void launch_by_python(const Plan& plan, Step& step, void* stream, const S
   for (size_t i = 0; i < step.places.size(); ++i) arguments[i + 1] = wrapped(slots[step.places[i]]);
   checked(PyObject_CallObject(step.launch.ptr(), arguments.ptr()));
   if (plan.device.is_cuda() && std::atomic_load(&step.compiled) == nullptr) {
-    std::atomic_store(&step.compiled, compiled_of(step.launch));
+    std::atomic_store(&step.compiled, compiled_of(step));
   }
 }
 
 inline void launch(const Plan& plan, Step& step, void* stream, const Slots& slots) {
   auto compiled = std::atomic_load(&step.compiled);
   if (compiled != nullptr) {
-    const void* pointers[32];
+    const void* pointers[Compiled::kMostTensors];
     uintptr_t bits = 0;
     for (size_t i = 0; i < step.places.size(); ++i) {
       pointers[i] = slots[step.places[i]].const_data_ptr();

@@ -225,6 +225,13 @@ def test_the_operators_give_the_same_bits_as_eager_calls(cases, case, monkeypatc
     assert_same_bits(operator, eager)
 
 
+def test_channels_without_variance_have_no_negative_one(monkeypatch):
+    routes.use_operators(monkeypatch)
+    running = (torch.zeros(6), torch.ones(6))
+    functional.batch_norm(torch.ones(4, 6), *running, training=True, momentum=1, backend="triton")
+    assert running[1].min() >= 0
+
+
 def batch_norm_in_eval(x):
     mean, var = torch.zeros(6), torch.ones(6)
     return functional.batch_norm(x, mean, var, activation="relu", backend="triton")

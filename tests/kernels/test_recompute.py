@@ -16,7 +16,8 @@ import interpreted
 import routes
 from accuracy import assert_same_bits
 from fuse_cases import Block, outcome
-from normplug import fuse, unfuse
+from normplug import functional, fuse, unfuse
+from normplug._ops import recompute
 from recompute_cases import (
     ActivatedByName,
     Attend,
@@ -178,6 +179,24 @@ def test_views_and_casts_of_the_output_are_recomputed(memory_format, recomputed)
     x = X.contiguous(memory_format=memory_format)
     check_same(ours, plain, x)
     assert len(recomputed) >= 3  # both parts and the cast
+
+
+@pytest.mark.parametrize("shape", [None, (12, 8)], ids=str)
+def test_a_cast_of_the_total_is_not_taken_for_one_of_the_result(shape, recomputed):
+    weight = torch.randn(8, 8, dtype=torch.bfloat16, requires_grad=True)
+
+    def project(y, total):
+        if shape is not None:
+            y, total = y.view(shape), total.view(shape)
+        low, other = y.bfloat16(), total.bfloat16()
+        return (low @ weight).double() + (other @ weight).double().square()
+
+    x = ROWS.clone().requires_grad_()
+    y, total = functional.add_layer_norm(x, ROWS, (8,), backend="triton")
+    results = (project(y, total), recompute.call(y, project, y, total))
+    gradients = [torch.autograd.grad(r.sum(), (x, weight), retain_graph=True) for r in results]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    assert len(recomputed) == 1
 
 
 def test_a_weight_modified_before_the_backward_is_detected():

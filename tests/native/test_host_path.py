@@ -28,6 +28,7 @@ import normplug
 import pool_cases
 import routes
 import row_cases
+from accuracy import assert_same_bits
 from normplug import functional, native
 from normplug._kernels.launch import Launch
 from normplug._ops.spec import LayerNormSpec, Tensors
@@ -99,6 +100,23 @@ CASES = [
 def test_both_paths_give_the_same_bits(cases, case):
     tensors = cases.make(case)
     both_ways(lambda: cases.run(case, tensors, "triton"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "residual"),
+    [("channels_last", "contiguous"), ("contiguous", "channels_last"), ("contiguous", "expanded")],
+)
+def test_an_operator_whose_residual_has_another_layout(layout, residual, monkeypatch):
+    case = Batch(IMAGES, layout=layout, residual=residual, activation="silu")
+    tensors = kernel_cases.make(case)
+
+    def compute():
+        results = kernel_cases.run(case, tensors, "triton")
+        return {name: results[name] for name in ("y", "dx", "dresidual", "dweight", "dbias")}
+
+    eager = compute()
+    routes.use_operators(monkeypatch)
+    assert_same_bits(both_ways(compute), eager)
 
 
 @pytest.mark.parametrize(

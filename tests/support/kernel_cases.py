@@ -127,7 +127,7 @@ def check_recomputed(case: Case, device: str = "cpu") -> None:
 
 OPERATOR_CASES = [
     Case((6, 5), activation="relu", residual="contiguous"),
-    Case((4, 5, 6, 3), torch.bfloat16, "channels_last", torch.float32, activation="gelu"),
+    Case((4, 5, 6, 3), **HALF, layout="channels_last", residual="contiguous", activation="gelu"),
     Case((4, 5, 6, 3), layout="strided", affine="weight", residual="contiguous"),
     Case((2, 3, 11, 13), affine="", activation="relu", residual="channels_last", mode="standard"),
     Case(
@@ -135,7 +135,7 @@ OPERATOR_CASES = [
         torch.float64,
         training=False,
         activation="silu",
-        residual="contiguous",
+        residual="channels_last",
         needs=("weight", "residual"),
     ),  # fmt: skip
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from normplug._activations import ActivationLike, kernel_code
+from normplug._activations import ActivationLike, backward_reads_input, kernel_code
 from normplug._kernels.batch_norm import columns, merge, planes
 from normplug._kernels.batch_norm.schedule import Columns, Geometry, Planes
 from normplug._kernels.device import power_of_2
@@ -123,7 +123,7 @@ def backward_launch(
         "LATE": late,
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
-        "RESIDUAL": flags.residual and flags.activation not in (None, "relu"),
+        "RESIDUAL": flags.residual and backward_reads_input(flags.activation),
         "BITS": flags.bits,
         "ACTIVATION": kernel_code(flags.activation),
         "DX": dx,

@@ -47,7 +47,7 @@ class _BatchNorm(NormOperators):
         return BatchNormSpec(training, 0.0, eps, target_variance, chosen, window)
 
     def reads_residual(self, spec: BatchNormSpec) -> bool:
-        return spec.activation not in (None, "relu")
+        return _activations.backward_reads_input(spec.activation)
 
     def passes_dy(self, spec: BatchNormSpec) -> bool:
         return spec.activation is None
@@ -118,7 +118,7 @@ class _Compiled(Route):
             n = t.x.numel() // t.x.shape[1]
             with torch.no_grad():
                 batch_mean, rstd = stats.chunk(2)
-                batch_var = (rstd.pow(-2) - spec.eps) * (n / (n - 1))
+                batch_var = statistics.variance_of(rstd, spec.eps) * (n / (n - 1))
                 statistics.move(mean, var, batch_mean, batch_var, step)
         return y
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normplug._activations import backward_reads_input
 from normplug._kernels import ahead
 from normplug._kernels.batch_norm import launches, schedule
 from normplug._kernels.device import processors
@@ -19,6 +20,7 @@ from normplug._ops.batch_norm import aten, likely
 from normplug._ops.plans import KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, PLACE, RUNNING, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
+from normplug._ops.statistics import variance_of
 from normplug._torch import current_raw_stream
 from normplug.reference import accumulator_dtype
 
@@ -50,8 +52,7 @@ class BatchNormPlan(Plan):
             tracked=updates and t.tracked is not None and spec.momentum is not None,
         )
         self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
-        # For relu the backward needs only the mask; for others, the input to the activation.
-        self._reads_residual = self._flags.residual and spec.activation not in (None, "relu")
+        self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self._keeps_residual or not self._flags.residual
         self._machine = machine_of(x)
@@ -212,7 +213,7 @@ def constants_of(
     if spec.training:
         return None, None
     mean, rstd = stats.chunk(2)
-    var = rstd.pow(-2) - spec.eps
+    var = variance_of(rstd, spec.eps)
     return (mean, var) if dtype is None else (mean.to(dtype), var.to(dtype))
 
 

@@ -26,6 +26,7 @@ from normplug._ops.batch_norm.eager import BatchNormPlan, machine_of, shape_of
 from normplug._ops.program import increment_versions
 from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import BatchNormSpec, Tensors
+from normplug._ops.statistics import variance_of
 from normplug._torch import applier, current_device_index, current_raw_stream, unwrap_if_dead
 from normplug.reference import accumulator_dtype, per_channel
 
@@ -50,8 +51,8 @@ class JoinedPlan:
         self._device, self._dtype, self._processes, self._channels = x.device, x.dtype, processes, c
         self._is_empty = x.numel() == 0
         self._has_residual = t.residual is not None
-        # For relu the backward needs only the mask; for others, the input to the activation.
-        self._reads_residual = self._has_residual and spec.activation not in (None, "relu")
+        reads_input = _activations.backward_reads_input(spec.activation)
+        self._reads_residual = self._has_residual and reads_input
         self.keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self.keeps_residual or not self._has_residual
         self._work: Workspace | None = None
@@ -128,7 +129,7 @@ class JoinedPlan:
     def moments(self, stats: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance of the joined batch."""
         mean, rstd, _ = stats.tensor_split((self._channels, 2 * self._channels))
-        return mean, rstd.pow(-2) - self.spec.eps
+        return mean, variance_of(rstd, self.spec.eps)
 
     def forward(
         self, t: Tensors, group: Any, stats: Tensor

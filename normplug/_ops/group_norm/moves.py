@@ -35,8 +35,7 @@ def move(t: Tensors, spec: GroupNormSpec, mean: Tensor, var: Tensor) -> None:
 def moments(t: Tensors, spec: GroupNormSpec, stats: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of the groups, each (N, groups), from the kernels' stats.
 
-    stats: mean, then rstd, of the groups, (2 * N * groups,). The variance computed from rstd
-        has an error of about 1e-7 * (var + eps).
+    stats: mean, then rstd, of the groups, (2 * N * groups,).
     """
     mean, rstd = stats.detach().view(2, t.x.shape[0], spec.groups)
-    return mean, rstd.pow(-2).sub_(spec.eps).clamp_min_(0)
+    return mean, statistics.variance_of(rstd, spec.eps)

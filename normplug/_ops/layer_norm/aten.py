@@ -104,13 +104,13 @@ def _row_statistics(
 ) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of a row, averaged over all rows.
 
-    The variance is computed from rstd, which reads the rows' statistics but not `h`, with an error
-    of about 1e-7 * (var + eps). For half-precision input the CPU kernel returns rstd in half
-    precision, too coarse for that, so both are computed from `h`. So they are for a nested tensor,
-    which may have rows that belong to no component.
+    The variance is computed from rstd, which reads the rows' statistics but not `h`. For
+    half-precision input the CPU kernel returns rstd in half precision, too coarse for that, so both
+    are computed from `h`. So they are for a nested tensor, which may have rows that belong to no
+    component.
     """
     if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
-        return mean.mean(), rstd.pow(-2).mean().sub_(eps).clamp_min_(0)
+        return mean.mean(), statistics.variance_of(rstd, eps).mean()
     h = nested.rows(h, h.shape[-row_dims:])
     dims = tuple(range(-row_dims, 0))
     var, mean = torch.var_mean(h.to(accumulator_dtype(h.dtype)), dim=dims, correction=0)
