@@ -35,7 +35,7 @@ def test_an_include_that_matches_nothing_is_an_error_and_an_exclude_warns(net):
     text = "include='layer9.*' matches no norm layer; the model has: stem.1, flat, norm"
     with pytest.raises(ValueError, match=text):
         swap(net, include="layer9.*")
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a valid regular expression"):
         swap(net, include="re:(")
     with pytest.raises(TypeError, match="include must be a glob"):
         swap(net, include=[3])
