@@ -74,7 +74,9 @@ class Measure:
 
     def number(self, value: float, sign: str = "") -> str:
         """Format a value or a difference without its unit; `sign="+"` always shows the sign."""
-        return f"{self.scale * value:{sign}.{2 if self.unit == '%' else 4}f}"
+        digits = 2 if self.unit == "%" else 4
+        rounded = round(self.scale * value, digits) + 0.0  # which turns -0.0 into 0.0
+        return f"{rounded:{sign}.{digits}f}"
 
 
 ACCURACY = Measure("accuracy", "%", "higher", "images")

@@ -398,6 +398,11 @@ def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(compared, tm
     assert "H100 (5 runs), A100 (1 run). It differs" in comparison.markdown
 
 
+def test_a_difference_that_rounds_to_zero_has_no_minus_sign():
+    assert ACCURACY.number(-2e-8, "+") == "+0.00"
+    assert ACCURACY.number(-2e-4, "+") == "-0.02"
+
+
 def test_an_unmeasured_speed_is_a_dash(compared, tmp_path):
     write_run(tmp_path, "baseline", 0)
     write_run(tmp_path, "golden", 0, images_per_s=None, step_ms=float("nan"))
