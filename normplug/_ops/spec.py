@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normplug._activations import ActivationLike
-from normplug.reference import rms_eps
+from normplug.reference import channel_dims, rms_eps
 
 
 class Tensors(NamedTuple):
@@ -93,7 +93,7 @@ class BatchNormSpec(NamedTuple):
         """The dimensions of x along which a call can be split without changing its results."""
         if self.training:
             return ()
-        return (0,) if self.pool is not None else (0, *range(2, t.x.dim()))
+        return (0,) if self.pool is not None else channel_dims(t.x)
 
     def without_pool(self) -> BatchNormSpec:
         """The spec of the norm alone."""
