@@ -5,8 +5,8 @@ write items of it. A sample is cut into slabs of BC adjacent channels, which may
 a group. A slab is cut into K items of ROWS_EACH rows. A tile is U * BT rows of a slab: BT lanes,
 each of which takes every BT-th row, in U steps (see `tiles`). A program reads the tiles of an item
 one after the other, and publishes the moments of each channel. The last program of a slab merges
-the slab's items (for `publish_part`, a unit is a slab of a sample). The last program of a sample
-computes the statistics of the groups from those of their channels.
+the slab's items (for `publish_part`, a unit is a slab of a sample). A program that writes an item
+computes the statistics of the slab's groups from the moments of their channels.
 """
 
 import triton
@@ -14,13 +14,12 @@ import triton.language as tl
 
 from normplug._kernels.activation import activate
 from normplug._kernels.group_norm.items import (
-    CHANNELS_AT_ONCE,
-    GROUPS_AT_ONCE,
     behind_parts,
     channels_of_groups,
+    groups_of_slab,
     item_moments,
     item_of,
-    last_slab,
+    of_columns,
 )
 from normplug._kernels.group_norm.shared import (
     gradient_before,
@@ -39,39 +38,38 @@ from normplug._kernels.waiting import arrive, wait
 #   SLABS, K, ROWS_EACH  slabs of a sample; items of a slab; rows of an item
 # Constants.
 #   U, BT, BC            a tile: U steps of BT rows, of BC columns
-#   STAGES               tiles in flight in a loop over tiles
+#   GB, CB               groups that a slab touches, padded; channels of each merged at a time
+#   STAGES               tiles that a loop over tiles has in flight
+#   EACH                 channels of a group where slabs are whole groups, or 0
 #   SINGLE               an item is a whole slab of a sample
 #   SOLO                 an item is a whole sample, which its program also writes
 _SIZES = ["N", "G", "CHANNELS", "S", "WIDTH_UNITS", "SLABS", "K", "ROWS_EACH", "LAG"]
 
 
 @triton.jit
-def _finish_forward(
-    moments_ptr, stats_ptr, sample, G, CHANNELS, GROUPS, S, C, eps, ACC: tl.constexpr
-):
-    """Save the statistics of a sample's groups, from the moments of its channels."""
+def _group_moments(
+    moments_ptr, groups, live, CHANNELS, S, C,
+    GB: tl.constexpr, CB: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Mean of each group, and sum of squared distances from it, from those of its channels."""
     n = S.to(ACC)
-    for first in range(0, G, GROUPS_AT_ONCE):
-        count = tl.full([], 0.0, ACC)  # channels of each group merged so far
-        mean = tl.zeros([GROUPS_AT_ONCE], ACC)
-        m2 = tl.zeros([GROUPS_AT_ONCE], ACC)
-        for channel in range(0, CHANNELS, CHANNELS_AT_ONCE):
-            at, live = channels_of_groups(first, channel, G, CHANNELS)
-            means = tl.load(moments_ptr + at, mask=live, other=0.0, cache_modifier=".cg")
-            m2s = tl.load(moments_ptr + C + at, mask=live, other=0.0, cache_modifier=".cg")
-            more = tl.minimum(CHANNELS - channel, CHANNELS_AT_ONCE).to(ACC)
-            chunk_mean = tl.sum(means, axis=1) / more
-            spread = tl.where(live, means - chunk_mean[:, None], 0.0)
-            fraction = more / (count + more)
-            difference = chunk_mean - mean
-            m2 += tl.sum(m2s + n * spread * spread, axis=1)
-            m2 += n * difference * difference * count * fraction
-            mean += difference * fraction
-            count += more
-        groups = first + tl.arange(0, GROUPS_AT_ONCE)
-        save_statistics(
-            stats_ptr, sample * G + groups, groups < G, GROUPS, mean, m2, n * CHANNELS, eps, ACC
-        )
+    count = tl.full([], 0.0, ACC)  # channels of each group that are merged
+    mean = tl.zeros([GB], ACC)
+    m2 = tl.zeros([GB], ACC)
+    for channel in range(0, CHANNELS, CB):
+        at, there = channels_of_groups(groups, live, channel, CHANNELS, CB)
+        means = tl.load(moments_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+        m2s = tl.load(moments_ptr + C + at, mask=there, other=0.0, cache_modifier=".cg")
+        more = tl.minimum(CHANNELS - channel, CB).to(ACC)
+        chunk_mean = tl.sum(means, axis=1) / more
+        spread = tl.where(there, means - chunk_mean[:, None], 0.0)
+        fraction = more / (count + more)
+        difference = chunk_mean - mean
+        m2 += tl.sum(m2s + n * spread * spread, axis=1)
+        m2 += n * difference * difference * count * fraction
+        mean += difference * fraction
+        count += more
+    return mean, m2
 
 
 @triton.jit
@@ -100,15 +98,25 @@ def _normalise(
 
 @triton.jit
 def _write_item(
-    x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, sample, start, end, S, C, G, CHANNELS,
-    columns, live, GROUPS, root,
-    U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
+    x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, moments_ptr, sample, slab, start, end, S, C, G,
+    CHANNELS, columns, live, GROUPS, eps, root,
+    U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr,
+    STAGES: tl.constexpr, EACH: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write an item's rows of y, the last tile first."""
-    groups = sample * G + columns // CHANNELS
-    mean, rstd = load_statistics(stats_ptr, groups, live, GROUPS)
+    """Write an item's rows of y, the last tile first.
+
+    A slab's first item also saves the statistics of its groups. A group that lies in two slabs is
+    saved twice, with the same bits.
+    """
+    groups, exist = groups_of_slab(slab, G, CHANNELS, BC, GB)
+    mean, m2 = _group_moments(moments_ptr, groups, exist, CHANNELS, S, C, GB, CB, ACC)
+    rstd = save_statistics(
+        stats_ptr, sample * G + groups, exist & (groups * 0 == start), GROUPS, mean, m2,
+        S.to(ACC) * CHANNELS, eps, ACC,
+    )  # fmt: skip
+    mean = of_columns(mean, groups, columns, CHANNELS, EACH)
+    rstd = of_columns(rstd, groups, columns, CHANNELS, EACH)
     scale, bias = _affine(rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
     R: tl.constexpr = U * BT
     before = sample.to(tl.int64) * S * C
@@ -131,9 +139,10 @@ def group_norm_columns_forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, partial_ptr, counters_ptr,
     N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
     eps, root,
-    UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
-    SINGLE: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
+    CB: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr,
+    SOLO: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias); stats = (mean, rstd) of all groups.
 
@@ -144,6 +153,7 @@ def group_norm_columns_forward(
     C = WIDTH_UNITS * UNIT
     GROUPS = N * G
     UNITS = N * SLABS
+    moments_ptr = behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
     if t < UNITS * K:
         sample, slab, k, start, end, columns, live = item_of(
             t, SLABS, K, S, ROWS_EACH, C, BC, False
@@ -156,33 +166,30 @@ def group_norm_columns_forward(
             mean, m2, partial_ptr, counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH,
             1, BC, ACC, True, SINGLE,
         )  # fmt: skip
+        own_ptr = moments_ptr + sample.to(tl.int64) * (2 * C)
         if last:
-            moments_ptr = behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
-            moments_ptr += sample.to(tl.int64) * (2 * C)
-            tl.store(moments_ptr + columns, mean, mask=live)
-            tl.store(moments_ptr + C + columns, m2, mask=live)
-            if last_slab(counters_ptr, sample, N, SLABS, K):
-                tl.debug_barrier()  # all threads see the moments of the others
-                _finish_forward(moments_ptr, stats_ptr, sample, G, CHANNELS, GROUPS, S, C, eps, ACC)
-                if not SOLO:
-                    arrive(ready_flag(counters_ptr, sample, UNITS, K))
+            tl.store(own_ptr + columns, mean, mask=live)
+            tl.store(own_ptr + C + columns, m2, mask=live)
+            if not SOLO:
+                arrive(ready_flag(counters_ptr, sample, UNITS, K))
         if SOLO:
             tl.debug_barrier()
             _write_item(
-                x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, sample, start, end, S, C, G,
-                CHANNELS, columns, live, GROUPS, root, U, BT, STAGES, ACC, WEIGHT, BIAS, ACTIVATION,
-                EVEN, WIDE,
+                x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, own_ptr, sample, slab, start, end, S,
+                C, G, CHANNELS, columns, live, GROUPS, eps, root, U, BT, BC, GB, CB, STAGES, EACH,
+                ACC, WEIGHT, BIAS, ACTIVATION, EVEN, WIDE,
             )  # fmt: skip
     if not SOLO:
         if t >= LAG:
             sample, slab, k, start, end, columns, live = item_of(
                 t - LAG, SLABS, K, S, ROWS_EACH, C, BC, True
             )
-            wait(ready_flag(counters_ptr, sample, UNITS, K), 1, SLABS * K)
+            wait(ready_flag(counters_ptr, sample, UNITS, K), SLABS, SLABS * K)
             _write_item(
-                x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, sample, start, end, S, C, G,
-                CHANNELS, columns, live, GROUPS, root, U, BT, STAGES, ACC, WEIGHT, BIAS, ACTIVATION,
-                EVEN, WIDE,
+                x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr,
+                moments_ptr + sample.to(tl.int64) * (2 * C), sample, slab, start, end, S, C, G,
+                CHANNELS, columns, live, GROUPS, eps, root, U, BT, BC, GB, CB, STAGES, EACH, ACC,
+                WEIGHT, BIAS, ACTIVATION, EVEN, WIDE,
             )  # fmt: skip
 
 
@@ -232,18 +239,40 @@ def _write_dx(
 
 
 @triton.jit
+def _group_means(
+    sums_ptr, weight_ptr, groups, live, CHANNELS, S, C,
+    GB: tl.constexpr, CB: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """The means of g and of g * xhat over groups of a sample, where g = dz * weight."""
+    g = tl.zeros([GB], ACC)
+    gx = tl.zeros([GB], ACC)
+    for channel in range(0, CHANNELS, CB):
+        at, there = channels_of_groups(groups, live, channel, CHANNELS, CB)
+        weight = load_vector(weight_ptr, at, there, 1.0, ACC, WEIGHT)
+        dz_xhat = tl.load(sums_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+        dz = tl.load(sums_ptr + C + at, mask=there, other=0.0, cache_modifier=".cg")
+        g += tl.sum(dz * weight, axis=1)
+        gx += tl.sum(dz_xhat * weight, axis=1)
+    n = (S * CHANNELS).to(ACC)
+    return g / n, gx / n
+
+
+@triton.jit
 def _write_item_dx(
-    dy_ptr, x_ptr, dx_ptr, means_ptr, groups, GROUPS, before, start, end, columns, live, C, mean,
-    rstd, scale, bias, root,
-    U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+    dy_ptr, x_ptr, dx_ptr, weight_ptr, sums_ptr, slab, before, start, end, S, C, G, CHANNELS,
+    columns, live, mean, rstd, scale, bias, root,
+    U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr,
+    STAGES: tl.constexpr, EACH: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
     ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write an item's rows of dx from its groups' means of g and g * xhat, the last tile first."""
-    mean_g = tl.load(means_ptr + groups, mask=live, other=0.0, cache_modifier=".cg")
-    mean_gx = tl.load(means_ptr + GROUPS + groups, mask=live, other=0.0, cache_modifier=".cg")
+    """Write an item's rows of dx from the sums of its sample's channels, the last tile first."""
+    groups, exist = groups_of_slab(slab, G, CHANNELS, BC, GB)
+    mean_g, mean_gx = _group_means(
+        sums_ptr, weight_ptr, groups, exist, CHANNELS, S, C, GB, CB, ACC, WEIGHT
+    )
     rstd_root = rstd * scalar(root, ACC)
-    constant = rstd_root * mean_g
-    slope = rstd_root * rstd * mean_gx
+    constant = rstd_root * of_columns(mean_g, groups, columns, CHANNELS, EACH)
+    slope = rstd_root * rstd * of_columns(mean_gx, groups, columns, CHANNELS, EACH)
     R: tl.constexpr = U * BT
     whole = (end - start) // R
     if start + whole * R < end:
@@ -259,39 +288,17 @@ def _write_item_dx(
         )  # fmt: skip
 
 
-@triton.jit
-def _finish_backward(
-    sums_ptr, weight_ptr, means_ptr, sample, G, CHANNELS, GROUPS, S, C,
-    ACC: tl.constexpr, WEIGHT: tl.constexpr,
-):  # fmt: skip
-    """Save the means of g and of g * xhat over a sample's groups, where g = dz * weight."""
-    n = (S * CHANNELS).to(ACC)
-    for first in range(0, G, GROUPS_AT_ONCE):
-        g = tl.zeros([GROUPS_AT_ONCE], ACC)
-        gx = tl.zeros([GROUPS_AT_ONCE], ACC)
-        for channel in range(0, CHANNELS, CHANNELS_AT_ONCE):
-            at, live = channels_of_groups(first, channel, G, CHANNELS)
-            weight = load_vector(weight_ptr, at, live, 1.0, ACC, WEIGHT)
-            dz_xhat = tl.load(sums_ptr + at, mask=live, other=0.0, cache_modifier=".cg")
-            dz = tl.load(sums_ptr + C + at, mask=live, other=0.0, cache_modifier=".cg")
-            g += tl.sum(dz * weight, axis=1)
-            gx += tl.sum(dz_xhat * weight, axis=1)
-        groups = first + tl.arange(0, GROUPS_AT_ONCE)
-        tl.store(means_ptr + sample * G + groups, g / n, mask=groups < G)
-        tl.store(means_ptr + GROUPS + sample * G + groups, gx / n, mask=groups < G)
-
-
 @triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
 def group_norm_columns_backward(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr,
     counters_ptr,
     N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
     root,
-    UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
-    SINGLE: tl.constexpr, SOLO: tl.constexpr, FINISH: tl.constexpr, PARTS: tl.constexpr,
-    ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
+    UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
+    CB: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr,
+    SOLO: tl.constexpr, FINISH: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr,
+    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `group_norm_columns_forward` that DX, DWEIGHT and DBIAS ask for.
 
@@ -302,8 +309,7 @@ def group_norm_columns_backward(
     GROUPS = N * G
     UNITS = N * SLABS
     R: tl.constexpr = U * BT
-    means_ptr = behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
-    sums_ptr = means_ptr + 2 * GROUPS
+    sums_ptr = behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
     done_ptr = ready_flag(counters_ptr, UNITS, UNITS, K)
     if t < UNITS * K:
         sample, slab, k, start, end, columns, live = item_of(
@@ -333,26 +339,20 @@ def group_norm_columns_backward(
             counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH, 1, BC, ACC, False,
             SINGLE,
         )  # fmt: skip
+        own_ptr = sums_ptr + sample.to(tl.int64) * (2 * C)
         if last:
-            own_ptr = sums_ptr + sample.to(tl.int64) * (2 * C)
             tl.store(own_ptr + columns, dz_xhat, mask=live)
             tl.store(own_ptr + C + columns, dz, mask=live)
-            if DX:
-                if last_slab(counters_ptr, sample, N, SLABS, K):
-                    tl.debug_barrier()
-                    _finish_backward(
-                        own_ptr, weight_ptr, means_ptr, sample, G, CHANNELS, GROUPS, S, C, ACC,
-                        WEIGHT,
-                    )  # fmt: skip
-                    if not SOLO:
-                        arrive(ready_flag(counters_ptr, sample, UNITS, K))
+            if DX and not SOLO:
+                arrive(ready_flag(counters_ptr, sample, UNITS, K))
             if DWEIGHT or DBIAS:
                 arrive(done_ptr)
         if SOLO and DX:
             tl.debug_barrier()
             _write_item_dx(
-                dy_ptr, x_ptr, dx_ptr, means_ptr, groups, GROUPS, before, start, end, columns, live,
-                C, mean, rstd, scale, bias, root, U, BT, STAGES, ACC, ACTIVATION, EVEN, WIDE,
+                dy_ptr, x_ptr, dx_ptr, weight_ptr, own_ptr, slab, before, start, end, S, C, G,
+                CHANNELS, columns, live, mean, rstd, scale, bias, root, U, BT, BC, GB, CB, STAGES,
+                EACH, ACC, WEIGHT, ACTIVATION, EVEN, WIDE,
             )  # fmt: skip
     u = t - LAG
     if DX and not SOLO:
@@ -365,11 +365,12 @@ def group_norm_columns_backward(
             scale, bias = _affine(
                 rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS
             )
-            wait(ready_flag(counters_ptr, sample, UNITS, K), 1, SLABS * K)
+            wait(ready_flag(counters_ptr, sample, UNITS, K), SLABS, SLABS * K)
             _write_item_dx(
-                dy_ptr, x_ptr, dx_ptr, means_ptr, groups, GROUPS, sample.to(tl.int64) * S * C,
-                start, end, columns, live, C, mean, rstd, scale, bias, root, U, BT, STAGES, ACC,
-                ACTIVATION, EVEN, WIDE,
+                dy_ptr, x_ptr, dx_ptr, weight_ptr, sums_ptr + sample.to(tl.int64) * (2 * C), slab,
+                sample.to(tl.int64) * S * C, start, end, S, C, G, CHANNELS, columns, live, mean,
+                rstd, scale, bias, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT, ACTIVATION,
+                EVEN, WIDE,
             )  # fmt: skip
     if DWEIGHT or DBIAS:
         f = u - UNITS * K

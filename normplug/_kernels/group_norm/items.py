@@ -6,12 +6,8 @@
 import triton
 import triton.language as tl
 
-from normplug._kernels.merging import after_parts, ready_flag
+from normplug._kernels.merging import after_parts
 from normplug._kernels.tiles import STEP_AXIS, column_totals, lane_counts, load_tile, tile_rows
-from normplug._kernels.waiting import arrive
-
-# How many groups a program finishes at a time, and how many channels of each.
-GROUPS_AT_ONCE, CHANNELS_AT_ONCE = tl.constexpr(32), tl.constexpr(64)
 
 
 @triton.jit
@@ -44,24 +40,30 @@ def behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SINGLE: tl.constexpr):
 
 
 @triton.jit
-def last_slab(counters_ptr, sample, N, SLABS, K):
-    """Whether this program, which has merged a slab of a sample, is the last to do so."""
-    last = SLABS == 1
-    if not last:  # then flags N to 2 * N - 1 of N * SLABS are free; those before are the samples'
-        counter = ready_flag(counters_ptr, N + sample, N * SLABS, K)
-        last = arrive(counter) == SLABS - 1
-        if last:
-            tl.atomic_xchg(counter, 0, sem="relaxed")
-    return last
+def groups_of_slab(slab, G, CHANNELS, BC: tl.constexpr, GB: tl.constexpr):
+    """GB groups, from the first that a slab touches on, and which of them exist."""
+    groups = slab * BC // CHANNELS + tl.arange(0, GB)
+    return groups, groups < G
 
 
 @triton.jit
-def channels_of_groups(first, channel, G, CHANNELS):
-    """Channels of groups from `first` on, from the `channel`-th of each on, and their mask."""
-    groups = first + tl.arange(0, GROUPS_AT_ONCE)
-    within = channel + tl.arange(0, CHANNELS_AT_ONCE)
-    live = (groups < G)[:, None] & (within < CHANNELS)[None, :]
-    return groups[:, None] * CHANNELS + within[None, :], live
+def channels_of_groups(groups, live, channel, CHANNELS, CB: tl.constexpr):
+    """CB channels of each group, from its `channel`-th on, and which of them exist."""
+    within = channel + tl.arange(0, CB)
+    there = live[:, None] & (within < CHANNELS)[None, :]
+    return groups[:, None] * CHANNELS + within[None, :], there
+
+
+@triton.jit
+def of_columns(values, groups, columns, CHANNELS, EACH: tl.constexpr):
+    """The value of each column's group, from the values of a slab's groups."""
+    if EACH > 0:
+        GB: tl.constexpr = groups.shape[0]
+        chosen = tl.reshape(tl.broadcast_to(values[:, None], [GB, EACH]), [GB * EACH])
+    else:
+        own = (columns // CHANNELS)[:, None] == groups[None, :]
+        chosen = tl.sum(tl.where(own, values[None, :], 0.0), axis=1)
+    return chosen
 
 
 @triton.jit

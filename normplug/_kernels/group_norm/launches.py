@@ -163,7 +163,7 @@ def backward_scratch(
     """How many counters and partial results a backward launch needs."""
     if isinstance(shape, Columns):
         counters, parts = _column_parts(shape)
-        return counters + 1, parts + 2 * shape.n * (shape.groups + shape.c)
+        return counters + 1, parts + 2 * shape.n * shape.c
     _, dweight, dbias = needs
     sums = shape.parts * (dweight + dbias) * shape.groups * shape.channels
     if shape.held:
@@ -196,6 +196,7 @@ def _column_tile(shape: Columns) -> dict[str, Any]:
         "U": shape.u,
         "BT": shape.bt,
         "BC": shape.bc,
+        **shape.groups_of_slab,
         "STAGES": shape.stages,
         "SINGLE": shape.k == 1,
         "SOLO": shape.solo,

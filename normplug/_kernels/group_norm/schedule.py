@@ -28,6 +28,7 @@ _SEGMENT_BYTES = 128  # of a row that a tile reads; rows of up to twice that are
 _CACHED_TENSOR = 64 << 20  # bytes up to which most of a tensor is cached at its second read
 _LAG_COLUMNS = 192 << 10  # as the lags of planes, but programs wait for whole samples
 _SOLO_SAMPLE = 64 << 10  # bytes of a sample that one program takes, if there are many samples
+_MERGED = 1024  # channels, at most, whose moments a program merges at a time
 _FINISH = 64  # channels of a gradient that one program adds up
 
 
@@ -171,6 +172,14 @@ class Columns:
     @property
     def slabs(self) -> int:
         return -(-self.c // self.bc)
+
+    @property
+    def groups_of_slab(self) -> dict[str, int]:
+        """The constants for merging a slab's groups: see `columns`."""
+        whole = self.bc % self.channels == 0
+        gb = power_of_2((self.bc + (0 if whole else 2 * self.channels - 2)) // self.channels)
+        cb = max(min(power_of_2(self.channels), _MERGED // gb), 1)
+        return {"GB": gb, "CB": cb, "EACH": self.channels if whole else 0}
 
     @property
     def units(self) -> int:
