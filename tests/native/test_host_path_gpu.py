@@ -248,7 +248,9 @@ def test_no_memory_is_leaked():
         return torch.cuda.memory_allocated()
 
     before = many(10)
-    assert many(1000) == before
+    # Autograd's thread may hold the last call's tensors a moment longer. A leak would keep at
+    # least one of the allocator's blocks, of 512 bytes, at every call.
+    assert many(1000) < before + 1000 * 512
 
 
 def test_threads_give_the_same_bits():

@@ -180,7 +180,7 @@ def fold(model: nn.Module, paths: list[str]) -> nn.Module:
     for path in paths:
         module = model.get_submodule(path)
         if module.weight is None:
-            module.weight = _constant_weight(module)
+            module.weight = _constant_weight(module, next(model.parameters()))
         elif id(module.weight) not in done:
             done.add(id(module.weight))
             with torch.no_grad():
@@ -189,12 +189,12 @@ def fold(model: nn.Module, paths: list[str]) -> nn.Module:
     return model
 
 
-def _constant_weight(module: nn.Module) -> nn.Parameter:
-    like = getattr(module, "running_mean", None)
+def _constant_weight(module: nn.Module, like: Tensor) -> nn.Parameter:
+    """A weight of GOLDEN, of the dtype and on the device of `like`."""
     names = ("normalized_shape", "num_features", "num_channels", "dim")
     shape = next(getattr(module, name) for name in names if hasattr(module, name))
     shape = shape if isinstance(shape, tuple) else (shape,)
-    weight = torch.full(shape, GOLDEN) if like is None else torch.full_like(like, GOLDEN)  # type: ignore[arg-type]
+    weight = torch.full(shape, GOLDEN, dtype=like.dtype, device=like.device)  # type: ignore[arg-type]
     return nn.Parameter(weight, requires_grad=False)
 
 

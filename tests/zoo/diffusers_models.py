@@ -24,12 +24,19 @@ _CROSS_DOWN = ("DownBlock2D", "CrossAttnDownBlock2D")
 _JOINT = {"num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2}
 
 
+_GENERATOR = torch.Generator().manual_seed(0)  # so that every run has the same inputs
+
+
+def _rand(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=_GENERATOR)
+
+
 def _images(channels: int, size: int = 16) -> Tensor:
-    return torch.rand(2, channels, size, size)
+    return _rand(2, channels, size, size)
 
 
 def _tokens(width: int, length: int = 4) -> Tensor:
-    return torch.rand(2, length, width)
+    return _rand(2, length, width)
 
 
 # Name -> configuration, and inputs of the forward.
@@ -88,10 +95,10 @@ _MODELS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {
             "hidden_states": _tokens(4, 16),
             "encoder_hidden_states": _tokens(8),
-            "pooled_projections": torch.rand(2, 8),
+            "pooled_projections": _rand(2, 8),
             "timestep": torch.tensor([0.3, 0.6]),
-            "img_ids": torch.rand(16, 3),
-            "txt_ids": torch.rand(4, 3),
+            "img_ids": _rand(16, 3),
+            "txt_ids": _rand(4, 3),
         },
     ),
     "LTXVideoTransformer3DModel": (
@@ -143,7 +150,7 @@ _MODELS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {
             "hidden_states": _images(4, 8),
             "encoder_hidden_states": _tokens(8),
-            "pooled_projections": torch.rand(2, 8),
+            "pooled_projections": _rand(2, 8),
             "timestep": torch.tensor([3, 5]),
         },
     ),
@@ -156,7 +163,7 @@ _MODELS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
             "out_channels": 2,
             "extra_in_channels": 64,
         },
-        {"sample": torch.rand(2, 2, 32), "timestep": 5},
+        {"sample": _rand(2, 2, 32), "timestep": 5},
     ),
     "UNet2DConditionModel": (
         {
@@ -189,7 +196,7 @@ _MODELS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
             "rope_max_seq_len": 32,
         },
         {
-            "hidden_states": torch.rand(2, 4, 2, 8, 8),
+            "hidden_states": _rand(2, 4, 2, 8, 8),
             "timestep": torch.tensor([3, 5]),
             "encoder_hidden_states": _tokens(8),
         },
