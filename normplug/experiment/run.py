@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import json
 import math
 import os
@@ -85,6 +86,7 @@ class Run:
     def __enter__(self) -> Run:
         for message in QUIET:
             warnings.filterwarnings("ignore", message)
+        gc.collect()  # a sweep's former run, whose objects form cycles, may hold GPU memory
         self._signals.install()
         return self
 

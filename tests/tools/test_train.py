@@ -2,8 +2,10 @@
 
 import copy
 import csv
+import gc
 import math
 import shlex
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from torch import nn
 
 import normplug
 import train
@@ -147,6 +150,25 @@ def test_a_sweep_over_the_output_of_autocast_has_an_arm_for_each(trains, tmp_pat
     assert "Reference: standard" in output
     losses, others = (path.read_text() for path in tmp_path.rglob("metrics.csv"))
     assert losses != others
+
+
+def test_a_run_of_a_sweep_frees_the_model_of_the_former_run(trains, monkeypatch):
+    models, alive = [], []
+
+    def build(config, **sizes):
+        model = instantiate(config, **sizes)
+        if isinstance(model, nn.Module):
+            alive.append(sum(ref() is not None for ref in models))
+            models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(train, "instantiate", build)
+    gc.disable()  # so that only the run collects garbage
+    try:
+        trains(*TINY, PLAIN, "mode=baseline", "seed=0,1,2", "-m")
+    finally:
+        gc.enable()
+    assert alive == [0, 0, 0]
 
 
 def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(trains, tmp_path):
