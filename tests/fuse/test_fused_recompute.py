@@ -118,8 +118,6 @@ def test_recomputing_a_layer_norms_output_on_the_gpu_changes_no_bit(make, low):
 
 
 @pytest.mark.gpu
-# A graph is captured on a stream of its own, and gradients then accumulate on another.
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_a_cuda_graph_recomputes_at_each_replay(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     layers = recompute_cases.convolutions(nn.ReLU(), nn.GELU(), width=32)

@@ -72,8 +72,6 @@ def test_the_backward_can_recompute_the_output(shape, dtype, layout):
     check_recomputed(Case(shape, dtype, layout, params=torch.float32, mode="standard"), GPU)
 
 
-# A graph is captured on a stream of its own, and gradients then accumulate on another.
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("shape", [(16, 64, 28, 28), (32, 256, 56, 56)], ids=str)
 def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(shape, memory_format):

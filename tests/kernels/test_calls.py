@@ -18,6 +18,7 @@ import pool_cases
 import routes
 import row_cases
 from accuracy import assert_no_worse, assert_same_bits
+from calls import case_id
 from fuse_cases import Depthwise, check_saved_bytes
 from normplug import functional, fuse, swap
 from normplug._ops import eligible
@@ -194,10 +195,6 @@ def test_a_layer_trains_on_the_kernels():
 
 
 # The operators that compilers see.
-
-
-def case_id(value):
-    return getattr(value, "__name__", str(value))
 
 
 OPERATORS = [

@@ -10,7 +10,7 @@ from torch import nn
 import normplug
 import routes
 from accuracy import assert_same_bits, error
-from graphs import check_replays, skip_below
+from graphs import check_replays, check_streams, skip_below
 from group_kernel_cases import HALF, Case, assert_accurate, make, run
 from normplug import functional
 
@@ -66,8 +66,6 @@ def test_64_bit_offsets_give_the_same_bits(shape, groups, layout, monkeypatch):
     assert_same_bits(run(case, tensors, "triton"), expected)
 
 
-# A graph is captured on a stream of its own, and gradients then accumulate on another.
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("shape", "groups"), FEW, ids=str)
 def test_a_cuda_graph_replays_the_step(shape, groups, memory_format):
@@ -89,18 +87,7 @@ def test_streams_do_not_disturb_each_other():
         for (shape, groups) in FEW
         for layout in LAYOUTS
     ]
-    tensors = [make(case, GPU) for case in cases]
-    expected = [run(case, given, "triton") for case, given in zip(cases, tensors, strict=True)]
-    streams = [torch.cuda.Stream() for _ in cases]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(10):
-        for stream, case, given, truth in zip(streams, cases, tensors, expected, strict=True):
-            with torch.cuda.stream(stream):
-                results.append((run(case, given, "triton"), truth))
-    torch.cuda.synchronize()
-    for ours, truth in results:
-        assert_same_bits(ours, truth)
+    check_streams(cases, make, run)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

@@ -12,7 +12,7 @@ import routes
 from accuracy import assert_same_bits, error
 from calls import HALVES, INPUTS
 from fuse_cases import PreNorm
-from graphs import check_replays, skip_below
+from graphs import check_replays, check_streams, skip_below
 from normplug import functional, reference
 from row_cases import (
     LAYOUTS,
@@ -240,8 +240,6 @@ def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape):
     routes.assert_counters_are_zero()
 
 
-# A graph is captured on a stream of its own, and gradients then accumulate on another.
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("shape", [(512, 768), (256, 16384), (16, 70_000)], ids=str)
 def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(shape):
     x = torch.randn(shape, device=GPU).bfloat16().requires_grad_()
@@ -280,18 +278,7 @@ def test_norms_around_an_attention_compile(compiler):
 def test_streams_do_not_disturb_each_other():
     sizes = [(4096, 768), (600, 16384), (64, 100_000)]
     cases = [Case(shape, torch.bfloat16, vectors=FULL, running=torch.float32) for shape in sizes]
-    tensors = [make(case, GPU) for case in cases]
-    expected = [run(case, given, "triton") for case, given in zip(cases, tensors, strict=True)]
-    streams = [torch.cuda.Stream() for _ in cases]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(10):
-        for stream, case, given, truth in zip(streams, cases, tensors, expected, strict=True):
-            with torch.cuda.stream(stream):
-                results.append((run(case, given, "triton"), truth))
-    torch.cuda.synchronize()
-    for ours, truth in results:
-        assert_same_bits(ours, truth)
+    check_streams(cases, make, run)
 
 
 @pytest.mark.parametrize("width", [8192, 70_000])

@@ -61,8 +61,6 @@ def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape):
     routes.assert_counters_are_zero()
 
 
-# A graph is captured on a stream of its own, and gradients then accumulate on another.
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_a_cuda_graph_replays_the_step_and_updates_the_statistics():
     x = channels_last(32, 64, 56, 56).requires_grad_()
     graphed, eager = (normplug.BatchNorm2d(64, device=GPU) for _ in range(2))

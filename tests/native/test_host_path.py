@@ -29,6 +29,7 @@ import pool_cases
 import routes
 import row_cases
 from accuracy import assert_same_bits
+from calls import case_id
 from normplug import functional, native
 from normplug._kernels.launch import Launch
 from normplug._ops.spec import LayerNormSpec, Tensors
@@ -44,10 +45,6 @@ pytestmark = [
 Batch, Row, Group = kernel_cases.Case, row_cases.Case, group_kernel_cases.Case
 HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 IMAGES = (3, 4, 2, 5)
-
-
-def case_id(value):
-    return value.__name__ if hasattr(value, "__name__") else f"{type(value).__name__} {value}"
 
 
 CASES = [

@@ -13,6 +13,7 @@ import normplug
 import pool_cases
 import routes
 import row_cases
+from calls import case_id
 from graphs import check_replays
 from normplug import functional, native
 from pool_cases import PoolCase
@@ -29,10 +30,6 @@ def _needs_the_cpp_path():
     native.start()
     if native.status().way != "C++":
         pytest.skip(f"needs the C++ path: {native.status().why}")
-
-
-def case_id(value):
-    return value.__name__ if hasattr(value, "__name__") else f"{type(value).__name__} {value}"
 
 
 IMAGES = [(32, 33, 7, 7), (16, 64, 28, 28), (8, 32, 56, 56)]
@@ -170,7 +167,6 @@ def test_misaligned_tensors_go_through_python_and_are_right(count):
         torch.testing.assert_close(norm(each), expected)
 
 
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("cls", [normplug.BatchNorm1d, normplug.LayerNorm, normplug.RMSNorm])
 def test_a_cuda_graph_replays_the_step(cls):
     x = torch.randn(512, 96, device=GPU, requires_grad=True)

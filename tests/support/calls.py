@@ -18,6 +18,11 @@ DTYPES = (*HALVES, torch.float32, torch.float64)
 INPUTS = ("x", "residual", "weight", "bias", "input_bias")
 
 
+def case_id(value: Any) -> str:
+    """The id of a parameter that is a module of cases or a case."""
+    return value.__name__ if hasattr(value, "__name__") else f"{type(value).__name__} {value}"
+
+
 @dataclass
 class Tensors:
     """The inputs of a call, and the gradients of its outputs; None where there is none."""

@@ -1,4 +1,4 @@
-"""Shared by GPU tests: steps of modules as CUDA graphs, and a check of the free memory."""
+"""Shared by GPU tests: steps as CUDA graphs, calls on many streams, a check of the free memory."""
 
 import pytest
 import torch
@@ -45,3 +45,19 @@ def check_replays(step, graphed, eager, x):
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
         assert_same_bits(dict(graphed.named_buffers()), dict(eager.named_buffers()))
+
+
+def check_streams(cases, make, run):
+    """Assert that cases that run at the same time, each on its stream, give the usual bits."""
+    tensors = [make(case, "cuda") for case in cases]
+    expected = [run(case, given, "triton") for case, given in zip(cases, tensors, strict=True)]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(10):
+        for stream, case, given, truth in zip(streams, cases, tensors, expected, strict=True):
+            with torch.cuda.stream(stream):
+                results.append((run(case, given, "triton"), truth))
+    torch.cuda.synchronize()
+    for ours, truth in results:
+        assert_same_bits(ours, truth)

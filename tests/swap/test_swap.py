@@ -130,7 +130,7 @@ def test_a_failing_swap_leaves_the_model_as_it_was(net, options, inference):
 
 
 @pytest.mark.parametrize(
-    "call, message",
+    ("call", "message"),
     [
         (swap, "normplug.swap: another tool has rebuilt or .*: flat."),
         (set_mode, "normplug.set_mode: another tool has .*: flat."),

@@ -353,8 +353,6 @@ def test_the_command_line_fails_where_nothing_could_be_measured(runs):
 
 
 @pytest.mark.gpu
-# A graph is captured on a stream of its own, and gradients then accumulate on another.
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_a_captured_step_holds_on_to_the_weights_that_it_reads(tiny):
     batch = tiny.random_batch(4, "cuda")
     net = TinyNet().cuda()
