@@ -22,7 +22,7 @@ from normplug._kernels.device import power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
 from normplug._ops.group_norm.eager import GroupNormPlan
-from normplug._ops.plans import _BLANKS
+from normplug._ops.plans import BLANKS
 from normplug._ops.program import PLACE
 from normplug._ops.spec import GroupNormSpec, Tensors
 from normplug.bench.timing import Gpu, Stopwatch
@@ -158,7 +158,7 @@ class Sweep:
     def call(self, direction, program):
         def run():
             if direction == "forward":
-                slots = [*self.t, *_BLANKS]
+                slots = [*self.t, *BLANKS]
             else:
                 slots = self.plan._slots(self.saved)
                 slots[PLACE["dy"]] = self.dy

@@ -29,12 +29,12 @@ from normplug.reference import accumulator_dtype
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Needs = tuple[bool, ...]  # which of these to compute
 _INPUTS = 5
-_BLANKS = [None] * (len(SLOTS) - len(Tensors._fields))
+BLANKS = [None] * (len(SLOTS) - len(Tensors._fields))
 _DY, _DTOTAL = PLACE["dy"], PLACE["dtotal"]
 
 
-class Plan(ABC):
-    """The programs for calls that differ only in their tensors' values.
+class BasePlan:
+    """The programs for calls that differ only in their tensors' values, and what they run on.
 
     A forward saves (x, residual, weight, bias, input_bias, *state) for the backward. An input that
     the backward does not read is None. `state` names the tensors that the kernels compute for it.
@@ -43,8 +43,6 @@ class Plan(ABC):
     state: ClassVar[tuple[str, ...]]
     # Whether y can be recomputed, bit for bit, from the tensors that the forward saved.
     is_recomputable = False
-    # Whether the forward returns (y, x + residual).
-    has_total = False
 
     def __init__(self, t: Tensors, spec: Any) -> None:
         self.spec = spec
@@ -55,6 +53,60 @@ class Plan(ABC):
         self.saved_places = (*range(_INPUTS), *(PLACE[name] for name in self.state))
         self._workspaces: dict[tuple[int, int], Workspace] = {}
         self._programs: dict[Any, Program] = {}
+
+    def recompute_program(self, saved: dict[str, Tensor]) -> Program:
+        """The program that recomputes y, of a plan that `is_recomputable`.
+
+        saved: the tensors that the forward saved, by slot, without those that are None.
+        """
+        raise NotImplementedError
+
+    def recompute_of(self, saved: Sequence[Any]) -> Program:
+        """The program of `recomputed`."""
+        return self._made_once("recompute", self.recompute_program, saved)
+
+    def recomputed(self, saved: Sequence[Any]) -> Tensor:
+        """Recompute the output y."""
+        program = self.recompute_of(saved)
+        slots = self._slots(saved)
+        program.run(slots, self.device, self.workspace)
+        return program.results_of(slots)[0]
+
+    def workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
+        """The current stream, and a workspace on it of `scratch`: (counters, partial results)."""
+        stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
+        if stream != 0 or self.gpu is None:
+            return stream, Workspace(self.device, self.acc, *scratch)
+        work = self._workspaces.get(scratch)
+        if work is None:
+            work = self._workspaces[scratch] = Workspace.get(self.device, self.acc, *scratch)
+        return stream, work
+
+    def _made_once(
+        self, key: Any, make: Callable[..., Program], saved: Sequence[Any], *args: Any
+    ) -> Program:
+        """The program of a key. `make` takes the saved tensors by slot, and `args`."""
+        found = self._programs.get(key)
+        if found is None:
+            found = self._programs[key] = make(self._named(saved), *args)
+        return found
+
+    def _slots(self, saved: Sequence[Any]) -> list[Any]:
+        slots = [None] * len(SLOTS)
+        for place, t in zip(self.saved_places, saved, strict=True):
+            slots[place] = t
+        return slots
+
+    def _named(self, saved: Sequence[Any]) -> dict[str, Tensor]:
+        pairs = zip(self.saved_places, saved, strict=True)
+        return {SLOTS[place]: t for place, t in pairs if t is not None}
+
+
+class Plan(BasePlan, ABC):
+    """The plan of a norm that each process computes by itself."""
+
+    # Whether the forward returns (y, x + residual).
+    has_total = False
 
     @classmethod
     def refusal(cls, t: Tensors, spec: Any) -> str | None:
@@ -78,10 +130,6 @@ class Plan(ABC):
 
         saved: the tensors that the forward saved, by slot, without those that are None.
         """
-
-    def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        """The program that recomputes y, of a plan that `is_recomputable`."""
-        raise NotImplementedError
 
     @abstractmethod
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
@@ -107,11 +155,7 @@ class Plan(ABC):
         """The program of a backward."""
         strides = [None if t is None else t.stride() for t in (dy, dtotal)]
         key = (needs, *strides)
-        found = self._programs.get(key)
-        if found is None:
-            found = self.backward_program(self._named(saved), dy, dtotal, needs)
-            self._programs[key] = found
-        return found
+        return self._made_once(key, self.backward_program, saved, dy, dtotal, needs)
 
     def usual_backward(self, t: Sequence[Tensor | None], forward: Program) -> Program | None:
         """The program of the usual backward of this forward; None if there is none.
@@ -121,7 +165,7 @@ class Plan(ABC):
         needs = tuple(a is not None and a.requires_grad for a in t[:_INPUTS])
         if not any(needs):
             return None
-        slots = [*t, *_BLANKS]
+        slots = [*t, *BLANKS]
         for place, shape, stride, dtype, _ in forward.empties:
             slots[place] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         saved = [slots[place] for place in forward.saved]
@@ -133,16 +177,9 @@ class Plan(ABC):
         """Start compiling the kernels of calls that are likely to follow, if any are."""
         return
 
-    def recompute_of(self, saved: Sequence[Any]) -> Program:
-        """The program of `recomputed`."""
-        found = self._programs.get("recompute")
-        if found is None:
-            found = self._programs["recompute"] = self.recompute_program(self._named(saved))
-        return found
-
     def run(self, t: Tensors) -> Any:
         """Run a call, and record it for autograd if gradients are enabled."""
-        t = _unwrapped(t)
+        t = unwrapped(t)
         if (result := native.run(self, t)) is not None:
             return result
         if self.gpu is not None and self.gpu != current_device_index():
@@ -157,13 +194,13 @@ class Plan(ABC):
         if self.gpu is not None and self.gpu != current_device_index():
             with torch.cuda.device(self.gpu):
                 return self.run_with_state(t)
-        t, found = _unwrapped(t), list[Any]()
+        t, found = unwrapped(t), list[Any]()
         return _apply(*t[:_INPUTS], (self, t, found)), found
 
     def forward(self, t: Tensors, keep: bool) -> tuple[Any, tuple[Any, ...]]:
         """The result, and the tensors to save if `keep`."""
         program = self.forward_of(t, keep)
-        slots = [*t, *_BLANKS]
+        slots = [*t, *BLANKS]
         program.run(slots, self.device, self.workspace)
         results = program.results_of(slots)
         saved = tuple([slots[place] for place in program.saved])
@@ -182,55 +219,46 @@ class Plan(ABC):
         dx, dresidual, dweight, dbias, dinput_bias = program.results_of(slots)
         return dx, dresidual, dweight, dbias, dinput_bias
 
-    def recomputed(self, saved: Sequence[Any]) -> Tensor:
-        """Recompute the output y."""
-        program = self.recompute_of(saved)
-        slots = self._slots(saved)
-        program.run(slots, self.device, self.workspace)
-        return program.results_of(slots)[0]
-
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
     ) -> Gradients:
         """As `backward`, by torch operations, which autograd can differentiate again."""
         with torch.autocast(dy.device.type, enabled=False):
-            inputs, y, dy = self.composed(saved, dy)
-            wanted = [need and t is not None for need, t in zip(needs, inputs, strict=False)]
-            asked = [t for t, want in zip(inputs, wanted, strict=True) if want]
-            found = iter(torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ())
-        dx, dresidual, dweight, dbias, dinput_bias = (
-            next(found) if want else None for want in wanted
-        )
+            gradients = differentiable_gradients(*self.composed(saved, dy), needs)
+        dx, dresidual, dweight, dbias, dinput_bias = gradients
         return dx, dresidual, dweight, dbias, dinput_bias
 
-    def workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
-        """The current stream, and a workspace on it of `scratch`: (counters, partial results)."""
-        stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
-        if stream != 0 or self.gpu is None:
-            return stream, Workspace(self.device, self.acc, *scratch)
-        work = self._workspaces.get(scratch)
-        if work is None:
-            work = self._workspaces[scratch] = Workspace.get(self.device, self.acc, *scratch)
-        return stream, work
 
-    def _slots(self, saved: Sequence[Any]) -> list[Any]:
-        slots = [None] * len(SLOTS)
-        for place, t in zip(self.saved_places, saved, strict=True):
-            slots[place] = t
-        return slots
-
-    def _named(self, saved: Sequence[Any]) -> dict[str, Tensor]:
-        pairs = zip(self.saved_places, saved, strict=True)
-        return {SLOTS[place]: t for place, t in pairs if t is not None}
+def differentiable_gradients(
+    inputs: Sequence[Any], y: Tensor, dy: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of the inputs that `needs` selects, which autograd can differentiate again."""
+    wanted = [need and t is not None for need, t in zip(needs, inputs, strict=True)]
+    asked = [t for t, want in zip(inputs, wanted, strict=True) if want]
+    found = iter(torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ())
+    return [next(found) if want else None for want in wanted]
 
 
-def _unwrapped(t: Tensors) -> Tensors:
+def unwrapped(t: Tensors) -> Tensors:
     """The call, without wrappers that a torch.func transform has left on its tensors at its end."""
     x = unwrap_if_dead(t.x)
     residual = None if t.residual is None else unwrap_if_dead(t.residual)
     if x is t.x and residual is t.residual:
         return t
     return t._replace(x=x, residual=residual)
+
+
+def run_backward(ctx: Any, dy: Tensor, other: Any) -> tuple[Tensor | None, ...]:
+    """The gradients of a function's inputs, by `ctx.plan`, and None for the last of them, the call.
+
+    other: what the plan's backward takes beside dy.
+    """
+    plan, saved, needs = ctx.plan, ctx.saved_tensors, ctx.needs_input_grad[:-1]
+    backward = plan.composed_backward if torch.is_grad_enabled() else plan.backward
+    if plan.gpu is not None and plan.gpu != current_device_index():
+        with torch.cuda.device(plan.gpu):
+            return (*backward(saved, dy, other, needs), None)
+    return (*backward(saved, dy, other, needs), None)
 
 
 class _Norm(Recomputable):
@@ -259,12 +287,7 @@ class _Norm(Recomputable):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        plan, saved, needs = ctx.plan, ctx.saved_tensors, ctx.needs_input_grad[:_INPUTS]
-        backward = plan.composed_backward if torch.is_grad_enabled() else plan.backward
-        if plan.gpu is not None and plan.gpu != current_device_index():
-            with torch.cuda.device(plan.gpu):
-                return (*backward(saved, dy, dtotal, needs), None)
-        return (*backward(saved, dy, dtotal, needs), None)
+        return run_backward(ctx, dy, dtotal)
 
 
 _apply = applier(_Norm)

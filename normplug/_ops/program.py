@@ -23,7 +23,7 @@ SLOTS = (
     *Tensors._fields,
     "y", "total", "stats", "bits", "peaks", "places",
     "dy", "dtotal", "dx", "dresidual", "dweight", "dbias", "dinput_bias",
-    "partial", "counters", "nothing",
+    "message", "partial", "counters", "nothing",
 )  # fmt: skip
 PLACE = {name: place for place, name in enumerate(SLOTS)}
 RUNNING = ("running_mean", "running_var", "tracked")
@@ -92,7 +92,7 @@ class Program:
         *,
         empties: Mapping[str, Layout],
         launches: Sequence[tuple[Launch, Mapping[str, str]]],
-        results: Sequence[Result],
+        results: Sequence[Result] = (),
         saved: Sequence[str] = (),
         copies: Mapping[str, Sequence[int]] | None = None,
         moves: Sequence[str] = (),
@@ -172,6 +172,11 @@ class Program:
 def increment_versions(updated: Sequence[Tensor]) -> None:
     """Tell autograd, by the version counters, that kernels have updated these tensors in place."""
     increment_version([t for t in updated if not t.is_inference()])
+
+
+def layout_of(t: Tensor) -> Layout:
+    """The layout of a tensor."""
+    return t.shape, t.stride(), t.dtype
 
 
 def named(t: Tensors) -> dict[str, Tensor]:

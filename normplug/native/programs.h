@@ -25,8 +25,8 @@ namespace normplug {
 using at::Tensor;
 
 // Indices into `normplug._ops.program.SLOTS`; checked when the module is loaded.
-constexpr size_t kTensors = 8, kInputs = 5, kSlots = 24, kNothing = kSlots - 1;
-constexpr size_t kTracked = 7, kDy = 14, kDtotal = 15, kPartial = 21, kCounters = 22;
+constexpr size_t kTensors = 8, kInputs = 5, kSlots = 25, kNothing = kSlots - 1;
+constexpr size_t kTracked = 7, kDy = 14, kDtotal = 15, kPartial = 22, kCounters = 23;
 using Slots = std::array<Tensor, kSlots>;
 
 [[noreturn]] inline void throw_python() {

@@ -17,7 +17,7 @@ from normplug._kernels.device import processors
 from normplug._kernels.launch import COOPERATIVE, Workspace
 from normplug._layouts import dense, laid_out_like, lies_like
 from normplug._ops.batch_norm import aten, likely
-from normplug._ops.plans import KernelRoute, Needs, Plan
+from normplug._ops.plans import BLANKS, KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, PLACE, RUNNING, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._ops.statistics import variance_of
@@ -240,18 +240,34 @@ def expect_likely(t: Tensors, spec: BatchNormSpec, machine: tuple[int, bool]) ->
         ahead.expect(jobs[key])
 
 
+def statistics_program(x: Tensor, joined: bool = False) -> Program:
+    """The program of stats: mean and biased variance of the channels of a dense x.
+
+    joined: whether the number of values per channel follows them.
+    """
+    geometry = schedule.geometry(*shape_of(x), 1, *machine_of(x))
+    flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True, joined=joined)
+    launch = launches.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
+    size = 2 * x.shape[1] + joined
+    return Program(
+        {"x": x},
+        empties={"stats": ((size,), (1,), accumulator_dtype(x.dtype))},
+        launches=[(launch, {})],
+        results=[Result(PLACE["stats"])],
+        scratch=launches.scratch(geometry),
+    )
+
+
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """`functional.channel_stats`, in one read of x."""
     x = dense(x.detach())
-    geometry = schedule.geometry(*shape_of(x), 1, *machine_of(x))
-    flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True)
-    launch = launches.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
-    c = x.shape[1]
-    stats = x.new_empty(2 * c, dtype=accumulator_dtype(x.dtype))
-    with torch.cuda.device_of(x):
+
+    def workspace(scratch: tuple[int, int]) -> tuple[int, Workspace]:
         stream = current_raw_stream(x.device.index) if x.is_cuda else 0
-        work = Workspace(x.device, stats.dtype, *launches.scratch(geometry))
-        # Placeholders for absent tensors, which the kernel never dereferences.
-        running = (stats, stats, work.counters)
-        launch(stream, x, x, stats, stats, *running, x, x, stats, work.partial, work.counters)
+        return stream, Workspace(x.device, accumulator_dtype(x.dtype), *scratch)
+
+    program, slots, c = statistics_program(x), [*Tensors(x), *BLANKS], x.shape[1]
+    with torch.cuda.device_of(x):
+        program.run(slots, x.device, workspace)
+    (stats,) = program.results_of(slots)
     return stats[:c], stats[c:]

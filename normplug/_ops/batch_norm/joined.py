@@ -11,7 +11,8 @@ A process with an empty batch sends zeros, and merges as the others do.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,87 +20,74 @@ from torch import Tensor
 
 from normplug import _activations, _checks
 from normplug._kernels.batch_norm import launches, schedule
-from normplug._kernels.launch import Launch, Workspace
+from normplug._kernels.launch import Launch
 from normplug._layouts import laid_out_like, readable
 from normplug._ops.batch_norm import messages
-from normplug._ops.batch_norm.eager import BatchNormPlan, machine_of, shape_of
-from normplug._ops.program import increment_versions
+from normplug._ops.batch_norm.eager import (
+    BatchNormPlan,
+    machine_of,
+    shape_of,
+    statistics_program,
+)
+from normplug._ops.plans import (
+    BLANKS,
+    BasePlan,
+    differentiable_gradients,
+    run_backward,
+    unwrapped,
+)
+from normplug._ops.program import PLACE, RUNNING, Layout, Program, Result, layout_of, named
 from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._ops.statistics import variance_of
-from normplug._torch import applier, current_device_index, current_raw_stream, unwrap_if_dead
-from normplug.reference import accumulator_dtype, per_channel
+from normplug._torch import applier, current_device_index
+from normplug.reference import per_channel
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_Y, _STATS, _MESSAGE, _DY = (PLACE[name] for name in ("y", "stats", "message", "dy"))
+# The gradients of a backward's launch, and the tensors that they are shaped like.
+_GRADIENTS = {"dx": "x", "dweight": "weight", "dbias": "bias", "dresidual": "x"}
+_DX, _DWEIGHT, _DBIAS, _DRESIDUAL = (PLACE[name] for name in _GRADIENTS)
 
 
-class JoinedPlan:
-    """The launches for calls that differ only in their tensors' values and their group.
+class JoinedPlan(BasePlan):
+    """The programs for calls that differ only in their tensors' values and their group.
 
-    A call computes stats, (2 * C + 1,): mean and rstd of each channel of the joined batch, and the
-    number of values per channel.
+    State: stats and bits. stats, (2 * C + 1,): mean and rstd of each channel of the joined batch,
+    and the number of values per channel. bits: as in `BatchNormPlan`. The slot `message` holds the
+    messages gathered from all processes or, in a backward, the sums.
     """
+
+    spec: BatchNormSpec
+    state = ("stats", "bits")
 
     def __init__(self, t: Tensors, spec: BatchNormSpec, processes: int) -> None:
         ready, spec = BatchNormPlan.laid_out(t, spec)
+        super().__init__(ready, spec)
+        x = ready.x
         self._copies = ready is not t
-        x, c = ready.x, ready.x.shape[1]
-        self.spec = spec
-        self.acc = accumulator_dtype(x.dtype)
-        # The GPU that must be current at a launch; None on the CPU.
-        self.gpu = x.device.index if x.is_cuda else None
-        self._device, self._dtype, self._processes, self._channels = x.device, x.dtype, processes, c
+        self._processes, self._channels = processes, x.shape[1]
         self._is_empty = x.numel() == 0
         self._has_residual = t.residual is not None
         reads_input = _activations.backward_reads_input(spec.activation)
         self._reads_residual = self._has_residual and reads_input
         self.keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self.keeps_residual or not self._has_residual
-        self._work: Workspace | None = None
-        self._scratch = (0, 0)
-        running = t.running_mean is not None
-        merging = launches.Flags(
-            running=running,
-            cumulative=running and spec.momentum is None,
-            tracked=running and t.tracked is not None,
+        self._shape, self._machine = shape_of(x), machine_of(x)
+        self._flags = partial(
+            launches.Flags,
+            weight=t.weight is not None,
+            bias=t.bias is not None,
+            residual=self._has_residual,
+            activation=spec.activation,
+            joined=True,
         )
-        self._merge = launches.merge_launch(
-            processes, c, x.dtype, merging, spec.momentum or 0.0, spec.eps
-        )
-        self._sums: dict[tuple[bool, bool, bool], Launch] = {}
-        self._dx: dict[bool, Launch] = {}
-        if not self._is_empty:
-            self._set_up(ready)
-
-    def _set_up(self, t: Tensors) -> None:
-        """Set up the launches that an empty batch does not need."""
-        spec, shape, machine = self.spec, shape_of(t.x), machine_of(t.x)
-        once, twice = (schedule.geometry(*shape, tensors, *machine) for tensors in (1, 2))
-        needs = (launches.scratch(geometry) for geometry in (once, twice))
-        counters, room = (max(sizes) for sizes in zip(*needs, strict=True))
-        self._scratch = (counters, room)
-        self._geometry = twice
-        own = launches.Flags(weight=False, bias=False, normalize=False, variance=True, joined=True)
-        self._statistics = launches.forward_launch(once, t.x.dtype, own, 0.0, spec.eps, 1.0)
-
-        def flags(training: bool, given: bool) -> launches.Flags:
-            return launches.Flags(
-                training=training,
-                given=given,
-                weight=t.weight is not None,
-                bias=t.bias is not None,
-                residual=self._has_residual,
-                activation=spec.activation,
-                joined=True,
-            )
-
-        normalising = flags(training=False, given=True)
-        self._normalise = launches.forward_launch(
-            once, t.x.dtype, normalising, 0.0, spec.eps, spec.target_variance
-        )
-        self._mask_bytes = schedule.mask_bytes(*shape) if normalising.bits else 0
-        self._summing = flags(training=True, given=False)
-        self._given = flags(training=True, given=True)
+        # It stands for stats and for messages: programs need only their dtype.
+        self._vector = torch.empty(0, dtype=self.acc, device="meta")
+        self._statistics = None if self._is_empty else statistics_program(x, joined=True)
+        self._merge = self._merge_program(ready)
+        inputs = ready._replace(running_mean=None, running_var=None, tracked=None)
+        self._normalise = self.recompute_program({**named(inputs), "stats": self._vector})
 
     @classmethod
     def refusal(cls, t: Tensors, spec: BatchNormSpec) -> str | None:
@@ -108,6 +96,75 @@ class JoinedPlan:
             t = t._replace(x=t.x.new_empty(1, *t.x.shape[1:2]))
         return BatchNormPlan.refusal(t, spec)
 
+    def _merge_program(self, t: Tensors) -> Program:
+        """The program that merges the statistics of all processes, and updates the running ones."""
+        spec, c, running = self.spec, self._channels, t.running_mean is not None
+        flags = launches.Flags(
+            running=running,
+            cumulative=running and spec.momentum is None,
+            tracked=running and t.tracked is not None,
+        )
+        launch = launches.merge_launch(
+            self._processes, c, t.x.dtype, flags, spec.momentum or 0.0, spec.eps
+        )
+        return Program(
+            {**named(t), "message": self._vector},
+            empties={"stats": ((2 * c + 1,), (1,), self.acc)},
+            launches=[(launch, {"parts": "message"})],
+            moves=RUNNING,
+        )
+
+    def recompute_program(self, saved: Mapping[str, Tensor]) -> Program:
+        """The program of y, given stats. It rewrites bits, if they are given, with equal values."""
+        x, spec = saved["x"], self.spec
+        empties: dict[str, Layout] = {"y": layout_of(x)}
+        steps: list[tuple[Launch, dict[str, str]]] = []
+        if not self._is_empty:
+            flags = self._flags(training=False, given=True)
+            geometry = schedule.geometry(*self._shape, 1, *self._machine)
+            numbers = (0.0, spec.eps, spec.target_variance)
+            steps.append((launches.forward_launch(geometry, x.dtype, flags, *numbers), {}))
+            if flags.bits and "bits" not in saved:
+                empties["bits"] = ((schedule.mask_bytes(*self._shape),), (1,), torch.uint8)
+        kept = "residual" if self.keeps_residual else "nothing"
+        return Program(
+            saved,
+            empties=empties,
+            launches=steps,
+            results=[Result(_Y)],
+            saved=("x", kept, "weight", "bias", "nothing", *self.state),
+        )
+
+    def _backward_program(
+        self, saved: dict[str, Tensor], dy: Tensor, wanted: tuple[bool, bool, bool, bool]
+    ) -> Program:
+        """The program of dx, dweight, dbias and dresidual, as `wanted` selects.
+
+        Without dx, it also computes this process's sums. With dx, it is given those of all.
+        """
+        x, joined = saved["x"], wanted[0]
+        given = {**saved, "dy": dy}
+        empties: dict[str, Layout] = {
+            name: layout_of(saved[like])
+            for (name, like), want in zip(_GRADIENTS.items(), wanted, strict=True)
+            if want
+        }
+        geometry = schedule.geometry(*self._shape, 2, *self._machine)
+        launch = launches.backward_launch(
+            geometry, x.dtype, self._flags(given=joined), wanted, self.spec.target_variance
+        )
+        if joined:
+            given["message"], renamed, scratch = self._vector, "partial", (0, 0)
+        else:
+            empties["message"] = ((2 * self._channels,), (1,), self.acc)
+            renamed, scratch = "dx", launches.scratch(geometry)
+        return Program(
+            given,
+            empties=empties,
+            launches=[(launch, {renamed: "message"})],
+            scratch=scratch,
+        )
+
     def run(self, t: Tensors, group: Any) -> tuple[Tensor, Tensor]:
         """Compute y, recorded for autograd if gradients are enabled, and stats."""
         if self.gpu is not None and self.gpu != current_device_index():
@@ -115,167 +172,87 @@ class JoinedPlan:
                 return self.run(t, group)
         if self._copies:
             t, _ = BatchNormPlan.laid_out(t, self.spec)
-        stats = t.x.new_empty(2 * self._channels + 1, dtype=self.acc)
         if not torch.is_grad_enabled():
-            return self.forward(t, group, stats)[0], stats
-        # Remove wrappers that a torch.func transform has left on the tensors at its end.
-        x, residual = unwrap_if_dead(t.x), t.residual
-        if residual is not None:
-            residual = unwrap_if_dead(residual)
-        if x is not t.x or residual is not t.residual:
-            t = t._replace(x=x, residual=residual)
-        return _apply(x, residual, t.weight, t.bias, (self, t, group, stats)), stats
+            y, stats, _ = self.forward(t, group)
+            return y, stats
+        t = unwrapped(t)
+        found: list[Tensor] = []
+        return _apply(t.x, t.residual, t.weight, t.bias, (self, t, group, found)), found[0]
 
     def moments(self, stats: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance of the joined batch."""
         mean, rstd, _ = stats.tensor_split((self._channels, 2 * self._channels))
         return mean, variance_of(rstd, self.spec.eps)
 
-    def forward(
-        self, t: Tensors, group: Any, stats: Tensor
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Compute y, and the tensors to save; fills `stats`."""
-        x, residual, weight, bias, _, running_mean, running_var, tracked = t
-        stream, work = self._workspace()
-        # A placeholder for absent tensors, which the kernels never dereference.
-        nothing = work.counters
-        if self._is_empty:
-            own = torch.zeros_like(stats)
+    def forward(self, t: Tensors, group: Any) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+        """Compute y, stats, and the tensors to save."""
+        slots: list[Any] = [*t, *BLANKS]
+        if self._statistics is None:
+            own = t.x.new_zeros(2 * self._channels + 1, dtype=self.acc)
         else:
-            own = torch.empty_like(stats)
-            self._statistics(
-                stream, x, x, own, own, own, own, nothing, x, x, own, work.partial, work.counters
-            )
-        parts = messages.gather(own, self._processes, group)
-        self._merge(
-            stream,
-            parts,
-            stats if running_mean is None else running_mean,
-            stats if running_var is None else running_var,
-            nothing if tracked is None else tracked,
-            stats,
-        )
-        increment_versions([r for r in (running_mean, running_var, tracked) if r is not None])
+            self._statistics.run(slots, self.device, self.workspace)
+            own = slots[_STATS]
+        slots[_MESSAGE] = messages.gather(own, self._processes, group)
+        self._merge.run(slots, self.device, self.workspace)
+        stats = slots[_STATS]
         if self.gpu is None and stats[-1] == 1:
             raise _checks.one_joined_value(self._processes)
-        y, bits = torch.empty_like(x), None
-        if not self._is_empty:
-            if self._mask_bytes:
-                bits = x.new_empty(self._mask_bytes, dtype=torch.uint8)
-            self._write(stream, work, y, (x, residual, weight, bias, stats, bits))
-        kept = residual if self.keeps_residual else None
-        return y, (x, kept, weight, bias, stats, bits)
-
-    def recomputed(self, saved: Sequence[Any]) -> Tensor:
-        """Recompute the output y. This also rewrites the bits, with the same values."""
-        y = torch.empty_like(saved[0])
-        if not self._is_empty:
-            self._write(*self._workspace(), y, saved)
-        return y
-
-    def _write(self, stream: int, work: Workspace, y: Tensor, saved: Sequence[Any]) -> None:
-        x, residual, weight, bias, stats, bits = saved
-        self._normalise(
-            stream,
-            x,
-            x if residual is None else residual,
-            stats if weight is None else weight,
-            stats if bias is None else bias,
-            stats,
-            stats,
-            work.counters,
-            y,
-            x if bits is None else bits,
-            stats,
-            work.partial,
-            work.counters,
-        )
+        self._normalise.run(slots, self.device, self.workspace)
+        return slots[_Y], stats, tuple([slots[place] for place in self._normalise.saved])
 
     def backward(
-        self, saved: Sequence[Any], group: Any, dy: Tensor, needs: Sequence[bool]
+        self, saved: Sequence[Any], dy: Tensor, group: Any, needs: Sequence[bool]
     ) -> Gradients:
         """The gradients of x, residual, weight and bias that `needs` selects."""
-        x, residual, weight, bias, stats, bits = saved
+        x, _, weight, bias, _, stats, _ = saved
         if self._is_empty:
             if needs[0]:
                 messages.add(stats.new_zeros(2 * self._channels), group)
             dx, dresidual, dweight, dbias = (
                 torch.zeros_like(of) if need and of is not None else None
-                for need, of in zip(needs, (x, x, weight, bias), strict=False)
+                for need, of in zip(needs, (x, x, weight, bias), strict=True)
             )
             return dx, dresidual, dweight, dbias
         if dy.stride() != x.stride():
             dy = laid_out_like(dy, x)
-        through, dresidual = needs[1], None
-        if through:
-            if self.spec.activation is None:
-                through, dresidual = False, dy
-            else:
-                dresidual = torch.empty_like(x)
-        dweight = torch.empty_like(weight) if needs[2] else None
-        dbias = torch.empty_like(bias) if needs[3] else None
-        sums = stats.new_empty(2 * self._channels)
-        stream, work = self._workspace()
-        read = (
-            dy,
-            x,
-            x if residual is None else residual,
-            x if bits is None else bits,
-            stats if weight is None else weight,
-            stats if bias is None else bias,
-            stats,
-        )
-        vectors = (stats if dweight is None else dweight, stats if dbias is None else dbias)
-        dresidual_or_x = x if dresidual is None else dresidual
-        # The launch of dx writes dresidual, too. Without dx, this launch has to.
-        wanted = (needs[2], needs[3], through and not needs[0])
-        launch = self._sums.get(wanted) or self._set_up_sums(wanted)
-        launch(stream, *read, sums, dresidual_or_x, *vectors, work.partial, work.counters)
-        if not needs[0]:
-            return None, dresidual, dweight, dbias
-        messages.add(sums, group)
-        dx = torch.empty_like(x)
-        launch = self._dx.get(through) or self._set_up_dx(through)
-        launch(stream, *read, dx, dresidual_or_x, *vectors, sums, work.counters)
-        return dx, dresidual, dweight, dbias
+        slots = self._slots(saved)
+        slots[_DY] = dy
+        # Without an activation, dy is the residual's gradient. Otherwise it is written with dx or,
+        # if that is not needed, with the sums.
+        through = needs[1] and self.spec.activation is not None
+        self._run_backward((False, *needs[2:], through and not needs[0]), saved, slots)
+        if needs[0]:
+            messages.add(slots[_MESSAGE], group)
+            self._run_backward((True, False, False, through), saved, slots)
+        dresidual = dy if needs[1] and not through else slots[_DRESIDUAL]
+        return slots[_DX], dresidual, slots[_DWEIGHT], slots[_DBIAS]
 
-    def _set_up_sums(self, needs: tuple[bool, bool, bool]) -> Launch:
-        """Set up the launch of the sums. needs: of dweight, dbias and dresidual."""
-        launch = self._sums[needs] = launches.backward_launch(
-            self._geometry, self._dtype, self._summing, (False, *needs), self.spec.target_variance
-        )
-        return launch
-
-    def _set_up_dx(self, dresidual: bool) -> Launch:
-        needs = (True, False, False, dresidual)
-        launch = self._dx[dresidual] = launches.backward_launch(
-            self._geometry, self._dtype, self._given, needs, self.spec.target_variance
-        )
-        return launch
+    def _run_backward(
+        self, wanted: tuple[bool, ...], saved: Sequence[Any], slots: list[Any]
+    ) -> None:
+        program = self._made_once(wanted, self._backward_program, saved, slots[_DY], wanted)
+        program.run(slots, self.device, self.workspace)
 
     def composed_backward(
-        self, saved: Sequence[Any], group: Any, dy: Tensor, needs: Sequence[bool]
+        self, saved: Sequence[Any], dy: Tensor, group: Any, needs: Sequence[bool]
     ) -> Gradients:
         """As `backward`, by torch operations, which autograd can differentiate again."""
         with torch.autocast(dy.device.type, enabled=False):
-            inputs, y, dy = self._composed(saved, group, dy)
-            wanted = [need and t is not None for need, t in zip(needs, inputs, strict=False)]
-            asked = [t for t, want in zip(inputs, wanted, strict=True) if want]
-            found = iter(torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ())
-        dx, dresidual, dweight, dbias = (next(found) if want else None for want in wanted)
+            gradients = differentiable_gradients(*self._composed(saved, dy, group), needs)
+        dx, dresidual, dweight, dbias = gradients
         return dx, dresidual, dweight, dbias
 
     def _composed(
-        self, saved: Sequence[Any], group: Any, dy: Tensor
+        self, saved: Sequence[Any], dy: Tensor, group: Any
     ) -> tuple[Sequence[Any], Tensor, Tensor]:
         """The inputs that have gradients, y computed from them by torch operations, and its dy."""
-        x, residual, weight, bias, stats, bits = saved
+        x, residual, weight, bias, _, stats, bits = saved
         spec, activation = self.spec, self.spec.activation
         if bits is not None:
             # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
             detached = (x.detach(), *saved[1:])
             needs = (False, True, False, False)
-            _, mask, *_ = self.backward(detached, group, torch.ones_like(x), needs)
+            _, mask, *_ = self.backward(detached, torch.ones_like(x), group, needs)
             assert mask is not None
             dy, activation = dy * mask, None
         if self._has_residual and not self._reads_residual:
@@ -293,15 +270,6 @@ class JoinedPlan:
         y = _activations.apply(activation, y)
         return (x, residual, weight, bias), y.to(x.dtype), dy
 
-    def _workspace(self) -> tuple[int, Workspace]:
-        """The current stream, and a workspace on it."""
-        stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
-        if stream != 0 or self.gpu is None:
-            return stream, Workspace(self._device, self.acc, *self._scratch)
-        if self._work is None:
-            self._work = Workspace.get(self._device, self.acc, *self._scratch)
-        return stream, self._work
-
 
 class _JoinedNorm(Recomputable):
     @staticmethod
@@ -311,23 +279,18 @@ class _JoinedNorm(Recomputable):
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        call: tuple[JoinedPlan, Tensors, Any, Tensor],
+        call: tuple[JoinedPlan, Tensors, Any, list[Tensor]],
     ) -> Tensor:
-        plan, t, group, stats = call
-        y, saved = plan.forward(t, group, stats)
+        plan, t, group, found = call
+        y, stats, saved = plan.forward(t, group)
+        found.append(stats)
         ctx.save_for_backward(*saved)
         ctx.plan, ctx.group = plan, group
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        plan, saved = ctx.plan, ctx.saved_tensors
-        dy = readable(dy)
-        backward = plan.composed_backward if torch.is_grad_enabled() else plan.backward
-        if plan.gpu is not None and plan.gpu != current_device_index():
-            with torch.cuda.device(plan.gpu):
-                return (*backward(saved, ctx.group, dy, ctx.needs_input_grad), None)
-        return (*backward(saved, ctx.group, dy, ctx.needs_input_grad), None)
+        return run_backward(ctx, readable(dy), ctx.group)
 
 
 _apply = applier(_JoinedNorm)
