@@ -81,7 +81,7 @@ class Program:
         results: The slots that are returned.
         saved: The slots that the backward will need, in the order of `Plan`.
         copies: Slots whose tensors are copied first, and the strides they must have.
-        moves: The slots whose tensors the launches update in place.
+        updates: The slots whose tensors the launches update in place.
         counts: Whether to increment `tracked` first.
         scratch: How many counters and how many partial results the launches need.
     """
@@ -95,7 +95,7 @@ class Program:
         results: Sequence[Result] = (),
         saved: Sequence[str] = (),
         copies: Mapping[str, Sequence[int]] | None = None,
-        moves: Sequence[str] = (),
+        updates: Sequence[str] = (),
         counts: bool = False,
         scratch: tuple[int, int] = (0, 0),
     ) -> None:
@@ -108,7 +108,7 @@ class Program:
         self.results = tuple(results)
         self.saved = tuple(PLACE[name] for name in saved)
         self.copies = tuple((PLACE[name], tuple(s)) for name, s in (copies or {}).items())
-        self.moves = tuple(PLACE[name] for name in moves if name in given)
+        self.updates = tuple(PLACE[name] for name in updates if name in given)
         self.counts, self.scratch = counts, scratch
 
     def run(self, slots: list[Any], device: torch.device, workspace: Callable[..., Any]) -> None:
@@ -136,8 +136,8 @@ class Program:
             slots[PARTIAL], slots[COUNTERS] = work.partial, work.counters
             for launch, _, pick in self.steps:
                 launch(stream, *pick(slots))
-        if self.moves:
-            increment_versions([slots[place] for place in self.moves])
+        if self.updates:
+            increment_versions([slots[place] for place in self.updates])
 
     def jobs(self, accumulator: torch.dtype, after: int = 0) -> list[ahead.Job]:
         """The jobs that compile the kernels.

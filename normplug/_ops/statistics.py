@@ -45,15 +45,15 @@ def variance_of(rstd: Tensor, eps: float) -> Tensor:
     return rstd.pow(-2).sub_(eps).clamp_min_(0)
 
 
-def move(
+def update(
     running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, step: float | Tensor
 ) -> None:
     """Update both running statistics in place, by one step towards those of a batch."""
-    move_one(running_mean, mean, step)
-    move_one(running_var, var, step)
+    update_one(running_mean, mean, step)
+    update_one(running_var, var, step)
 
 
-def move_one(running: Tensor, value: Tensor, step: float | Tensor) -> None:
+def update_one(running: Tensor, value: Tensor, step: float | Tensor) -> None:
     """Update a running statistic in place, by one step towards a batch's value."""
     if running.dim() == 0 and running.dtype == torch.float64:
         # On the CPU, torch.compile of torch 2.8 to 2.13 drops writes to such a tensor, but not

@@ -99,7 +99,7 @@ def _by_torch(
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
         step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum, counts=n > 1)
         unbiased = var * (n / (n - 1).clamp(min=1))
-        statistics.move(t.running_mean, t.running_var, mean, unbiased, step)
+        statistics.update(t.running_mean, t.running_var, mean, unbiased, step)
     return y, mean, var
 
 

@@ -143,7 +143,7 @@ inline auto make_node() {
 
 // Increment the version counters of the tensors that the kernels updated in place.
 inline void raise_versions(const Program& program, const Slots& slots) {
-  for (uint8_t place : program.moves) {
+  for (uint8_t place : program.updates) {
     const Tensor& t = slots[place];
     if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
   }

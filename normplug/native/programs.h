@@ -68,7 +68,7 @@ struct Program {
   std::vector<Layout> empties;
   std::vector<Step> steps;
   std::vector<Result> results;
-  std::vector<uint8_t> saved, moves;  // moves: the slots updated in place
+  std::vector<uint8_t> saved, updates;  // updates: the slots updated in place
   py::object scratch;
   int64_t counters, room;  // `scratch`: how many counters and partial results
   Tensor kept_partial, kept_counters;  // of the default stream
@@ -132,7 +132,7 @@ inline std::shared_ptr<Program> program_of(py::handle python) {
                                 maybe_dtype(result.attr("dtype"))});
   }
   program->saved = attribute<std::vector<uint8_t>>(python, "saved");
-  program->moves = attribute<std::vector<uint8_t>>(python, "moves");
+  program->updates = attribute<std::vector<uint8_t>>(python, "updates");
   program->scratch = python.attr("scratch");
   std::tie(program->counters, program->room) =
       program->scratch.cast<std::pair<int64_t, int64_t>>();

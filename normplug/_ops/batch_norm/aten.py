@@ -64,7 +64,7 @@ def _training(t: Tensors, weight: Tensor | None, spec: BatchNormSpec) -> Tensor:
     # With momentum=1, the same kernel writes the batch's statistics to these buffers.
     mean, var = torch.zeros_like(t.running_mean), torch.zeros_like(t.running_var)
     y = F.batch_norm(t.x, mean, var, weight, t.bias, True, 1.0, spec.eps)
-    statistics.move(t.running_mean, t.running_var, mean, var, step)
+    statistics.update(t.running_mean, t.running_var, mean, var, step)
     return y
 
 

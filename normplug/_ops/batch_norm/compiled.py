@@ -119,7 +119,7 @@ class _Compiled(Route):
             with torch.no_grad():
                 batch_mean, rstd = stats.chunk(2)
                 batch_var = statistics.variance_of(rstd, spec.eps) * (n / (n - 1))
-                statistics.move(mean, var, batch_mean, batch_var, step)
+                statistics.update(mean, var, batch_mean, batch_var, step)
         return y
 
 

@@ -102,7 +102,7 @@ class BatchNormPlan(Plan):
             launches=[(launch, {})],
             results=[Result(PLACE["y"])],
             saved=("x", kept, "weight", "bias", "nothing", "stats", "bits"),
-            moves=RUNNING if spec.training else (),
+            updates=RUNNING if spec.training else (),
             counts=self._flags.cumulative,
             scratch=launches.scratch(geometry),
         )

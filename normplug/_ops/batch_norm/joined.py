@@ -111,7 +111,7 @@ class JoinedPlan(BasePlan):
             {**named(t), "message": self._vector},
             empties={"stats": ((2 * c + 1,), (1,), self.acc)},
             launches=[(launch, {"parts": "message"})],
-            moves=RUNNING,
+            updates=RUNNING,
         )
 
     def recompute_program(self, saved: Mapping[str, Tensor]) -> Program:

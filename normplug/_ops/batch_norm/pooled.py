@@ -122,7 +122,7 @@ class PooledPlan(Plan):
             launches=steps,
             results=[Result(PLACE["y"])],
             saved=("x", "nothing", "weight", "bias", "nothing", *self.state),
-            moves=RUNNING if spec.training else (),
+            updates=RUNNING if spec.training else (),
             counts=self._cumulative,
             scratch=scratch,
         )

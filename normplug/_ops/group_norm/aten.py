@@ -11,7 +11,7 @@ from torch import Tensor
 
 from normplug import _activations
 from normplug._ops.batch_norm.aten import empty_norm, scaled_weight
-from normplug._ops.group_norm.moves import move
+from normplug._ops.group_norm.updates import update_running
 from normplug._ops.spec import GroupNormSpec, Route, Tensors
 from normplug._ops.weights import promoted, scaled
 from normplug.reference import accumulator_dtype
@@ -59,4 +59,4 @@ def _watch(t: Tensors, spec: GroupNormSpec) -> None:
     x = t.x.detach()
     rows = x.to(accumulator_dtype(x.dtype)).reshape(x.shape[0], spec.groups, -1)
     var, mean = torch.var_mean(rows, dim=-1, correction=0)
-    move(t, spec, mean, var)
+    update_running(t, spec, mean, var)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from normplug import _activations
 from normplug._layouts import dense
-from normplug._ops.group_norm.moves import moments, move
+from normplug._ops.group_norm.updates import moments, update_running
 from normplug._ops.library import NormOperators
 from normplug._ops.spec import GroupNormSpec, Route, Tensors
 from normplug.reference import accumulator_dtype
@@ -59,7 +59,7 @@ class _Compiled(Route):
         )
         y, stats = _plain(t.x, None, t.weight, t.bias, None, None, None, None, *numbers)
         if t.running_mean is not None:
-            move(t, spec, *moments(t, spec, stats))
+            update_running(t, spec, *moments(t, spec, stats))
         return y
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from normplug._ops import eligible
 from normplug._ops.group_norm.aten import ATEN
 from normplug._ops.group_norm.compiled import COMPILED
-from normplug._ops.group_norm.moves import moments, move
+from normplug._ops.group_norm.updates import moments, update_running
 from normplug._ops.spec import GroupNormSpec, Route, Tensors
 
 
@@ -47,7 +47,7 @@ class _UpdatingRunning(Route):
         bare = t._replace(running_mean=None, running_var=None, tracked=None)
         plan, ready = _kernels().plan_of(bare, spec)
         y, (stats,) = plan.run_with_state(ready)
-        move(t, spec, *moments(t, spec, stats))
+        update_running(t, spec, *moments(t, spec, stats))
         return y
 
 

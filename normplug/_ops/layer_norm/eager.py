@@ -139,7 +139,7 @@ class LayerNormPlan(Plan):
             launches=[(launch, {})],
             results=results,
             saved=saved,
-            moves=RUNNING,
+            updates=RUNNING,
             scratch=launches.forward_scratch(shape, flags),
         )
 

@@ -8,7 +8,7 @@ from normplug._ops import statistics
 from normplug._ops.spec import GroupNormSpec, Tensors
 
 
-def move(t: Tensors, spec: GroupNormSpec, mean: Tensor, var: Tensor) -> None:
+def update_running(t: Tensors, spec: GroupNormSpec, mean: Tensor, var: Tensor) -> None:
     """Update a call's running statistics, which must not be None, by those of its groups.
 
     An InstanceNorm's are updated as torch does: by each channel's mean and *unbiased* variance,
@@ -29,7 +29,7 @@ def move(t: Tensors, spec: GroupNormSpec, mean: Tensor, var: Tensor) -> None:
     else:
         mean, var = mean.mean(), var.mean()
     step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum)
-    statistics.move(t.running_mean, t.running_var, mean, var, step)
+    statistics.update(t.running_mean, t.running_var, mean, var, step)
 
 
 def moments(t: Tensors, spec: GroupNormSpec, stats: Tensor) -> tuple[Tensor, Tensor]:
