@@ -23,7 +23,7 @@ from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
 from normplug._ops.group_norm.eager import GroupNormPlan
 from normplug._ops.plans import BLANKS
-from normplug._ops.program import PLACE
+from normplug._ops.program import SLOT
 from normplug._ops.spec import GroupNormSpec, Tensors
 from normplug.bench.timing import Gpu, Stopwatch
 
@@ -161,7 +161,7 @@ class Sweep:
                 slots = [*self.t, *BLANKS]
             else:
                 slots = self.plan._slots(self.saved)
-                slots[PLACE["dy"]] = self.dy
+                slots[SLOT["dy"]] = self.dy
             program.run(slots, self.plan.device, self.plan.workspace)
             return slots
 
@@ -169,7 +169,7 @@ class Sweep:
 
     def right(self, slots, truth):
         for name, exact in truth.items():
-            ours = slots[PLACE[name]].float()
+            ours = slots[SLOT[name]].float()
             error = float((ours - exact).norm() / exact.norm().clamp_min(1e-30))
             if not error < 1e-2:
                 return f"{name}: error {error:.2g}"

@@ -19,7 +19,7 @@ from normplug import native
 from normplug._kernels.launch import Workspace
 from normplug._layouts import readable
 from normplug._ops import cache, eligible
-from normplug._ops.program import PLACE, SLOTS, Program
+from normplug._ops.program import SLOT, SLOTS, Program
 from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import Route, Tensors
 from normplug._torch import applier, current_device_index, current_raw_stream, unwrap_if_dead
@@ -30,7 +30,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 Needs = tuple[bool, ...]  # which of these to compute
 _INPUTS = 5
 BLANKS = [None] * (len(SLOTS) - len(Tensors._fields))
-_DY, _DTOTAL = PLACE["dy"], PLACE["dtotal"]
+_DY, _DTOTAL = SLOT["dy"], SLOT["dtotal"]
 
 
 class BasePlan:
@@ -50,7 +50,7 @@ class BasePlan:
         self.device = t.x.device
         # The GPU that must be current at a launch; None on the CPU.
         self.gpu = self.device.index if t.x.is_cuda else None
-        self.saved_places = (*range(_INPUTS), *(PLACE[name] for name in self.state))
+        self.saved_slots = (*range(_INPUTS), *(SLOT[name] for name in self.state))
         self._workspaces: dict[tuple[int, int], Workspace] = {}
         self._programs: dict[Any, Program] = {}
 
@@ -93,13 +93,13 @@ class BasePlan:
 
     def _slots(self, saved: Sequence[Any]) -> list[Any]:
         slots = [None] * len(SLOTS)
-        for place, t in zip(self.saved_places, saved, strict=True):
-            slots[place] = t
+        for slot, t in zip(self.saved_slots, saved, strict=True):
+            slots[slot] = t
         return slots
 
     def _named(self, saved: Sequence[Any]) -> dict[str, Tensor]:
-        pairs = zip(self.saved_places, saved, strict=True)
-        return {SLOTS[place]: t for place, t in pairs if t is not None}
+        pairs = zip(self.saved_slots, saved, strict=True)
+        return {SLOTS[slot]: t for slot, t in pairs if t is not None}
 
 
 class Plan(BasePlan, ABC):
@@ -166,10 +166,10 @@ class Plan(BasePlan, ABC):
         if not any(needs):
             return None
         slots = [*t, *BLANKS]
-        for place, shape, stride, dtype, _ in forward.empties:
-            slots[place] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        saved = [slots[place] for place in forward.saved]
-        results = [slots[place] for place, _ in forward.results]
+        for slot, shape, stride, dtype, _ in forward.empties:
+            slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        saved = [slots[slot] for slot in forward.saved]
+        results = [slots[slot] for slot, _ in forward.results]
         dy, dtotal = results if self.has_total else (*results, None)
         return self.backward_of(saved, dy, dtotal, needs)
 
@@ -203,7 +203,7 @@ class Plan(BasePlan, ABC):
         slots = [*t, *BLANKS]
         program.run(slots, self.device, self.workspace)
         results = program.results_of(slots)
-        saved = tuple([slots[place] for place in program.saved])
+        saved = tuple([slots[slot] for slot in program.saved])
         return (tuple(results) if self.has_total else results[0]), saved
 
     def backward(

@@ -25,9 +25,9 @@ SLOTS = (
     "dy", "dtotal", "dx", "dresidual", "dweight", "dbias", "dinput_bias",
     "message", "partial", "counters", "nothing",
 )  # fmt: skip
-PLACE = {name: place for place, name in enumerate(SLOTS)}
+SLOT = {name: index for index, name in enumerate(SLOTS)}
 RUNNING = ("running_mean", "running_var", "tracked")
-TRACKED, PARTIAL, COUNTERS = PLACE["tracked"], PLACE["partial"], PLACE["counters"]
+TRACKED, PARTIAL, COUNTERS = SLOT["tracked"], SLOT["partial"], SLOT["counters"]
 
 # Placeholders for absent tensors. The kernel needs a pointer of the right dtype, but never
 # dereferences it. For names that are not listed, the launch's first tensor serves.
@@ -45,7 +45,7 @@ Layout = tuple[Sequence[int], Sequence[int], torch.dtype]  # sizes, strides, dty
 class Empty(NamedTuple):
     """A tensor to allocate; `like`: a slot whose tensor has the same sizes, strides and dtype."""
 
-    place: int
+    slot: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -56,18 +56,18 @@ class Step(NamedTuple):
     """A launch, the slots of its tensors, and `pick`, which takes these tensors from all slots."""
 
     launch: Launch
-    places: tuple[int, ...]
+    slots: tuple[int, ...]
     pick: Callable[[Sequence[Any]], tuple[Tensor, ...]]
 
 
 class Result(NamedTuple):
     """A slot to return, cast to `dtype` if one is given."""
 
-    place: int
+    slot: int
     dtype: torch.dtype | None = None
 
 
-NOTHING = Result(PLACE["nothing"])
+NOTHING = Result(SLOT["nothing"])
 
 
 class Program:
@@ -104,11 +104,11 @@ class Program:
         dtypes |= {name: dtype for name, (_, _, dtype) in empties.items()}
         present = {*dtypes, "partial", "counters"}
         self.steps = tuple(_step(launch, present, renamed) for launch, renamed in launches)
-        self._dtypes = {PLACE[name]: dtype for name, dtype in dtypes.items()}
+        self._dtypes = {SLOT[name]: dtype for name, dtype in dtypes.items()}
         self.results = tuple(results)
-        self.saved = tuple(PLACE[name] for name in saved)
-        self.copies = tuple((PLACE[name], tuple(s)) for name, s in (copies or {}).items())
-        self.updates = tuple(PLACE[name] for name in updates if name in given)
+        self.saved = tuple(SLOT[name] for name in saved)
+        self.copies = tuple((SLOT[name], tuple(s)) for name, s in (copies or {}).items())
+        self.updates = tuple(SLOT[name] for name in updates if name in given)
         self.counts, self.scratch = counts, scratch
 
     def run(self, slots: list[Any], device: torch.device, workspace: Callable[..., Any]) -> None:
@@ -119,14 +119,14 @@ class Program:
             device: where to allocate.
             workspace: maps `scratch` to the current stream and a `Workspace` on it.
         """
-        for place, wanted in self.copies:
-            t = slots[place]
+        for slot, wanted in self.copies:
+            t = slots[slot]
             copy = torch.empty_strided(t.shape, wanted, dtype=t.dtype, device=device)
-            slots[place] = copy.copy_(t)
+            slots[slot] = copy.copy_(t)
         if self.counts and slots[TRACKED] is not None:
             slots[TRACKED].add_(1)
-        for place, shape, stride, dtype, like in self.empties:
-            slots[place] = (
+        for slot, shape, stride, dtype, like in self.empties:
+            slots[slot] = (
                 torch.empty_strided(shape, stride, dtype=dtype, device=device)
                 if like is None
                 else torch.empty_like(slots[like])
@@ -137,7 +137,7 @@ class Program:
             for launch, _, pick in self.steps:
                 launch(stream, *pick(slots))
         if self.updates:
-            increment_versions([slots[place] for place in self.updates])
+            increment_versions([slots[slot] for slot in self.updates])
 
     def jobs(self, accumulator: torch.dtype, after: int = 0) -> list[ahead.Job]:
         """The jobs that compile the kernels.
@@ -148,8 +148,7 @@ class Program:
         """
         dtypes = {PARTIAL: accumulator, COUNTERS: torch.int64, **self._dtypes}
         return [
-            launch.job([dtypes[place] for place in places])
-            for launch, places, _ in self.steps[after:]
+            launch.job([dtypes[slot] for slot in slots]) for launch, slots, _ in self.steps[after:]
         ]
 
     def expect(self, accumulator: torch.dtype, after: int = 0) -> bool:
@@ -165,7 +164,7 @@ class Program:
         """The results of a run, from its slots."""
         return [
             t if t is None or dtype is None else t.to(dtype)
-            for t, dtype in ((slots[place], dtype) for place, dtype in self.results)
+            for t, dtype in ((slots[slot], dtype) for slot, dtype in self.results)
         ]
 
 
@@ -204,14 +203,14 @@ def _empty(
     layout = (tuple(shape), tuple(stride), dtype)
     alike = (n for n, t in given.items() if (tuple(t.shape), t.stride(), t.dtype) == layout)
     like = next(alike, None)
-    return Empty(PLACE[name], *layout, None if like is None else PLACE[like])
+    return Empty(SLOT[name], *layout, None if like is None else SLOT[like])
 
 
 def _step(launch: Launch, present: set[str], renamed: Mapping[str, str]) -> Step:
-    places = []
+    slots = []
     for name in launch.pointers:
-        slot = renamed.get(name, name)
-        if slot not in present:
-            slot = _PLACEHOLDERS.get(name, launch.pointers[0])
-        places.append(PLACE[slot])
-    return Step(launch, tuple(places), itemgetter(*places))
+        source = renamed.get(name, name)
+        if source not in present:
+            source = _PLACEHOLDERS.get(name, launch.pointers[0])
+        slots.append(SLOT[source])
+    return Step(launch, tuple(slots), itemgetter(*slots))

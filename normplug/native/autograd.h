@@ -66,7 +66,7 @@ inline py::list wrapped_list(const variable_list& tensors) {
 
 inline Slots slots_of(const Plan& plan, const variable_list& saved) {
   Slots slots;
-  for (size_t i = 0; i < saved.size(); ++i) slots[plan.saved_places[i]] = saved[i];
+  for (size_t i = 0; i < saved.size(); ++i) slots[plan.saved_slots[i]] = saved[i];
   return slots;
 }
 
@@ -143,8 +143,8 @@ inline auto make_node() {
 
 // Increment the version counters of the tensors that the kernels updated in place.
 inline void raise_versions(const Program& program, const Slots& slots) {
-  for (uint8_t place : program.updates) {
-    const Tensor& t = slots[place];
+  for (uint8_t slot : program.updates) {
+    const Tensor& t = slots[slot];
     if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
   }
 }
@@ -155,22 +155,22 @@ inline void make_history(const std::shared_ptr<Plan>& plan, const Program& progr
   node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2],
                                                            inputs[3], inputs[4]));
   node->plan = plan;
-  const Tensor& y = slots[program.results[0].place];
+  const Tensor& y = slots[program.results[0].slot];
   torch::autograd::set_history(y, node);
   if (plan->has_total) {
     node->total_has_gradient = node->next_edge(0).is_valid() || node->next_edge(1).is_valid();
     if (node->total_has_gradient) {
-      torch::autograd::set_history(slots[program.results[1].place], node);
+      torch::autograd::set_history(slots[program.results[1].slot], node);
     }
   }
   node->saved.reserve(program.saved.size());
-  for (uint8_t place : program.saved) {
-    const Tensor& t = slots[place];
+  for (uint8_t slot : program.saved) {
+    const Tensor& t = slots[slot];
     if (!t.defined()) {
       node->saved.emplace_back();
       continue;
     }
-    bool is_output = node->total_has_gradient && place == program.results[1].place;
+    bool is_output = node->total_has_gradient && slot == program.results[1].slot;
     node->saved.emplace_back(t, is_output);
   }
 #ifdef NORMPLUG_NODE_CREATION_HOOKS
@@ -206,8 +206,8 @@ inline PyObject* call_plan(const std::shared_ptr<Plan>& plan, Slots& slots) {
     program = carry_out(plan, slots);
   }
   const auto& results = program->results;
-  if (!plan->has_total) return THPVariable_Wrap(slots[results[0].place]);
-  py::object y = wrapped(slots[results[0].place]), total = wrapped(slots[results[1].place]);
+  if (!plan->has_total) return THPVariable_Wrap(slots[results[0].slot]);
+  py::object y = wrapped(slots[results[0].slot]), total = wrapped(slots[results[1].slot]);
   return py::make_tuple(y, total).release().ptr();
 }
 

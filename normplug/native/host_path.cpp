@@ -206,9 +206,9 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_normplug_host
       {kTracked, "tracked"}, {kDy, "dy"},           {kDtotal, "dtotal"},
       {kPartial, "partial"}, {kCounters, "counters"}, {kNothing, "nothing"}};
   TORCH_CHECK_VALUE(slots.size() == kSlots, "normplug: Python has ", slots.size(), " slots");
-  for (const auto& [place, name] : known) {
-    TORCH_CHECK_VALUE(slots[place].cast<std::string>() == name, "normplug: slot ", place, " is ",
-                      slots[place].cast<std::string>());
+  for (const auto& [slot, name] : known) {
+    TORCH_CHECK_VALUE(slots[slot].cast<std::string>() == name, "normplug: slot ", slot, " is ",
+                      slots[slot].cast<std::string>());
   }
   driver::load();
   return PyModule_Create(&module);

@@ -135,7 +135,7 @@ class Operator : public c10::OperatorKernel {
     run(plan, *program, slots);
     raise_versions(*program, slots);
     variable_list results;
-    for (const auto& result : program->results) results.push_back(slots[result.place]);
+    for (const auto& result : program->results) results.push_back(slots[result.slot]);
     for (size_t i = kInputs; i < program->saved.size(); ++i) {
       const Tensor& state = slots[program->saved[i]];
       results.push_back(state.defined() ? state : empty_like(slots[0], at::kByte));

@@ -43,24 +43,24 @@ inline py::object checked(PyObject* object) {
 
 struct Step {
   py::object launch;  // the Python `Launch`
-  std::vector<uint8_t> places;
+  std::vector<uint8_t> slots;
   std::shared_ptr<const Compiled> compiled;  // null until Python has launched it once
 };
 
 struct Layout {
-  size_t place;
+  size_t slot;
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
 };
 
 struct Result {
-  size_t place;
+  size_t slot;
   std::optional<at::ScalarType> dtype;
 };
 
 struct Program {
   struct Copy {
-    size_t place;
+    size_t slot;
     std::vector<int64_t> strides;
   };
   std::vector<Copy> copies;
@@ -79,7 +79,7 @@ struct Plan {
   at::Device device = at::kCPU;
   at::ScalarType accumulator;
   bool has_total, is_recomputable;
-  std::vector<uint8_t> saved_places;
+  std::vector<uint8_t> saved_slots;
   std::mutex mutex;  // of the programs, and of the workspaces that they keep
   std::unordered_map<std::string, std::shared_ptr<Program>> programs;
 
@@ -118,17 +118,17 @@ inline std::shared_ptr<Program> program_of(py::handle python) {
   }
   program->counts = attribute<bool>(python, "counts");
   for (py::handle empty : python.attr("empties")) {
-    program->empties.push_back({attribute<size_t>(empty, "place"),
+    program->empties.push_back({attribute<size_t>(empty, "slot"),
                                 attribute<std::vector<int64_t>>(empty, "shape"),
                                 attribute<std::vector<int64_t>>(empty, "stride"),
                                 dtype_of(empty.attr("dtype"))});
   }
   for (py::handle step : python.attr("steps")) {
     program->steps.push_back({py::reinterpret_borrow<py::object>(step.attr("launch")),
-                              attribute<std::vector<uint8_t>>(step, "places")});
+                              attribute<std::vector<uint8_t>>(step, "slots")});
   }
   for (py::handle result : python.attr("results")) {
-    program->results.push_back({attribute<size_t>(result, "place"),
+    program->results.push_back({attribute<size_t>(result, "slot"),
                                 maybe_dtype(result.attr("dtype"))});
   }
   program->saved = attribute<std::vector<uint8_t>>(python, "saved");
@@ -146,7 +146,7 @@ inline std::shared_ptr<Plan> plan_of(py::handle python) {
   plan->accumulator = dtype_of(python.attr("acc"));
   plan->has_total = attribute<bool>(python, "has_total");
   plan->is_recomputable = attribute<bool>(python, "is_recomputable");
-  plan->saved_places = attribute<std::vector<uint8_t>>(python, "saved_places");
+  plan->saved_slots = attribute<std::vector<uint8_t>>(python, "saved_slots");
   return plan;
 }
 
@@ -194,7 +194,7 @@ inline void find_workspace(Plan& plan, Program& program, void* stream, Slots& sl
 
 // The compiled kernel of a step; null if it cannot be launched without Python.
 inline std::shared_ptr<const Compiled> compiled_of(const Step& step) {
-  if (!driver::complete() || step.places.size() > Compiled::kMostTensors) return nullptr;
+  if (!driver::complete() || step.slots.size() > Compiled::kMostTensors) return nullptr;
   py::object found = step.launch.attr("compiled")();
   if (found.is_none()) return nullptr;
   auto compiled = std::make_shared<Compiled>();
@@ -224,9 +224,9 @@ inline std::shared_ptr<const Compiled> compiled_of(const Step& step) {
 
 inline void launch_by_python(const Plan& plan, Step& step, void* stream, const Slots& slots) {
   py::gil_scoped_acquire gil;
-  py::tuple arguments(step.places.size() + 1);
+  py::tuple arguments(step.slots.size() + 1);
   arguments[0] = py::int_(reinterpret_cast<uintptr_t>(stream));
-  for (size_t i = 0; i < step.places.size(); ++i) arguments[i + 1] = wrapped(slots[step.places[i]]);
+  for (size_t i = 0; i < step.slots.size(); ++i) arguments[i + 1] = wrapped(slots[step.slots[i]]);
   checked(PyObject_CallObject(step.launch.ptr(), arguments.ptr()));
   if (plan.device.is_cuda() && std::atomic_load(&step.compiled) == nullptr) {
     std::atomic_store(&step.compiled, compiled_of(step));
@@ -238,8 +238,8 @@ inline void launch(const Plan& plan, Step& step, void* stream, const Slots& slot
   if (compiled != nullptr) {
     const void* pointers[Compiled::kMostTensors];
     uintptr_t bits = 0;
-    for (size_t i = 0; i < step.places.size(); ++i) {
-      pointers[i] = slots[step.places[i]].const_data_ptr();
+    for (size_t i = 0; i < step.slots.size(); ++i) {
+      pointers[i] = slots[step.slots[i]].const_data_ptr();
       bits |= reinterpret_cast<uintptr_t>(pointers[i]);
     }
     if ((bits & 15) == 0) {  // the kernel assumes 16-byte alignment
@@ -251,15 +251,15 @@ inline void launch(const Plan& plan, Step& step, void* stream, const Slots& slot
 }
 
 inline void run(Plan& plan, Program& program, Slots& slots) {
-  for (const auto& [place, strides] : program.copies) {
-    Tensor& t = slots[place];
+  for (const auto& [slot, strides] : program.copies) {
+    Tensor& t = slots[slot];
     Tensor copy = at::empty_strided(t.sizes(), strides, t.options());
     copy.copy_(t);
     t = std::move(copy);
   }
   if (program.counts && slots[kTracked].defined()) slots[kTracked].add_(1);
   for (const auto& empty : program.empties) {
-    slots[empty.place] = at::empty_strided(
+    slots[empty.slot] = at::empty_strided(
         empty.sizes, empty.strides, at::TensorOptions().device(plan.device).dtype(empty.dtype));
   }
   if (program.steps.empty()) return;
@@ -269,7 +269,7 @@ inline void run(Plan& plan, Program& program, Slots& slots) {
 }
 
 inline Tensor result_of(const Result& result, const Slots& slots) {
-  const Tensor& t = slots[result.place];
+  const Tensor& t = slots[result.slot];
   return t.defined() && result.dtype ? t.to(*result.dtype) : t;
 }
 

@@ -18,7 +18,7 @@ from normplug._kernels.launch import COOPERATIVE, Workspace
 from normplug._layouts import dense, laid_out_like, lies_like
 from normplug._ops.batch_norm import aten, likely
 from normplug._ops.plans import BLANKS, KernelRoute, Needs, Plan
-from normplug._ops.program import NOTHING, PLACE, RUNNING, Program, Result, named
+from normplug._ops.program import NOTHING, RUNNING, SLOT, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._ops.statistics import variance_of
 from normplug._torch import current_raw_stream
@@ -100,7 +100,7 @@ class BatchNormPlan(Plan):
             named(t),
             empties=empties,
             launches=[(launch, {})],
-            results=[Result(PLACE["y"])],
+            results=[Result(SLOT["y"])],
             saved=("x", kept, "weight", "bias", "nothing", "stats", "bits"),
             updates=RUNNING if spec.training else (),
             counts=self._flags.cumulative,
@@ -129,7 +129,7 @@ class BatchNormPlan(Plan):
             saved,
             empties={"y": (x.shape, x.stride(), x.dtype)},
             launches=[(launch, {})],
-            results=[Result(PLACE["y"])],
+            results=[Result(SLOT["y"])],
         )
 
     def backward_program(
@@ -156,7 +156,7 @@ class BatchNormPlan(Plan):
             (needs[3], "dbias"),
             (False, "dinput_bias"),
         ]
-        results = [Result(PLACE[name]) if want else NOTHING for want, name in found]
+        results = [Result(SLOT[name]) if want else NOTHING for want, name in found]
         if not any(wanted):
             return Program(saved, copies=copies, empties={}, launches=[], results=results)
         geometry = schedule.geometry(*self._shape, 2, *self._machine)
@@ -253,7 +253,7 @@ def statistics_program(x: Tensor, joined: bool = False) -> Program:
         {"x": x},
         empties={"stats": ((size,), (1,), accumulator_dtype(x.dtype))},
         launches=[(launch, {})],
-        results=[Result(PLACE["stats"])],
+        results=[Result(SLOT["stats"])],
         scratch=launches.scratch(geometry),
     )
 

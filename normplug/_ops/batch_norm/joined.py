@@ -36,7 +36,7 @@ from normplug._ops.plans import (
     run_backward,
     unwrapped,
 )
-from normplug._ops.program import PLACE, RUNNING, Layout, Program, Result, layout_of, named
+from normplug._ops.program import RUNNING, SLOT, Layout, Program, Result, layout_of, named
 from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._ops.statistics import variance_of
@@ -44,10 +44,10 @@ from normplug._torch import applier, current_device_index
 from normplug.reference import per_channel
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-_Y, _STATS, _MESSAGE, _DY = (PLACE[name] for name in ("y", "stats", "message", "dy"))
+_Y, _STATS, _MESSAGE, _DY = (SLOT[name] for name in ("y", "stats", "message", "dy"))
 # The gradients of a backward's launch, and the tensors that they are shaped like.
 _GRADIENTS = {"dx": "x", "dweight": "weight", "dbias": "bias", "dresidual": "x"}
-_DX, _DWEIGHT, _DBIAS, _DRESIDUAL = (PLACE[name] for name in _GRADIENTS)
+_DX, _DWEIGHT, _DBIAS, _DRESIDUAL = (SLOT[name] for name in _GRADIENTS)
 
 
 class JoinedPlan(BasePlan):
@@ -198,7 +198,7 @@ class JoinedPlan(BasePlan):
         if self.gpu is None and stats[-1] == 1:
             raise _checks.one_joined_value(self._processes)
         self._normalise.run(slots, self.device, self.workspace)
-        return slots[_Y], stats, tuple([slots[place] for place in self._normalise.saved])
+        return slots[_Y], stats, tuple([slots[slot] for slot in self._normalise.saved])
 
     def backward(
         self, saved: Sequence[Any], dy: Tensor, group: Any, needs: Sequence[bool]

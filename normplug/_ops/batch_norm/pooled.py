@@ -21,7 +21,7 @@ from normplug._layouts import is_channels_last
 from normplug._ops.batch_norm import aten
 from normplug._ops.batch_norm.eager import BatchNormPlan, constants_of, expect_likely, machine_of
 from normplug._ops.plans import KernelRoute, Needs, Plan
-from normplug._ops.program import NOTHING, PLACE, RUNNING, Layout, Program, Result, named
+from normplug._ops.program import NOTHING, RUNNING, SLOT, Layout, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
 
 
@@ -120,7 +120,7 @@ class PooledPlan(Plan):
             named(t),
             empties=empties,
             launches=steps,
-            results=[Result(PLACE["y"])],
+            results=[Result(SLOT["y"])],
             saved=("x", "nothing", "weight", "bias", "nothing", *self.state),
             updates=RUNNING if spec.training else (),
             counts=self._cumulative,
@@ -167,7 +167,7 @@ class PooledPlan(Plan):
             empties=empties,
             launches=steps,
             results=[
-                Result(PLACE["dx"]) if needs[0] else NOTHING,
+                Result(SLOT["dx"]) if needs[0] else NOTHING,
                 NOTHING,
                 self._gradient_of("weight", saved, needs[2]),
                 self._gradient_of("bias", saved, needs[3]),
@@ -181,7 +181,7 @@ class PooledPlan(Plan):
         if not needed or name not in saved:
             return NOTHING
         dtype = saved[name].dtype
-        return Result(PLACE[f"d{name}"], None if dtype == self.acc else dtype)
+        return Result(SLOT[f"d{name}"], None if dtype == self.acc else dtype)
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         """The inputs that have gradients, y computed from them by torch operations, and its dy."""

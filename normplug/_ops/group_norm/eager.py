@@ -14,7 +14,7 @@ from normplug._kernels.device import LONGEST_AXIS, processors
 from normplug._kernels.group_norm import launches, schedule
 from normplug._layouts import dense, lies_like
 from normplug._ops.plans import KernelRoute, Needs, Plan
-from normplug._ops.program import NOTHING, PLACE, Program, Result, named
+from normplug._ops.program import NOTHING, SLOT, Program, Result, named
 from normplug._ops.spec import GroupNormSpec, Tensors
 from normplug.reference import accumulator_dtype
 
@@ -81,7 +81,7 @@ class GroupNormPlan(Plan):
                 "stats": ((2 * self._groups,), (1,), self.acc),
             },
             launches=[(launch, {})],
-            results=[Result(PLACE["y"])],
+            results=[Result(SLOT["y"])],
             saved=("x", "nothing", "weight", "bias", "nothing", "stats"),
             scratch=launches.forward_scratch(geometry),
         )
@@ -96,7 +96,7 @@ class GroupNormPlan(Plan):
         names = ("x", "weight", "bias")
         found = [(n, want) for n, want in zip(names, wanted, strict=True) if n in saved]
         dx, dweight, dbias = (
-            Result(PLACE[f"d{name}"]) if want else NOTHING
+            Result(SLOT[f"d{name}"]) if want else NOTHING
             for name, want in zip(names, wanted, strict=True)
         )
         results = [dx, NOTHING, dweight, dbias, NOTHING]

@@ -19,8 +19,8 @@ from normplug._ops.layer_norm.spacing import lies_dense, spacing_after, spacing_
 from normplug._ops.plans import Gradients, KernelRoute, Needs, Plan
 from normplug._ops.program import (
     NOTHING,
-    PLACE,
     RUNNING,
+    SLOT,
     Layout,
     Program,
     Result,
@@ -127,12 +127,12 @@ class LayerNormPlan(Plan):
         if keep:
             empties["stats"] = ((self._stats_size,), (1,), self.acc)
         saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
-        results = [Result(PLACE["y"])]
+        results = [Result(SLOT["y"])]
         if self.has_total:
             empties["total"] = (*dense, self._total_dtype)
             # The bias is saved so that y can be recomputed from the total.
             saved = ("total", "nothing", "weight", "bias", "nothing", "stats")
-            results.append(Result(PLACE["total"]))
+            results.append(Result(SLOT["total"]))
         return Program(
             named(t),
             empties=empties,
@@ -153,7 +153,7 @@ class LayerNormPlan(Plan):
             saved,
             empties={"y": (self._shape, contiguous(self._shape), self._output_dtype)},
             launches=[(launch, {})],
-            results=[Result(PLACE["y"])],
+            results=[Result(SLOT["y"])],
         )
 
     def backward_program(
@@ -202,16 +202,16 @@ class LayerNormPlan(Plan):
 
     def _results(self, through: str, needs: Needs) -> list[Result]:
         """The gradients; those of x and the residual are in the slot `through`."""
-        place = PLACE[through]
+        slot = SLOT[through]
         dtypes = (self._dtype, self._residual_dtype)
         both = [
-            Result(place, None if dtype == self._total_dtype else dtype) if need else NOTHING
+            Result(slot, None if dtype == self._total_dtype else dtype) if need else NOTHING
             for need, dtype in zip(needs, dtypes, strict=False)
         ]
         names = ("dweight", "dbias", "dinput_bias")
         used = through == "dx"
         rest = [
-            Result(PLACE[n]) if need and used else NOTHING
+            Result(SLOT[n]) if need and used else NOTHING
             for n, need in zip(names, needs[2:], strict=True)
         ]
         return [*both, *rest]
