@@ -100,10 +100,10 @@ def activated_norm(activation: Any, norm: Any, x: Any) -> Any:
     return y if done else activation(y)
 
 
-def single_norm(norm: Any, x: Tensor) -> Tensor:
+def isolated_norm(norm: Any, x: Tensor) -> Tensor:
     """Apply a norm whose result only a fused call reads: compilers can fuse it with nothing."""
     if _is_plain(norm) and isinstance(x, Tensor):
-        return norm.fused(x, single=True)
+        return norm.fused(x, isolated=True)
     return norm(x)
 
 

@@ -30,7 +30,7 @@ def rewrite(graph: fx.Graph, sites: list[Site]) -> None:
                 arguments = _arguments_bias(graph, site, norm)
                 call = graph.call_function(calls.convolution_norm, arguments)
             else:
-                call = graph.call_function(calls.single_norm, (norm, site.norm.args[0]))
+                call = graph.call_function(calls.isolated_norm, (norm, site.norm.args[0]))
         _replace(graph, call, *([site.norm] if isinstance(site, Single) else site.nodes))
 
 

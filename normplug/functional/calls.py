@@ -35,7 +35,7 @@ _NORMS: dict[type, tuple[Callable[..., None], Callable[..., Route]]] = {
 }
 
 
-def carry_out(caller: str, t: Tensors, spec: Spec, backend: str, *, single: bool = False) -> Any:
+def carry_out(caller: str, t: Tensors, spec: Spec, backend: str, *, isolated: bool = False) -> Any:
     """Run a call. On a GPU, a call with the cache key of an earlier one skips the checks.
 
     Args:
@@ -43,7 +43,7 @@ def carry_out(caller: str, t: Tensors, spec: Spec, backend: str, *, single: bool
         t: the call's tensors.
         spec: the call's other arguments; the type of the spec says which norm it is.
         backend: "auto", "triton" or "torch".
-        single: whether a compiler gains nothing by fusing the norm with its neighbours.
+        isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
 
     Returns:
         The result of the route: y, or (y, total) for a norm of rows with a residual.
@@ -59,9 +59,9 @@ def carry_out(caller: str, t: Tensors, spec: Spec, backend: str, *, single: bool
     check, choose = _NORMS[type(spec)]
     check(caller, t, spec)
     if sharded.is_sharded(t.x):  # a DTensor: make the same call on this process's own shard
-        call_own = partial(carry_out, caller, spec=spec, backend=backend, single=single)
+        call_own = partial(carry_out, caller, spec=spec, backend=backend, isolated=isolated)
         return sharded.run(caller, t, spec.free_dims(t), call_own)
-    route = choose(caller, _checks.backend(caller, backend), t, spec, single)
+    route = choose(caller, _checks.backend(caller, backend), t, spec, isolated)
     _checks.devices(caller, t.x, **others(t))
     result = route(t, spec)
     if eager:

@@ -33,7 +33,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         activation: ActivationLike = None,
         pool: Pool | None = None,
         *,
-        single: bool = False,
+        isolated: bool = False,
         keeps_residual: bool = False,
     ) -> Tensor:
         """Compute `activation(forward(input) + residual)`, then max pooling, in one call.
@@ -43,7 +43,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
             residual: as in `normplug.functional.batch_norm`.
             activation: as in `normplug.functional.batch_norm`.
             pool: max pooling, only after relu and without a residual.
-            single: whether a compiler has nothing to fuse the norm with.
+            isolated: whether a compiler has nothing to fuse the norm with.
             keeps_residual: whether to save the residual, so that the backward can recompute the
                 output.
         """
@@ -54,7 +54,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
             if known is not None:
                 return known
         t, spec = self._call(input, residual, *others)
-        y = functional.carry_out("functional.batch_norm", t, spec, self.backend, single=single)
+        y = functional.carry_out("functional.batch_norm", t, spec, self.backend, isolated=isolated)
         if not compiling and self._probe is None:
             native.learn(self, spec, self.backend, t, input, residual, None, *others)
         return y

@@ -66,7 +66,7 @@ class RowNorm(WatchedRows):
         spec = self._spec(t.x, autocast_output)
         add = "" if t.residual is None else "add_"
         caller = f"functional.{add}{self._function}"
-        y = functional.carry_out(caller, t, spec, self.backend, single=self._channels_first)
+        y = functional.carry_out(caller, t, spec, self.backend, isolated=self._channels_first)
         # A subclass may override `_normalise`; C++ would then bypass its version.
         plain = type(self)._normalise is RowNorm._normalise
         if plain and self._probe is None and not torch.compiler.is_compiling():

@@ -47,19 +47,19 @@ class _SyncBatchNormForward(_BatchNorm):
         activation: ActivationLike = None,
         pool: Pool | None = None,
         *,
-        single: bool = False,
+        isolated: bool = False,
         keeps_residual: bool = False,
     ) -> Tensor:
         """As in `_BatchNorm`, but over the joined batch of all processes in training.
 
-        There `single` has no effect, and max pooling is torch's.
+        There `isolated` has no effect, and max pooling is torch's.
         """
         group = self.group_to_join()
         if group is not None:
             call = self._call(input, residual, activation, pool, keeps_residual)
             return joined.batch_norm(*call, self.backend, group)[0]
         return super().fused(
-            input, residual, activation, pool, single=single, keeps_residual=keeps_residual
+            input, residual, activation, pool, isolated=isolated, keeps_residual=keeps_residual
         )
 
     _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))

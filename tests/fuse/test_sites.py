@@ -296,17 +296,17 @@ def test_a_norm_that_another_module_calls_in_between_keeps_its_order():
     assert_same_step(model, plain, X)
 
 
-def test_a_norm_that_only_a_fused_addition_reads_is_called_with_single(monkeypatch):
-    single = []
+def test_a_norm_that_only_a_fused_addition_reads_is_called_as_isolated(monkeypatch):
+    isolated = []
     fused = normplug.BatchNorm2d.fused
 
     def noted(layer, *arguments, **options):
-        single.extend([layer] * options.get("single", False))
+        isolated.extend([layer] * options.get("isolated", False))
         return fused(layer, *arguments, **options)
 
     model = fuse(swapped(ZOO["resnet18"][0]()))
     monkeypatch.setattr(normplug.BatchNorm2d, "fused", noted)
     model(torch.randn(2, 3, 32, 32, dtype=torch.double))
     shortcuts = [m for n, m in model.named_modules() if n.endswith("downsample.1")]
-    assert len(single) == len(shortcuts) > 0
-    assert set(single) <= set(shortcuts)
+    assert len(isolated) == len(shortcuts) > 0
+    assert set(isolated) <= set(shortcuts)

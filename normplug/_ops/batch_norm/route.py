@@ -20,7 +20,7 @@ from normplug._torch import interposed
 _OPERATOR_BYTES = 96 << 20
 
 
-def choose(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, single: bool) -> Route:
+def choose(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, isolated: bool) -> Route:
     """Choose the route of a call.
 
     Args:
@@ -28,7 +28,7 @@ def choose(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, single: b
         backend: "auto", "triton" or "torch".
         t: the call's tensors.
         spec: the call's non-tensor arguments.
-        single: whether a compiler would have nothing to fuse the norm with.
+        isolated: whether a compiler would have nothing to fuse the norm with.
 
     Raises:
         NotImplementedError: backend "triton" where the kernels cannot run.
@@ -38,7 +38,7 @@ def choose(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, single: b
     why = eligible.refusal_now() or _kernels(spec).refusal(t, spec)
     if why is not None:
         if spec.pool is not None:  # there may be kernels for the norm alone
-            return _PoolingApart(choose(caller, backend, t, spec.without_pool(), single))
+            return _PoolingApart(choose(caller, backend, t, spec.without_pool(), isolated))
         if backend == "triton":
             raise _checks.no_kernel(caller, why)
         return ATEN
@@ -46,7 +46,7 @@ def choose(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, single: b
         fuses = t.residual is not None or spec.activation is not None
         # Inductor fuses a norm with what follows it, and an operator prevents that. So an operator
         # pays only if it fuses more itself, or if there is nothing to fuse the norm with.
-        worth = (fuses or single) and eligible.size_of(t.x) >= _OPERATOR_BYTES
+        worth = (fuses or isolated) and eligible.size_of(t.x) >= _OPERATOR_BYTES
         return COMPILED if backend == "triton" or worth else ATEN
     return _kernels(spec)
 

@@ -13,7 +13,7 @@ from normplug._ops.group_norm.updates import moments, update_running
 from normplug._ops.spec import GroupNormSpec, Route, Tensors
 
 
-def choose(caller: str, backend: str, t: Tensors, spec: GroupNormSpec, single: bool) -> Route:
+def choose(caller: str, backend: str, t: Tensors, spec: GroupNormSpec, isolated: bool) -> Route:
     """Choose the route of a call.
 
     Args:
@@ -21,7 +21,7 @@ def choose(caller: str, backend: str, t: Tensors, spec: GroupNormSpec, single: b
         backend: "auto", "triton" or "torch".
         t: the call's tensors.
         spec: the call's non-tensor arguments.
-        single: as for other norms; not used here.
+        isolated: as for other norms; not used here.
 
     Raises:
         NotImplementedError: backend "triton" where the kernels cannot run.

@@ -16,7 +16,7 @@ _OPERATOR_BYTES = 16 << 20
 _ADD_OPERATOR_BYTES = 32 << 20
 
 
-def choose(caller: str, backend: str, t: Tensors, spec: LayerNormSpec, single: bool) -> Route:
+def choose(caller: str, backend: str, t: Tensors, spec: LayerNormSpec, isolated: bool) -> Route:
     """Choose the route of a call.
 
     Args:
@@ -24,18 +24,18 @@ def choose(caller: str, backend: str, t: Tensors, spec: LayerNormSpec, single: b
         backend: "auto", "triton" or "torch".
         t: the call's tensors.
         spec: the call's non-tensor arguments.
-        single: whether a compiler gains nothing by fusing the norm with the operations around it:
+        isolated: whether a compiler gains nothing by fusing the norm with the operations around it:
             x is a view of images whose channels come first.
 
     Raises:
         NotImplementedError: backend "triton" where the kernels cannot run.
     """
     if nested.is_strided(t.x):
-        return _AllRows(partial(choose, caller, backend, single=single))
+        return _AllRows(partial(choose, caller, backend, isolated=isolated))
     if not eligible.takes(caller, backend, t, spec, _kernels):
         return ATEN
     if eligible.is_compiling():
-        pays = spec.centred and _operator_pays(t, single)
+        pays = spec.centred and _operator_pays(t, isolated)
         return COMPILED if backend == "triton" or pays else ATEN
     return _kernels()
 
@@ -59,12 +59,12 @@ def _kernels() -> Route:
     return KERNELS
 
 
-def _operator_pays(t: Tensors, single: bool) -> bool:
+def _operator_pays(t: Tensors, isolated: bool) -> bool:
     """Whether an operator was measured faster than what Inductor makes of a LayerNorm."""
     size = eligible.size_of(t.x)
     if t.residual is not None:  # Inductor fuses this too, forward as fast, backward slower
         return size >= _ADD_OPERATOR_BYTES
     # Inductor fuses a LayerNorm with the residual add before it. Over the channels of channels_last
     # images it is still slower than the kernels (docs/speed.md).
-    slow = single and t.x.is_contiguous()
+    slow = isolated and t.x.is_contiguous()
     return (t.input_bias is not None or slow) and size >= _OPERATOR_BYTES
