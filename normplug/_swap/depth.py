@@ -146,30 +146,32 @@ class Blocks:
         """
         wanted = set(taken)
         model = type(self._model).__name__
+        found = {
+            tuple(map(id, (block.module for block in sequence))): sequence
+            for sequence in self._sequences(Block("", self._model))
+            if any(not wanted.isdisjoint(block.module.modules()) for block in sequence)
+        }
         # Units such as (convolution, norm, activation) are blocks only if nothing else is.
-        for with_units in (False, True):
-            found = {
-                tuple(map(id, (block.module for block in sequence))): sequence
-                for sequence in self._sequences(Block("", self._model), with_units)
-                if any(not wanted.isdisjoint(block.module.modules()) for block in sequence)
-            }
-            if len(found) == 1:
-                return next(iter(found.values()))
-            if found:
-                listed = " and ".join(f"{s[0].path} to {s[-1].path}" for s in found.values())
-                raise ValueError(
-                    f"normplug.by_depth: {model} has several sequences of blocks side by side: "
-                    f"{listed}. {WAY_OUT}"
-                )
+        of_blocks = [s for s in found.values() if not self._is_unit(s[0].module)]
+        sequences = of_blocks or list(found.values())
+        if len(sequences) == 1:
+            return sequences[0]
+        if sequences:
+            listed = " and ".join(f"{s[0].path} to {s[-1].path}" for s in sequences)
+            raise ValueError(
+                f"normplug.by_depth: {model} has several sequences of blocks side by side: "
+                f"{listed}. {WAY_OUT}"
+            )
         raise ValueError(
             f"normplug.by_depth: {model} has no sequence of blocks, that is, of numbered modules "
             f"that contain norm layers. {WAY_OUT}"
         )
 
-    def _sequences(
-        self, parent: Block, with_units: bool, within: bool = False
-    ) -> Iterator[list[Block]]:
-        """Yield a module's outermost sequences of blocks; within: it is inside a numbered one."""
+    def _sequences(self, parent: Block, within: bool = False) -> Iterator[list[Block]]:
+        """Yield a module's outermost sequences, each of blocks or of units.
+
+        within: whether the module is inside a numbered one. If so, units are parts of that one.
+        """
         # Numbered children by the text before the number: (number, block).
         families: dict[str, list[tuple[int, Block]]] = {}
         for name, child in parent.module._modules.items():
@@ -180,23 +182,24 @@ class Blocks:
             if digits:
                 families.setdefault(text, []).append((int(digits), block))
             else:
-                yield from self._sequences(block, with_units, within)
+                yield from self._sequences(block, within)
         for text, numbered in families.items():
             children = [block for _, block in sorted(numbered, key=lambda pair: pair[0])]
             # A single child such as `stage1` is no sequence, but may contain one.
             if text and len(children) == 1 and not _is_list(parent.module):
-                yield from self._sequences(children[0], with_units, within)
-            elif sequence := self._counted(parent, children, with_units, within):
+                yield from self._sequences(children[0], within)
+            elif sequence := self._counted(parent, children, within):
                 yield sequence
 
-    def _counted(
-        self, parent: Block, children: list[Block], with_units: bool, within: bool
-    ) -> list[Block]:
-        """The blocks among or inside numbered children; [] if these are parts of one block."""
+    def _counted(self, parent: Block, children: list[Block], within: bool) -> list[Block]:
+        """The blocks among or inside numbered children, or these if all are units.
+
+        [] if they are parts of one block, which is only possible `within` a numbered module.
+        """
         blocks = [child for child in children if not self._is_unit(child.module)]
         if not blocks:
-            return children if with_units and not within else []
-        inner = [list(self._sequences(block, with_units, within=True)) for block in blocks]
+            return [] if within else children
+        inner = [list(self._sequences(block, within=True)) for block in blocks]
         stages = [block for block, sequences in zip(blocks, inner, strict=True) if sequences]
         if not stages:
             return self._parts_or_blocks(parent, children, blocks) if within else blocks
