@@ -1,8 +1,10 @@
 """Merge partial results of programs, always in the order of the data, so runs agree bit for bit.
 
-- `merge_moments` and the like: each program that needs a result merges those of K tiles itself.
+- `merge_tile_*`: each program that needs a result merges those of K tiles itself. A tile's results
+  are one or two numbers.
 - `publish_part`: programs publish their parts of a unit, which is whatever has statistics of its
-  own. The last program to arrive merges them.
+  own. The last program to arrive merges them with `merge_column_*`. A part has two numbers for each
+  of BC columns: first one number of every column, then the other.
 - `finish_columns`: programs at the end of the grid add up the parts of a gradient.
 
 Moments are a mean and m2, the sum of squared distances from it; Chan's formula merges them (see
@@ -40,8 +42,10 @@ def _with_chunk(count, mean, m2, chunk_count, chunk_mean, chunk_m2):
 
 
 @triton.jit
-def merge_moments(partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr):
-    """Merge the moments of K tiles into those of all `total` values.
+def merge_tile_moments(
+    partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr
+):
+    """Merge the moments of K tiles of BLOCK values into those of all `total` values.
 
     It takes KP tiles at a time, in order. Means are relative to that of the first tile, so that
     their sums do not round at the size of the mean.
@@ -65,7 +69,7 @@ def merge_moments(partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, 
 
 
 @triton.jit
-def merge_sum(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
+def merge_tile_sum(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
     """Add up the sums of K tiles, KP at a time, in order."""
     total = tl.full([], 0.0, ACC)
     for start in range(0, K, KP):
@@ -75,7 +79,7 @@ def merge_sum(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def merge_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
+def merge_tile_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
     """Add up the pairs of sums of K tiles, KP at a time, in order."""
     a = tl.full([], 0.0, ACC)
     b = tl.full([], 0.0, ACC)
@@ -87,10 +91,10 @@ def merge_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def merge_part_moments(
+def merge_column_moments(
     partial_ptr, items, rows_each, rows, BC: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr
 ):
-    """Merge each column's moments of `items` parts, F at a time, as in `merge_moments`.
+    """Merge each column's moments of `items` parts, F at a time, as `merge_tile_moments` does.
 
     A part has `rows_each` rows, or the last one fewer; all together have `rows`.
     """
@@ -117,7 +121,7 @@ def merge_part_moments(
 
 
 @triton.jit
-def merge_part_sums(partial_ptr, items, BC: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr):
+def merge_column_sums(partial_ptr, items, BC: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr):
     """Add up each column's pairs of sums of `items` parts, F at a time, in order."""
     places = tl.arange(0, BC)
     a = tl.zeros([BC], ACC)
@@ -161,11 +165,11 @@ def publish_part(
             tl.atomic_xchg(counter, 0, sem="relaxed")
             if MOMENTS:
                 rows = tl.minimum(ROWS - start * ROWS_EACH, FAN_IN * ROWS_EACH) * HW
-                a, b = merge_part_moments(
+                a, b = merge_column_moments(
                     parts_ptr + start * (2 * BC), items, ROWS_EACH * HW, rows, BC, FAN_IN, ACC
                 )
             else:
-                a, b = merge_part_sums(parts_ptr + start * (2 * BC), items, BC, FAN_IN, ACC)
+                a, b = merge_column_sums(parts_ptr + start * (2 * BC), items, BC, FAN_IN, ACC)
             if batches > 1:
                 batches_ptr = partial_ptr + (UNITS * ITEMS + unit * batches) * (2 * BC)
                 tl.store(batches_ptr + batch * (2 * BC) + places, a)
@@ -176,11 +180,11 @@ def publish_part(
                     tl.atomic_xchg(whole, 0, sem="relaxed")
                     if MOMENTS:
                         each = FAN_IN * ROWS_EACH * HW
-                        a, b = merge_part_moments(
+                        a, b = merge_column_moments(
                             batches_ptr, batches, each, ROWS * HW, BC, FAN_IN, ACC
                         )
                     else:
-                        a, b = merge_part_sums(batches_ptr, batches, BC, FAN_IN, ACC)
+                        a, b = merge_column_sums(batches_ptr, batches, BC, FAN_IN, ACC)
     return a, b, last
 
 
@@ -198,19 +202,19 @@ def ready_flag(counters_ptr, unit, UNITS, ITEMS):
 
 @triton.jit
 def finish_columns(
-    gradient_ptr, parts_ptr, which, c, WIDTH, PARTS, factor,
-    SUMS: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, ACC: tl.constexpr,
+    gradient_ptr, parts_ptr, which, stretch, WIDTH, PARTS, factor,
+    SUMS: tl.constexpr, F: tl.constexpr, FINISH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store the c-th CB columns of a gradient, the sum of its parts times `factor`.
+    """Store a stretch of FINISH columns of a gradient, the sum of its parts times `factor`.
 
     Each of PARTS parts has SUMS rows of WIDTH sums, of which row `which` belongs to this gradient.
-    Parts are added GB at a time, in order.
+    Parts are added F at a time, in order.
     """
-    columns = c * CB + tl.arange(0, CB)
+    columns = stretch * FINISH + tl.arange(0, FINISH)
     live = columns < WIDTH
-    total = tl.zeros([GB, CB], ACC)
-    for start in range(0, PARTS, GB):
-        part = start + tl.arange(0, GB)
+    total = tl.zeros([F, FINISH], ACC)
+    for start in range(0, PARTS, F):
+        part = start + tl.arange(0, F)
         offsets = ((part * SUMS + which).to(tl.int64) * WIDTH)[:, None] + columns[None, :]
         mask = (part < PARTS)[:, None] & live[None, :]
         total += tl.load(parts_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")

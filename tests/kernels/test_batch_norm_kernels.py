@@ -363,8 +363,8 @@ def test_programs_gather_and_write_each_item_once_and_never_wait_for_a_later_one
 
 @triton.jit
 def _merge(out_ptr, parts_ptr, items, rows_each, rows, BCH: tl.constexpr, F: tl.constexpr):
-    mean, m2 = merging.merge_part_moments(parts_ptr, items, rows_each, rows, BCH, F, tl.float64)
-    a, b = merging.merge_part_sums(parts_ptr, items, BCH, F, tl.float64)
+    mean, m2 = merging.merge_column_moments(parts_ptr, items, rows_each, rows, BCH, F, tl.float64)
+    a, b = merging.merge_column_sums(parts_ptr, items, BCH, F, tl.float64)
     places = tl.arange(0, BCH)
     tl.store(out_ptr + places, mean)
     tl.store(out_ptr + BCH + places, m2)

@@ -161,7 +161,7 @@ def merge_launch(
         sizes={"PARTS": parts, "C": channels},
         scalars=scalars(double, momentum=momentum, eps=eps),
         constants={
-            "F": min(power_of_2(parts), _MERGE_PARTS),
+            "FAN_IN": min(power_of_2(parts), _MERGE_PARTS),
             "BC": bc,
             "ACC": tl.float64 if double else tl.float32,
             "RUNNING": flags.running,

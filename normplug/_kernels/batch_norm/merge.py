@@ -20,14 +20,14 @@ from normplug._kernels.primitives import SCALARS, scalar
 # The arguments.
 #   PARTS, C             processes; channels
 #   momentum, eps        as in `columns`
-#   F                    processes whose rows are read at a time
+#   FAN_IN               processes whose rows are read at a time
 #   BC                   channels that a program takes at a time
 # ACC, RUNNING, CUMULATIVE, TRACKED: as in `columns`.
 
 
 @triton.jit
 def _joined_moments(
-    parts_ptr, channels, there, PARTS, C, F: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr
+    parts_ptr, channels, there, PARTS, C, FAN_IN: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr
 ):
     """Count, mean, and sum of squared distances from it (m2), over all processes.
 
@@ -36,8 +36,8 @@ def _joined_moments(
     count = tl.full([], 0.0, ACC)
     mean = tl.zeros([BC], ACC)
     m2 = tl.zeros([BC], ACC)
-    for start in range(0, PARTS, F):
-        parts = start + tl.arange(0, F)
+    for start in range(0, PARTS, FAN_IN):
+        parts = start + tl.arange(0, FAN_IN)
         rows_ptr = parts_ptr + parts * (2 * C + 1)
         counts = tl.load(rows_ptr + 2 * C, mask=parts < PARTS, other=0.0)[:, None]
         at = rows_ptr[:, None] + channels[None, :]
@@ -64,7 +64,7 @@ def batch_norm_merge(
     parts_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr,
     PARTS, C,
     momentum, eps,
-    F: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr, RUNNING: tl.constexpr,
+    FAN_IN: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr, RUNNING: tl.constexpr,
     CUMULATIVE: tl.constexpr, TRACKED: tl.constexpr,
 ):  # fmt: skip
     """Stats = (mean, rstd, n) of all processes; update the running statistics as in `columns`.
@@ -80,7 +80,7 @@ def batch_norm_merge(
     for start in range(tl.program_id(0) * BC, C, tl.num_programs(0) * BC):
         channels = start + tl.arange(0, BC)
         there = channels < C
-        count, mean, m2 = _joined_moments(parts_ptr, channels, there, PARTS, C, F, BC, ACC)
+        count, mean, m2 = _joined_moments(parts_ptr, channels, there, PARTS, C, FAN_IN, BC, ACC)
         rstd = 1.0 / tl.sqrt(m2 / tl.maximum(count, 1.0) + scalar(eps, ACC))
         tl.store(stats_ptr + channels, mean, mask=there)
         tl.store(stats_ptr + C + channels, rstd, mask=there)

@@ -15,7 +15,7 @@ from normplug._kernels.activation import (
     positive,
     unpack_bits,
 )
-from normplug._kernels.merging import merge_moments, merge_sums, tile_counts
+from normplug._kernels.merging import merge_tile_moments, merge_tile_sums, tile_counts
 from normplug._kernels.primitives import SCALARS, scalar
 from normplug._kernels.waiting import arrive, wait
 
@@ -108,7 +108,7 @@ def batch_norm_planes_forward(
             k = 0
         if TRAINING:
             wait(counters_ptr + channel, TILES_A_CHANNEL, TILES_A_CHANNEL if NORMALIZE else 1)
-            mean, m2 = merge_moments(
+            mean, m2 = merge_tile_moments(
                 partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, total, BLOCK, KP, ACC
             )
             n = total.to(ACC)
@@ -277,7 +277,7 @@ def batch_norm_planes_backward(
                 sum_dz = tl.load(partial_ptr + channel)
                 sum_dz_centred = tl.load(partial_ptr + C + channel)
             else:
-                sum_dz, sum_dz_centred = merge_sums(
+                sum_dz, sum_dz_centred = merge_tile_sums(
                     partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, KP, ACC
                 )
             if k == 0:

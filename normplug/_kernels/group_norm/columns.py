@@ -296,7 +296,7 @@ def group_norm_columns_backward(
     root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
     CB: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr,
-    SOLO: tl.constexpr, FINISH: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr,
+    SOLO: tl.constexpr, FINISH: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr,
     DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -378,7 +378,7 @@ def group_norm_columns_backward(
             wait(done_ptr, UNITS, tl.cdiv(C, FINISH))
             if DWEIGHT:
                 finish_columns(
-                    dweight_ptr, sums_ptr, 0, f, C, N, scalar(root, ACC), 2, PARTS, FINISH, ACC
+                    dweight_ptr, sums_ptr, 0, f, C, N, scalar(root, ACC), 2, FAN_IN, FINISH, ACC
                 )
             if DBIAS:
-                finish_columns(dbias_ptr, sums_ptr, 1, f, C, N, 1.0, 2, PARTS, FINISH, ACC)
+                finish_columns(dbias_ptr, sums_ptr, 1, f, C, N, 1.0, 2, FAN_IN, FINISH, ACC)

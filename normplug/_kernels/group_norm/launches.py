@@ -20,7 +20,7 @@ _FORWARD = ("x", "weight", "bias", "y", "stats", "partial", "counters")
 _BACKWARD = (
     "dy", "x", "weight", "bias", "stats", "dx", "dweight", "dbias", "partial", "counters",
 )  # fmt: skip
-_PARTS = 32  # parts of a gradient that a program adds at a time
+_FAN_IN = 32  # parts of a gradient that a program adds at a time
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def backward_launch(
     finishers = -(-shape.groups * shape.channels // shape.finish) if dweight or dbias else 0
     constants: dict[str, Any] = {
         "FINISH": shape.finish,
-        "PARTS": _PARTS,
+        "FAN_IN": _FAN_IN,
         "ACC": tl.float64 if double else tl.float32,
         "WEIGHT": flags.weight and (dx or activated),
         "BIAS": flags.bias and activated,

@@ -222,7 +222,7 @@ def group_norm_planes_backward(
     N, G, CHANNELS, HW_UNITS, K, KS, LAG, SPLITS,
     root,
     UNIT: tl.constexpr, R: tl.constexpr, CB: tl.constexpr, SB: tl.constexpr, HELD: tl.constexpr,
-    FINISH: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
+    FINISH: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -351,5 +351,5 @@ def group_norm_planes_backward(
         if f >= 0:
             finish_sums(
                 dweight_ptr, dbias_ptr, sums_ptr, done_ptr, f, arrivals, parts, C, root, FINISH,
-                PARTS, ACC, DWEIGHT, DBIAS,
+                FAN_IN, ACC, DWEIGHT, DBIAS,
             )  # fmt: skip

@@ -29,7 +29,7 @@ Constants: how the work is cut.
     UNIT: divides the sizes that are given in units, so that the compiler sees the alignment.
     HELD: a program holds a unit.
     FINISH: channels of a gradient that one program adds up.
-    PARTS: parts of a gradient that a program adds at a time.
+    FAN_IN: parts of a gradient that a program adds at a time.
     ACC: the dtype to compute in: float32, or float64 if a tensor is float64.
     EVEN: every tile is full.
     WIDE: offsets need 64 bits.
@@ -105,7 +105,7 @@ def publish_sums(
 @triton.jit
 def finish_sums(
     dweight_ptr, dbias_ptr, sums_ptr, counter_ptr, f, arrivals, parts, C, root,
-    FINISH: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
+    FINISH: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr,
 ):  # fmt: skip
     """Wait for all parts, and add up those of FINISH channels, in order."""
@@ -113,7 +113,7 @@ def finish_sums(
     wait(counter_ptr, arrivals, tl.cdiv(C, FINISH))
     if DWEIGHT:
         finish_columns(
-            dweight_ptr, sums_ptr, 0, f, C, parts, scalar(root, ACC), SUMS, PARTS, FINISH, ACC
+            dweight_ptr, sums_ptr, 0, f, C, parts, scalar(root, ACC), SUMS, FAN_IN, FINISH, ACC
         )
     if DBIAS:
-        finish_columns(dbias_ptr, sums_ptr, DWEIGHT, f, C, parts, 1.0, SUMS, PARTS, FINISH, ACC)
+        finish_columns(dbias_ptr, sums_ptr, DWEIGHT, f, C, parts, 1.0, SUMS, FAN_IN, FINISH, ACC)

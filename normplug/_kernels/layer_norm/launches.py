@@ -20,6 +20,7 @@ _TYPES = {
     torch.float32: tl.float32, torch.float64: tl.float64,
 }  # fmt: skip
 _FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
+_GRADIENT_FAN_IN = 32  # parts of a gradient that a program adds at a time
 
 _FORWARD = (
     "x", "residual", "weight", "bias", "input_bias", "running_mean", "running_var", "tracked", "y",
@@ -191,7 +192,7 @@ def backward_launch(
     dx, dweight, dbias, dinput_bias = needs
     sums = sum(needs[1:])
     constants: dict[str, Any] = {
-        "GB": 32,
+        "FAN_IN": _GRADIENT_FAN_IN,
         **_formula(double, flags),
         "WEIGHT": flags.weight,
         "INPUT_BIAS": flags.input_bias,
@@ -209,7 +210,7 @@ def backward_launch(
         head = {
             "RB": shape.rb,
             "CW": shape.cw,
-            "KF": min(power_of_2(shape.k), max(4096 // (2 * shape.rb), 1)),
+            "KP": min(power_of_2(shape.k), max(4096 // (2 * shape.rb), 1)),
             "SINGLE": shape.blocks == 1,
         }
         return Launch(
@@ -221,7 +222,7 @@ def backward_launch(
             constants={**head, **constants},
             warps=shape.warps,
         )
-    head = {**_tile(shape), "K": shape.k, "KP": power_of_2(shape.k)}
+    head = {**_tile(shape), "K": shape.k, "K_PADDED": power_of_2(shape.k)}
     head |= {"STAGES": shape.stages, "KEEP": shape.keep, "LANES": shape.lanes}
     head["FINISH"] = shape.finish
     finishers = -(-shape.width // shape.finish) if sums and shape.k == 1 else 0

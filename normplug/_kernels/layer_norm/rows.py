@@ -24,7 +24,7 @@ from normplug._kernels.waiting import arrive, meet, publish, wait
 #   R, U, BC             a tile: R rows of U * BC columns
 #   VECTOR               adjacent values that a thread takes at a time
 #   KEEP                 weight and bias stay in registers from tile to tile
-#   K, KP                programs that share a row; the same, padded to a power of two
+#   K, K_PADDED          programs that share a row; the same, padded to a power of two
 #   STAGES               tiles in flight in the loop over tiles
 #   LANES                sums per column that are kept apart until the last tile
 #   FINISH               columns of a gradient that one program adds up
@@ -239,11 +239,12 @@ def layer_norm_rows_forward(
 
 @triton.jit
 def _share_sums(
-    partial_ptr, counters_ptr, tile, k, a, b, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
-):
+    partial_ptr, counters_ptr, tile, k, a, b,
+    R: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
+):  # fmt: skip
     """All-reduce two sums per row of a tile, over the K programs that share its columns."""
     rows = tl.arange(0, R)
-    shares = tl.arange(0, KP)[None, :]
+    shares = tl.arange(0, K_PADDED)[None, :]
     tile_ptr = partial_ptr + tile.to(tl.int64) * (2 * K * R)
     tl.store(tile_ptr + k * (2 * R) + rows, a)
     tl.store(tile_ptr + k * (2 * R) + R + rows, b)
@@ -262,8 +263,8 @@ def layer_norm_rows_backward(
     DTOTAL_OUTER_UNITS, PROGRAMS,
     root,
     R: tl.constexpr, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr,
-    FINISH: tl.constexpr, GB: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr,
+    K_PADDED: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr,
+    FINISH: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr,
     OFFSET: tl.constexpr, ROUND: tl.constexpr, WEIGHT: tl.constexpr, INPUT_BIAS: tl.constexpr,
     DTOTAL: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     DINPUT_BIAS: tl.constexpr, DX_AS_X: tl.constexpr, UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr,
@@ -278,7 +279,6 @@ def layer_norm_rows_backward(
     program = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
     SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
-    SHARE: tl.constexpr = U * BC
     # evict_first: faster where few programs share a row, slower where many do, the same for one.
     LAST: tl.constexpr = K > 1 and K <= 4
     groups = PROGRAMS // K
@@ -297,7 +297,7 @@ def layer_norm_rows_backward(
         DTOTAL_STEP = size(DTOTAL_UNITS, UNIT, WIDE)
         DTOTAL_OUTER = size(DTOTAL_OUTER_UNITS, UNIT, WIDE)
         n = WIDTH.to(ACC)
-        columns, live = _columns(k * SHARE, WIDTH, U, BC, VECTOR)
+        columns, live = _columns(k * (U * BC), WIDTH, U, BC, VECTOR)
         # Inside the loop these would be prefetched like a tile, into as much shared memory.
         if KEEP and WEIGHT:
             weight = _vector(weight_ptr, columns, live, R, EVEN)
@@ -347,7 +347,7 @@ def layer_norm_rows_backward(
                     sum_g = sum_gd
                 if K > 1:
                     sum_g, sum_gd = _share_sums(
-                        partial_ptr, counters_ptr + 1, tile, k, sum_g, sum_gd, R, K, KP
+                        partial_ptr, counters_ptr + 1, tile, k, sum_g, sum_gd, R, K, K_PADDED
                     )
                 scale = rstd * scalar(root, ACC)
                 slope = scale * rstd * rstd * (sum_gd / n)
@@ -395,15 +395,15 @@ def layer_norm_rows_backward(
                     # The rounded values already include the root.
                     finish_columns(
                         dweight_ptr, parts_ptr, 0, stretch, WIDTH, groups,
-                        scalar(root, ACC) if ROUND == ACC else 1.0, SUMS, GB, FINISH, ACC,
+                        scalar(root, ACC) if ROUND == ACC else 1.0, SUMS, FAN_IN, FINISH, ACC,
                     )  # fmt: skip
                 if DBIAS:
                     finish_columns(
-                        dbias_ptr, parts_ptr, DWEIGHT, stretch, WIDTH, groups, 1.0, SUMS, GB,
+                        dbias_ptr, parts_ptr, DWEIGHT, stretch, WIDTH, groups, 1.0, SUMS, FAN_IN,
                         FINISH, ACC,
                     )  # fmt: skip
                 if DINPUT_BIAS:
                     finish_columns(
                         dinput_bias_ptr, parts_ptr, DWEIGHT + DBIAS, stretch, WIDTH, groups, 1.0,
-                        SUMS, GB, FINISH, ACC,
+                        SUMS, FAN_IN, FINISH, ACC,
                     )  # fmt: skip

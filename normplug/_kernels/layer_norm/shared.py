@@ -16,8 +16,8 @@ Scalars.
     root: square root of the target variance.
 
 Constants: how the work is cut.
-    FAN_IN: parts of the running statistics that a program adds at a time.
-    GB: parts of a gradient that a program adds at a time.
+    FAN_IN: parts that a program adds at a time: of the running statistics or, backward, of a
+        gradient.
     ACC: the dtype to compute in: float32, or float64 if a tensor is float64.
     UNIT: divides width and strides, so that the compiler sees their alignment.
     TWO_LEVELS: rows have strides on two levels, or on three.

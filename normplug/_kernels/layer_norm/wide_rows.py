@@ -11,7 +11,12 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.layer_norm.shared import factor_of, finish_running, row_places, size
-from normplug._kernels.merging import finish_columns, merge_moments, merge_sum, tile_counts
+from normplug._kernels.merging import (
+    finish_columns,
+    merge_tile_moments,
+    merge_tile_sum,
+    tile_counts,
+)
 from normplug._kernels.primitives import SCALARS, as_dtype, as_stored, scalar
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, publish, wait
@@ -21,7 +26,7 @@ from normplug._kernels.waiting import arrive, publish, wait
 #   LAG                  programs between a tile's first read and its second; 0 if it is read once
 #   BLOCK                values of a tile
 #   RB, CW               a tile of the backward: RB rows of CW columns
-#   KP, KF               tiles whose partial results are merged at a time, forward and backward
+#   KP                   tiles whose partial results are merged at a time
 #   SINGLE               there is one block of rows, so a tile's sums are the gradients
 _SIZES = [
     "ROWS", "INNER", "WIDTH_UNITS", "X_UNITS", "X_OUTER_UNITS", "RESIDUAL_UNITS",
@@ -113,13 +118,13 @@ def layer_norm_wide_forward(
                 rstd = tl.load(stats_ptr + row)
             else:
                 mean = tl.full([], 0.0, ACC)
-                var = merge_sum(partial_ptr + row * K, K, KP, ACC) / WIDTH.to(ACC)
+                var = merge_tile_sum(partial_ptr + row * K, K, KP, ACC) / WIDTH.to(ACC)
                 rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
         elif GIVEN:
             mean = tl.load(stats_ptr + row)
             rstd = tl.load(stats_ptr + ROWS + row)
         else:
-            mean, m2 = merge_moments(partial_ptr + 2 * row * K, K, WIDTH, BLOCK, KP, ACC)
+            mean, m2 = merge_tile_moments(partial_ptr + 2 * row * K, K, WIDTH, BLOCK, KP, ACC)
             var = m2 / WIDTH.to(ACC)
             rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
         h = h.to(ACC)
@@ -192,12 +197,13 @@ def layer_norm_wide_backward(
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, DY_UNITS, DY_OUTER_UNITS, DTOTAL_UNITS,
     DTOTAL_OUTER_UNITS, K, LAG,
     root,
-    RB: tl.constexpr, CW: tl.constexpr, KF: tl.constexpr, SINGLE: tl.constexpr, GB: tl.constexpr,
-    ACC: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr,
-    WEIGHT: tl.constexpr, INPUT_BIAS: tl.constexpr, DTOTAL: tl.constexpr, DX: tl.constexpr,
-    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr, DX_AS_X: tl.constexpr,
-    UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr, HEADS: tl.constexpr, X_MIDDLE: tl.constexpr,
-    DY_MIDDLE: tl.constexpr, DTOTAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    RB: tl.constexpr, CW: tl.constexpr, KP: tl.constexpr, SINGLE: tl.constexpr,
+    FAN_IN: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr,
+    ROUND: tl.constexpr, WEIGHT: tl.constexpr, INPUT_BIAS: tl.constexpr, DTOTAL: tl.constexpr,
+    DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr,
+    DX_AS_X: tl.constexpr, UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr, HEADS: tl.constexpr,
+    X_MIDDLE: tl.constexpr, DY_MIDDLE: tl.constexpr, DTOTAL_MIDDLE: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """As `rows.layer_norm_rows_backward`.
 
@@ -260,10 +266,10 @@ def layer_norm_wide_backward(
         if arrive(counters_ptr + block) == K - 1:
             tl.atomic_xchg(counters_ptr + block, 0, sem="relaxed")
             places = tl.arange(0, 2 * RB)
-            total = tl.zeros([KF, 2 * RB], ACC)
+            total = tl.zeros([KP, 2 * RB], ACC)
             block_ptr = partial_ptr + (block * K).to(tl.int64) * (2 * RB)
-            for start in range(0, K, KF):
-                tile = start + tl.arange(0, KF)
+            for start in range(0, K, KP):
+                tile = start + tl.arange(0, KP)
                 total += tl.load(
                     block_ptr + tile[:, None] * (2 * RB) + places[None, :],
                     mask=(tile < K)[:, None], other=0.0, cache_modifier=".cg",
@@ -344,14 +350,14 @@ def layer_norm_wide_backward(
             if DWEIGHT:
                 finish_columns(
                     dweight_ptr, parts_ptr, 0, k, WIDTH, BLOCKS,
-                    scalar(root, ACC) if ROUND == ACC else 1.0, SUMS, GB, CW, ACC,
+                    scalar(root, ACC) if ROUND == ACC else 1.0, SUMS, FAN_IN, CW, ACC,
                 )  # fmt: skip
             if DBIAS:
                 finish_columns(
-                    dbias_ptr, parts_ptr, DWEIGHT, k, WIDTH, BLOCKS, 1.0, SUMS, GB, CW, ACC
+                    dbias_ptr, parts_ptr, DWEIGHT, k, WIDTH, BLOCKS, 1.0, SUMS, FAN_IN, CW, ACC
                 )
             if DINPUT_BIAS:
                 finish_columns(
-                    dinput_bias_ptr, parts_ptr, DWEIGHT + DBIAS, k, WIDTH, BLOCKS, 1.0, SUMS, GB,
-                    CW, ACC,
+                    dinput_bias_ptr, parts_ptr, DWEIGHT + DBIAS, k, WIDTH, BLOCKS, 1.0, SUMS,
+                    FAN_IN, CW, ACC,
                 )  # fmt: skip
