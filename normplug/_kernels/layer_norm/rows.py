@@ -13,8 +13,14 @@ that run at once share the row's columns, and exchange the two sums that its dx 
 import triton
 import triton.language as tl
 
-from normplug._kernels.layer_norm.shared import factor_of, finish_running, row_places, size
-from normplug._kernels.merging import finish_columns
+from normplug._kernels.layer_norm.shared import (
+    factor_of,
+    finish_gradients,
+    finish_running,
+    load_statistics,
+    row_places,
+    size,
+)
 from normplug._kernels.primitives import SCALARS, as_dtype, as_stored, scalar, sum_both
 from normplug._kernels.tiles import LANE_AXIS, STEP_AXIS, load, store, tile_of_zeros
 from normplug._kernels.waiting import arrive, meet, publish, wait
@@ -312,11 +318,7 @@ def layer_norm_rows_backward(
             h = _load(x_ptr, x_places, inside, columns, live, EVEN, LAST).to(ACC)
             places = row_places(rows, INNER, DY_OUTER, DY_STEP, DY_MIDDLE, HEADS, TWO_LEVELS)
             dy = _load(dy_ptr, places, inside, columns, live, EVEN, LAST).to(ACC)
-            if CENTRED:
-                mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
-                rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
-            else:
-                rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+            mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
             if INPUT_BIAS:
                 if not KEEP:
                     input_bias = _vector(input_bias_ptr, columns, live, R, EVEN)
@@ -391,19 +393,7 @@ def layer_norm_rows_backward(
         if (c >= 0) & (c < stretches):
             wait(counters_ptr, PROGRAMS, tl.minimum(stretches, PROGRAMS) if K > 1 else stretches)
             for stretch in range(c, stretches, step):
-                if DWEIGHT:
-                    # The rounded values already include the root.
-                    finish_columns(
-                        dweight_ptr, parts_ptr, 0, stretch, WIDTH, groups,
-                        scalar(root, ACC) if ROUND == ACC else 1.0, SUMS, FAN_IN, FINISH, ACC,
-                    )  # fmt: skip
-                if DBIAS:
-                    finish_columns(
-                        dbias_ptr, parts_ptr, DWEIGHT, stretch, WIDTH, groups, 1.0, SUMS, FAN_IN,
-                        FINISH, ACC,
-                    )  # fmt: skip
-                if DINPUT_BIAS:
-                    finish_columns(
-                        dinput_bias_ptr, parts_ptr, DWEIGHT + DBIAS, stretch, WIDTH, groups, 1.0,
-                        SUMS, FAN_IN, FINISH, ACC,
-                    )  # fmt: skip
+                finish_gradients(
+                    dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, groups,
+                    root, FINISH, FAN_IN, ACC, ROUND, DWEIGHT, DBIAS, DINPUT_BIAS,
+                )  # fmt: skip

@@ -10,13 +10,15 @@ the grid, further programs add them up over the blocks of rows, in order.
 import triton
 import triton.language as tl
 
-from normplug._kernels.layer_norm.shared import factor_of, finish_running, row_places, size
-from normplug._kernels.merging import (
-    finish_columns,
-    merge_tile_moments,
-    merge_tile_sum,
-    tile_counts,
+from normplug._kernels.layer_norm.shared import (
+    factor_of,
+    finish_gradients,
+    finish_running,
+    load_statistics,
+    row_places,
+    size,
 )
+from normplug._kernels.merging import merge_tile_moments, merge_tile_sum, tile_counts
 from normplug._kernels.primitives import SCALARS, as_dtype, as_stored, scalar
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, publish, wait
@@ -241,11 +243,7 @@ def layer_norm_wide_backward(
         x = _tile(x_ptr, place, columns, mask, EVEN, False)
         place = row_places(rows, INNER, DY_OUTER, DY_STEP, DY_MIDDLE, HEADS, TWO_LEVELS)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, False).to(ACC)
-        if CENTRED:
-            mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
-            rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
-        else:
-            rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+        mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
         if INPUT_BIAS:
             h += _vector(input_bias_ptr, columns, live, EVEN).to(ACC)[None, :]
@@ -289,11 +287,7 @@ def layer_norm_wide_backward(
         x = _tile(x_ptr, x_place, columns, mask, EVEN, True)
         place = row_places(rows, INNER, DY_OUTER, DY_STEP, DY_MIDDLE, HEADS, TWO_LEVELS)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, True).to(ACC)
-        if CENTRED:
-            mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
-            rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
-        else:
-            rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+        mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
         if INPUT_BIAS:
             h += _vector(input_bias_ptr, columns, live, EVEN).to(ACC)[None, :]
@@ -347,17 +341,7 @@ def layer_norm_wide_backward(
         k = u - TILES
         if k >= 0:
             wait(done_ptr + k, BLOCKS, 1)
-            if DWEIGHT:
-                finish_columns(
-                    dweight_ptr, parts_ptr, 0, k, WIDTH, BLOCKS,
-                    scalar(root, ACC) if ROUND == ACC else 1.0, SUMS, FAN_IN, CW, ACC,
-                )  # fmt: skip
-            if DBIAS:
-                finish_columns(
-                    dbias_ptr, parts_ptr, DWEIGHT, k, WIDTH, BLOCKS, 1.0, SUMS, FAN_IN, CW, ACC
-                )
-            if DINPUT_BIAS:
-                finish_columns(
-                    dinput_bias_ptr, parts_ptr, DWEIGHT + DBIAS, k, WIDTH, BLOCKS, 1.0, SUMS,
-                    FAN_IN, CW, ACC,
-                )  # fmt: skip
+            finish_gradients(
+                dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, k, WIDTH, BLOCKS, root, CW,
+                FAN_IN, ACC, ROUND, DWEIGHT, DBIAS, DINPUT_BIAS,
+            )  # fmt: skip
