@@ -17,6 +17,7 @@ from normplug._kernels.activation import (
 )
 from normplug._kernels.merging import merge_tile_moments, merge_tile_sums, tile_counts
 from normplug._kernels.primitives import SCALARS, scalar
+from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, wait
 
 # The arguments of both kernels.
@@ -102,7 +103,7 @@ def batch_norm_planes_forward(
             channel = u // TILES_A_CHANNEL
             k = u - channel * TILES_A_CHANNEL
             offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
-            x = tl.load(x_ptr + offsets, mask=inside, other=0.0, eviction_policy="evict_first")
+            x = load(x_ptr, offsets, inside, FULL=False, LAST=True)
         else:
             channel = u
             k = 0
@@ -155,8 +156,8 @@ def batch_norm_planes_forward(
                 byte = k * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
                 packed = pack_bits(positive(z), BLOCK)
                 tl.store(bits_ptr + channel * stride + byte, packed, mask=byte < stride)
-            y = activate(z, ACTIVATION).to(y_ptr.dtype.element_ty)
-            tl.store(y_ptr + offsets, y, mask=inside, eviction_policy="evict_first")
+            y = activate(z, ACTIVATION)
+            store(y_ptr, offsets, y, inside, FULL=False, LAST=True)
 
 
 @triton.jit
@@ -179,11 +180,18 @@ def _load_extra(
 
 @triton.jit
 def _gradient(
-    dy, x, extra, mean, scale, bias,
-    BLOCK: tl.constexpr, ACC: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    dy, x, extra, weight_ptr, bias_ptr, channel, mean, rstd, root,
+    BLOCK: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dz, the gradient of the activation's input, and x - mean; see `_load_extra`."""
+    """Compute dz, the gradient of the activation's input; return it, x - mean, and the scale.
+
+    The scale is weight * root * rstd. `_load_extra` explains `extra`.
+    """
+    scale = rstd * scalar(root, ACC)
+    if WEIGHT:
+        scale *= tl.load(weight_ptr + channel).to(ACC)
+    bias = tl.load(bias_ptr + channel).to(ACC) if BIAS else 0.0
     centred = x.to(ACC) - mean
     dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
     if BITS:
@@ -193,7 +201,7 @@ def _gradient(
         if RESIDUAL:
             z += extra.to(ACC)
         dz = activation_gradient(dz, z, ACTIVATION)
-    return dz, centred
+    return dz, centred, scale
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
@@ -228,30 +236,26 @@ def batch_norm_planes_backward(
         channel = t // TILES_A_CHANNEL
         k = t - channel * TILES_A_CHANNEL
         offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
-        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0)
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+        dy = load(dy_ptr, offsets, inside, FULL=False, LAST=False)
+        x = load(x_ptr, offsets, inside, FULL=False, LAST=False)
         extra = _load_extra(
             residual_ptr, bits_ptr, offsets, inside, channel, k, total, BLOCK, RESIDUAL, BITS
         )
         mean = tl.load(stats_ptr + channel)
-        scale = tl.load(stats_ptr + C + channel) * scalar(root, ACC)
-        if WEIGHT:
-            scale *= tl.load(weight_ptr + channel).to(ACC)
-        bias = tl.load(bias_ptr + channel).to(ACC) if BIAS else 0.0
-        dz, centred = _gradient(
-            dy, x, extra, mean, scale, bias, BLOCK, ACC, RESIDUAL, BITS, ACTIVATION
-        )
+        rstd = tl.load(stats_ptr + C + channel)
+        dz, centred, scale = _gradient(
+            dy, x, extra, weight_ptr, bias_ptr, channel, mean, rstd, root, BLOCK, ACC, WEIGHT, BIAS,
+            RESIDUAL, BITS, ACTIVATION,
+        )  # fmt: skip
         if SUMS:
             tl.store(partial_ptr + 2 * t, tl.sum(dz))
             tl.store(partial_ptr + 2 * t + 1, tl.sum(dz * centred))
             arrive(counters_ptr + channel)
         if not LATE:
             if DX:
-                dx = (dz * scale).to(dx_ptr.dtype.element_ty)
-                tl.store(dx_ptr + offsets, dx, mask=inside, eviction_policy="evict_first")
+                store(dx_ptr, offsets, dz * scale, inside, FULL=False, LAST=True)
             if DRESIDUAL:
-                dr = dz.to(dresidual_ptr.dtype.element_ty)
-                tl.store(dresidual_ptr + offsets, dr, mask=inside, eviction_policy="evict_first")
+                store(dresidual_ptr, offsets, dz, inside, FULL=False, LAST=True)
     if SUMS:
         u = t - LAG
         if u >= 0:
@@ -261,10 +265,8 @@ def batch_norm_planes_backward(
                 channel = u // TILES_A_CHANNEL
                 k = u - channel * TILES_A_CHANNEL
                 offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
-                dy = tl.load(
-                    dy_ptr + offsets, mask=inside, other=0.0, eviction_policy="evict_first"
-                )
-                x = tl.load(x_ptr + offsets, mask=inside, other=0.0, eviction_policy="evict_first")
+                dy = load(dy_ptr, offsets, inside, FULL=False, LAST=True)
+                x = load(x_ptr, offsets, inside, FULL=False, LAST=True)
                 extra = _load_extra(
                     residual_ptr, bits_ptr, offsets, inside, channel, k, total, BLOCK, RESIDUAL,
                     BITS,
@@ -290,23 +292,16 @@ def batch_norm_planes_backward(
                     tl.store(dx_ptr + channel, sum_dz)
                     tl.store(dx_ptr + C + channel, sum_dz_centred)
             if LATE:
-                scale = rstd * scalar(root, ACC)
-                if WEIGHT:
-                    scale *= tl.load(weight_ptr + channel).to(ACC)
-                bias = tl.load(bias_ptr + channel).to(ACC) if BIAS else 0.0
-                dz, centred = _gradient(
-                    dy, x, extra, mean, scale, bias, BLOCK, ACC, RESIDUAL, BITS, ACTIVATION
-                )
+                dz, centred, scale = _gradient(
+                    dy, x, extra, weight_ptr, bias_ptr, channel, mean, rstd, root, BLOCK, ACC,
+                    WEIGHT, BIAS, RESIDUAL, BITS, ACTIVATION,
+                )  # fmt: skip
                 if DRESIDUAL:
-                    dr = dz.to(dresidual_ptr.dtype.element_ty)
-                    tl.store(
-                        dresidual_ptr + offsets, dr, mask=inside, eviction_policy="evict_first"
-                    )
+                    store(dresidual_ptr, offsets, dz, inside, FULL=False, LAST=True)
                 if GIVEN:
                     n = tl.load(stats_ptr + 2 * C)
                 else:
                     n = total.to(ACC)
                 slope = sum_dz_centred * rstd * rstd / n
                 dx = (dz - sum_dz / n - centred * slope) * scale
-                dx = dx.to(dx_ptr.dtype.element_ty)
-                tl.store(dx_ptr + offsets, dx, mask=inside, eviction_policy="evict_first")
+                store(dx_ptr, offsets, dx, inside, FULL=False, LAST=True)
