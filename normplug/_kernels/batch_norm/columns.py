@@ -166,7 +166,7 @@ def batch_norm_columns_forward(
                 mean, m2 = channel_moments(mean, m2, end - start, own, HW, BCH)
             mean, m2, last = publish_part(
                 mean, m2, partial_ptr, counters_ptr, slab, item, SLABS, GATHERS, ROWS, ROWS_EACH,
-                HW, BCH, ACC, True, SOLO,
+                HW, BCH, ACC, MOMENTS=True, SINGLE=SOLO,
             )  # fmt: skip
             if last:
                 _finish_forward(
@@ -387,8 +387,8 @@ def batch_norm_columns_backward(
                     sum_dz, sum_dz_centred, 0, 0, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
                     dresidual_ptr, means_ptr, flag_ptr, start + tile * R, end, columns, live,
                     channels, slab, mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC,
-                    RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE, True,
-                    SUMS, False, not LATE, False,
+                    RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
+                    WHOLE=True, SUM=SUMS, LATE=False, WRITE=not LATE, WAIT=False,
                 )  # fmt: skip
             row = start + whole * R
             if row < end:
@@ -396,7 +396,8 @@ def batch_norm_columns_backward(
                     sum_dz, sum_dz_centred, 0, 0, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
                     dresidual_ptr, means_ptr, flag_ptr, row, end, columns, live, channels, slab,
                     mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC, RESIDUAL, BITS,
-                    ACTIVATION, DX, DRESIDUAL, EVEN, WIDE, False, SUMS, False, not LATE, False,
+                    ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
+                    WHOLE=False, SUM=SUMS, LATE=False, WRITE=not LATE, WAIT=False,
                 )  # fmt: skip
             if SUMS:
                 a = tl.sum(sum_dz, axis=0)
@@ -406,7 +407,7 @@ def batch_norm_columns_backward(
                     b = channel_sums(b, own, BCH)
                 a, b, last = publish_part(
                     a, b, partial_ptr, counters_ptr, slab, item, SLABS, GATHERS, ROWS, ROWS_EACH,
-                    HW, BCH, ACC, False, SOLO,
+                    HW, BCH, ACC, MOMENTS=False, SINGLE=SOLO,
                 )  # fmt: skip
                 if last:
                     _finish_backward(
@@ -417,7 +418,7 @@ def batch_norm_columns_backward(
                         arrive(flag_ptr)
             if OWN and LATE:
                 if SOLO:
-                    tl.debug_barrier()
+                    tl.debug_barrier()  # all threads see the terms just stored
                 else:
                     wait(flag_ptr, 1, GATHERS)
                 mean_dz, slope = dx_terms(means_ptr, channels, live, C)
@@ -426,8 +427,8 @@ def batch_norm_columns_backward(
                         0, 0, mean_dz, slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
                         dresidual_ptr, means_ptr, flag_ptr, start + whole * R, end, columns, live,
                         channels, slab, mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC,
-                        RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE, False,
-                        False, True, True, False,
+                        RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
+                        WHOLE=False, SUM=False, LATE=True, WRITE=True, WAIT=False,
                     )  # fmt: skip
                 for tile in tl.range(0, whole, num_stages=STAGES):
                     row = start + (whole - 1 - tile) * R
@@ -435,7 +436,8 @@ def batch_norm_columns_backward(
                         0, 0, mean_dz, slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
                         dresidual_ptr, means_ptr, flag_ptr, row, end, columns, live, channels, slab,
                         mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC, RESIDUAL, BITS,
-                        ACTIVATION, DX, DRESIDUAL, EVEN, WIDE, True, False, True, True, False,
+                        ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
+                        WHOLE=True, SUM=False, LATE=True, WRITE=True, WAIT=False,
                     )  # fmt: skip
         else:
             joined_mean = 0
@@ -448,5 +450,6 @@ def batch_norm_columns_backward(
                 0, 0, joined_mean, joined_slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
                 dresidual_ptr, means_ptr, flag_ptr, item * R, ROWS, columns, live, channels, slab,
                 mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION,
-                DX, DRESIDUAL, EVEN, WIDE, False, False, True, True, not GIVEN,
+                DX, DRESIDUAL, EVEN, WIDE,
+                WHOLE=False, SUM=False, LATE=True, WRITE=True, WAIT=not GIVEN,
             )  # fmt: skip

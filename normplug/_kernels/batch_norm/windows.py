@@ -221,9 +221,12 @@ def batch_norm_pool_backward(
     live = channels < C
     mean = tl.load(stats_ptr + channels, mask=live, other=0.0)
     rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0)
-    scale, none = affine(rstd, weight_ptr, weight_ptr, channels, live, root, BC, ACC, WEIGHT, False)
-    mean_dz = none
-    slope = none
+    # dx has no bias, so `affine` gives zeros for it. Without TRAINING they stand for the sums.
+    scale, zeros = affine(
+        rstd, weight_ptr, weight_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS=False
+    )
+    mean_dz = zeros
+    slope = zeros
     if TRAINING:
         each = 1.0 / ((tl.num_programs(0) // SLABS // rows).to(ACC) * H * W)
         mean_dz = tl.load(dbias_ptr + channels, mask=live, other=0.0) * each

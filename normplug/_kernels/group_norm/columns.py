@@ -164,7 +164,7 @@ def group_norm_columns_forward(
         )  # fmt: skip
         mean, m2, last = publish_part(
             mean, m2, partial_ptr, counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH,
-            1, BC, ACC, True, SINGLE,
+            1, BC, ACC, MOMENTS=True, SINGLE=SINGLE,
         )  # fmt: skip
         own_ptr = moments_ptr + sample.to(tl.int64) * (2 * C)
         if last:
@@ -173,7 +173,7 @@ def group_norm_columns_forward(
             if not SOLO:
                 arrive(ready_flag(counters_ptr, sample, UNITS, K))
         if SOLO:
-            tl.debug_barrier()
+            tl.debug_barrier()  # all threads see the moments just stored
             _write_item(
                 x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, own_ptr, sample, slab, start, end, S,
                 C, G, CHANNELS, columns, live, GROUPS, eps, root, U, BT, BC, GB, CB, STAGES, EACH,
@@ -336,8 +336,8 @@ def group_norm_columns_backward(
             )  # fmt: skip
         dz, dz_xhat, last = publish_part(
             tl.sum(sum_dz, axis=0), tl.sum(sum_dz_centred, axis=0) * rstd, partial_ptr,
-            counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH, 1, BC, ACC, False,
-            SINGLE,
+            counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH, 1, BC, ACC,
+            MOMENTS=False, SINGLE=SINGLE,
         )  # fmt: skip
         own_ptr = sums_ptr + sample.to(tl.int64) * (2 * C)
         if last:
@@ -348,7 +348,7 @@ def group_norm_columns_backward(
             if DWEIGHT or DBIAS:
                 arrive(done_ptr)
         if SOLO and DX:
-            tl.debug_barrier()
+            tl.debug_barrier()  # all threads see the sums just stored
             _write_item_dx(
                 dy_ptr, x_ptr, dx_ptr, weight_ptr, own_ptr, slab, before, start, end, S, C, G,
                 CHANNELS, columns, live, mean, rstd, scale, bias, root, U, BT, BC, GB, CB, STAGES,

@@ -146,7 +146,7 @@ def group_norm_planes_forward(
             )
             mean, m2, last = publish_part(
                 mean, m2, partial_ptr, counters_ptr, group, k, GROUPS, K, WIDTH, BLOCK, 1, 1, ACC,
-                True, False,
+                MOMENTS=True, SINGLE=False,
             )  # fmt: skip
             if last:
                 n = WIDTH.to(ACC)
@@ -309,7 +309,7 @@ def group_norm_planes_backward(
                 sum_g, sum_gx = sum_both(sum_dz * weight, sum_dz_xhat * weight, 1)
                 sum_g, sum_gx, last = publish_part(
                     sum_g, sum_gx, partial_ptr, counters_ptr, group, k, GROUPS, K, K, 1, 1, 1, ACC,
-                    False, False,
+                    MOMENTS=False, SINGLE=False,
                 )  # fmt: skip
                 if last:
                     tl.store(means_ptr + groups, sum_g / n)
