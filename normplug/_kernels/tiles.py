@@ -81,7 +81,11 @@ def load_tile(
     pointer, columns, live, row, end, W, U: tl.constexpr, BT: tl.constexpr, EVEN: tl.constexpr,
     WHOLE: tl.constexpr, WIDE: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Load U * BT rows. WHOLE: all of them exist. EVEN: all columns do. LAST: as in `load`."""
+    """Load U * BT rows of some columns, from `row` on and before `end`; rows are W values apart.
+
+    WHOLE: all of these rows exist. EVEN: all columns do, else those that are `live`. WIDE: offsets
+    need 64 bits. LAST: as in `load`.
+    """
     offsets, mask = _places(row, end, columns, live, W, U, BT, WIDE)
     return load(pointer, offsets, mask, WHOLE and EVEN, LAST)
 
@@ -91,7 +95,7 @@ def write_tile(
     value, pointer, columns, live, row, end, W, U: tl.constexpr, BT: tl.constexpr,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of U * BT rows; WHOLE and EVEN as in `load_tile`."""
+    """Store a tile of U * BT rows; the arguments are those of `load_tile`."""
     offsets, mask = _places(row, end, columns, live, W, U, BT, WIDE)
     store(pointer, offsets, value, mask, WHOLE and EVEN, True)
 

@@ -1,6 +1,8 @@
 """BatchNorm over rows of adjacent channels: (N, C), channels_last, and small contiguous planes.
 
-`slabs` explains slabs, tiles and items. Each slab is read twice, in one of two ways:
+`slabs` explains slabs, tiles and items. Each slab is read twice. Forward, the first read gives its
+moments, and the second normalises it. Backward, the first gives two sums per channel, and the
+second writes dx. The two reads are ordered in one of two ways, told here for the forward:
 
 - In phases. GATHERS items gather a slab's moments, and WRITES items of one tile each normalise it.
   Slabs are taken GROUP at a time: first all the items that gather a group, then those that

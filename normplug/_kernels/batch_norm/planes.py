@@ -2,7 +2,9 @@
 
 The N * HW values of a channel are cut into tiles. Program t reduces tile t, publishes its moments,
 and then normalises tile t - LAG (see `waiting`): by then the tile's channel is complete, and the
-tile is still in the L2 cache. So DRAM traffic is one read and one write.
+tile is still in the L2 cache. So DRAM traffic is one read and one write. The backward does the same
+with dy and x: it publishes two sums instead of moments, and writes dx (the formula is in
+`columns`).
 """
 
 import triton
@@ -218,9 +220,9 @@ def batch_norm_planes_backward(
 ):  # fmt: skip
     """The gradients of `batch_norm_planes_forward` that DX, DRESIDUAL, DWEIGHT, DBIAS ask for.
 
-    LATE: dx depends on sums over the batch, so tiles are written LAG programs later (the formula is
-    in `columns`). Otherwise statistics are constants, and the first read gives dx; with SUMS, one
-    program per channel after the TILES programs writes dweight and dbias: LAG = TILES.
+    LATE: dx depends on sums over the batch, so tiles are written LAG programs later. Otherwise
+    statistics are constants, and the first read gives dx; with SUMS, one program per channel after
+    the TILES programs writes dweight and dbias: LAG = TILES.
 
     Over several processes, one launch SHAREs: it writes its sums to dx, in ACC. In another they are
     GIVEN: all processes' sums are read from partial, the number of values from the end of stats.

@@ -38,8 +38,9 @@ from normplug._kernels.waiting import arrive, wait
 #   SLABS, K, ROWS_EACH  slabs of a sample; items of a slab; rows of an item
 # Constants.
 #   U, BT, BC            a tile: U steps of BT rows, of BC columns
-#   GB, CB               groups that a slab touches, padded; channels of each merged at a time
-#   STAGES               tiles that a loop over tiles has in flight
+#   GB                   groups that a slab touches, padded to a power of two
+#   CB                   channels of each of these groups that are merged at a time
+#   STAGES               tiles in flight in a loop over tiles
 #   EACH                 channels of a group where slabs are whole groups, or 0
 #   SINGLE               an item is a whole slab of a sample
 #   SOLO                 an item is a whole sample, which its program also writes

@@ -30,6 +30,9 @@ from normplug._kernels.waiting import arrive, wait
 #   HW, HW_UNITS         values of a plane; the same / UNIT
 #   WIDTH_UNITS          values of a group / UNIT
 #   KS                   tiles across a plane, backward
+#   R                    groups of a tile
+#   BLOCK, RUN           forward: values of a tile for each group, and of a run
+#   CB, SB               backward: channels of a tile, and places in each plane
 _SIZES = [
     "N", "G", "CHANNELS", "HW", "HW_UNITS", "WIDTH_UNITS", "K", "KS", "LAG", "SPLITS",
 ]  # fmt: skip

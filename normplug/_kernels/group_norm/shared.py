@@ -18,7 +18,7 @@ The arguments of all four kernels.
 Sizes. They are not compiled in, so another batch size needs no other kernel.
     N, G: batch size, and groups of a sample.
     CHANNELS: channels of a group.
-    K: tiles of a unit.
+    K: tiles of a unit; in `columns`, items of a slab.
     LAG: how many programs later the writes begin than the first reads.
     SPLITS: programs that share the samples of a held unit, backward.
 

@@ -55,6 +55,7 @@ def _columns(start, WIDTH, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constex
 
 @triton.jit
 def _rows(tile, ROWS, R: tl.constexpr, WIDE: tl.constexpr):
+    """The rows of a tile, and which of them exist."""
     rows = tile * R + tl.arange(0, R)
     inside = rows < ROWS
     if WIDE:
