@@ -142,7 +142,7 @@ inline auto make_node() {
 }
 
 // Increment the version counters of the tensors that the kernels updated in place.
-inline void raise_versions(const Program& program, const Slots& slots) {
+inline void increment_versions(const Program& program, const Slots& slots) {
   for (uint8_t slot : program.updates) {
     const Tensor& t = slots[slot];
     if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
@@ -194,7 +194,7 @@ inline std::shared_ptr<Program> carry_out(const std::shared_ptr<Plan>& plan, Slo
     at::AutoDispatchBelowADInplaceOrView guard;
     run(*plan, *program, slots);
   }
-  raise_versions(*program, slots);
+  increment_versions(*program, slots);
   if (keep) make_history(plan, *program, slots, inputs);
   return program;
 }

@@ -133,7 +133,7 @@ class Operator : public c10::OperatorKernel {
       return plan.python.attr("forward_of")(t, true);
     });
     run(plan, *program, slots);
-    raise_versions(*program, slots);
+    increment_versions(*program, slots);
     variable_list results;
     for (const auto& result : program->results) results.push_back(slots[result.slot]);
     for (size_t i = kInputs; i < program->saved.size(); ++i) {

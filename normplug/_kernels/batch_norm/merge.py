@@ -85,14 +85,14 @@ def batch_norm_merge(
         tl.store(stats_ptr + channels, mean, mask=there)
         tl.store(stats_ptr + C + channels, rstd, mask=there)
         if RUNNING:
-            moves = channels < tl.where(count > 1, C, 0)
-            old = tl.load(running_mean_ptr + channels, mask=moves, other=0.0).to(ACC)
+            updated = channels < tl.where(count > 1, C, 0)
+            old = tl.load(running_mean_ptr + channels, mask=updated, other=0.0).to(ACC)
             new = (old + step * (mean - old)).to(running_mean_ptr.dtype.element_ty)
-            tl.store(running_mean_ptr + channels, new, mask=moves)
-            old = tl.load(running_var_ptr + channels, mask=moves, other=0.0).to(ACC)
+            tl.store(running_mean_ptr + channels, new, mask=updated)
+            old = tl.load(running_var_ptr + channels, mask=updated, other=0.0).to(ACC)
             unbiased = m2 / tl.maximum(count - 1.0, 1.0)
             new = (old + step * (unbiased - old)).to(running_var_ptr.dtype.element_ty)
-            tl.store(running_var_ptr + channels, new, mask=moves)
+            tl.store(running_var_ptr + channels, new, mask=updated)
     if tl.program_id(0) == 0:
         tl.store(stats_ptr + 2 * C, count)
         if TRACKED:

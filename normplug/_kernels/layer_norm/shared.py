@@ -128,7 +128,7 @@ def finish_gradients(
 
 
 @triton.jit
-def move_running(running_ptr, old, value, step):
+def update_running(running_ptr, old, value, step):
     """Update a moving average from `old` by one step towards `value`."""
     old = old.to(value.dtype)
     tl.store(running_ptr, as_stored(old + step * (value - old), running_ptr))
@@ -172,5 +172,5 @@ def finish_running(
         step = count_batch(tracked_ptr, momentum, ACC, TRACKED, CUMULATIVE)
         mean, var = collect(found_ptr, FINISHERS, FAN_IN)
         if CENTRED:
-            move_running(running_mean_ptr, old_mean, (mean / ROWS).to(ACC), step)
-        move_running(running_var_ptr, old_var, (var / ROWS).to(ACC), step)
+            update_running(running_mean_ptr, old_mean, (mean / ROWS).to(ACC), step)
+        update_running(running_var_ptr, old_var, (var / ROWS).to(ACC), step)
