@@ -146,16 +146,16 @@ def number(caller: str, name: str, value: Any) -> None:
         raise TypeError(_must(caller, name, "a number", _shown(value)))
 
 
-def eps(caller: str, value: Any, zero: bool = False, none: bool = False) -> None:
+def eps(caller: str, value: Any, none: bool = False) -> None:
     """Reject an eps that is negative, infinite or nan.
 
-    zero: allow 0, as torch's LayerNorm does. none: allow None, as torch's RMSNorm does.
+    none: allow None, as torch's RMSNorm does.
     """
     if none and value is None:
         return
     number(caller, "eps", value)
-    if not (0 < value < math.inf or (zero and value == 0)):
-        rule = "0 or a finite number above" if zero else "a finite number above 0"
+    if not 0 <= value < math.inf:
+        rule = "0 or a finite number above"
         way_out = f"Torch's default is {None if none else '1e-5'}."
         raise ValueError(_must(caller, "eps", rule, str(value), way_out))
 
@@ -175,13 +175,8 @@ def shape(caller: str, sizes: Sequence[Any]) -> None:
         count(caller, "each size in normalized_shape", size)
 
 
-def layer(
-    caller: str, init: Callable[..., None], args: Any, kwargs: Any, *, zero_eps: bool
-) -> None:
-    """Reject bad arguments of a torch norm's constructor `init`, before it runs.
-
-    zero_eps: whether eps may be 0.
-    """
+def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> None:
+    """Reject bad arguments of a torch norm's constructor `init`, before it runs."""
     signature = inspect.signature(init)
     try:
         given = signature.bind(*args, **kwargs).arguments
@@ -198,7 +193,7 @@ def layer(
             count(caller, "normalized_shape", sizes)
     if "eps" in given:
         none = signature.parameters["eps"].default is None
-        eps(caller, given["eps"], zero=zero_eps, none=none)
+        eps(caller, given["eps"], none=none)
     if "momentum" in given:
         momentum(caller, given["momentum"], None, updates=False)
     switches = ("affine", "elementwise_affine", "track_running_stats")

@@ -109,7 +109,7 @@ def instance_norm(
         use_input_stats: use the input's statistics instead of the running ones.
         momentum: weight of the new batch in the running statistics; unlike in `batch_norm`, it must
             be a number.
-        eps: added to the variance before the root; 0 or above with `use_input_stats`, else above 0.
+        eps: 0 or above, added to the variance before the root.
         mode: as in `group_norm`.
         activation: as in `group_norm`.
         backend: as in `group_norm`.

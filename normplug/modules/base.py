@@ -81,8 +81,6 @@ class TargetVarianceNorm(nn.Module):
     _fusion_sites: ClassVar[FusionSites | None] = None
     # The stock class's name for its eps. A class with another name defines an `eps_property` of it.
     _eps_name: ClassVar[str] = "eps"
-    # Whether a constructor accepts an eps of 0.
-    _zero_eps: ClassVar[bool] = True
     # Added to the weight in the formula. `unswap` and `preserve_output` scale the sum of the two.
     _weight_offset: ClassVar[float] = 0.0
     # What the mode sets and `_variance` measures: "variance", or "second moment" if not centred.
@@ -94,7 +92,7 @@ class TargetVarianceNorm(nn.Module):
         self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
     ) -> None:
         caller = type(self).__name__
-        _checks.layer(caller, super().__init__, args, kwargs, zero_eps=self._zero_eps)
+        _checks.layer(caller, super().__init__, args, kwargs)
         super().__init__(*args, **kwargs)
         self.target_variance = target_variance(mode)
         _checks.backend(caller, backend)

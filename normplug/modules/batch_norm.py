@@ -15,8 +15,6 @@ from normplug.modules.fusion_sites import FusionSites
 
 
 class _BatchNorm(TargetVarianceNorm, BatchNormBase):
-    _zero_eps = False
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, update the running statistics."""
         if isinstance(input, fx.Proxy):
@@ -144,7 +142,7 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     Shape: (N, C) or (N, C, L), in and out. Details: `normplug.functional.batch_norm`.
 
     Raises:
-        ValueError: an unknown mode or backend, an eps of 0 or below, no channels, or input of
+        ValueError: an unknown mode or backend, an eps below 0, no channels, or input of
             another dimension.
         TypeError: an argument of another type.
 
