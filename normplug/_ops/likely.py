@@ -96,11 +96,12 @@ def row_shapes(x: Tensor, row_dims: int, row: Sequence[int]) -> Iterator[tuple[i
             yield shape
 
 
-# The tensors require gradients: the first call requires one, so the layers before the others do.
-
-
 def rows(shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
-    """An input on the meta device: contiguous, or with the strides of `like`, of equal shape."""
+    """An input on the meta device: contiguous, or with the strides of `like` if it has this shape.
+
+    It requires a gradient: calls are guessed only after one that requires any, and then the layers
+    in between have parameters that do.
+    """
     if like is None or like.shape != shape:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     stride = like.stride()
