@@ -171,6 +171,7 @@ def convert(module: nn.Module, target_variance: float, **options: Any) -> None:
         assign_class(module, ours)
         assert isinstance(module, TargetVarianceNorm)
         module._adopt(asked)
+        module.note_call()
     elif (unsynced := vars(module).get("_unsynced_class")) in REPLACEMENTS:
         module._unsynced_class = REPLACEMENTS[unsynced]  # type: ignore[assignment]
     for name in module._settings:

@@ -10,7 +10,6 @@ import torch
 from torch import fx, nn
 
 from normplug import _activations, _convert
-from normplug._activations import ActivationLike
 from normplug._fuse import source, trace
 from normplug._fuse.definitions import Untraceable
 from normplug._fuse.edited import Edited, edit
@@ -20,8 +19,9 @@ from normplug._fuse.fusion import Code, Fusion, Traced
 from normplug._fuse.guard import Guard
 from normplug._fuse.report import NOT_SWAPPED, Fused, Fusions
 from normplug._fuse.rewrite import recompute_results, rewrite
-from normplug._fuse.sites import After, Site, find, refusal
+from normplug._fuse.sites import Site, find, refusal
 from normplug._fuse.source import Reads
+from normplug._ops.likely import Operations
 from normplug._torch import has_hooks, is_patched
 from normplug.modules import TargetVarianceNorm
 
@@ -54,8 +54,7 @@ class Analysis:
 
     Attributes:
         fusions: the modules to fuse, and their new forwards.
-        calls: for each norm fused with what follows it, the activation, and whether a residual is
-            added.
+        operations: for each fused norm, the operations that run in one call with it.
         report: a row for each norm layer.
     """
 
@@ -69,7 +68,7 @@ class Analysis:
         self._traces: dict[nn.Module, Traced] = {}
         self._edits: dict[nn.Module, Edited] = {}
         self.fusions: dict[nn.Module, Fusion] = {}
-        self.calls: dict[TargetVarianceNorm, tuple[ActivationLike, bool]] = {}
+        self.operations: dict[TargetVarianceNorm, Operations] = {}
         callers = self._callers()
         for module in reversed(self._paths):
             if module in callers:
@@ -143,8 +142,10 @@ class Analysis:
             return
         for name in norms:
             norm: Any = module._modules[name]
+            operations = edited.operations(name, module)
             label, why = edited.label(name, module)
-            if label:
+            if operations is not None:
+                self.operations.setdefault(norm, operations)
                 self._edits[module] = edited
                 found = (label, self._paths[module])
                 self._labels.setdefault(norm, {False: found, True: found})
@@ -179,8 +180,7 @@ class Analysis:
                 needed |= origins.union(*(self._inner[m] for m in origins if m in self._inner))
                 if site.label:
                     norm: Any = module.get_submodule(str(site.norm.target))
-                    if isinstance(site, After):
-                        self.calls[norm] = (site.name, site.add is not None)
+                    self.operations[norm] = site.operations
                     labels.append((norm, training, (site.label, self._paths[module])))
         if not found:
             return

@@ -28,6 +28,7 @@ from normplug._fuse.reasons import IN_PLACE, Reason, Reasons
 from normplug._fuse.statements import Editor
 from normplug._fuse.sums import Summed
 from normplug._fuse.syntax import is_name
+from normplug._ops.likely import Operations
 
 # The functions that edited forwards call, under the names in the edited source.
 _CALLED = {**statements.CALLED, **readers.CALLED}
@@ -63,23 +64,32 @@ class Edited:
         """Whether the class still has the forward that was edited."""
         return self.cls.forward is self.original
 
-    def label(self, norm: str, module: nn.Module) -> tuple[str, str]:
-        """The label of a norm, given by name, in a report; or "" and why it is not fused.
-
-        The reason is "" if only a trace could fuse it.
-        """
+    def operations(self, norm: str, module: nn.Module) -> Operations | None:
+        """The operations that run in one call with a norm, given by name; None if none do."""
         state = vars(module)
         for place in self.found.get(norm, ()):
             if not may_hold(place.branch, state):
                 continue
             if isinstance(place, Summed):
-                return "add before it", ""
+                return Operations(residual=True)
             child = module._modules.get(place.child)
             name: ActivationLike = place.function
             if child is not None:
                 name = _activations.of_module(child)
             if name is not None:
-                return _activations.label(name), ""
+                return Operations(name)
+        return None
+
+    def label(self, norm: str, module: nn.Module) -> tuple[str, str]:
+        """The label of a norm, given by name, in a report; or "" and why it is not fused.
+
+        The reason is "" if only a trace could fuse it.
+        """
+        operations = self.operations(norm, module)
+        if operations is not None:
+            activation = operations.activation
+            return "add before it" if activation is None else _activations.label(activation), ""
+        state = vars(module)
         whys = (text for branch, text in self.left[norm] if may_hold(branch, state))
         return "", next(whys, "its module's attributes exclude its call")
 

@@ -93,8 +93,8 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     for module, fusion in analysis.fusions.items():
         vars(module)[FUSION] = fusion
         _convert.assign_class(module, classes[module])
-    for norm, call in analysis.calls.items():
-        norm._note_fused(*call)
+    for norm, operations in analysis.operations.items():
+        norm.note_call(operations)
     return model
 
 

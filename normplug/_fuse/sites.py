@@ -18,6 +18,7 @@ from normplug._fuse import forward
 from normplug._fuse.calls import CONVOLUTIONS, add_in_place
 from normplug._fuse.forward import Forward
 from normplug._fuse.reasons import FROM_OUTSIDE, IN_PLACE
+from normplug._ops.likely import ALONE, Operations
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.fusion_sites import FusionSites
 
@@ -44,6 +45,11 @@ class Site:
     nodes: tuple[fx.Node, ...]
     label: str
 
+    @property
+    def operations(self) -> Operations:
+        """The operations that the call runs with the norm."""
+        return ALONE
+
 
 @dataclass(frozen=True)
 class After(Site):
@@ -55,6 +61,11 @@ class After(Site):
     name: ActivationLike  # of the activation
     pool: fx.Node | None
 
+    @property
+    def operations(self) -> Operations:
+        """An activation and an addition; the pooling is not among them."""
+        return Operations(self.name, self.add is not None)
+
 
 class Single(Site):
     """A norm whose result only another site's addition reads; `nodes` has both."""
@@ -63,12 +74,22 @@ class Single(Site):
 class AddBefore(Site):
     """The addition of two tensors, and a norm of the sum."""
 
+    @property
+    def operations(self) -> Operations:
+        """The addition."""
+        return Operations(residual=True)
+
 
 @dataclass(frozen=True)
 class BiasBefore(Site):
     """A convolution with a bias, the permutation by `dims`, and a norm over its channels."""
 
     dims: tuple[int, ...]
+
+    @property
+    def operations(self) -> Operations:
+        """The addition of the bias."""
+        return Operations(input_bias=True)
 
 
 def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, str]]:

@@ -8,7 +8,8 @@ operations.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from normplug import native
+from normplug._kernels import ahead
 from normplug._kernels.launch import Workspace
 from normplug._layouts import readable
-from normplug._ops import cache, eligible
+from normplug._ops import cache, eligible, likely
 from normplug._ops.program import SLOT, SLOTS, Program
 from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import Route, Tensors
@@ -41,6 +43,8 @@ class BasePlan:
     """
 
     state: ClassVar[tuple[str, ...]]
+    # What the launches depend on, besides the call: facts about the GPU.
+    _machine: Any
     # Whether y can be recomputed, bit for bit, from the tensors that the forward saved.
     is_recomputable = False
 
@@ -144,9 +148,7 @@ class Plan(BasePlan, ABC):
             found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
             if keep and self.gpu is not None and not torch.cuda.is_current_stream_capturing():
                 found.expect(self.acc, after=1)  # this call compiles the first kernel itself
-                backward = self.usual_backward(t, found)
-                if backward is not None and backward.expect(self.acc):
-                    self._expect_others(Tensors(*t))  # type: ignore[arg-type]
+                self._expect_next(Tensors(*t), found)  # type: ignore[arg-type]
         return found
 
     def backward_of(
@@ -157,25 +159,61 @@ class Plan(BasePlan, ABC):
         key = (needs, *strides)
         return self._made_once(key, self.backward_program, saved, dy, dtotal, needs)
 
-    def usual_backward(self, t: Sequence[Tensor | None], forward: Program) -> Program | None:
-        """The program of the usual backward of this forward; None if there is none.
+    def usual_backwards(self, t: Tensors, forward: Program) -> list[Program]:
+        """The programs of the usual backwards of this forward, the likeliest first, if any.
 
-        It computes all required gradients, and assumes that dy has the layout of y.
+        They compute all required gradients, each for one of `usual_gradients`.
         """
         needs = tuple(a is not None and a.requires_grad for a in t[:_INPUTS])
         if not any(needs):
-            return None
-        slots = [*t, *BLANKS]
+            return []
+        slots: list[Any] = [*t, *BLANKS]
         for slot, shape, stride, dtype, _ in forward.empties:
             slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         saved = [slots[slot] for slot in forward.saved]
         results = [slots[slot] for slot, _ in forward.results]
         dy, dtotal = results if self.has_total else (*results, None)
-        return self.backward_of(saved, dy, dtotal, needs)
+        usual = self.usual_gradients(t, dy, dtotal)
+        return [self.backward_of(saved, *gradients, needs) for gradients in usual]
 
-    def _expect_others(self, t: Tensors) -> None:
-        """Start compiling the kernels of calls that are likely to follow, if any are."""
-        return
+    def usual_gradients(
+        self, t: Tensors, dy: Tensor, dtotal: Tensor | None
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """The gradients that a backward usually gets, the likeliest first.
+
+        dy, dtotal: laid out as y and the total. The latter is None if there is no total.
+        """
+        return [(dy, dtotal)]
+
+    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
+        """Plans for a layer that is called as `call`, each with its tensors, if t came first."""
+        return iter(())
+
+    def _expect_next(self, t: Tensors, forward: Program) -> None:
+        """Start compiling the kernels of this call's backward, and of calls likely to follow.
+
+        The others' kernels are compiled in the order of use: the layers' forwards, then their
+        backwards, from the last layer to the first. Kernels that only one guess needs come last,
+        since most of these guesses are wrong.
+        """
+        own = self.usual_backwards(t, forward)
+        if not own or not own[0].expect(self.acc):
+            return
+        forwards: list[ahead.Job] = []
+        backwards: list[ahead.Job] = []
+        for call in likely.calls_after(t, self.spec):
+            for plan, other in self.likely_plans(t, call):
+                plan._machine = self._machine
+                program = plan.forward_program(other, True)
+                forwards += program.jobs(plan.acc)
+                for backward in plan.usual_backwards(other, program):
+                    backwards += backward.jobs(plan.acc)
+        jobs = {job.key: job for job in (*forwards, *reversed(backwards))}
+        guesses = Counter(job.key for job in (*forwards, *backwards))
+        for key in sorted(jobs, key=lambda key: guesses[key] == 1):
+            ahead.expect(jobs[key])
+        for backward in own[1:]:
+            backward.expect(self.acc)
 
     def run(self, t: Tensors) -> Any:
         """Run a call, and record it for autograd if gradients are enabled."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks
-from normplug._activations import ActivationLike
-from normplug._ops import sharded
+from normplug._ops import likely, sharded
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.modules import eps_reader
 from normplug.modules.fusion_sites import FusionSites
@@ -110,8 +109,15 @@ class TargetVarianceNorm(nn.Module):
     def _adopt(self, options: Options) -> None:
         """Give the layer what its stock class lacks, once a swap has changed its class."""
 
-    def _note_fused(self, activation: ActivationLike, residual: bool) -> None:
-        """Note how `fuse` will call the layer, so that kernels can be compiled ahead of time."""
+    def _likely_call(self) -> likely.Call | None:
+        """How the layer will be called, as far as is known; None if it has no kernels."""
+        return None
+
+    def note_call(self, operations: likely.Operations = likely.ALONE) -> None:
+        """Note how the layer will be called, so that kernels can be compiled ahead of time."""
+        call = self._likely_call()
+        if call is not None:
+            likely.note(self, call._replace(operations=operations))
 
     def _leave(self) -> None:
         """Remove what `_adopt` added, before `unswap` changes the class back."""

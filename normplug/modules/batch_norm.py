@@ -7,10 +7,10 @@ from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
-from normplug._ops.batch_norm import likely
+from normplug._ops import likely
 from normplug._ops.spec import BatchNormSpec, Pool, Tensors
 from normplug._torch import BatchNormBase
-from normplug.modules.base import Options, TargetVarianceNorm
+from normplug.modules.base import TargetVarianceNorm
 from normplug.modules.fusion_sites import FusionSites
 
 
@@ -81,12 +81,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
 
-    def _adopt(self, options: Options) -> None:
-        super()._adopt(options)
-        self._note_fused(None, False)
-
-    def _note_fused(self, activation: ActivationLike, residual: bool) -> None:
-        likely.note(self, likely.Call(self.num_features, activation, residual))
+    def _likely_call(self) -> likely.Call:
+        return likely.Call(BatchNormSpec, self._affine_shape())
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_features,)

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
+from normplug._ops import likely
 from normplug._ops.spec import BatchNormSpec, GroupNormSpec, Tensors
 from normplug._torch import InstanceNormBase
 from normplug.modules.base import TargetVarianceNorm
@@ -87,6 +88,9 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
                 "correct num_features to avoid this warning.",
                 stacklevel=6,
             )
+
+    def _likely_call(self) -> likely.Call:
+        return likely.Call(GroupNormSpec, self._affine_shape(), (("groups", self.num_features),))
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_features,)

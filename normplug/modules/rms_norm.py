@@ -25,8 +25,6 @@ class _RMSNorm(RowNorm):
     _watched = ("running_var", "num_batches_tracked")
     _watches = False
     _measure = "second moment"
-    # Where it rounds: see `LayerNormSpec.rounding`.
-    _rounding: ClassVar[str | None] = None
     # Whether autocast has the stock layer compute and return float32.
     _autocasts: ClassVar[bool] = RMS_NORM_AUTOCASTS
 

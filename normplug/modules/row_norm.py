@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from normplug import functional, native
-from normplug._ops import nested
+from normplug._ops import likely, nested
 from normplug._ops.spec import LayerNormSpec, Tensors
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.watched import WatchedRows
@@ -23,6 +23,8 @@ class RowNorm(WatchedRows):
 
     # The name of the function in `normplug.functional`, for errors.
     _function: ClassVar[str]
+    # Where an RMSNorm rounds: see `LayerNormSpec.rounding`.
+    _rounding: ClassVar[str | None] = None
     _channels_first = False  # whether the input is a view of channels-first images
 
     _call_reads = (*WatchedRows._call_reads, "normalized_shape")
@@ -80,6 +82,14 @@ class RowNorm(WatchedRows):
         if torch.compiler.is_compiling():
             return None
         return native.forward(self, input, residual, input_bias)
+
+    def _likely_call(self) -> likely.Call:
+        fields = (
+            ("centred", self._measure == "variance"),
+            ("weight_offset", self._weight_offset),
+            ("rounding", self._rounding),
+        )
+        return likely.Call(LayerNormSpec, self._affine_shape(), fields)
 
     def _row_dims(self) -> tuple[int, ...]:
         """The dimensions of an input that form a row."""

@@ -21,6 +21,8 @@ import normplug  # noqa: E402
 from normplug._kernels import ahead, ahead_server, launch  # noqa: E402
 from normplug._kernels.batch_norm import launches, schedule  # noqa: E402
 from normplug._kernels.batch_norm import pool_launches as pool  # noqa: E402
+from normplug._kernels.group_norm import launches as groups  # noqa: E402
+from normplug._kernels.group_norm import schedule as group_schedule  # noqa: E402
 from normplug._kernels.layer_norm import launches as rows  # noqa: E402
 from normplug._kernels.layer_norm import schedule as row_schedule  # noqa: E402
 from normplug.reference import accumulator_dtype  # noqa: E402
@@ -193,6 +195,12 @@ def every_kernel(dtype):
         yield rows.forward_launch(forward, acc, rows.Flags(), rows.Strides(width), 0.1, 1e-5, 0.6)
         backward = row_schedule.layer_norm_backward(*sizes, False, 132, 227 << 10, True)
         yield rows.backward_launch(backward, acc, rows.Flags(), strides, every, 0.6)
+    for channels_last in (False, True):
+        sizes = (1 << 14, 32, 10, 4096, channels_last, dtype.itemsize, 132)
+        forward = group_schedule.group_norm_forward(*sizes)
+        yield groups.forward_launch(forward, acc, groups.Flags(activation="silu"), 1e-5, 0.6)
+        backward = group_schedule.group_norm_backward(*sizes)
+        yield groups.backward_launch(backward, acc, groups.Flags(), every[:3], 0.6)
 
 
 TRITONS = {
@@ -226,7 +234,7 @@ def test_a_job_is_the_kernel_that_triton_compiles_for_the_call(dtype, monkeypatc
         kernel.warmup(*tensors, *made._numbers, grid=(1,), **made._constants)
         job = made.job(dtypes)
         assert hashes(ASTSource(*job[:4]), job.options) == wanted[-1]
-    assert len(kernels) == 11
+    assert len(kernels) == 15
 
 
 def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):

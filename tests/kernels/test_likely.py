@@ -11,11 +11,14 @@ torchvision = pytest.importorskip("torchvision")
 
 import normplug  # noqa: E402
 from fuse_cases import skip_if_not_followed  # noqa: E402
-from normplug import native  # noqa: E402
+from normplug import functional, native  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
-from normplug._ops import cache, eligible, plans  # noqa: E402
-from normplug._ops.batch_norm import eager, likely, pooled  # noqa: E402
-from normplug._ops.spec import Tensors  # noqa: E402
+from normplug._ops import cache, eligible, likely, plans  # noqa: E402
+from normplug._ops.batch_norm import eager, pooled  # noqa: E402
+from normplug._ops.group_norm import eager as group_norm  # noqa: E402
+from normplug._ops.layer_norm import eager as layer_norm  # noqa: E402
+from normplug._ops.likely import Call, Operations  # noqa: E402
+from normplug._ops.spec import BatchNormSpec, GroupNormSpec, LayerNormSpec, Tensors  # noqa: E402
 
 
 class Convolution(torch.autograd.Function):
@@ -80,16 +83,15 @@ def step(monkeypatch):
     cache._kept.clear()
     _forget_layers()
 
-    def train(model, batch, fuse):
+    def train(model, x, fuse):
         model = model.to("meta")
         for module in model.modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 module.to(torch.bfloat16)
-        normplug.swap(model, backend="triton")
+        normplug.swap(model, backend="triton", autocast_output="low")
         if fuse:
             normplug.fuse(model)
-        x = torch.empty(batch, 3, 224, 224, dtype=torch.bfloat16, device="meta")
-        model(x.to(memory_format=torch.channels_last)).sum().backward()
+        model(x.requires_grad_()).sum().backward()
         return list(asked), list(launched)
 
     yield train
@@ -120,7 +122,7 @@ MODELS = {
 def test_the_first_call_requests_all_later_kernels_of_the_step(step, name, fuse):
     batch, *most = MODELS[name]
     model = torchvision.models.get_model(name)
-    asked, launched = step(model, batch, fuse)
+    asked, launched = step(model, images(batch), fuse)
     if fuse:
         skip_if_not_followed(model)
     assert len(launched) <= most[fuse]
@@ -131,47 +133,137 @@ def test_the_first_call_requests_all_later_kernels_of_the_step(step, name, fuse)
     assert forwards == sorted(forwards, reverse=True)
 
 
+def images(batch):
+    x = torch.empty(batch, 3, 224, 224, dtype=torch.bfloat16, device="meta")
+    return x.to(memory_format=torch.channels_last)
+
+
+def pyramid(norm):
+    """Convolutions that halve the image and double the channels, with norms and SiLU."""
+    widths = (3, 64, 128, 256)
+    stages = [(nn.Conv2d(a, b, 3, 2, 1), norm(b)) for a, b in zip(widths, widths[1:], strict=False)]
+    return nn.Sequential(*(layer for stage in stages for layer in (*stage, nn.SiLU())))
+
+
+class Block(nn.Module):
+    """Two branches of a transformer, in half precision. Norms are before them, or after the sums.
+
+    The rows of the first branch's result may lie in the order of an attention's.
+    """
+
+    def __init__(self, norm, before, permuted=False):
+        super().__init__()
+        self.norm1, self.norm2 = norm(256), norm(256)
+        self.linear1, self.linear2 = nn.Linear(256, 256), nn.Linear(256, 256)
+        self.before, self.permuted = before, permuted
+
+    def mix(self, x):
+        if self.permuted:
+            return self.linear1(x.transpose(0, 1)).transpose(0, 1)
+        return self.linear1(x)
+
+    def forward(self, x):
+        if self.before:
+            x = x + self.mix(self.norm1(x))
+            y = self.norm2(x)
+            x = x + self.linear2(y)
+        else:
+            x = self.norm1(x + self.mix(x))
+            x = self.norm2(x + self.linear2(x))
+        return x
+
+
+def blocks(*options):
+    return nn.Sequential(*(Block(*options) for _ in range(2)))
+
+
+# A model; the dtype of its input if that is text; how many kernels a fused step launches that were
+# requested, and that were not; and how many are requested but not launched. The kernel that is not
+# requested is the first that reads rows in another order.
+FAMILIES = {
+    "GroupNorm": (lambda: pyramid(lambda c: nn.GroupNorm(32, c)), None, 6, 0, 1),
+    "InstanceNorm": (lambda: pyramid(nn.InstanceNorm2d), None, 4, 0, 1),
+    "LayerNorm, pre-norm": (lambda: blocks(nn.LayerNorm, True), torch.float32, 4, 0, 5),
+    "LayerNorm, post-norm": (lambda: blocks(nn.LayerNorm, False), torch.bfloat16, 2, 0, 1),
+    "LayerNorm, attention": (lambda: blocks(nn.LayerNorm, True, True), torch.float32, 5, 1, 6),
+    "RMSNorm": (lambda: blocks(nn.RMSNorm, True), torch.float32, 4, 0, 5),
+}
+
+
+@pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_predicts_its_kernels(step, monkeypatch, name):
+    make, dtype, *counts = FAMILIES[name]
+    x = images(16) if dtype is None else torch.empty(64, 128, 256, dtype=dtype, device="meta")
+    monkeypatch.setattr(functional, "autocast_dtype", lambda x: torch.bfloat16)
+    monkeypatch.setattr(functional, "autocast_of_rms_norm", lambda *others: torch.bfloat16)
+    asked, launched = map(set, step(make(), x, True))
+    found = [len(launched & asked), len(launched - asked), len(asked - launched)]
+    assert found == counts
+
+
 @pytest.fixture
 def layers():
     """A function that creates a layer and notes its call; the layers stay alive."""
     _forget_layers()
     kept = []
 
-    def note(*call):
+    def note(spec, *call):
         kept.append(nn.Identity())
-        likely.note(kept[-1], likely.Call(*call))
+        likely.note(kept[-1], Call(spec, *call))
 
     yield note
     _forget_layers()
 
 
-def first_call(*shape, channels_last=False):
-    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+def first_call(*shape, dtype=torch.bfloat16, channels_last=False):
+    x = torch.empty(shape, dtype=dtype, device="meta")
     if channels_last:
         x = x.to(memory_format=torch.channels_last)
     weight = torch.empty(shape[1], device="meta", requires_grad=True)
     return Tensors(x.requires_grad_(), None, weight, tracked=torch.tensor(0))
 
 
+TRAINING = BatchNormSpec(True, 0.1, 1e-5, 1.0)
+
+
+def guesses(t, spec=TRAINING):
+    """The plans that are guessed after a call, with their tensors."""
+    plan = {
+        BatchNormSpec: eager.BatchNormPlan,
+        GroupNormSpec: group_norm.GroupNormPlan,
+        LayerNormSpec: layer_norm.LayerNormPlan,
+    }[type(spec)](t, spec)
+    return [each for call in likely.calls_after(t, spec) for each in plan.likely_plans(t, call)]
+
+
+def shapes(t, spec=TRAINING):
+    return [tuple(other.x.shape) for _, other in guesses(t, spec)]
+
+
 def test_layers_are_expected_at_the_first_ones_spatial_size_and_its_halves(layers):
-    layers(64)
-    found = [t.x.shape for t, _ in likely.after(first_call(8, 64, 28, 20))]
-    assert found == [(8, 64, 28, 20), (8, 64, 14, 10), (8, 64, 7, 5)]
+    layers(BatchNormSpec, (64,))
+    assert shapes(first_call(8, 64, 28, 20)) == [(8, 64, 28, 20), (8, 64, 14, 10), (8, 64, 7, 5)]
 
 
 def test_layers_with_far_more_or_fewer_values_than_the_first_are_not_expected(layers):
-    layers(16)
-    layers(2048)
-    found = [t.x.shape for t, _ in likely.after(first_call(8, 256, 16, 16))]
+    layers(BatchNormSpec, (16,))
+    layers(BatchNormSpec, (2048,))
+    found = shapes(first_call(8, 256, 16, 16))
     assert found == [(8, 16, 16, 16), (8, 2048, 8, 8), (8, 2048, 4, 4), (8, 2048, 2, 2)]
+
+
+def test_layers_are_expected_at_the_lowest_resolution_of_a_volume(layers):
+    layers(BatchNormSpec, (320,))
+    assert shapes(first_call(2, 32, 128, 128, 128))[-1] == (2, 320, 4, 4, 4)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_expected_calls_are_like_the_first_call_and_as_they_were_noted(layers, channels_last):
-    layers(32, "relu", True)
+    layers(BatchNormSpec, (32,), (), Operations("relu", True))
     first = first_call(8, 64, 4, 4, channels_last=channels_last)
-    t, activation = next(likely.after(first))
-    assert activation == "relu"
+    plan, t = guesses(first)[0]
+    assert plan.spec.activation == "relu"
     for each in (t.x, t.residual):
         assert each.shape == (8, 32, 4, 4)
         assert each.dtype == torch.bfloat16
@@ -182,25 +274,97 @@ def test_expected_calls_are_like_the_first_call_and_as_they_were_noted(layers, c
     assert t.bias is None
 
 
+def test_a_group_norm_is_expected_with_its_own_groups(layers):
+    layers(GroupNormSpec, (96,), (("groups", 12),), Operations("silu"))
+    ((plan, t),) = guesses(first_call(8, 64), GroupNormSpec(32, 1e-5, 1.0))
+    assert (t.x.shape, t.weight.shape) == ((8, 96), (96,))
+    assert (plan.spec.groups, plan.spec.activation) == (12, "silu")
+
+
+def test_norms_of_rows_are_expected_in_the_dtypes_that_autocast_may_give_them(layers):
+    layers(LayerNormSpec, (64,), (), Operations(residual=True))
+    spec = LayerNormSpec((64,), 0.1, 1e-5, 1.0, torch.bfloat16, "low")
+    first = first_call(8, 64, dtype=torch.float32)
+    low, high = torch.bfloat16, torch.float32
+    found = {(t.x.dtype, t.residual.dtype) for _, t in guesses(first, spec)}
+    assert found == {(high, low), (low, high), (low, low)}
+    total = first._replace(residual=first.x)
+    assert not guesses(total, spec)  # as before: the sum is float32
+
+
+def test_rows_of_images_are_expected_at_half_the_size_and_those_of_sequences_are_not(layers):
+    layers(LayerNormSpec, (64,))
+    spec = LayerNormSpec((32,), 0.1, 1e-5, 1.0, None, "low")
+    weight = torch.empty(32, device="meta", requires_grad=True)
+    images, sequences = (torch.empty(8, *n, 10, 32, device="meta") for n in ((14,), ()))
+    assert shapes(Tensors(images, None, weight), spec) == [
+        (8, 14, 10, 64),
+        (8, 7, 5, 64),
+        (8, 3, 2, 64),
+    ]
+    likely._seen.clear()
+    assert shapes(Tensors(sequences, None, weight), spec) == [(8, 10, 64)]
+
+
 def test_a_call_is_expected_once(layers):
-    layers(64)
-    layers(64)
+    layers(BatchNormSpec, (64,))
+    layers(BatchNormSpec, (64,))
+    layers(GroupNormSpec, (64,))
     first = first_call(8, 64)
-    assert len(list(likely.after(first))) == 1
-    assert not list(likely.after(first))
+    assert len(guesses(first)) == 1
+    assert not guesses(first)
+
+
+def noted():
+    return list(likely._calls.values())
 
 
 def test_a_model_that_is_gone_is_not_expected():
     _forget_layers()
     model = normplug.swap(nn.Sequential(nn.BatchNorm1d(64)))
-    assert list(likely._calls.values()) == [likely.Call(64)]
+    assert noted() == [Call(BatchNormSpec, (64,))]
     del model
     gc.collect()
     assert not likely._calls
 
 
-def test_fuse_notes_how_layers_will_be_called():
+@pytest.mark.parametrize(
+    ("model", "operations"),
+    [
+        (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU()], [Operations("silu")]),
+        (lambda: [Block(nn.LayerNorm, True)], [Operations(), Operations(residual=True)]),
+        (
+            lambda: [nn.Conv2d(3, 8, 3), torchvision.ops.Permute([0, 2, 3, 1]), nn.LayerNorm(8)],
+            [Operations(input_bias=True)],
+        ),
+    ],
+    ids=["activation", "addition", "bias"],
+)
+def test_fuse_notes_how_layers_will_be_called(model, operations):
     _forget_layers()
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU())
-    normplug.fuse(normplug.swap(model))
-    assert list(likely._calls.values()) == [likely.Call(8, "silu", False)]
+    model = normplug.fuse(normplug.swap(nn.Sequential(*model())))
+    skip_if_not_followed(model)
+    assert [call.operations for call in noted()] == operations
+
+
+class Untraceable(nn.Module):
+    """A forward that is edited, since it cannot be traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act, self.last = nn.GroupNorm(2, 8), nn.SiLU(), nn.LayerNorm(8)
+
+    def forward(self, x, **others):
+        y = self.norm(x)
+        y = self.act(y)
+        return self.last(x + y) if others else y
+
+
+def test_fuse_notes_how_layers_of_edited_forwards_will_be_called():
+    _forget_layers()
+    model = normplug.fuse(normplug.swap(Untraceable()))
+    skip_if_not_followed(model)
+    assert {c.spec: c.operations for c in noted()} == {
+        GroupNormSpec: Operations("silu"),
+        LayerNormSpec: Operations(residual=True),
+    }

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from normplug._activations import backward_reads_input
-from normplug._kernels import ahead
 from normplug._kernels.batch_norm import launches, schedule
 from normplug._kernels.device import processors
 from normplug._kernels.launch import COOPERATIVE, Workspace
 from normplug._layouts import dense, laid_out_like, lies_like
-from normplug._ops.batch_norm import aten, likely
+from normplug._ops import likely
+from normplug._ops.batch_norm import aten
 from normplug._ops.plans import BLANKS, KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, RUNNING, SLOT, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
@@ -107,9 +106,9 @@ class BatchNormPlan(Plan):
             scratch=launches.scratch(geometry),
         )
 
-    def _expect_others(self, t: Tensors) -> None:
-        """Start compiling the kernels of calls that are likely to follow."""
-        expect_likely(t, self.spec, self._machine)
+    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
+        """Plans for a layer that is called as `call`, each with its tensors, if t came first."""
+        return likely_plans(t, self.spec, call)
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
         """The program that recomputes y, normalised by the saved statistics."""
@@ -217,27 +216,19 @@ def constants_of(
     return (mean, var) if dtype is None else (mean.to(dtype), var.to(dtype))
 
 
-def expect_likely(t: Tensors, spec: BatchNormSpec, machine: tuple[int, bool]) -> None:
-    """Start compiling the kernels of calls that are likely to follow.
-
-    They are compiled in the order of use: the layers' forwards, then their backwards, from the last
-    layer to the first. Kernels that only one guess needs come last, since most of these guesses are
-    wrong.
-    """
-    forwards: list[ahead.Job] = []
-    backwards: list[ahead.Job] = []
-    for other, activation in likely.after(t):
-        its = spec._replace(activation=activation, pool=None, keeps_residual=False)
-        plan = BatchNormPlan(other, its)
-        plan._machine = machine
-        forward = plan.forward_program(other, True)
-        forwards += forward.jobs(plan.acc)
-        backward = plan.usual_backward(other, forward)
-        backwards += [] if backward is None else backward.jobs(plan.acc)
-    jobs = {job.key: job for job in (*forwards, *reversed(backwards))}
-    guesses = Counter(job.key for job in (*forwards, *backwards))
-    for key in sorted(jobs, key=lambda key: guesses[key] == 1):
-        ahead.expect(jobs[key])
+def likely_plans(
+    t: Tensors, spec: BatchNormSpec, call: likely.Call
+) -> Iterator[tuple[Plan, Tensors]]:
+    """As `BatchNormPlan.likely_plans`, where t was called with `spec`."""
+    activation, has_residual, _ = call.operations
+    its = spec._replace(activation=activation, pool=None, keeps_residual=False)
+    for x in likely.images(t.x, *call.shape):
+        residual = torch.empty_like(x, requires_grad=True) if has_residual else None
+        weight, bias, mean, var = (
+            likely.vector(v, call.shape) for v in (t.weight, t.bias, t.running_mean, t.running_var)
+        )
+        other = Tensors(x, residual, weight, bias, None, mean, var, t.tracked)
+        yield BatchNormPlan(other, its), other
 
 
 def statistics_program(x: Tensor, joined: bool = False) -> Program:

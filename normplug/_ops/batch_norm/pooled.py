@@ -8,7 +8,7 @@ goes to the one that was largest before rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from normplug._kernels.batch_norm import launches, pool_launches, schedule, wind
 from normplug._kernels.device import LONGEST_AXIS
 from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
+from normplug._ops import likely
 from normplug._ops.batch_norm import aten
-from normplug._ops.batch_norm.eager import BatchNormPlan, constants_of, expect_likely, machine_of
+from normplug._ops.batch_norm.eager import BatchNormPlan, constants_of, likely_plans, machine_of
 from normplug._ops.plans import KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, RUNNING, SLOT, Layout, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
@@ -73,9 +74,9 @@ class PooledPlan(Plan):
         x = t.x.contiguous(memory_format=torch.channels_last)
         return (t if x is t.x else t._replace(x=x)), spec
 
-    def _expect_others(self, t: Tensors) -> None:
-        """Start compiling the kernels of calls that are likely to follow."""
-        expect_likely(t, self.spec, self._machine)
+    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
+        """As `BatchNormPlan.likely_plans`: only one layer of a model usually has a pooling."""
+        return likely_plans(t, self.spec, call)
 
     def _columns(self, size: tuple[int, int], tensors: int) -> schedule.Geometry:
         shape = (self._n, self._channels, math.prod(size), True, self._dtype.itemsize)

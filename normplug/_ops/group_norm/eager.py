@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from normplug import _activations
 from normplug._kernels.device import LONGEST_AXIS, processors
 from normplug._kernels.group_norm import launches, schedule
 from normplug._layouts import dense, lies_like
+from normplug._ops import likely
 from normplug._ops.plans import KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, SLOT, Program, Result, named
 from normplug._ops.spec import GroupNormSpec, Tensors
@@ -46,8 +47,8 @@ class GroupNormPlan(Plan):
             math.prod(x.shape[2:]),
             not x.is_contiguous(),
             8 if self.acc.itemsize == 8 else widest,
-            processors(x.device),
         )
+        self._machine = processors(x.device)
 
     @classmethod
     def refusal(cls, t: Tensors, spec: GroupNormSpec) -> str | None:
@@ -70,7 +71,7 @@ class GroupNormPlan(Plan):
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         """The program of y: one launch."""
         x, spec = t.x, self.spec
-        geometry = schedule.group_norm_forward(*self._shape)
+        geometry = schedule.group_norm_forward(*self._shape, self._machine)
         launch = launches.forward_launch(
             geometry, self.acc, self._flags, spec.eps, spec.target_variance
         )
@@ -102,7 +103,7 @@ class GroupNormPlan(Plan):
         results = [dx, NOTHING, dweight, dbias, NOTHING]
         if not any(wanted):
             return Program(saved, empties={}, launches=[], results=results)
-        geometry = schedule.group_norm_backward(*self._shape)
+        geometry = schedule.group_norm_backward(*self._shape, self._machine)
         launch = launches.backward_launch(
             geometry, self.acc, self._flags, wanted, self.spec.target_variance
         )
@@ -118,6 +119,14 @@ class GroupNormPlan(Plan):
             results=results,
             scratch=launches.backward_scratch(geometry, wanted),
         )
+
+    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
+        """Plans for a layer that is called as `call`, each with its tensors, if t came first."""
+        spec = self.spec._replace(activation=call.operations.activation, **dict(call.fields))
+        for x in likely.images(t.x, *call.shape):
+            weight, bias = (likely.vector(v, call.shape) for v in (t.weight, t.bias))
+            other = Tensors(x, None, weight, bias)
+            yield GroupNormPlan(other, spec), other
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         """The inputs that have gradients, y computed from them by torch operations, and its dy."""

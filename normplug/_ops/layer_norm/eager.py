@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from normplug._kernels.device import LONGEST_AXIS, processors, shared_memory
 from normplug._kernels.launch import COOPERATIVE, Launch
 from normplug._kernels.layer_norm import launches, schedule
-from normplug._kernels.layer_norm.launches import Flags, Spacing
+from normplug._kernels.layer_norm.launches import Flags, Levels, Spacing
+from normplug._ops import likely
 from normplug._ops.layer_norm.spacing import lies_dense, spacing_after, spacing_of
 from normplug._ops.plans import Gradients, KernelRoute, Needs, Plan
 from normplug._ops.program import (
@@ -74,8 +76,8 @@ class LayerNormPlan(Plan):
         # The widest value that a thread holds decides how a row is tiled.
         widest = max(self._total_dtype.itemsize, self._output_dtype.itemsize)
         self._itemsize = 8 if self.acc == torch.float64 else widest
-        self._machine = (processors(x.device), shared_memory(x.device))
-        self._cooperative = COOPERATIVE and x.is_cuda
+        cooperative = COOPERATIVE and x.is_cuda
+        self._machine = (processors(x.device), shared_memory(x.device), cooperative)
         self._x_spacing = spacing_of(x, row_dims)
         self._residual_spacing = None if residual is None else spacing_of(residual, row_dims)
         # Of the total, which is allocated contiguous.
@@ -197,6 +199,49 @@ class LayerNormPlan(Plan):
             scratch=scratch,
         )
 
+    def usual_gradients(
+        self, t: Tensors, dy: Tensor, dtotal: Tensor | None
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """The gradients that a backward usually gets, the likeliest first.
+
+        If nothing else reads the total, it has no gradient. If the rows of x or of the residual lie
+        in another order, as those of an attention do, so may those of dy: its gradient's.
+        """
+        usual = [dy]
+        for each in [t.x] if t.residual is None else [t.x, t.residual]:
+            spacing = spacing_of(each, self._row_dims)
+            if isinstance(spacing, Levels) and spacing.dense(self._rows, self._width):
+                usual.append(dy.new_empty_strided(dy.shape, each.stride()))
+        totals = [dtotal] if dtotal is None else [dtotal, None]
+        return [(each, total) for each in usual for total in totals]
+
+    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
+        """Plans for a layer that is called as `call`, each with its tensors, if t came first.
+
+        Under autocast the branches of a model have its dtype. The stream that they are added to has
+        the dtype of x, or that of the branches from the first norm on. The latter holds for all
+        sums if the first norm is that of a sum.
+        """
+        row, operations = call.shape, call.operations
+        spec = self.spec._replace(normalized_shape=row, **dict(call.fields))
+        weight, bias = (likely.vector(v, row) for v in (t.weight, t.bias))
+        input_bias = likely.vector(t.weight, row) if operations.input_bias else None
+        branch = self.spec.autocast or t.x.dtype
+        only_branch = operations.input_bias or t.residual is not None
+        dtypes = [branch] if only_branch else list(dict.fromkeys((t.x.dtype, branch)))
+        pairs: list[tuple[Any, Any]] = [(dtype, None) for dtype in dtypes]
+        if operations.residual:
+            pairs = [(a, b) for a in dtypes for b in dtypes if branch in (a, b)]
+        layouts: list[tuple[Any, Any]] = [(None, None)]
+        if any(isinstance(s, Levels) for s in (self._x_spacing, self._residual_spacing)):
+            layouts.append((t.x, t.residual))
+        for shape in likely.row_shapes(t.x, self._row_dims, row):
+            for (x_dtype, dtype), (like_x, like_residual) in itertools.product(pairs, layouts):
+                x = likely.rows(shape, x_dtype, like_x)
+                residual = None if dtype is None else likely.rows(shape, dtype, like_residual)
+                other = Tensors(x, residual, weight, bias, input_bias, *t[5:])
+                yield LayerNormPlan(other, spec), other
+
     def _vector(self, name: str, saved: dict[str, Tensor]) -> Any:
         return (self._row, contiguous(self._row), saved[name].dtype) if name in saved else None
 
@@ -294,7 +339,6 @@ class LayerNormPlan(Plan):
             self._itemsize,
             flags.input_bias,
             *self._machine,
-            self._cooperative,
         )
         tv = self.spec.target_variance
         launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
