@@ -18,7 +18,7 @@ from zoo.run import check_one
 from zoo.table import render, summary
 
 CPU = torch.device("cpu")
-# Architectures that take a few seconds at most; one of most families. `python tests/zoo` checks all.
+# Architectures that take a few seconds at most, of most families. `python tests/zoo` checks all.
 NAMES = {
     "torchvision": """
         alexnet convnext_tiny deeplabv3_mobilenet_v3_large densenet121 efficientnet_b0
