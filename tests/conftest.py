@@ -24,9 +24,9 @@ if find_spec("torchvision") is None:
 
 # Test files that take longer than a minute.
 LONGEST = (
-    "test_interpreter.py", "test_interpreter_cpp.py", "test_train.py", "test_zoo.py",
-    "test_train_setup.py", "test_train_resume.py", "test_matrix.py", "test_train_failures.py",
-    "test_package.py",
+    "test_interpreter.py", "test_compiles.py", "test_interpreter_cpp.py", "test_train.py",
+    "test_zoo.py", "test_train_setup.py", "test_train_resume.py", "test_matrix.py",
+    "test_train_failures.py", "test_package.py",
 )  # fmt: skip
 
 

@@ -120,6 +120,11 @@ def version(module):
 
 # Triton's interpreter supports numpy 2.4 since Triton 3.7.
 INTERPRETS = version(triton) >= (3, 7) or version(np) < (2, 4)
+# A GPU obeys every mask.
+NEEDS_SINGLE_MASKS = pytest.mark.skipif(
+    version(triton) < (3, 3),
+    reason="this Triton's interpreter stores a single value even if its mask is False",
+)
 NEEDS_INTERPRETER = pytest.mark.skipif(
     "TRITON_INTERPRET" in os.environ or not INTERPRETS,
     reason="interpreted already, or numpy is too new for this Triton",

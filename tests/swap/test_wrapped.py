@@ -18,9 +18,9 @@ BECOME = [
 WRAPPERS = {
     "DDP": nn.parallel.DistributedDataParallel,
     "DataParallel": nn.DataParallel,
-    "torch.compile": lambda net: torch.compile(net, backend="aot_eager"),
-    "module.compile": lambda net: net.compile(backend="aot_eager") or net,
-    "layer.compile": lambda net: net.bn.compile(backend="aot_eager") or net,
+    "torch.compile": lambda net: torch.compile(net, backend="eager"),
+    "module.compile": lambda net: net.compile(backend="eager") or net,
+    "layer.compile": lambda net: net.bn.compile(backend="eager") or net,
     "FSDP1 flat": in_fsdp1,
     "FSDP1 use_orig_params": lambda net: in_fsdp1(net, use_orig_params=True),
     "FSDP2": in_fsdp2,

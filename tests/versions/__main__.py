@@ -130,7 +130,11 @@ def render(rows: Sequence[Row], arguments: Sequence[str]) -> str:
         + table(HEADER, [row.cells() for row in rows], text=4)
         + "\nAll skip the tests that need a GPU. `-`: not installed, as Triton beside a CPU build\n"
         "of torch. Without Triton, the tests of the kernels are skipped; without torchvision,\n"
-        "those of its models and of `train.py`.\n"
+        "those of its models and of `train.py`. Next to numpy 2.4 or newer, Triton before 3.7\n"
+        "interprets no kernels, and their tests are skipped. Next to an older numpy, two tests\n"
+        "of synchronised BatchNorm are skipped on Triton 3.2: in its interpreter, a store of a\n"
+        "single value ignores a mask that is False. On a GPU, normplug uses no kernels with\n"
+        "Triton 3.2.\n"
     )
 
 

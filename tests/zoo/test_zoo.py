@@ -18,15 +18,13 @@ from zoo.run import check_one
 from zoo.table import render, summary
 
 CPU = torch.device("cpu")
-# Architectures that take a few seconds at most; one or more of each family.
+# Architectures that take a few seconds at most, of most families. `python tests/zoo` checks all.
 NAMES = {
     "torchvision": """
         alexnet convnext_tiny deeplabv3_mobilenet_v3_large densenet121 efficientnet_b0
-        efficientnet_v2_s fasterrcnn_mobilenet_v3_large_fpn googlenet lraspp_mobilenet_v3_large
-        maxvit_t mnasnet0_5 mobilenet_v2 mobilenet_v3_large quantized_mobilenet_v2
-        quantized_resnet18 quantized_shufflenet_v2_x0_5 r3d_18 raft_small regnet_x_400mf
-        regnet_y_400mf resnet18 resnet50 retinanet_resnet50_fpn shufflenet_v2_x0_5 squeezenet1_1
-        ssd300_vgg16 ssdlite320_mobilenet_v3_large swin3d_t swin_t swin_v2_t vit_b_32
+        fasterrcnn_mobilenet_v3_large_fpn googlenet lraspp_mobilenet_v3_large mnasnet0_5
+        mobilenet_v3_large quantized_resnet18 quantized_shufflenet_v2_x0_5 r3d_18 raft_small
+        regnet_y_400mf resnet18 shufflenet_v2_x0_5 squeezenet1_1 swin3d_t swin_v2_t
     """,
     "timm": """
         regnetx_002 skresnet18 test_convnext test_efficientnet test_resnet test_vit
@@ -51,7 +49,7 @@ def architectures(library):
 )
 def test_a_swapped_architecture_is_its_stock_self(library, name):
     row = check_one(architectures(library)[name], large=False, device=CPU)
-    normless = name.startswith(("alexnet", "squeezenet", "ssd300"))
+    normless = name in ("alexnet", "squeezenet1_1")
     assert (row["result"], row["reason"]) == ("none taken" if normless else "ok", "")
 
 
