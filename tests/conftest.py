@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +18,9 @@ os.environ.setdefault("NORMPLUG_NATIVE", "1" if torch.cuda.is_available() else "
 os.environ.setdefault(
     "NORMPLUG_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "native")
 )
+
+# A shell starts a job in the background with SIGINT ignored, and processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # These import torchvision, or train.py, which needs it.
 if find_spec("torchvision") is None:
