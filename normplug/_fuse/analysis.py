@@ -143,13 +143,12 @@ class Analysis:
         for name in norms:
             norm: Any = module._modules[name]
             operations = edited.operations(name, module)
-            label, why = edited.label(name, module)
             if operations is not None:
                 self.operations.setdefault(norm, operations)
                 self._edits[module] = edited
-                found = (label, self._paths[module])
+                found = (edited.label(name, module), self._paths[module])
                 self._labels.setdefault(norm, {False: found, True: found})
-            elif untraced and why:
+            elif untraced and (why := edited.reason(name, module)):
                 self._reasons[norm] = f"{plain_class(module).__name__}: {why}"
 
     def _trace(self, module: nn.Module) -> None:

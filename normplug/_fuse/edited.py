@@ -80,18 +80,19 @@ class Edited:
                 return Operations(name)
         return None
 
-    def label(self, norm: str, module: nn.Module) -> tuple[str, str]:
-        """The label of a norm, given by name, in a report; or "" and why it is not fused.
-
-        The reason is "" if only a trace could fuse it.
-        """
+    def label(self, norm: str, module: nn.Module) -> str:
+        """The label of a norm, given by name, in a report; "" if it is not fused."""
         operations = self.operations(norm, module)
-        if operations is not None:
-            activation = operations.activation
-            return "add before it" if activation is None else _activations.label(activation), ""
+        if operations is None:
+            return ""
+        activation = operations.activation
+        return "add before it" if activation is None else _activations.label(activation)
+
+    def reason(self, norm: str, module: nn.Module) -> str:
+        """Why a norm, given by name, is not fused; "" if only a trace could fuse it."""
         state = vars(module)
         whys = (text for branch, text in self.left[norm] if may_hold(branch, state))
-        return "", next(whys, "its module's attributes exclude its call")
+        return next(whys, "its module's attributes exclude its call")
 
     def contents(self) -> tuple[Any, ...]:
         """The arguments for which `edit` makes this forward again."""

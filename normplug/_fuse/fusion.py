@@ -165,7 +165,7 @@ class Fusion:
         edited = self.edited
         if edited is None or norm not in edited.left or not edited.holds():
             return ""
-        return edited.label(norm, root)[0]
+        return edited.label(norm, root)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
         return replace(self, traced=copy.deepcopy(self.traced, memo))
