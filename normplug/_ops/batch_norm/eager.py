@@ -14,7 +14,7 @@ from normplug._kernels.batch_norm import launches, schedule
 from normplug._kernels.device import processors
 from normplug._kernels.launch import COOPERATIVE, Workspace
 from normplug._layouts import dense, laid_out_like, lies_like
-from normplug._ops import likely
+from normplug._ops import cache, likely
 from normplug._ops.batch_norm import aten
 from normplug._ops.plans import BLANKS, KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, RUNNING, SLOT, Program, Result, named
@@ -257,8 +257,11 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
         stream = current_raw_stream(x.device.index) if x.is_cuda else 0
         return stream, Workspace(x.device, accumulator_dtype(x.dtype), *scratch)
 
-    program, slots, c = statistics_program(x), [*Tensors(x), *BLANKS], x.shape[1]
+    key = cache.key_of(Tensors(x), "channel_stats", None)
+    program: Program = cache.made_once(key, statistics_program, x)
+    slots = [*Tensors(x), *BLANKS]
     with torch.cuda.device_of(x):
         program.run(slots, x.device, workspace)
     (stats,) = program.results_of(slots)
-    return stats[:c], stats[c:]
+    mean, var = stats.chunk(2)
+    return mean, var
