@@ -84,7 +84,10 @@ class Learner(LightningModule):
         else:
             loss = graphed(*batch)
         if self._is_logged(batch_idx):
-            self.log("train/loss", loss, prog_bar=True)
+            # Of a value for the bar, Lightning makes a number at every step, not only at logged
+            # ones, and each time the host waits for the GPU.
+            bar = self.trainer.progress_bar_callback is not None
+            self.log("train/loss", loss, prog_bar=bar)
         return loss
 
     def loss(self, inputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:

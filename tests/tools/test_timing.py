@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from forks import forked
 from normplug._report.measure import ACCURACY
@@ -18,6 +19,7 @@ from normplug.experiment.timing import (
     peak_memory_bytes,
     reset_peak_memory,
 )
+from training import PLAIN, SMALL
 
 
 def test_training_imports_no_other_tool_and_needs_no_resource():
@@ -44,6 +46,18 @@ def test_peak_memory_on_windows_is_psutils_or_unknown(monkeypatch):
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=123))
     monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(Process=lambda: process))
     assert peak_memory_bytes(gpu=False) == 123
+
+
+def test_without_a_bar_no_step_makes_a_number_for_it(trains, tmp_path, monkeypatch):
+    read = Mock(side_effect=result.convert_tensors_to_scalars)
+    monkeypatch.setattr(result, "convert_tensors_to_scalars", read)
+    counts = []
+    for steps in (1, 3):
+        read.reset_mock()
+        limit = f"+trainer.limit_train_batches={steps}"
+        trains(*SMALL, PLAIN, limit, f"hydra.run.dir={tmp_path}/{steps}")
+        counts.append(read.call_count)
+    assert counts[0] == counts[1]  # those of the validation and the test
 
 
 class Event:
