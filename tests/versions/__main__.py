@@ -143,11 +143,11 @@ def render(rows: Sequence[Row], arguments: Sequence[str]) -> str:
         + table(HEADER, [row.cells() for row in rows], text=5)
         + "\nAll skip the tests that need a GPU. `-`: not installed, as Triton beside a CPU build\n"
         "of torch. Without Triton, the tests of the kernels are skipped; without torchvision,\n"
-        "those of its models and of `train.py`. Next to numpy 2.4 or newer, Triton before 3.7\n"
-        "interprets no kernels, and their tests are skipped. Next to an older numpy, two tests\n"
-        "of synchronised BatchNorm are skipped on Triton 3.2: in its interpreter, a store of a\n"
-        "single value ignores a mask that is False. On a GPU, normplug uses no kernels with\n"
-        "Triton 3.2.\n"
+        "those of its models and of `train.py`. Triton before 3.7 interprets kernels only next\n"
+        "to numpy before 2.4, so its rows have one. On Triton 3.2, two tests of synchronised\n"
+        "BatchNorm are skipped: in its interpreter, a store of a single value ignores a mask\n"
+        "that is False. On a GPU, normplug uses no kernels with Triton 3.2. On torch 2.11, the\n"
+        "test of BatchNorm with an eps of 0 is skipped, as that torch rejects it.\n"
     )
 
 
