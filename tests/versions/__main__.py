@@ -29,11 +29,14 @@ from normplug._report.files import write_file  # noqa: E402
 from normplug._report.markdown import table  # noqa: E402
 
 VERSIONS = ("2.6", "2.8", "2.11", "2.13", "newest")
-HEADER = ("torch", "Triton", "torchvision", "Python", "passed", "failed", "skipped", "minutes")
+HEADER = (
+    "torch", "Triton", "torchvision", "numpy", "Python", "passed", "failed", "skipped", "minutes",
+)  # fmt: skip
 ASK = """
 import json, platform, torch
 from importlib import metadata, util
-others = [metadata.version(n) if util.find_spec(n) else "-" for n in ("triton", "torchvision")]
+names = ("triton", "torchvision", "numpy")
+others = [metadata.version(n) if util.find_spec(n) else "-" for n in names]
 print(json.dumps([torch.__version__, *others, platform.python_version()]))
 """
 
@@ -75,6 +78,16 @@ def python_of(environment: Path) -> str:
     return str(environment / "bin" / "python")
 
 
+def requirements(version: str) -> list[str]:
+    """What to install for a version of torch, beside the checkout."""
+    if version == "newest":
+        return ["torch"]
+    torch = f"torch=={version}.*"
+    # Triton's interpreter supports numpy 2.4 since Triton 3.7, which torch 2.12 brought.
+    old = tuple(map(int, version.split("."))) < (2, 12)
+    return [torch, "numpy<2.4"] if old else [torch]
+
+
 def make(version: str, home: Path) -> Path:
     """The environment of a version of torch, made unless it exists.
 
@@ -84,10 +97,10 @@ def make(version: str, home: Path) -> Path:
     environment = home / f"torch-{version}"
     if not environment.exists():
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-    torch = "torch" if version == "newest" else f"torch=={version}.*"
     python = python_of(environment)
     pip = [python, "-m", "pip", "--quiet"]
-    subprocess.run([*pip, "install", "--upgrade", torch, f"{CHECKOUT}[test]"], check=True)
+    packages = [*requirements(version), f"{CHECKOUT}[test]"]
+    subprocess.run([*pip, "install", "--upgrade", *packages], check=True)
     # A torchvision built for a GPU fails to import beside a CPU build of torch, and timm with it.
     if subprocess.run([python, "-c", "import torchvision"], capture_output=True).returncode:
         subprocess.run([*pip, "uninstall", "--yes", "torchvision", "timm"], check=True)
@@ -127,14 +140,14 @@ def render(rows: Sequence[Row], arguments: Sequence[str]) -> str:
     return (
         "# Versions of torch\n\n"
         f"`python tests/versions`, on the CPU, {what}, {datetime.now(timezone.utc):%Y-%m-%d}.\n\n"
-        + table(HEADER, [row.cells() for row in rows], text=4)
+        + table(HEADER, [row.cells() for row in rows], text=5)
         + "\nAll skip the tests that need a GPU. `-`: not installed, as Triton beside a CPU build\n"
         "of torch. Without Triton, the tests of the kernels are skipped; without torchvision,\n"
-        "those of its models and of `train.py`. Next to numpy 2.4 or newer, Triton before 3.7\n"
-        "interprets no kernels, and their tests are skipped. Next to an older numpy, two tests\n"
-        "of synchronised BatchNorm are skipped on Triton 3.2: in its interpreter, a store of a\n"
-        "single value ignores a mask that is False. On a GPU, normplug uses no kernels with\n"
-        "Triton 3.2.\n"
+        "those of its models and of `train.py`. Triton before 3.7 interprets kernels only next\n"
+        "to numpy before 2.4, so its rows have one. On Triton 3.2, two tests of synchronised\n"
+        "BatchNorm are skipped: in its interpreter, a store of a single value ignores a mask\n"
+        "that is False. On a GPU, normplug uses no kernels with Triton 3.2. On torch 2.11, the\n"
+        "test of BatchNorm with an eps of 0 is skipped, as that torch rejects it.\n"
     )
 
 
