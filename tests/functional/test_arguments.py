@@ -231,11 +231,12 @@ def test_a_layer_rejects_an_input_that_is_not_a_tensor(training, value):
     assert layer.num_batches_tracked == 0
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="its batch_norm rejects an eps of 0"
-)
-def test_batch_norm_accepts_an_eps_of_0_in_evaluation():
-    functional.batch_norm(X, MEAN.clone(), VAR.clone(), eps=0)
+def test_batch_norm_accepts_an_eps_of_0():
+    mean, var = MEAN.clone() + 1, VAR.clone() * 4
+    y = functional.batch_norm(X, mean, var, eps=0, mode="standard")
+    torch.testing.assert_close(y, (X - 1) / 2)
+    y = functional.batch_norm(X, mean, var, training=True, eps=0, mode="standard")
+    torch.testing.assert_close(y.var(0, correction=0), VAR)
 
 
 def test_numpy_scalars_iterators_and_other_equivalents_are_accepted():

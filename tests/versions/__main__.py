@@ -146,8 +146,7 @@ def render(rows: Sequence[Row], arguments: Sequence[str]) -> str:
         "those of its models and of `train.py`. Triton before 3.7 interprets kernels only next\n"
         "to numpy before 2.4, so its rows have one. On Triton 3.2, two tests of synchronised\n"
         "BatchNorm are skipped: in its interpreter, a store of a single value ignores a mask\n"
-        "that is False. On a GPU, normplug uses no kernels with Triton 3.2. On torch 2.11, the\n"
-        "test of BatchNorm with an eps of 0 is skipped, as that torch rejects it.\n"
+        "that is False. On a GPU, normplug uses no kernels with Triton 3.2.\n"
     )
 
 

@@ -6,7 +6,6 @@ The target variance folds into the weight: see `normplug._ops.weights`.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _activations
@@ -25,9 +24,7 @@ def batch_norm(t: Tensors, spec: BatchNormSpec) -> Tensor:
     elif spec.training and t.running_mean is not None and t.running_var is not None:
         y = _training(t, weight, spec)
     else:
-        y = F.batch_norm(
-            x, t.running_mean, t.running_var, weight, t.bias, spec.training, 0.0, spec.eps
-        )
+        y = _aten(t, weight, t.running_mean, t.running_var, spec, 0.0)
     if t.residual is not None:
         # In place if possible: nothing else holds y, nor does the backward need it.
         same = t.residual.shape == y.shape and t.residual.dtype == y.dtype
@@ -58,14 +55,27 @@ def _training(t: Tensors, weight: Tensor | None, spec: BatchNormSpec) -> Tensor:
     assert t.running_var is not None
     step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum)
     if not isinstance(step, Tensor):
-        return F.batch_norm(
-            t.x, t.running_mean, t.running_var, weight, t.bias, True, step, spec.eps
-        )
+        return _aten(t, weight, t.running_mean, t.running_var, spec, step)
     # With momentum=1, the same kernel writes the batch's statistics to these buffers.
     mean, var = torch.zeros_like(t.running_mean), torch.zeros_like(t.running_var)
-    y = F.batch_norm(t.x, mean, var, weight, t.bias, True, 1.0, spec.eps)
+    y = _aten(t, weight, mean, var, spec, 1.0)
     statistics.update(t.running_mean, t.running_var, mean, var, step)
     return y
+
+
+def _aten(
+    t: Tensors,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    spec: BatchNormSpec,
+    momentum: float,
+) -> Tensor:
+    """ATen's operator; `torch.nn.functional.batch_norm` would refuse an eps of 0."""
+    cudnn = torch.backends.cudnn.enabled
+    return torch.batch_norm(
+        t.x, weight, t.bias, mean, var, spec.training, momentum, spec.eps, cudnn
+    )
 
 
 def empty_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
