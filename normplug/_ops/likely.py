@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
 
 _calls: WeakKeyDictionary[Any, Call] = WeakKeyDictionary()
-_seen: set[tuple[Call, torch.dtype]] = set()  # what `calls_after` has returned, and after which
+_seen: set[tuple[Any, ...]] = set()  # what `calls_after` has returned, and after which
 
 
 def note(layer: Any, call: Call) -> None:
@@ -59,12 +59,15 @@ def note(layer: Any, call: Call) -> None:
     _calls[layer] = call
 
 
-def calls_after(t: Tensors, spec: Any) -> list[Call]:
-    """The calls that may follow a first one of their family, or one whose sum has a new dtype."""
+def calls_after(t: Tensors, spec: Any, keep: bool) -> list[Call]:
+    """The calls that may follow a first one of their family, or one whose sum has a new dtype.
+
+    keep: whether the calls save tensors for a backward. Those that do not have their own first one.
+    """
     dtype = t.x.dtype if t.residual is None else torch.promote_types(t.x.dtype, t.residual.dtype)
     family = [call for call in dict.fromkeys(_calls.values()) if call.spec is type(spec)]
-    new = [call for call in family if (call, dtype) not in _seen]
-    _seen.update((call, dtype) for call in new)
+    new = [call for call in family if (call, dtype, keep) not in _seen]
+    _seen.update((call, dtype, keep) for call in new)
     return new
 
 
@@ -99,8 +102,8 @@ def row_shapes(x: Tensor, row_dims: int, row: Sequence[int]) -> Iterator[tuple[i
 def rows(shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
     """An input on the meta device: contiguous, or with the strides of `like` if it has this shape.
 
-    It requires a gradient: calls are guessed only after one that requires any, and then the layers
-    in between have parameters that do.
+    It requires a gradient, which matters only after a call that requires any: then the layers in
+    between have parameters that do.
     """
     if like is None or like.shape != shape:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)

@@ -146,9 +146,9 @@ class Plan(BasePlan, ABC):
         found = self._programs.get(keep)
         if found is None:
             found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
-            if keep and self.gpu is not None and not torch.cuda.is_current_stream_capturing():
+            if self.gpu is not None and not torch.cuda.is_current_stream_capturing():
                 found.expect(self.acc, after=1)  # this call compiles the first kernel itself
-                self._expect_next(Tensors(*t), found)  # type: ignore[arg-type]
+                self._expect_next(Tensors(*t), found, keep)  # type: ignore[arg-type]
         return found
 
     def backward_of(
@@ -189,24 +189,27 @@ class Plan(BasePlan, ABC):
         """Plans for a layer that is called as `call`, each with its tensors, if t came first."""
         return iter(())
 
-    def _expect_next(self, t: Tensors, forward: Program) -> None:
+    def _expect_next(self, t: Tensors, forward: Program, keep: bool) -> None:
         """Start compiling the kernels of this call's backward, and of calls likely to follow.
 
         The others' kernels are compiled in the order of use: the layers' forwards, then their
         backwards, from the last layer to the first. Kernels that only one guess needs come last,
         since most of these guesses are wrong.
+
+        keep: as in `forward_of`. Without it there are no backwards.
         """
-        own = self.usual_backwards(t, forward)
+        # If this call's own kernel is compiled already, so are the others' in all likelihood.
+        own = self.usual_backwards(t, forward) if keep else [forward]
         if not own or not own[0].expect(self.acc):
             return
         forwards: list[ahead.Job] = []
         backwards: list[ahead.Job] = []
-        for call in likely.calls_after(t, self.spec):
+        for call in likely.calls_after(t, self.spec, keep):
             for plan, other in self.likely_plans(t, call):
                 plan._machine = self._machine
-                program = plan.forward_program(other, True)
+                program = plan.forward_program(other, keep)
                 forwards += program.jobs(plan.acc)
-                for backward in plan.usual_backwards(other, program):
+                for backward in plan.usual_backwards(other, program) if keep else ():
                     backwards += backward.jobs(plan.acc)
         jobs = {job.key: job for job in (*forwards, *reversed(backwards))}
         guesses = Counter(job.key for job in (*forwards, *backwards))
