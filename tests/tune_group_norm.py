@@ -132,7 +132,7 @@ class Sweep:
         self.t = Tensors(image().mul_(2).add_(3), None, weight.bfloat16(), bias.bfloat16())
         self.spec = GroupNormSpec(groups, 1e-5, 1.0, activation)
         self.plan = GroupNormPlan(self.t, self.spec)
-        self.sms = self.plan._shape[-1]
+        self.sms = self.plan._machine
         self.saved = None
         self.bytes = self.t.x.numel() * 2
 
@@ -199,7 +199,7 @@ class Sweep:
 
     def sweep(self, direction, passes, truth, deadline):
         choose = getattr(schedule, f"group_norm_{direction}")
-        base = choose(*self.plan._shape)
+        base = choose(*self.plan._shape, self.sms)
         programs = {shape: self.program(direction, shape) for shape in variants(base, self.sms)}
         for program in programs.values():
             program.expect(self.plan.acc)
