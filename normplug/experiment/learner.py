@@ -84,7 +84,7 @@ class Learner(LightningModule):
         else:
             loss = graphed(*batch)
         if self._is_logged(batch_idx):
-            # Of a value for the bar, Lightning makes a number at every step, not only at logged
+            # Lightning turns a value for the bar into a number at every step, not only at logged
             # ones, and each time the host waits for the GPU.
             bar = self.trainer.progress_bar_callback is not None
             self.log("train/loss", loss, prog_bar=bar)
