@@ -72,7 +72,6 @@ class TargetVarianceNorm(nn.Module):
         "target_variance",
         "backend",
         "_eps",
-        "_probe",
     )
     # The attributes that `extra_repr` adds to the stock class's.
     _shown: ClassVar[tuple[str, ...]] = ("mode",)
@@ -137,7 +136,7 @@ class TargetVarianceNorm(nn.Module):
         return (8, *self._affine_shape())
 
     def _variance(self, x: Tensor) -> Tensor:
-        """The `_measure` of each channel or row, averaged over them, for `VarianceLogger`."""
+        """The `_measure` of each channel, row or group of x, for `VarianceLogger`."""
         raise NotImplementedError
 
     def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
@@ -221,13 +220,14 @@ class TargetVarianceNorm(nn.Module):
             if x.numel() == 0:
                 return
             plain = self._without_affine(x, *statistics)
-            values = [self._variance(z).float() for z in (x, plain, y)]
+            measured = torch.stack([self._variance(z) for z in (x, plain, y)])
+            self._probe[:3].copy_(measured.reshape(3, -1).mean(1))
             weight: Tensor | None = self.weight  # type: ignore[assignment]
-            ones = torch.ones_like(values[0])
-            if weight is not None:
+            if weight is None:
+                self._probe[3].fill_(1.0)
+            else:
                 weight = sharded.own_part(weight).float() + self._weight_offset
-            values.append(ones if weight is None else weight.square().mean().sqrt())
-            self._probe.copy_(torch.stack(values))
+                self._probe[3].copy_(weight.square().mean().sqrt())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -53,7 +53,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
                 return known
         t, spec = self._call(input, residual, *others)
         y = functional.carry_out("functional.batch_norm", t, spec, self.backend, isolated=isolated)
-        if not compiling and self._probe is None:
+        if not compiling:
             native.learn(self, spec, self.backend, t, input, residual, None, *others)
         return y
 
@@ -107,7 +107,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         ).y
 
     def _variance(self, x: Tensor) -> Tensor:
-        return functional.channel_stats(x)[1].mean()
+        return functional.channel_stats(x)[1]
 
     def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
         training = self.training or self.running_mean is None

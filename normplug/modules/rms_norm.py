@@ -65,7 +65,7 @@ class _RMSNorm(RowNorm):
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))
-        return x.square().mean(self._row_dims()).mean()
+        return x.square().mean(self._row_dims())
 
     def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
         return functional.rms_norm(

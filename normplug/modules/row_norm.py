@@ -71,7 +71,7 @@ class RowNorm(WatchedRows):
         y = functional.carry_out(caller, t, spec, self.backend, isolated=self._channels_first)
         # A subclass may override `_normalise`; C++ would then bypass its version.
         plain = type(self)._normalise is RowNorm._normalise
-        if plain and self._probe is None and not torch.compiler.is_compiling():
+        if plain and not torch.compiler.is_compiling():
             native.learn(self, spec, self.backend, t, t.x, t.residual, t.input_bias)
         return y
 
@@ -79,7 +79,7 @@ class RowNorm(WatchedRows):
         self, input: Tensor, residual: Tensor | None = None, input_bias: Tensor | None = None
     ) -> Any:
         """Run a call that C++ has learned and return its result; None for any other call."""
-        if torch.compiler.is_compiling():
+        if self._probe is not None or torch.compiler.is_compiling():
             return None
         return native.forward(self, input, residual, input_bias)
 

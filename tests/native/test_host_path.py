@@ -639,6 +639,40 @@ SPEC = LayerNormSpec((6,), 0.1, 1e-5, 1.0, None, "float32")
 ROWS = Tensors(X, None, WEIGHT, BIAS)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
+@pytest.mark.parametrize("dtype", [HALF, DOUBLE], ids=str)
+def test_channel_statistics_give_the_same_bits(dtype, layout):
+    x = kernel_cases.make(Batch(IMAGES, dtype, layout)).x
+    both_ways(lambda: dict(zip(("mean", "var"), routes.channel_stats(x), strict=True)))
+    assert (native.call(None, "channel_stats", Tensors(x)) is None) == (layout == "strided")
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        normplug.BatchNorm2d(4, backend="triton"),
+        normplug.LayerNorm(5, backend="triton"),
+        normplug.RMSNorm(5, backend="triton"),
+        normplug.GroupNorm(2, 4, backend="triton"),
+        normplug.InstanceNorm2d(4, backend="triton"),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_layer_whose_calls_are_known_can_measure(layer):
+    x = torch.randn(IMAGES)
+    ys = [layer(x) for _ in range(3)]
+    layer._probe = torch.zeros(4)
+    assert torch.equal(layer(x), ys[-1])
+    measured = layer._probe
+    del layer._probe
+    assert torch.equal(layer(x), ys[-1])
+    with native.python_way():
+        layer._probe = torch.zeros(4)
+        layer(x)
+    assert torch.equal(layer._probe, measured)
+    assert measured[0] > 0
+
+
 @pytest.fixture
 def cached():
     """A plan's bound call, which is the only one in the cache."""

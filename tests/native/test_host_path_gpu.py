@@ -149,6 +149,16 @@ def test_python_launches_nothing_once_a_call_is_known(count):
     assert len(count) == 6
 
 
+def test_channel_statistics_run_without_python(count):
+    x = torch.randn(16, 24, 9, 9, device=GPU, dtype=HALF)
+    for each in (x, x.contiguous(memory_format=torch.channels_last)):
+        stats = [functional.channel_stats(each) for _ in range(2)]
+        count.clear()
+        stats.append(functional.channel_stats(each))
+        assert not count
+        assert all(torch.equal(a, b) for s in stats for a, b in zip(s, stats[0], strict=True))
+
+
 def test_misaligned_tensors_go_through_python_and_are_right(count):
     x, *others = leaves((64, 96), HALF)
     flat = torch.cat([x.new_zeros(1), x.detach().flatten()])

@@ -58,7 +58,7 @@ class TargetRescale(TargetVarianceNorm, Rescale):
         return formula(x.double(), self.weight, self._eps, self.target_variance).to(x.dtype)
 
     def _variance(self, x):
-        return x.square().mean()
+        return x.square().mean(-1)
 
     def _without_affine(self, x, *statistics):
         return formula(x, None, self._eps, self.target_variance)
