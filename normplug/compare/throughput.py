@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from normplug._report.figures import Style, new_figure, wrapped
 from normplug._report.intervals import geometric_mean
@@ -47,6 +48,8 @@ def _draw_speeds(axes: Axes, arms: Speeds, group: Group, styles: Mapping[str, St
         draw_bar(axes, row, middle, min(values), max(values))
     axes.set_xlim(_at_least_a_tenth(*axes.get_xlim()))
     axes.set_xlabel(group.measure.speed_unit)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter("{x:,.6g}")
     axes.grid(axis="x", alpha=0.3)
 
 
