@@ -220,14 +220,18 @@ class TargetVarianceNorm(nn.Module):
             if x.numel() == 0:
                 return
             plain = self._without_affine(x, *statistics)
+            # As few operations as possible: on a GPU their launches are what measuring costs.
             measured = torch.stack([self._variance(z) for z in (x, plain, y)])
             self._probe[:3].copy_(measured.reshape(3, -1).mean(1))
             weight: Tensor | None = self.weight  # type: ignore[assignment]
             if weight is None:
                 self._probe[3].fill_(1.0)
-            else:
-                weight = sharded.own_part(weight).float() + self._weight_offset
-                self._probe[3].copy_(weight.square().mean().sqrt())
+                return
+            weight = sharded.own_part(weight).float()
+            if self._weight_offset:
+                weight = weight + self._weight_offset
+            norm = torch.linalg.vector_norm(weight)
+            self._probe[3].copy_(norm / weight.numel() ** 0.5)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
