@@ -256,24 +256,22 @@ class StatisticsPlan(BasePlan):
     state = ()
     has_total = False
 
+    def __init__(self, t: Tensors) -> None:
+        super().__init__(t, None)
+        self._program = statistics_program(t.x)
+
     def forward_of(self, t: Sequence[Tensor | None], keep: bool) -> Program:
-        """The program, whether or not gradients are enabled; the host path calls it by name."""
-        x = t[0]
-        assert x is not None
-        found = self._programs.get("forward")
-        if found is None:
-            found = self._programs["forward"] = statistics_program(x)
-        return found
+        """The program, whatever the arguments. The host path in C++ calls this by name."""
+        return self._program
 
     def run(self, t: Tensors) -> Tensor:
         """The channels' means, then their variances."""
         if (stats := native.run(self, t)) is not None:
             return stats
-        program = self.forward_of(t, False)
         slots = [*t, *BLANKS]
         with torch.cuda.device_of(t.x):
-            program.run(slots, self.device, self.workspace)
-        return program.results_of(slots)[0]
+            self._program.run(slots, self.device, self.workspace)
+        return self._program.results_of(slots)[0]
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -286,7 +284,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:
         if KERNELS.refusal(t, BatchNormSpec(True, 0.0, 0.0, 1.0)) is not None:
             return None
         key = cache.key_of(t, None, "channel_stats")
-        run = cache.made_once(key, StatisticsPlan, t, None).run
+        run = cache.made_once(key, StatisticsPlan, t).run
         native.keep(None, "channel_stats", t, run)
         stats = run(t)
     mean, var = stats.chunk(2)
