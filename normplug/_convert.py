@@ -69,7 +69,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 def _private_base(module: nn.Module) -> int | None:
     """Index of the class among the bases of the subclass that parametrize or FSDP has made."""
-    # For most modules the first test saves the host the search for an attribute that is missing.
+    # `is_parametrized` alone is slow: most modules lack the attribute that it reads.
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         return 0
     fsdp = sys.modules.get("torch.distributed.fsdp")

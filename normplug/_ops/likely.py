@@ -51,7 +51,8 @@ class Call(NamedTuple):
 
 
 _calls: WeakKeyDictionary[Any, Call] = WeakKeyDictionary()
-_seen: set[tuple[Any, ...]] = set()  # what `calls_after` has returned, and after which
+# What `calls_after` has returned, and its dtype and `keep`.
+_seen: set[tuple[Call, torch.dtype, bool]] = set()
 
 
 def note(layer: Any, call: Call) -> None:

@@ -45,6 +45,8 @@ class BasePlan:
     state: ClassVar[tuple[str, ...]]
     # What the launches depend on, besides the call: facts about the GPU.
     _machine: Any
+    # Whether the forward returns (y, x + residual).
+    has_total = False
     # Whether y can be recomputed, bit for bit, from the tensors that the forward saved.
     is_recomputable = False
 
@@ -108,9 +110,6 @@ class BasePlan:
 
 class Plan(BasePlan, ABC):
     """The plan of a norm that each process computes by itself."""
-
-    # Whether the forward returns (y, x + residual).
-    has_total = False
 
     @classmethod
     def refusal(cls, t: Tensors, spec: Any) -> str | None:
