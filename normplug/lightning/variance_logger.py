@@ -28,8 +28,9 @@ class VarianceLogger(Callback):
     """Log the variance before and after every norm layer during training.
 
     For each norm it logs the variance of the input, of the output before weight and bias (which the
-    mode sets) and of the output after them, and the root mean square of the weight. A variance is
-    that of the values that are normalised together, averaged over all channels (BatchNorm), rows
+    mode sets) and of the output after them, and the root mean square of the weight. The variance
+    before weight and bias is computed from the input's: tv * var / (var + eps). A variance is that
+    of the values that are normalised together, averaged over all channels (BatchNorm), rows
     (LayerNorm), or groups of channels of each sample (GroupNorm, InstanceNorm). For a norm that
     does not centre (RMSNorm) it is the second moment, as the column `measure` says. A layer that
     does not run, or whose batch is empty, has nan.

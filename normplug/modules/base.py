@@ -13,6 +13,7 @@ from normplug._ops import likely, sharded
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.modules import eps_reader
 from normplug.modules.fusion_sites import FusionSites
+from normplug.reference import rms_eps
 
 
 class Options(NamedTuple):
@@ -52,7 +53,7 @@ class TargetVarianceNorm(nn.Module):
 
     A norm inherits from this class and then from the stock class that it replaces. Besides its
     `forward` it declares the attributes and methods below, so that no other code knows it by name.
-    `_affine_shape`, `_expected`, `_variance` and `_without_affine` have no default.
+    `_affine_shape`, `_expected` and `_variance` have no default.
     `docs/add-a-norm.md` walks through an example.
     """
 
@@ -139,13 +140,9 @@ class TargetVarianceNorm(nn.Module):
         """The `_measure` of each channel, row or group of x, for `VarianceLogger`."""
         raise NotImplementedError
 
-    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
-        """The output without weight and bias, for `VarianceLogger`.
-
-        statistics: the mean and variance that x was normalised by, if the layer computed them
-            from more than x (from a joined batch).
-        """
-        raise NotImplementedError
+    def _divisor(self, variance: Tensor) -> Tensor:
+        """The `_measure` that an input is normalised by, given its own, for `VarianceLogger`."""
+        return variance
 
     def computes_only(self) -> bool:
         """Whether a forward would now only compute, and measure nothing for a `VarianceLogger`."""
@@ -207,21 +204,27 @@ class TargetVarianceNorm(nn.Module):
             "or use torch.jit.trace or torch.export."
         )
 
-    def _record(self, x: Tensor, y: Tensor, *statistics: Tensor) -> None:
+    def _record(self, x: Tensor, y: Tensor, divisor: Tensor | None = None) -> None:
         """Fill `_probe`: variance of x, of the output before and after the affine; weight RMS.
 
+        The variance before the affine is not measured but computed, as tv * var / (divisor + eps).
         An empty x leaves `_probe` unchanged.
 
-        statistics: as in `_without_affine`.
+        divisor: the variance that x was normalised by, where `_divisor` cannot know it
+            (a joined batch).
         """
         assert self._probe is not None
         with torch.no_grad():
             x, y = sharded.own_part(x.detach()), sharded.own_part(y.detach())
             if x.numel() == 0:
                 return
-            plain = self._without_affine(x, *statistics)
             # As few operations as possible: on a GPU their launches are what measuring costs.
-            measured = torch.stack([self._variance(z) for z in (x, plain, y)])
+            variance = self._variance(x)
+            if divisor is None:
+                divisor = self._divisor(variance)
+            eps = rms_eps(x.dtype, self._eps)
+            plain = self.target_variance * variance / (divisor + eps)
+            measured = torch.stack([variance, plain, self._variance(y)])
             self._probe[:3].copy_(measured.reshape(3, -1).mean(1))
             weight: Tensor | None = self.weight  # type: ignore[assignment]
             if weight is None:

@@ -109,19 +109,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     def _variance(self, x: Tensor) -> Tensor:
         return functional.channel_stats(x)[1]
 
-    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
-        training = self.training or self.running_mean is None
-        own = (None, None) if training else (self.running_mean, self.running_var)
-        mean, var = statistics or own
-        return functional.batch_norm(
-            x,
-            mean,
-            var,
-            training=mean is None,
-            eps=self._eps,
-            mode=self.target_variance,
-            backend=self.backend,
-        )
+    def _divisor(self, variance: Tensor) -> Tensor:
+        return variance if self.training or self.running_var is None else self.running_var
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):

@@ -106,8 +106,3 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))
         return x.reshape(x.shape[0], self.num_groups, -1).var(-1, correction=0)
-
-    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
-        return functional.group_norm(
-            x, self.num_groups, eps=self._eps, mode=self.target_variance, backend=self.backend
-        )

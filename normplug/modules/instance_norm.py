@@ -120,17 +120,9 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         x = x.to(reference.accumulator_dtype(x.dtype))
         return x.flatten(2).var(-1, correction=0)
 
-    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
-        mean, var = self._constants(self.training)
-        return functional.instance_norm(
-            x,
-            mean,
-            var,
-            use_input_stats=mean is None,
-            eps=self._eps,
-            mode=self.target_variance,
-            backend=self.backend,
-        )
+    def _divisor(self, variance: Tensor) -> Tensor:
+        constant = self._constants(self.training)[1]
+        return variance if constant is None else constant
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):

@@ -83,12 +83,3 @@ class LayerNorm(RowNorm, nn.LayerNorm):
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))
         return x.var(self._row_dims(), correction=0)
-
-    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
-        return functional.layer_norm(
-            x,
-            self.normalized_shape,
-            eps=self._eps,
-            mode=self.target_variance,
-            backend=self.backend,
-        )

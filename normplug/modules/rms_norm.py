@@ -67,15 +67,6 @@ class _RMSNorm(RowNorm):
         x = x.to(reference.accumulator_dtype(x.dtype))
         return x.square().mean(self._row_dims())
 
-    def _without_affine(self, x: Tensor, *statistics: Tensor) -> Tensor:
-        return functional.rms_norm(
-            x,
-            self._affine_shape(),
-            eps=self._eps,
-            mode=self.target_variance,
-            backend=self.backend,
-        )
-
 
 class RMSNorm(_RMSNorm, nn.RMSNorm):
     """`torch.nn.RMSNorm` that normalises to a target second moment.

@@ -37,7 +37,7 @@ class _SyncBatchNormForward(_BatchNorm):
             return super().forward(input)
         y, moments = joined.batch_norm(*self._call(input), self.backend, group)
         if self._probe is not None:
-            self._record(input, y, *moments())
+            self._record(input, y, moments()[1])
         return y
 
     def fused(

@@ -169,6 +169,30 @@ def test_second_moments_are_logged_for_a_norm_that_does_not_centre(mode, tmp_pat
     assert (head[-1], moment[-1]) == ("measure", "moment")
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        normplug.BatchNorm2d(6, mode=0.5),
+        normplug.GroupNorm(2, 6, mode=0.5),
+        normplug.InstanceNorm2d(6, affine=True, track_running_stats=True, mode=0.5),
+        normplug.LayerNorm((6, 5, 5), mode=0.5),
+        normplug.RMSNorm((6, 5, 5), eps=None, mode=0.5),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_the_variance_before_the_weight_is_that_of_the_output_without_it(layer, training):
+    """Also with running statistics (evaluation), and with an eps that matters."""
+    x = torch.randn(4, 6, 5, 5) * 0.1 + 3
+    if layer._eps is not None:
+        layer._eps = 1e-3
+    layer.train(training)  # in evaluation, the running variance is 1
+    layer._probe = torch.full((4,), math.nan)
+    y = layer(x)  # the weight is 1 and the bias 0
+    expected = [layer._variance(x).mean(), *[layer._variance(y).mean()] * 2, torch.tensor(1.0)]
+    torch.testing.assert_close(layer._probe, torch.stack(expected), rtol=1e-5, atol=1e-6)
+
+
 def test_measuring_changes_no_result(tmp_path):
     results = []
     for callbacks in ([], [VarianceLogger(2, tmp_path)]):

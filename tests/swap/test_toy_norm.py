@@ -60,9 +60,6 @@ class TargetRescale(TargetVarianceNorm, Rescale):
     def _variance(self, x):
         return x.square().mean(-1)
 
-    def _without_affine(self, x, *statistics):
-        return formula(x, None, self._eps, self.target_variance)
-
 
 _convert.register(TargetRescale, Rescale)
 
