@@ -222,8 +222,8 @@ class TargetVarianceNorm(nn.Module):
             variance = self._variance(x)
             if divisor is None:
                 divisor = self._divisor(variance)
-            eps = rms_eps(x.dtype, self._eps)
-            plain = self.target_variance * variance / (divisor + eps)
+            eps = rms_eps(x.dtype, self._eps)  # RMSNorm's eps may be None
+            plain = self.target_variance * variance / (divisor.to(variance.dtype) + eps)
             measured = torch.stack([variance, plain, self._variance(y)])
             self._probe[:3].copy_(measured.reshape(3, -1).mean(1))
             weight: Tensor | None = self.weight  # type: ignore[assignment]

@@ -193,6 +193,13 @@ def test_the_variance_before_the_weight_is_that_of_the_output_without_it(layer, 
     torch.testing.assert_close(layer._probe, torch.stack(expected), rtol=1e-5, atol=1e-6)
 
 
+def test_eps_is_added_to_a_half_precision_running_variance_without_rounding():
+    layer = normplug.BatchNorm2d(6, eps=3e-3, mode=0.5).bfloat16().eval()  # 1 + eps rounds to 1
+    layer._probe = torch.full((4,), math.nan)
+    y = layer(torch.randn(16, 6, 20, 20, dtype=torch.bfloat16))
+    torch.testing.assert_close(layer._probe[1], layer._variance(y).mean(), rtol=1e-3, atol=0)
+
+
 def test_measuring_changes_no_result(tmp_path):
     results = []
     for callbacks in ([], [VarianceLogger(2, tmp_path)]):
