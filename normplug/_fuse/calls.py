@@ -218,10 +218,7 @@ def _is_plain(norm: Any) -> bool:
     """Whether a call of a norm does no more than its fused methods."""
     sites: FusionSites | None = getattr(type(norm), "_fusion_sites", None)
     return (
-        sites is not None
-        and sites.apply_to(type(norm))
-        and not has_hooks(norm)
-        and norm.computes_only()
+        sites is not None and sites.apply_to(type(norm)) and not has_hooks(norm) and norm.may_fuse()
     )
 
 

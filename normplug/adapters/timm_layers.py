@@ -29,11 +29,11 @@ class _FusedActivation(modules.TargetVarianceNorm):
         """Normalise `input`, then apply the layer's own `drop` and `act`."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        fused = None if self._probe is not None else _fused_activation(self.drop, self.act)
-        y = self.fused(input, activation=fused)
-        if self._probe is not None:
+        name = _fused_activation(self.drop, self.act) if self.may_fuse() else None
+        y = self.fused(input, activation=name)
+        if not self.may_fuse():  # `fused` does not measure
             self._record(input, y)
-        return self.act(self.drop(y)) if fused is None else y
+        return self.act(self.drop(y)) if name is None else y
 
 
 class BatchNormAct2d(_FusedActivation, modules.batch_norm._BatchNorm, norm_act.BatchNormAct2d):
@@ -42,12 +42,6 @@ class BatchNormAct2d(_FusedActivation, modules.batch_norm._BatchNorm, norm_act.B
 
 class SyncBatchNormAct2d(modules.sync_batch_norm._SyncBatchNormForward, BatchNormAct2d):
     """`BatchNormAct2d` over the joined batch of all processes, as `normplug.SyncBatchNorm`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`, with the other processes in training, then apply `drop` and `act`."""
-        if isinstance(input, fx.Proxy) or self._probe is None or self.group_to_join() is None:
-            return BatchNormAct2d.forward(self, input)
-        return self.act(self.drop(super().forward(input)))
 
 
 BatchNormAct2d._synchronised = SyncBatchNormAct2d

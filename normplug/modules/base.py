@@ -144,8 +144,8 @@ class TargetVarianceNorm(nn.Module):
         """The `_measure` that an input is normalised by, given its own, for `VarianceLogger`."""
         return variance
 
-    def computes_only(self) -> bool:
-        """Whether a forward would now only compute, and measure nothing for a `VarianceLogger`."""
+    def may_fuse(self) -> bool:
+        """Whether the fused methods would now do all that a forward does, measuring included."""
         return self._probe is None
 
     def waits_for_others(self) -> bool:
@@ -204,18 +204,20 @@ class TargetVarianceNorm(nn.Module):
             "or use torch.jit.trace or torch.export."
         )
 
-    def _record(self, x: Tensor, y: Tensor, divisor: Tensor | None = None) -> None:
+    def _record(self, x: Tensor, y: Tensor | None = None, divisor: Tensor | None = None) -> None:
         """Fill `_probe`: variance of x, of the output before and after the affine; weight RMS.
 
         The variance before the affine is not measured but computed, as tv * var / (divisor + eps).
         An empty x leaves `_probe` unchanged.
 
+        y: the output after the affine. It may be None where `_variance` has a value per channel,
+            as the weight does: the variance after the affine is then weight^2 times that before.
         divisor: the variance that x was normalised by, where `_divisor` cannot know it
             (a joined batch).
         """
         assert self._probe is not None
         with torch.no_grad():
-            x, y = sharded.own_part(x.detach()), sharded.own_part(y.detach())
+            x = sharded.own_part(x.detach())
             if x.numel() == 0:
                 return
             # As few operations as possible: on a GPU their launches are what measuring costs.
@@ -224,17 +226,22 @@ class TargetVarianceNorm(nn.Module):
                 divisor = self._divisor(variance)
             eps = rms_eps(x.dtype, self._eps)  # RMSNorm's eps may be None
             plain = self.target_variance * variance / (divisor.to(variance.dtype) + eps)
-            measured = torch.stack([variance, plain, self._variance(y)])
-            self._probe[:3].copy_(measured.reshape(3, -1).mean(1))
             weight: Tensor | None = self.weight  # type: ignore[assignment]
+            if weight is not None:
+                weight = sharded.own_part(weight.detach()).float()
+                if self._weight_offset:
+                    weight = weight + self._weight_offset
+            if y is not None:
+                affine = self._variance(sharded.own_part(y.detach()))
+            else:
+                affine = plain if weight is None else plain * weight.square()
+            measured = torch.stack([variance, plain, affine])
+            self._probe[:3].copy_(measured.reshape(3, -1).mean(1))
             if weight is None:
                 self._probe[3].fill_(1.0)
-                return
-            weight = sharded.own_part(weight).float()
-            if self._weight_offset:
-                weight = weight + self._weight_offset
-            norm = torch.linalg.vector_norm(weight)
-            self._probe[3].copy_(norm / weight.numel() ** 0.5)
+            else:
+                norm = torch.linalg.vector_norm(weight)
+                self._probe[3].copy_(norm / weight.numel() ** 0.5)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -19,10 +19,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         """Normalise `input`; in training, update the running statistics."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        y = self.fused(input)
-        if self._probe is not None:
-            self._record(input, y)
-        return y
+        return self.fused(input)
 
     def fused(
         self,
@@ -36,6 +33,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     ) -> Tensor:
         """Compute `activation(forward(input) + residual)`, then max pooling, in one call.
 
+        While a `VarianceLogger` measures, this measures as well.
+
         Args:
             input: as in `forward`.
             residual: as in `normplug.functional.batch_norm`.
@@ -47,14 +46,16 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         """
         others = (activation, pool, keeps_residual)
         compiling = torch.compiler.is_compiling()
-        if not compiling:
-            known = native.forward(self, input, residual, None, *others)
-            if known is not None:
-                return known
-        t, spec = self._call(input, residual, *others)
-        y = functional.carry_out("functional.batch_norm", t, spec, self.backend, isolated=isolated)
-        if not compiling:
-            native.learn(self, spec, self.backend, t, input, residual, None, *others)
+        y = None if compiling else native.forward(self, input, residual, None, *others)
+        if y is None:
+            t, spec = self._call(input, residual, *others)
+            y = functional.carry_out(
+                "functional.batch_norm", t, spec, self.backend, isolated=isolated
+            )
+            if not compiling:
+                native.learn(self, spec, self.backend, t, input, residual, None, *others)
+        if self._probe is not None:
+            self._record(input)
         return y
 
     def _call(
@@ -111,6 +112,10 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
 
     def _divisor(self, variance: Tensor) -> Tensor:
         return variance if self.training or self.running_var is None else self.running_var
+
+    def may_fuse(self) -> bool:
+        """Always: `fused` measures as well."""
+        return True
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):

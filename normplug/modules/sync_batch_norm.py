@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from normplug._activations import ActivationLike
 from normplug._ops.spec import Pool
@@ -19,26 +19,12 @@ from normplug.modules.batch_norm import (
     LazyBatchNorm3d,
     _BatchNorm,
 )
-from normplug.modules.fusion_sites import FusionSites
 
 
 class _SyncBatchNormForward(_BatchNorm):
     process_group: Any
     # The layer's class before it was synchronised. The layer still takes the input of that class.
     _unsynced_class: type[Any] = nn.SyncBatchNorm
-    _expected = _BatchNorm._expected  # for `check`, which skips layers that join other processes
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, over all processes, and update the running statistics."""
-        if isinstance(input, fx.Proxy):
-            return self._as_leaf(input)
-        group = self.group_to_join()
-        if group is None:
-            return super().forward(input)
-        y, moments = joined.batch_norm(*self._call(input), self.backend, group)
-        if self._probe is not None:
-            self._record(input, y, moments()[1])
-        return y
 
     def fused(
         self,
@@ -55,14 +41,15 @@ class _SyncBatchNormForward(_BatchNorm):
         There `isolated` has no effect, and max pooling is torch's.
         """
         group = self.group_to_join()
-        if group is not None:
-            call = self._call(input, residual, activation, pool, keeps_residual)
-            return joined.batch_norm(*call, self.backend, group)[0]
-        return super().fused(
-            input, residual, activation, pool, isolated=isolated, keeps_residual=keeps_residual
-        )
-
-    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
+        if group is None:
+            return super().fused(
+                input, residual, activation, pool, isolated=isolated, keeps_residual=keeps_residual
+            )
+        call = self._call(input, residual, activation, pool, keeps_residual)
+        y, moments = joined.batch_norm(*call, self.backend, group)
+        if self._probe is not None:
+            self._record(input, divisor=moments()[1])
+        return y
 
     def group_to_join(self) -> Any:
         """The process group that a forward would now join; None if it would join none."""

@@ -216,8 +216,9 @@ def test_global_module_hooks_run(calls):
     assert model.bn1 in seen
 
 
-def test_a_probe_on_a_fused_norm_measures_as_when_unfused():
+def test_a_probe_on_a_fused_norm_measures_as_when_unfused(calls):
     model, plain = twins(Block())
     assert_same_after(lambda block: setattr(block.bn1, "_probe", torch.zeros(4)), model, plain)
     assert model.bn1._probe[1] > 0
     assert torch.equal(model.bn1._probe, plain.bn1._probe)
+    assert calls == ["relu", "add, relu"]

@@ -200,6 +200,18 @@ def test_eps_is_added_to_a_half_precision_running_variance_without_rounding():
     torch.testing.assert_close(layer._probe[1], layer._variance(y).mean(), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_the_variance_after_the_weight_is_that_of_the_output(training):
+    layer = normplug.BatchNorm2d(6, mode=0.5).train(training)
+    nn.init.normal_(layer.weight, 1, 0.5)
+    nn.init.normal_(layer.bias)
+    layer._probe = torch.full((4,), math.nan)
+    y = layer(torch.randn(4, 6, 5, 5) * 3 + 5)
+    rms = layer.weight.square().mean().sqrt()
+    expected = torch.stack([layer._variance(y).mean(), rms])
+    torch.testing.assert_close(layer._probe[2:], expected, rtol=1e-5, atol=0)
+
+
 def test_measuring_changes_no_result(tmp_path):
     results = []
     for callbacks in ([], [VarianceLogger(2, tmp_path)]):
@@ -213,7 +225,7 @@ def test_unlogged_steps_run_no_measurement(tmp_path):
     module, measures = Module(), []
     normplug.swap(module)
     for layer in (module.net[0], module.net[3]):
-        layer.register_forward_hook(lambda layer, *_: measures.append(not layer.computes_only()))
+        layer.register_forward_hook(lambda layer, *_: measures.append(layer._probe is not None))
     trainer(tmp_path, VarianceLogger(3, tmp_path)).fit(module, loader())
     assert measures == [step % 3 == 0 for step in range(STEPS) for _ in range(2)]
 
