@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
@@ -22,6 +20,7 @@ from normplug.lightning.variance_table import (
     keep_before,
 )
 from normplug.modules import TargetVarianceNorm
+from normplug.modules.probe import Probe, averages
 
 
 class VarianceLogger(Callback):
@@ -35,8 +34,8 @@ class VarianceLogger(Callback):
     does not centre (RMSNorm) it is the second moment, as the column `measure` says. A layer that
     does not run, or whose batch is empty, has nan.
 
-    The layers measure in their forward, on logged steps only, and all values of a step are copied
-    to the host in one transfer. Under `torch.compile` logged steps have a second graph. Stock norms
+    The layers measure in their forward, on logged steps only. At the end of the step, the values of
+    all layers are averaged together and copied to the host in one transfer. Under `torch.compile` logged steps have a second graph. Stock norms
     are measured too: for a logged step they act as normplug layers of mode standard, which compute
     the same. Torch's own SyncBatchNorm is not measured, as one process cannot change what it sends;
     `swap(model, "standard")` turns it into a layer that is. Under a distributed strategy only rank
@@ -96,7 +95,7 @@ class VarianceLogger(Callback):
         self.logged_step = step
         for name, module in _convert.norm_layers(pl_module):
             if isinstance(module, TargetVarianceNorm) or not hasattr(module, "process_group"):
-                self._probed.append(_Probed(name, module, pl_module.device))
+                self._probed.append(_Probed(name, module))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -104,7 +103,7 @@ class VarianceLogger(Callback):
         """After a logged step, fetch and write the measured values."""
         if not self._probed:
             return
-        values = torch.stack([probed.values for probed in self._probed]).tolist()
+        values = averages([probed.probe for probed in self._probed])
         self.last = [
             LayerVariance(
                 step=self.logged_step,
@@ -151,7 +150,7 @@ class VarianceLogger(Callback):
 class _Probed:
     """A norm layer that measures until it is released."""
 
-    def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.kind = _convert.plain_class(module).__name__
         self.is_stock = not isinstance(module, TargetVarianceNorm)
@@ -160,8 +159,7 @@ class _Probed:
         assert isinstance(module, TargetVarianceNorm)
         self.module = module
         self.target_variance = module.target_variance
-        self.values = torch.full((4,), math.nan, device=device)  # nan if the layer does not run
-        module._probe = self.values
+        module._probe = self.probe = Probe()
 
     def release(self) -> None:
         del self.module._probe

@@ -13,6 +13,7 @@ from normplug._ops import likely, sharded
 from normplug.modes import ModeLike, NormMode, target_variance
 from normplug.modules import eps_reader
 from normplug.modules.fusion_sites import FusionSites
+from normplug.modules.probe import Probe
 from normplug.reference import rms_eps
 
 
@@ -62,8 +63,8 @@ class TargetVarianceNorm(nn.Module):
     # The eps that normplug's own code reads, without the cost of the guard. It is a separate
     # attribute because Dynamo of torch 2.6 and 2.11 reads `__dict__["eps"]`, not the property.
     _eps: Any  # a float; RMSNorm's may be None
-    # A (4,) float32 tensor for `_record` to fill while a `VarianceLogger` measures, else None.
-    _probe: Tensor | None = None
+    # For `_record` to fill while a `VarianceLogger` measures, else None.
+    _probe: Probe | None = None
 
     # The names of the `Options` that each swap sets.
     _settings: ClassVar[tuple[str, ...]] = ("target_variance", "backend")
@@ -205,43 +206,35 @@ class TargetVarianceNorm(nn.Module):
         )
 
     def _record(self, x: Tensor, y: Tensor | None = None, divisor: Tensor | None = None) -> None:
-        """Fill `_probe`: variance of x, of the output before and after the affine; weight RMS.
-
-        The variance before the affine is not measured but computed, as tv * var / (divisor + eps).
-        An empty x leaves `_probe` unchanged.
+        """Store what `_probe` describes; an empty x leaves it unchanged.
 
         y: the output after the affine. It may be None where `_variance` has a value per channel,
             as the weight does: the variance after the affine is then weight^2 times that before.
         divisor: the variance that x was normalised by, where `_divisor` cannot know it
             (a joined batch).
         """
-        assert self._probe is not None
+        probe = self._probe
+        assert probe is not None
         with torch.no_grad():
             x = sharded.own_part(x.detach())
             if x.numel() == 0:
                 return
             # As few operations as possible: on a GPU their launches are what measuring costs.
-            variance = self._variance(x)
+            probe.variance = variance = self._variance(x)
             if divisor is None:
                 divisor = self._divisor(variance)
-            eps = rms_eps(x.dtype, self._eps)  # RMSNorm's eps may be None
-            plain = self.target_variance * variance / (divisor.to(variance.dtype) + eps)
+            if divisor is not variance:
+                probe.divisor = divisor.to(variance.dtype, copy=True).expand_as(variance)
+            if y is not None:
+                probe.output = self._variance(sharded.own_part(y.detach()))
             weight: Tensor | None = self.weight  # type: ignore[assignment]
             if weight is not None:
-                weight = sharded.own_part(weight.detach()).float()
+                weight = sharded.own_part(weight.detach())
+                probe.weight = weight.to(torch.float32, copy=True)
                 if self._weight_offset:
-                    weight = weight + self._weight_offset
-            if y is not None:
-                affine = self._variance(sharded.own_part(y.detach()))
-            else:
-                affine = plain if weight is None else plain * weight.square()
-            measured = torch.stack([variance, plain, affine])
-            self._probe[:3].copy_(measured.reshape(3, -1).mean(1))
-            if weight is None:
-                self._probe[3].fill_(1.0)
-            else:
-                norm = torch.linalg.vector_norm(weight)
-                self._probe[3].copy_(norm / weight.numel() ** 0.5)
+                    probe.weight += self._weight_offset
+            probe.target_variance = self.target_variance
+            probe.eps = rms_eps(x.dtype, self._eps)  # RMSNorm's eps may be None
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

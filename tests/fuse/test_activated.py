@@ -12,6 +12,7 @@ import normplug
 from fuse_cases import Parts, X, assert_same_step, outcome, swapped, twins
 from normplug import fuse, fusions, swap, unfuse
 from normplug._fuse.fuse import fused_modules
+from normplug.modules.probe import Probe
 from zoo.check import observe
 
 
@@ -208,7 +209,7 @@ CHANGES = {
     "a function as the activation": (lambda block: setattr(block, "act", torch.tanh), 0),
     "another norm": (lambda block: setattr(block, "norm1", nn.Tanh()), 1),
     "a LayerNorm": (lambda block: setattr(block, "norm1", swap(nn.LayerNorm(5).double())), 1),
-    "a probe": (lambda block: setattr(block.norm2, "_probe", torch.zeros(4)), 1),
+    "a probe": (lambda block: setattr(block.norm2, "_probe", Probe()), 1),
     "another branch": (lambda block: setattr(block, "way", "scale"), 1),
 }
 

@@ -13,6 +13,7 @@ from fuse_cases import ROWS, Parts, assert_same_step, outcome, swapped, twins
 from normplug import fuse, fusions, swap, unfuse
 from normplug._fuse.fuse import fused_modules
 from normplug._fuse.reasons import FROM_OUTSIDE
+from normplug.modules.probe import Probe
 from zoo.check import observe
 
 
@@ -311,7 +312,7 @@ CHANGES = {
     "a hook on the block": (lambda block: block.register_forward_hook(lambda m, a, y: y), True),
     "another norm": (lambda block: setattr(block, "norm2", nn.Tanh()), False),
     "another MLP": (lambda block: setattr(block, "mlp", nn.Tanh()), True),
-    "a probe": (lambda block: setattr(block.norm2, "_probe", torch.zeros(4)), False),
+    "a probe": (lambda block: setattr(block.norm2, "_probe", Probe()), False),
 }
 
 

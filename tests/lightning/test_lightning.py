@@ -17,6 +17,7 @@ from lightning_cases import trainer
 from normplug import target_variance
 from normplug.lightning import SwapNorms, VarianceLogger
 from normplug.lightning.variance_table import MEASURED
+from normplug.modules.probe import Probe, averages
 
 STEPS = 6
 IMAGES = torch.randn(48, 3, 6, 6) * 3 + 5
@@ -187,17 +188,19 @@ def test_the_variance_before_the_weight_is_that_of_the_output_without_it(layer, 
     if layer._eps is not None:
         layer._eps = 1e-3
     layer.train(training)  # in evaluation, the running variance is 1
-    layer._probe = torch.full((4,), math.nan)
+    layer._probe = Probe()
     y = layer(x)  # the weight is 1 and the bias 0
     expected = [layer._variance(x).mean(), *[layer._variance(y).mean()] * 2, torch.tensor(1.0)]
-    torch.testing.assert_close(layer._probe, torch.stack(expected), rtol=1e-5, atol=1e-6)
+    measured = torch.tensor(averages([layer._probe])[0])
+    torch.testing.assert_close(measured, torch.stack(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_eps_is_added_to_a_half_precision_running_variance_without_rounding():
     layer = normplug.BatchNorm2d(6, eps=3e-3, mode=0.5).bfloat16().eval()  # 1 + eps rounds to 1
-    layer._probe = torch.full((4,), math.nan)
+    layer._probe = Probe()
     y = layer(torch.randn(16, 6, 20, 20, dtype=torch.bfloat16))
-    torch.testing.assert_close(layer._probe[1], layer._variance(y).mean(), rtol=1e-3, atol=0)
+    expected = layer._variance(y).mean().item()
+    assert averages([layer._probe])[0][1] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -205,11 +208,12 @@ def test_the_variance_after_the_weight_is_that_of_the_output(training):
     layer = normplug.BatchNorm2d(6, mode=0.5).train(training)
     nn.init.normal_(layer.weight, 1, 0.5)
     nn.init.normal_(layer.bias)
-    layer._probe = torch.full((4,), math.nan)
+    layer._probe = Probe()
     y = layer(torch.randn(4, 6, 5, 5) * 3 + 5)
     rms = layer.weight.square().mean().sqrt()
     expected = torch.stack([layer._variance(y).mean(), rms])
-    torch.testing.assert_close(layer._probe[2:], expected, rtol=1e-5, atol=0)
+    measured = torch.tensor(averages([layer._probe])[0][2:])
+    torch.testing.assert_close(measured, expected, rtol=1e-5, atol=0)
 
 
 def test_measuring_changes_no_result(tmp_path):

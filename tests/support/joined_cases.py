@@ -12,6 +12,8 @@ import sync_cases
 from batch_norm_cases import laid_out
 from normplug import SyncBatchNorm, fuse, swap
 from normplug._ops import recompute
+from normplug.modules.probe import Probe
+from probes import probed
 from sync_cases import CHANNELS, counting
 
 
@@ -154,9 +156,9 @@ def measured(rank, world, device):
     layer, x, _ = MEASURED.of_rank(rank, device)
     layer.backend = MEASURED.backends[rank]
     if rank == 0:
-        layer._probe = torch.zeros(4, device=device)
+        layer._probe = Probe()
     y = layer(x)
-    return y.detach(), layer._probe, layer.state_dict()
+    return y.detach(), probed(layer), layer.state_dict()
 
 
 class Block(nn.Module):

@@ -12,6 +12,8 @@ import sync_cases
 from interpreted import INTERPRETS
 from joined_cases import quiet
 from normplug import check, functional, swap, unswap
+from normplug.modules.probe import Probe
+from probes import probed
 
 ROWS, IMAGES = (3, 6, 8), (3, 8, 3, 2)
 BATCH_NORM = partial(nn.BatchNorm2d, 8, momentum=0.5)
@@ -236,11 +238,11 @@ def sequence_parallel(rank, world, device):
             swap(net, MODE)
         if first != "never swap":
             report = check(net).summary()
-            net.norm1._probe = torch.zeros(4) if rank == 0 else None
+            net.norm1._probe = Probe() if rank == 0 else None
         losses, weights, y = trained(net, x)
         result = SimpleNamespace(losses=losses, weights=weights, y=y)
         if first != "never swap":
-            result.report, result.probe = report, net.norm1._probe
+            result.report, result.probe = report, probed(net.norm1)
             result.tracked = whole(net.norm1.num_batches_tracked)
             unswap(net)
             with torch.no_grad():

@@ -17,6 +17,8 @@ from torch import nn
 from batch_norm_cases import laid_out
 from normplug import SyncBatchNorm, swap
 from normplug._ops.batch_norm import messages as _messages
+from normplug.modules.probe import Probe
+from probes import probed
 
 CHANNELS = 5
 
@@ -208,9 +210,9 @@ def measured(rank, world, device):
     """The variance probe of process 0, which alone measures while all train."""
     layer, x, _ = Case((5, 3)).of_rank(rank, device)
     if rank == 0:
-        layer._probe = torch.zeros(4, device=device)
+        layer._probe = Probe()
     y = layer(x)
-    return y.detach(), layer._probe
+    return y.detach(), probed(layer)
 
 
 def make_net():
