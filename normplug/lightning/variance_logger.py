@@ -35,11 +35,12 @@ class VarianceLogger(Callback):
     does not run, or whose batch is empty, has nan.
 
     The layers measure in their forward, on logged steps only. At the end of the step, the values of
-    all layers are averaged together and copied to the host in one transfer. Under `torch.compile` logged steps have a second graph. Stock norms
-    are measured too: for a logged step they act as normplug layers of mode standard, which compute
-    the same. Torch's own SyncBatchNorm is not measured, as one process cannot change what it sends;
-    `swap(model, "standard")` turns it into a layer that is. Under a distributed strategy only rank
-    0 measures, on its own part of the batch; the columns `rank` and `world_size` record this.
+    all layers are averaged together and copied to the host in one transfer. Under `torch.compile`
+    logged steps have a second graph. Stock norms are measured too: for a logged step they act as
+    normplug layers of mode standard, which compute the same. Torch's own SyncBatchNorm is not
+    measured, as one process cannot change what it sends; `swap(model, "standard")` turns it into a
+    layer that is. Under a distributed strategy only rank 0 measures, on its own part of the batch;
+    the columns `rank` and `world_size` record this.
 
     It writes `variance.csv` during the fit, `variance.png` (a heat map, layer by step) at its end,
     and to the Trainer's loggers `variance/<layer>/{input,output,affine}` and
