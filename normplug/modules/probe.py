@@ -80,4 +80,4 @@ def _averages(probes: list[Probe]) -> Tensor:
 
 
 def _joined(probes: list[Probe], name: str) -> Tensor:
-    return torch.stack([getattr(probe, name) for probe in probes]).flatten(1)
+    return torch.stack([getattr(probe, name) for probe in probes]).reshape(len(probes), -1)

@@ -134,6 +134,13 @@ def test_an_empty_batch_has_no_variance_to_measure():
         assert all(map(math.isfinite, averages([layer._probe])[0]))
 
 
+def test_a_single_row_is_measured():
+    layer, x = LayerNorm(5, mode=0.5), torch.randn(5)
+    layer._probe = Probe()
+    layer(x)
+    assert averages([layer._probe])[0][0] == pytest.approx(x.var(correction=0).item())
+
+
 def test_rms_norm_tracks_the_second_moment_only_on_request():
     model = normplug.swap(nn.Sequential(nn.RMSNorm(8), nn.LayerNorm(8)))
     assert [m.track_running_stats for m in model] == [False, True]
