@@ -223,6 +223,7 @@ class TargetVarianceNorm(nn.Module):
             probe.variance = variance = self._variance(x)
             if divisor is None:
                 divisor = self._divisor(variance)
+            probe.divisor = None
             if divisor is not variance:
                 probe.divisor = divisor.to(variance.dtype, copy=True).expand_as(variance)
             if y is not None:

@@ -134,6 +134,16 @@ def test_an_empty_batch_has_no_variance_to_measure():
         assert all(map(math.isfinite, averages([layer._probe])[0]))
 
 
+def test_the_latest_forward_is_measured():
+    layer, x = BatchNorm1d(4).eval(), torch.randn(6, 4) * 3
+    layer._probe = Probe()
+    layer(x)
+    evaluated = averages([layer._probe])[0]
+    layer.train()(x)
+    assert averages([layer._probe])[0][1] == pytest.approx(layer.target_variance, rel=1e-4)
+    assert averages([layer._probe])[0][1] < evaluated[1]
+
+
 def test_a_single_row_is_measured():
     layer, x = LayerNorm(5, mode=0.5), torch.randn(5)
     layer._probe = Probe()
