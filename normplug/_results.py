@@ -1,0 +1,98 @@
+"""Files of results: atomic writes, and a stamp that says where the figures come from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+import normplug
+
+_PACKAGES = ("torchvision", "triton", "lightning", "hydra-core", "numpy")
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which takes the place of `path` after the block.
+
+    A reader finds the old file or the new one, never a part of either. The new file is written in
+    a private folder beside `path`, so no other user can plant a link there. Missing directories are
+    created. If the block raises, `path` is left as it was.
+
+    Args:
+        path: the file to replace or create.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        part = Path(folder) / path.name
+        yield part
+        os.replace(part, path)
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write `content` to `path` atomically; text becomes UTF-8, without newline translation."""
+    with replace_file(path) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def stamp(gpu: bool, *packages: str, gpus: int = 1) -> dict[str, str]:
+    """Where a result comes from: one flat dictionary, for each row of a file of results.
+
+    Args:
+        gpu: whether the result was measured on GPUs.
+        *packages: more installed packages whose versions matter, by their names on PyPI.
+        gpus: the number of GPUs.
+
+    Returns:
+        `date` (ISO 8601, UTC), `commit` (the hash of the checkout's HEAD, with "-dirty" if files
+        differ from it; "unknown" outside a checkout), `device` (the GPUs or the processor in
+        words), and the versions of Python, torch, normplug and the packages that are installed.
+    """
+    found = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "device": f"{gpus} x {torch.cuda.get_device_name()}" if gpu else _processor(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        # Not from the installed metadata, which an editable install keeps from an older version.
+        "normplug": normplug.__version__,
+    }
+    for package in (*_PACKAGES, *packages):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _commit() -> str:
+    """The commit of the checkout that holds this package; `NORMPLUG_COMMIT` overrides it."""
+    if given := os.environ.get("NORMPLUG_COMMIT"):  # for a copy of the checkout without .git
+        return given
+    checkout = Path(__file__).parents[1]
+    if not (checkout / ".git").exists():  # installed: a repository around it is not ours
+        return "unknown"
+    git = ["git", "-C", str(checkout)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True)
+    except OSError:  # no git
+        return "unknown"
+    if head.returncode:
+        return "unknown"
+    return head.stdout.strip() + ("-dirty" if changed.stdout else "")
+
+
+def _processor() -> str:
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line for line in lines if line.startswith("model name")).split(": ", 1)[1]
+    return f"CPU, {os.cpu_count()} x {name}"
