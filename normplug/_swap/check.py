@@ -314,7 +314,7 @@ def _duplicate(thing: Any) -> Any:
         return copy.deepcopy(thing, {id(t): t.clone() for t in tensors if not t.is_leaf})
     except Exception as error:
         what = type(thing).__name__ if isinstance(thing, nn.Module) else "batch"
-        text = str(error).partition("\n")[0]
+        text = str(error).partition("\n")[0].rstrip(".")
         raise TypeError(
             f"normplug.check: the {what} cannot be copied, to compare the model with the unswapped "
             f"one: {text}. Use normplug.check(model), without a batch."

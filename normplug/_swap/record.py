@@ -7,6 +7,7 @@ it; yet it keeps no layer alive. A layer that another tool has rebuilt lacks its
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -28,19 +29,17 @@ class Entry:
     target_variance: float | None = None
 
 
-def renew(caller: str, inventory: Inventory) -> None:
-    """Record a model's normplug layers and their modes, replacing every record in it.
-
-    Warns:
-        UserWarning: layers of an earlier record have been removed since.
-    """
-    holders = _holders(inventory)
-    lost = [path for entry, path in _entries(inventory).items() if entry not in holders]
-    if lost:
+def warn_of_lost(caller: str, inventory: Inventory) -> None:
+    """Warn if recorded layers have been removed since, before `renew` forgets them."""
+    if lost := [path for _, path, holders in _recorded(inventory) if not holders]:
         _checks.warn(
             f"normplug.{caller}: another tool has rebuilt or removed norm layers of an earlier "
             f"swap: {some(list(map(shown, lost)))}. normplug.check no longer looks for them."
         )
+
+
+def renew(inventory: Inventory) -> None:
+    """Record a model's normplug layers and their modes, replacing every record in it."""
     owner = unwrapped(inventory.model)
     prefix, record = inventory.names[owner][0], {}
     for path, module in inventory.each():
@@ -80,10 +79,8 @@ def put(inventory: Inventory, records: list[tuple[nn.Module, dict[str, Any]]]) -
 def findings(model: nn.Module) -> list[str]:
     """Return a message for each layer that is lost, in another mode, or bypasses a patch."""
     inventory, found = Inventory(model), []
-    holders = _holders(inventory)
-    for entry, path in _entries(inventory).items():
-        layers = [m for m in holders.get(entry, ()) if isinstance(m, TargetVarianceNorm)]
-        mode = NormMode(entry.target_variance or 1.0)
+    for tv, path, holders in _recorded(inventory):
+        layers, mode = [m for m in holders if isinstance(m, TargetVarianceNorm)], NormMode(tv)
         if not layers:
             now = "no longer in the model"
             if path in inventory.modules:
@@ -98,7 +95,7 @@ def findings(model: nn.Module) -> list[str]:
             "normplug.set_mode(model, mode), or with normplug.swap(model, mode, include=...) for "
             "some layers."
             for layer in layers
-            if layer.mode != mode
+            if layer.target_variance != tv
         ]
     found += [
         f"{shown(path)}: the forward of its stock class was replaced by other code, which it does "
@@ -121,20 +118,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _entries(inventory: Inventory) -> dict[Entry, str]:
-    """The recorded entries, each with its layer's path at the swap."""
-    return {
-        entry: ".".join(filter(None, (prefix, path)))
-        for prefix, owner in inventory.each()
-        for path, entry in vars(owner).get(_RECORD, {}).items()
-        if entry.target_variance is not None
-    }
+def _recorded(inventory: Inventory) -> Iterator[tuple[float, str, list[nn.Module]]]:
+    """(target variance, path, holders) of each entry: the modules that have it, or none.
 
-
-def _holders(inventory: Inventory) -> dict[Entry, list[nn.Module]]:
-    """The modules that have each entry: one, or also copies that share their attributes."""
+    Copies that share attributes share their entry. If no module has it, a layer in the recorded
+    mode under the path counts, such as a deep copy.
+    """
     holders: dict[Entry, list[nn.Module]] = {}
     for module in inventory.names:
         if _ENTRY in vars(module):
             holders.setdefault(vars(module)[_ENTRY], []).append(module)
-    return holders
+    entries: dict[Entry, str] = {}
+    for prefix, owner in inventory.each():
+        for path, entry in vars(owner).get(_RECORD, {}).items():
+            entries[entry] = ".".join(filter(None, (prefix, path)))
+    for entry, path in entries.items():
+        if (tv := entry.target_variance) is None:
+            continue
+        now: Any = inventory.modules.get(path)
+        same = isinstance(now, TargetVarianceNorm) and now.target_variance == tv
+        yield tv, path, holders.get(entry) or ([now] if same else [])

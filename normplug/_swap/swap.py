@@ -124,6 +124,7 @@ def swap(
     if not preserve_output:
         scalings = []
     _fold.refuse_unscalable("swap(preserve_output=True)", inventory, scalings)
+    _record.warn_of_lost("swap", inventory)
 
     with all_or_nothing([row.module for row in taken]):
         _fold.scale(inventory, scalings)
@@ -139,7 +140,7 @@ def swap(
             )
             if sync:
                 _convert.synchronise(row.module)
-        _record.renew("swap", inventory)
+        _record.renew(inventory)
     tell_tools()
     return model
 
@@ -189,11 +190,12 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     from normplug._fuse.fuse import fused_modules, releasable, release
 
     fused = releasable("unswap", fused_modules(model))
+    _record.warn_of_lost("unswap", inventory)
     with all_or_nothing([layer for _, layer in layers]):
         _fold.scale(inventory, scalings)
         for _, layer in layers:
             _convert.revert(layer)
-        _record.renew("unswap", inventory)
+        _record.renew(inventory)
     release(fused)
     return model
 
@@ -292,10 +294,10 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
             "Use normplug.swap(model, mode) first."
         )
     assigned = modes.assign("set_mode", inventory, _plan.norms_of(inventory), layers)
-    with all_or_nothing(layers):
-        for layer in layers:
-            layer.mode = assigned[layer].mode
-        _record.renew("set_mode", inventory)
+    _record.warn_of_lost("set_mode", inventory)
+    for layer in layers:
+        layer.mode = assigned[layer].mode
+    _record.renew(inventory)
     return model
 
 
