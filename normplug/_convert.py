@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from normplug import modules
-from normplug._torch import is_patched
+from normplug._torch import is_class_patched, is_patched
 from normplug.modules.base import Options, TargetVarianceNorm
 
 # The one table of norms. `register` adds rows.
@@ -82,14 +82,15 @@ def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
     cls = plain_class(module)
     _register_adapted(cls)
     ours = REPLACEMENTS.get(cls)
-    return None if ours is None or ours._refusal(module) is not None else ours
+    return None if ours is None or why_left(module) is not None else ours
 
 
 def why_left(module: nn.Module) -> str | None:
     """Why a layer without a `replacement` stays as it is, if its class or adapter says why."""
     cls = plain_class(module)
     if (ours := REPLACEMENTS.get(cls)) is not None:
-        return ours._refusal(module)
+        patch = "the forward of its class was replaced by other code, which a swapped layer skips"
+        return patch if is_class_patched(cls) else ours._refusal(module)
     why = _adapted(cls)
     return why if isinstance(why, str) else None
 

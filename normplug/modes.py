@@ -23,7 +23,7 @@ class NormMode:
     Raises:
         ValueError: for anything else.
 
-    Example:
+    Examples:
         >>> NormMode("golden").target_variance
         0.6180339887498949
         >>> print(NormMode.STANDARD, NormMode(0.5), NormMode(1))
@@ -74,7 +74,7 @@ def target_variance(mode: ModeLike) -> float:
     Raises:
         ValueError: for anything else; the message lists what is accepted.
 
-    Example:
+    Examples:
         >>> target_variance("golden")
         0.6180339887498949
     """

@@ -612,7 +612,7 @@ def forward_ad(model):
 def known_to_opacus(model):
     """The model in training mode; swapping it again registers normplug's norms with Opacus."""
     if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
-        normplug.swap(model)
+        normplug.swap(model, "golden")
     return model.train()
 
 
@@ -798,6 +798,66 @@ def quantize_dynamic(model):
     return evaluate(torch.ao.quantization.quantize_dynamic(model.eval(), {nn.Linear}))
 
 
+@row(
+    "`torch.ao.quantization.prepare`, `convert`; GroupNorm, InstanceNorm2d, LayerNorm",
+    refused="from_float would drop the target variance of a GroupNorm",
+    cpu=True,
+)
+def quantize_static(model):
+    from torch.ao.quantization import QuantWrapper, convert, get_default_qconfig, prepare
+
+    outputs = []
+    for norm in (model.group, model.instance, model.norm):
+        x = X.flatten(1)[:, :32] if norm is model.norm else model.conv(X).detach()
+        wrapped = QuantWrapper(nn.Sequential(nn.Identity(), norm)).eval()
+        wrapped.qconfig = get_default_qconfig("fbgemm")
+        prepared = prepare(wrapped)
+        prepared(x)
+        outputs.append(convert(prepared)(x))
+    return outputs
+
+
+# Tools that look layers up by their exact class.
+
+
+@row("captum `LRP`; has only BatchNorm2d", "captum")
+def captum_lrp(model):
+    from captum.attr import LRP
+
+    normplug.swap(nn.LayerNorm(1))  # registers with captum, now that it is imported
+    pooled = nn.AdaptiveAvgPool2d(1)
+    part = nn.Sequential(model.conv, model.bn, model.relu, pooled).eval()
+    return LRP(part).attribute(X.clone().requires_grad_(), target=(0, 0, 0))
+
+
+@row("thop `profile`", "thop")
+def thop_profile(model):
+    import thop
+
+    normplug.swap(nn.LayerNorm(1))
+    return thop.profile(model, (X,), verbose=False)
+
+
+@row("ptflops `get_model_complexity_info`", "ptflops", cpu=True)
+def ptflops_complexity(model):
+    import ptflops
+
+    normplug.swap(nn.LayerNorm(1))
+    options = {"as_strings": False, "print_per_layer_stat": False, "backend": "pytorch"}
+    return ptflops.get_model_complexity_info(model, tuple(X.shape[1:]), **options)
+
+
+@row("BackPACK `BatchGrad`; has only BatchNorm", "backpack", refused="no attribute 'grad_batch'")
+def backpack_batch_grad(model):
+    from backpack import backpack, extend
+    from backpack.extensions import BatchGrad
+
+    part = extend(nn.Sequential(model.conv, model.bn, nn.Flatten(), nn.Softmax(1)).eval())
+    with backpack(BatchGrad()):
+        extend(nn.CrossEntropyLoss())(part(X), Y).backward()
+    return [p.grad_batch for p in part.parameters()]
+
+
 @row("`nn.utils.parametrizations.weight_norm`, `spectral_norm`")
 def parametrizations(model):
     torch.manual_seed(3)
@@ -872,7 +932,8 @@ def write(path):
         "tools that train also losses, gradients and statistics. *Refused* means an error, shown",
         "by its first sentence; use the tool before `swap` or after `normplug.unswap` instead. A",
         "tool is refused if it reads a layer's `eps` to compute with it. `normplug.check(model,",
-        "batch)` finds the tools that do not.",
+        "batch)` finds the tools that do not. Tools that look layers up by their exact class treat",
+        "a swapped layer like the stock one if they were imported before `swap`.",
         "",
         "| tool | swapped, golden | after `unswap` |",
         "|---|---|---|",

@@ -77,7 +77,7 @@ def batch_norm(
     deterministic. For the backward they save `input` and two numbers per channel; with `residual`
     and relu also one bit per element, and with `residual` and another activation also `residual`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> x = torch.tensor([[1.0], [3.0]])
         >>> batch_norm(x, None, None, training=True, eps=1e-12, mode=0.25).flatten()
@@ -107,7 +107,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: `x` has no channel dimension.
         TypeError: `x` is not a tensor, or not floating point.
 
-    Example:
+    Examples:
         >>> import torch
         >>> channel_stats(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
         (tensor([2., 5.]), tensor([1., 0.]))

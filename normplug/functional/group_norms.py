@@ -65,7 +65,7 @@ def group_norm(
     Twice differentiable in `input`, `weight` and `bias`. The kernels are bitwise deterministic. For
     the backward they save `input` and two numbers per group of each sample.
 
-    Example:
+    Examples:
         >>> import torch
         >>> group_norm(torch.tensor([[1.0, 3.0, 5.0, 5.1]]), 2, mode="standard").round()
         tensor([[-1.,  1., -1.,  1.]])
@@ -127,7 +127,7 @@ def instance_norm(
     Precision and gradients are those of `group_norm` with one group per channel, except that the
     torch backend does not promote: PyTorch accepts float32 parameters with a half `input`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> instance_norm(torch.tensor([[[1.0, 3.0], [5.0, 5.1]]]), mode="standard").round()
         tensor([[[-1.,  1.],

@@ -79,7 +79,7 @@ def layer_norm(
     Twice differentiable in `input`, `weight`, `bias` and `input_bias`. The kernels are bitwise
     deterministic. For the backward they save `input` and two numbers per row.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), mode="standard").round()
         tensor([[-1.,  1.]])
@@ -141,7 +141,7 @@ def add_layer_norm(
     Twice differentiable in `x`, `residual`, `weight` and `bias`. The kernels do both steps in one
     launch, and save `total` for the backward.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, total = add_layer_norm(torch.ones(1, 2), torch.tensor([[0.0, 2.0]]), (2,))
         >>> total

@@ -77,7 +77,7 @@ def rms_norm(
     Twice differentiable in `input` and `weight`. For the backward the kernels save `input` and one
     number per row.
 
-    Example:
+    Examples:
         >>> import torch
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), (2,), mode="standard")
         tensor([[0.8485, 1.1314]])
@@ -133,7 +133,7 @@ def add_rms_norm(
     Twice differentiable in `x`, `residual` and `weight`. The kernels do both steps in one launch,
     and save `total` for the backward.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, total = add_rms_norm(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]), (2,))
         >>> total

@@ -136,7 +136,7 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
             another dimension.
         TypeError: an argument of another type.
 
-    Example:
+    Examples:
         >>> BatchNorm1d(8)
         BatchNorm1d(8, eps=1e-05, momentum=0.1, affine=True, ..., mode=golden)
     """

@@ -38,7 +38,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
             divide the channels, or input with another number of channels.
         TypeError: an argument of another type.
 
-    Example:
+    Examples:
         >>> GroupNorm(2, 8, mode=0.5)
         GroupNorm(2, 8, eps=1e-05, affine=True, ..., mode=0.5)
     """

@@ -147,7 +147,7 @@ class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
             dimension.
         TypeError: an argument of another type.
 
-    Example:
+    Examples:
         >>> InstanceNorm1d(8)
         InstanceNorm1d(8, eps=1e-05, momentum=0.1, affine=False, ..., mode=golden)
     """

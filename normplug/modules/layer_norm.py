@@ -36,7 +36,7 @@ class LayerNorm(RowNorm, nn.LayerNorm):
             input of another trailing shape.
         TypeError: an argument of another type.
 
-    Example:
+    Examples:
         >>> LayerNorm(8, mode=0.5)
         LayerNorm((8,), eps=1e-05, elementwise_affine=True, ..., mode=0.5)
     """

@@ -96,7 +96,7 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
             input of another trailing shape.
         TypeError: an argument of another type.
 
-    Example:
+    Examples:
         >>> RMSNorm(8, mode=0.5)
         RMSNorm((8,), eps=None, elementwise_affine=True, ..., mode=0.5)
     """

@@ -96,7 +96,7 @@ class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
         ValueError: an unknown mode or backend, input of another dimension, and on the CPU one value
             per channel in the joined batch.
 
-    Example:
+    Examples:
         >>> import torch
         >>> SyncBatchNorm(8, mode="standard")(torch.ones(2, 8)).sum()
         tensor(0., grad_fn=<SumBackward0>)

@@ -159,9 +159,9 @@ for make, caller in ((make_layer_norm, "LayerNorm"), (make_rms_norm, "RMSNorm"))
     cases(make, caller, "autocast_output", BAD_NAMES, ValueError)
 OPTIONS = [(swap, "swap"), (swapped, "swap"), (SwapNorms, "lightning.SwapNorms")]
 for call, caller in OPTIONS:
-    for name in ("preserve_output", "sync"):
-        cases(call, caller, name, BAD_FLAGS, TypeError)
-    cases(call, caller, "track_running_stats", BAD_CHOICES, TypeError)
+    cases(call, caller, "sync", BAD_FLAGS, TypeError)
+    for name in ("preserve_output", "track_running_stats"):
+        cases(call, caller, name, BAD_CHOICES, TypeError)
     cases(call, caller, "backend", BAD_NAMES, ValueError)
     cases(call, caller, "autocast_output", BAD_NAMES, ValueError)
 BAD_FILTERS = [3, [3], 1.5, True, ["norm", None], b"norm", ARRAY, X, {"norm": 1}, nn.LayerNorm(6)]
