@@ -138,7 +138,7 @@ def instance_norm(
     t = Tensors(input, None, weight, bias, None, running_mean, running_var)
     tv = target_variance(mode)
     if not use_input_stats:
-        constant = BatchNormSpec(False, momentum, eps, tv, activation)
+        constant = BatchNormSpec(False, momentum, eps, tv, activation, instance=True)
         return carry_out(caller, t, constant, backend)
     spec = GroupNormSpec(_channels(input), eps, tv, activation, momentum=momentum, instance=True)
     return carry_out(caller, t, spec, backend)

@@ -65,7 +65,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         """The spec of a call: that of a BatchNorm in evaluation with running statistics."""
         eps, tv = self._eps, self.target_variance
         if self._uses_running(self.training):
-            return BatchNormSpec(False, 0.0, eps, tv, activation)
+            return BatchNormSpec(False, 0.0, eps, tv, activation, instance=True)
         # In torch, a momentum of None leaves the statistics of an InstanceNorm unchanged.
         momentum = 0.0 if self.momentum is None else self.momentum
         return GroupNormSpec(channels, eps, tv, activation, momentum=momentum, instance=True)
