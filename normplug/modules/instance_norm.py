@@ -142,9 +142,8 @@ class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
     Shape: (N, C, L) or (C, L), in and out. Details: `normplug.functional.instance_norm`.
 
     Raises:
-        ValueError: an unknown mode or backend, an eps below 0 (or of 0, in evaluation with running
-            statistics), no channels, a single spatial position in training, or input of another
-            dimension.
+        ValueError: an unknown mode or backend, no channels, a single spatial position in training,
+            or input of another dimension.
         TypeError: an argument of another type.
 
     Example:
