@@ -24,6 +24,7 @@ from normplug.modes import shown
 ACTIVATIONS = (None, *_activations.ACTIVATIONS)
 AUTOCAST_OUTPUTS = ("low", "float32")
 BACKENDS = ("auto", "triton", "torch")
+_LARGEST = sys.float_info.max  # torch.compile of torch 2.6 cannot read it there
 _LAYOUTS = (torch.strided, torch.jagged)
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # read once: calls take microseconds
 
@@ -147,7 +148,7 @@ def number(caller: str, name: str, value: Any) -> None:
     """Reject what torch does not take for a float; True and False are not numbers here."""
     if not isinstance(value, (float, int, numbers.Real)) or isinstance(value, (bool, Fraction)):
         raise TypeError(_must(caller, name, "a number", _shown(value)))
-    if isinstance(value, numbers.Integral) and abs(int(value)) > sys.float_info.max:
+    if isinstance(value, numbers.Integral) and abs(int(value)) > _LARGEST:
         raise ValueError(_must(caller, name, "a number that a float can hold", _shown(value)))
 
 
@@ -162,7 +163,7 @@ def eps(caller: str, value: Any, none: bool = False) -> None:
 
 def variance(caller: str, value: Any) -> None:
     """Reject a `target_variance` that was assigned to a layer and is no finite float above 0."""
-    if not isinstance(value, (float, int)) or not 0 < value <= sys.float_info.max:
+    if not isinstance(value, (float, int)) or not 0 < value <= _LARGEST:
         rule, way_out = "a finite float above 0", "Use normplug.set_mode, or assign mode."
         raise ValueError(_must(caller, "target_variance", rule, _shown(value), way_out))
 

@@ -178,6 +178,10 @@ def test_a_lazy_layer_is_swapped_before_and_after_its_first_forward(affine):
 def test_an_instance_norm_takes_statistics_of_any_dtype(dtype, training, affine):
     stock = nn.InstanceNorm2d(4, affine=affine, track_running_stats=True).train(training)
     stock.running_mean, stock.running_var = torch.randn(4).to(dtype), torch.rand(4).to(dtype) + 0.5
+    try:
+        copy.deepcopy(stock)(torch.randn(3, 4, 5, 2))
+    except RuntimeError as error:  # as torch 2.6 to 2.10 do
+        pytest.skip(f"torch itself refuses them: {error}")
     for mode in ("standard", "golden"):
         layer = swap(copy.deepcopy(stock), mode)
         root = normplug.target_variance(mode) ** 0.5
