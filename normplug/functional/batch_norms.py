@@ -50,7 +50,7 @@ def batch_norm(
         training: use the batch's statistics instead of the running ones.
         momentum: weight of the new batch in the running statistics; None averages over all
             batches equally, as counted by `num_batches_tracked`.
-        eps: 0 or above, added to the variance before the root.
+        eps: added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         residual: added before the activation; shaped like `input`, or None.
         activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu". A
@@ -66,7 +66,7 @@ def batch_norm(
 
     Raises:
         ValueError: mismatched shapes or devices, one value per channel in training, evaluation
-            without running statistics, an eps below 0, an unknown mode, activation or
+            without running statistics, an unknown mode, activation or
             backend.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.

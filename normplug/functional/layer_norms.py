@@ -46,7 +46,7 @@ def layer_norm(
         normalized_shape: the trailing dimensions that form a row.
         weight: `normalized_shape`, or None for ones. May be float32 if `input` is half precision.
         bias: `normalized_shape`, or None for zeros.
-        eps: 0 or above, added to the variance before the root.
+        eps: added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         input_bias: `normalized_shape`, added to the input before it is normalised, or None.
         running_mean: scalar tensor, updated in place, or None.
@@ -68,7 +68,7 @@ def layer_norm(
 
     Raises:
         ValueError: mismatched shapes or devices, one running statistic without the other, a
-            momentum of None without a counter, an eps below 0, an unknown mode, autocast_output or
+            momentum of None without a counter, an unknown mode, autocast_output or
             backend.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.

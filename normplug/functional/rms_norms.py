@@ -43,7 +43,7 @@ def rms_norm(
         normalized_shape: the trailing dimensions that form a row.
         weight: `normalized_shape`, or None for a factor of one. May be float32 if `input` is half
             precision.
-        eps: 0 or above, added to the second moment before the root; None for the machine epsilon
+        eps: added to the second moment before the root; None for the machine epsilon
             of float32 (of float64 for float64 `input`), as in torch since 2.7.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         weight_offset: added to `weight` in the dtype of the sums; 1 for Gemma, whose weights start
@@ -65,8 +65,8 @@ def rms_norm(
         it is contiguous.
 
     Raises:
-        ValueError: mismatched shapes or devices, a momentum of None without a counter, an eps below
-            0, an unknown mode, backend or autocast_output.
+        ValueError: mismatched shapes or devices, a momentum of None without a counter, an unknown
+            mode, backend or autocast_output.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
 

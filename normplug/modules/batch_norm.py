@@ -132,7 +132,7 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     Shape: (N, C) or (N, C, L), in and out. Details: `normplug.functional.batch_norm`.
 
     Raises:
-        ValueError: an unknown mode or backend, an eps below 0, no channels, or input of
+        ValueError: an unknown mode or backend, no channels, or input of
             another dimension.
         TypeError: an argument of another type.
 

@@ -34,7 +34,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
     Shape: (N, C) or (N, C, *space), in and out. Details: `normplug.functional.group_norm`.
 
     Raises:
-        ValueError: an unknown mode, backend or autocast_output, an eps below 0, groups that do not
+        ValueError: an unknown mode, backend or autocast_output, groups that do not
             divide the channels, or input with another number of channels.
         TypeError: an argument of another type.
 

@@ -65,7 +65,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         """The spec of a call: that of a BatchNorm in evaluation with running statistics."""
         eps, tv = self._eps, self.target_variance
         if self._uses_running(self.training):
-            return BatchNormSpec(False, 0.0, eps, tv, activation)
+            return BatchNormSpec(False, 0.0, eps, tv, activation, instance=True)
         # In torch, a momentum of None leaves the statistics of an InstanceNorm unchanged.
         momentum = 0.0 if self.momentum is None else self.momentum
         return GroupNormSpec(channels, eps, tv, activation, momentum=momentum, instance=True)
@@ -142,9 +142,8 @@ class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
     Shape: (N, C, L) or (C, L), in and out. Details: `normplug.functional.instance_norm`.
 
     Raises:
-        ValueError: an unknown mode or backend, an eps below 0 (or of 0, in evaluation with running
-            statistics), no channels, a single spatial position in training, or input of another
-            dimension.
+        ValueError: an unknown mode or backend, no channels, a single spatial position in training,
+            or input of another dimension.
         TypeError: an argument of another type.
 
     Examples:

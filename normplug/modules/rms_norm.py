@@ -92,7 +92,7 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
     Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.rms_norm`.
 
     Raises:
-        ValueError: an unknown mode, backend or autocast_output, an eps below 0, an empty row, or
+        ValueError: an unknown mode, backend or autocast_output, an empty row, or
             input of another trailing shape.
         TypeError: an argument of another type.
 

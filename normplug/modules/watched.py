@@ -128,11 +128,14 @@ class WatchedRows(TargetVarianceNorm):
             device = input.device
         except AttributeError:  # not a tensor: the checks reject it later
             return statistics
-        if var.device != device:
-            # A layer without weight and bias learns its device only from its input.
-            self._move_statistics(device)
-            return self._statistics()
-        return statistics
+        parameter = next(self.parameters(), None) if var.device != device else var
+        if parameter is var or (parameter is not None and parameter.device != device):
+            return statistics  # if the parameters are elsewhere, the checks refuse the call
+        if device.type == "meta":  # moving would lose the values
+            return None, None, None
+        # A layer without weight and bias learns its device only from its input.
+        self._move_statistics(device)
+        return self._statistics()
 
     def _move_statistics(self, device: torch.device) -> None:
         if self._lacks_values():

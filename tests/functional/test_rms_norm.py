@@ -153,7 +153,7 @@ X = torch.randn(4, 6)
     [
         ((X, (5,)), {}, ValueError, r"rms_norm: input must .*\(5,\); got input of shape \(4, 6\)"),
         ((X, (6,), torch.ones(1)), {}, ValueError, r"weight must be .* \(6,\); got \(1,\)"),
-        ((X, (6,), None, -1.0), {}, ValueError, r"eps must be 0 or .* got -1.0. Torch's default"),
+        ((X, (6,), None, "1"), {}, TypeError, r"eps must be a number; got '1'"),
         ((X, (6,)), {"weight_offset": "1"}, TypeError, "weight_offset must be a number"),
         ((X, (6,)), {"running_var": X[0, 0], "momentum": None}, ValueError, "num_batches_tracked"),
         ((X, (6,)), {"backend": "triton"}, NotImplementedError, "but.*(on cpu|triton is not)"),

@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import normplug
 from matrix import reloaded
@@ -191,10 +192,36 @@ def test_layer_norm_tracks_its_input_in_training_only(momentum):
     assert (layer.running_mean, layer.running_var, layer.num_batches_tracked) == (0, 1, 0)
 
 
-def test_layer_norm_without_weights_moves_to_its_inputs_device():
-    layer = LayerNorm(4, elementwise_affine=False)
-    layer(torch.randn(3, 4, device="meta"))
-    assert {buffer.device.type for buffer in layer.buffers()} == {"meta"}
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_call_on_the_meta_device_leaves_the_statistics_where_they_are(affine):
+    layer = LayerNorm(4, elementwise_affine=affine)
+    layer(torch.randn(3, 4))
+    before = [buffer.clone() for buffer in layer.buffers()]
+    x = torch.randn(3, 4, device="meta")
+    if affine:
+        with pytest.raises(ValueError, match="weight must be on the input's device meta; got cpu"):
+            layer(x)
+    else:
+        assert layer(x).is_meta
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS[:4], SYNC])
+def test_a_checkpointed_block_gets_the_stock_statistics(
+    ours, stock, shape, last, reentrant, momentum
+):
+    batches = torch.randn(3, *shape) * 2 + 1
+    found = []
+    for cls in (ours, stock):
+        norm = cls(4, momentum=momentum)
+        block = norm if last else nn.Sequential(norm, nn.Sigmoid())
+        for x in batches.clone().requires_grad_().unbind():
+            checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+        found.append(norm)
+    torch.testing.assert_close(*(dict(norm.named_buffers()) for norm in found))
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), PAIRS)
