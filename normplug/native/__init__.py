@@ -221,7 +221,7 @@ def forward(module: Any, *inputs: Any) -> Any:
     """Run a module call like one that `learn` has stored; None for others.
 
     Args:
-        module: its `_call_reads` names the attributes that a call depends on.
+        module: its `_call_reads` names the statistics and attributes that a call depends on.
         *inputs: the input, residual and input bias, and any other values a call depends on.
     """
     if _extension is None:

@@ -266,7 +266,7 @@ class _Block(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.residual:
             return self.norm(x)
-        y, total = self.norm.fused_add(x, x * 0.5)
+        y, total = self.norm._fused_add(x, x * 0.5)
         return y + total
 
 
