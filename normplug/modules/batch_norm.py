@@ -45,6 +45,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
                 output.
         """
         others = (activation, pool, keeps_residual)
+        measures = self._probe is not None  # read first: another thread may unswap the layer
         compiling = torch.compiler.is_compiling()
         y = None if compiling else native.forward(self, input, residual, None, *others)
         if y is None:
@@ -53,7 +54,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
             y = functional.carry_out("functional.batch_norm", t, spec, backend, isolated=isolated)
             if not compiling:
                 native.learn(self, spec, backend, t, input, residual, None, *others)
-        if self._probe is not None:
+        if measures:
             self._record(input)
         return y
 

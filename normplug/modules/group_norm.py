@@ -49,8 +49,9 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         """Normalise `input`; in training, update the watched statistics if there are any."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
+        measures = self._probe is not None  # read first: another thread may unswap the layer
         y = self._fused(input)
-        if self._probe is not None:
+        if measures:
             self._record(input, y)
         return y
 

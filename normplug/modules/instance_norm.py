@@ -29,8 +29,9 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         """Normalise `input`; in training, update the running statistics if there are any."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
+        measures = self._probe is not None  # read first: another thread may unswap the layer
         y = self._fused(input)
-        if self._probe is not None:
+        if measures:
             self._record(self._batched(input), self._batched(y))
         return y
 

@@ -46,8 +46,9 @@ class RowNorm(WatchedRows):
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
         t = Tensors(input, None, weight, bias, None, *self._statistics_to_update(input))
+        measures = self._probe is not None  # read first: another thread may unswap the layer
         y = self._run(t, autocast_output)
-        if self._probe is not None:
+        if measures:
             self._record(*(nested.rows(t, self._affine_shape()) for t in (input, y)))
         return y
 
@@ -68,9 +69,9 @@ class RowNorm(WatchedRows):
         spec, backend = self._spec(t.x, autocast_output), self._normplug.backend
         add = "" if t.residual is None else "add_"
         caller = f"functional.{add}{self._function}"
-        y = functional.carry_out(caller, t, spec, backend, isolated=self._channels_first)
         # A subclass may override `_normalise`; C++ would then bypass its version.
         plain = type(self)._normalise is RowNorm._normalise
+        y = functional.carry_out(caller, t, spec, backend, isolated=self._channels_first)
         if plain and not torch.compiler.is_compiling():
             native.learn(self, spec, backend, t, t.x, t.residual, t.input_bias)
         return y

@@ -239,8 +239,9 @@ def learn(module: Any, spec: Any, backend: Any, t: Any, *inputs: Any) -> None:
         t: as in `call`.
         *inputs: as in `forward`.
     """
-    if _extension is not None:
-        _extension.learn(spec, backend, t, module, module._call_reads, *inputs)
+    reads = getattr(module, "_call_reads", None)  # None if another thread has unswapped the layer
+    if _extension is not None and reads is not None:
+        _extension.learn(spec, backend, t, module, reads, *inputs)
 
 
 def when_loaded(callback: Callable[[], None]) -> None:

@@ -103,7 +103,7 @@ def expected_row(layer, x, tv):
     is_batch_norm = isinstance(layer, nn.BatchNorm2d)
     dims = (0, 2, 3) if is_batch_norm else (1,)
     var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-    before = (x - mean) / (var + vars(layer)["eps"]).sqrt() * tv**0.5
+    before = (x - mean) / (var + float(str(layer.eps))).sqrt() * tv**0.5
     shape = (1, -1, 1, 1) if is_batch_norm else (-1,)
     after = before * layer.weight.double().view(shape) + layer.bias.double().view(shape)
     variances = [z.var(dims, correction=0).mean().item() for z in (x, before, after)]

@@ -187,7 +187,7 @@ def test_a_layer_keeps_its_flag_and_buffers_while_a_copy_of_it_is_compared():
         _expected = LayerNorm._expected
 
         def forward(self, x):
-            seen.append((self is layer, layer.training, int(layer.num_batches_tracked)))
+            seen.append((self is layer, layer.training, int(layer.watched_count)))
             return super().forward(x)
 
     layer = Seeing(4)

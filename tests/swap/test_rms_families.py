@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from normplug import _convert, check, plan, swap, unswap
-from normplug.modules.base import eps_property
+from normplug.modules.eps import eps_property
 from normplug.modules.rms_norm import _RMSNorm
 from swap_cases import GOLDEN
 
