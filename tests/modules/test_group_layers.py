@@ -161,7 +161,7 @@ def test_a_lazy_layer_is_swapped_before_and_after_its_first_forward(affine):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's, of a layer that never learns its size
                 model(x)
-        swap(model)
+        swap(model, "golden")
         if not first:
             assert type(model[0]) is LazyInstanceNorm2d
             assert "no shape yet" in str(check(model))
