@@ -99,7 +99,7 @@ class WatchedRows(TargetVarianceNorm):
         # torch.func transforms refuse writes to captured tensors; the stock layer has none.
         if not self.training or "watched_var" not in own or transforms_active():
             return None, None, None
-        var, device = own["watched_var"], getattr(input, "device", None)
+        var, device = own["watched_var"], input.device if isinstance(input, Tensor) else None
         if device is not None and (var is None or var.device != device):
             weight = self._parameters.get("weight")
             if device.type == "meta" or not (weight is None or weight.device == device):

@@ -249,7 +249,7 @@ def test_nested_tensors_are_added_compiled_and_rejected_like_dense_ones(layout):
     layer, eager = normplug.LayerNorm(6), normplug.LayerNorm(6)
     got, expected = torch.compile(layer, backend="aot_eager")(x), eager(x)
     torch.testing.assert_close(got.unbind(), expected.unbind())
-    torch.testing.assert_close(layer.running_var, eager.running_var)
+    torch.testing.assert_close(layer.watched_var, eager.watched_var)
     with pytest.raises(ValueError, match=r"normalized_shape=\(5,\); got input of shape"):
         functional.layer_norm(x, (5,))
     with pytest.raises(ValueError, match="residual must have the input's shape"):

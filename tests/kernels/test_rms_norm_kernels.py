@@ -173,4 +173,4 @@ def test_a_compiled_layer_is_one_graph_and_gives_the_same_bits(residual, monkeyp
         y = function(x)
         results.append({"y": y, "dx": torch.autograd.grad(y.sum(), x)[0]})
     assert_same_bits(*results)
-    assert layer.num_batches_tracked == 2
+    assert layer.watched_count == 2

@@ -102,7 +102,7 @@ def test_a_layer_is_loaded_by_a_call_with_keywords_only(ours, stock, shape):
     assert torch.equal(layer.weight, theirs.weight)
 
 
-@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, SYNC, GROUP])
+@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, SYNC])
 def test_a_layer_rebuilt_by_its_type_is_standard_and_a_state_of_another_mode_warns(
     ours, stock, shape
 ):
@@ -298,7 +298,7 @@ def test_a_model_is_swapped_and_unswapped_while_another_thread_runs_it():
 
     thread = threading.Thread(target=run)
     thread.start()
-    for _ in range(50):
+    for _ in range(30):
         normplug.unswap(normplug.swap(model, "standard"))
     done.set()
     thread.join()
