@@ -186,7 +186,7 @@ def test_the_variance_before_the_weight_is_that_of_the_output_without_it(layer, 
     """Also with running statistics (evaluation), and with an eps that matters."""
     x = torch.randn(4, 6, 5, 5) * 0.1 + 3
     if layer._eps is not None:
-        layer._eps = 1e-3
+        layer.eps = 1e-3
     layer.train(training)  # in evaluation, the running variance is 1
     layer._probe = Probe()
     y = layer(x)  # the weight is 1 and the bias 0
