@@ -5,7 +5,7 @@ layer whose target variance is not 1 shows a `HiddenEps`, and normplug reads `_n
 it, each of these prints the eps, and gives nan or skips what would be wrong: FrozenBatchNorm2d
 with load_state_dict, convert_sync_batchnorm, fuse_conv_bn_eval, timm's reparameterize and freeze, a
 rebuilt GroupNorm, `nn.LayerNorm.forward(layer, x)`, a copied `__dict__`, TransformerEncoderLayer's
-fast path (nan equals nothing), Dynamo, export, ONNX, printers and inventories. A property that
+fast path (no two are equal), Dynamo, export, ONNX, printers and inventories. A property that
 judged its reader by the names in its byte code missed the first, the fifth and the sixth, and
 refused the last two. `check` names a layer that has been rebuilt.
 """
@@ -13,9 +13,11 @@ refused the last two. `check` names a layer that has been rebuilt.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
+from torch import nn
 
 
 class HiddenEps(float):
@@ -33,6 +35,15 @@ class HiddenEps(float):
         return repr(self.true)
 
     __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        # The encoder only removes padding if two are equal. Its layers, which compare too, compute.
+        frame, forward = sys._getframe(1), nn.TransformerEncoder.forward
+        if frame.f_code is not getattr(forward, "__code__", None):
+            return False
+        return isinstance(other, HiddenEps) and self.true == other.true
+
+    __hash__ = float.__hash__
 
     def __format__(self, spec: str) -> str:
         return format(self.true, spec)
