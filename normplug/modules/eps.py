@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+from types import CodeType
 from typing import Any
 
 import torch
@@ -37,11 +38,17 @@ class HiddenEps(float):
     __str__ = __repr__
 
     def __eq__(self, other: object) -> bool:
-        # The encoder only removes padding if two are equal. Its layers, which compare too, compute.
-        frame, forward = sys._getframe(1), nn.TransformerEncoder.forward
-        if frame.f_code is not getattr(forward, "__code__", None):
+        return self._equals(other, sys._getframe(1).f_code)
+
+    def __ne__(self, other: object) -> bool:
+        return not self._equals(other, sys._getframe(1).f_code)
+
+    def _equals(self, other: object, reader: CodeType) -> bool:
+        """False, except for the encoder: if two are equal, it removes padding, and no more."""
+        encoder = (nn.TransformerEncoder.__init__, nn.TransformerEncoder.forward)
+        if all(reader is not getattr(method, "__code__", None) for method in encoder):
             return False
-        return isinstance(other, HiddenEps) and self.true == other.true
+        return self.true == (other.true if isinstance(other, HiddenEps) else other)
 
     __hash__ = float.__hash__
 
