@@ -110,7 +110,7 @@ class Declared(Toy):
 
     forward = Toy.forward
 
-    def fused(self, x, residual=None, activation=None):
+    def _fused(self, x, residual=None, activation=None):
         assert residual is None
         self.made.append(activation)
         return getattr(F, activation)(self.forward(x))
