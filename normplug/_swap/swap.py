@@ -239,7 +239,7 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
         for path, m in inventory.each()
         if isinstance(m, TargetVarianceNorm) or _convert.replacement(m) is not None
     }
-    synchronised = {m for m, _ in before.values() if "_unsynced_class" in vars(m)}
+    synchronised = {m for m, _ in before.values() if _convert.is_synchronised(m)}
     records = _record.take(inventory)
     swap(model, mode, **options)
     scalings = [

@@ -23,7 +23,7 @@ def batch_norm(
     momentum: float | None = 0.1,
     eps: float = 1e-5,
     *,
-    mode: ModeLike = "golden",
+    mode: ModeLike = "standard",
     residual: Tensor | None = None,
     activation: str | tuple[str, float] | None = None,
     num_batches_tracked: Tensor | None = None,

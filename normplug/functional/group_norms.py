@@ -18,7 +18,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
-    mode: ModeLike = "golden",
+    mode: ModeLike = "standard",
     activation: str | tuple[str, float] | None = None,
     autocast_output: str = "float32",
     backend: str = "auto",
@@ -86,7 +86,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
     *,
-    mode: ModeLike = "golden",
+    mode: ModeLike = "standard",
     activation: str | tuple[str, float] | None = None,
     backend: str = "auto",
 ) -> Tensor:

@@ -221,7 +221,7 @@ def forward(module: Any, *inputs: Any) -> Any:
     """Run a module call like one that `learn` has stored; None for others.
 
     Args:
-        module: its `_call_reads` names the attributes that a call depends on.
+        module: its `_call_reads` names the statistics and attributes that a call depends on.
         *inputs: the input, residual and input bias, and any other values a call depends on.
     """
     if _extension is None:
@@ -239,8 +239,9 @@ def learn(module: Any, spec: Any, backend: Any, t: Any, *inputs: Any) -> None:
         t: as in `call`.
         *inputs: as in `forward`.
     """
-    if _extension is not None:
-        _extension.learn(spec, backend, t, module, module._call_reads, *inputs)
+    reads = getattr(module, "_call_reads", None)  # None if another thread has unswapped the layer
+    if _extension is not None and reads is not None:
+        _extension.learn(spec, backend, t, module, reads, *inputs)
 
 
 def when_loaded(callback: Callable[[], None]) -> None:

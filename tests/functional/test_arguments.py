@@ -235,7 +235,7 @@ def test_a_layer_rejects_an_input_that_is_not_a_tensor(training, value):
     text = r"functional.layer_norm: input must be a torch.Tensor; got"
     with pytest.raises(TypeError, match=text):
         layer(value)
-    assert layer.num_batches_tracked == 0
+    assert layer.watched_count == 0
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -165,7 +165,7 @@ def expected_row(layer, x, tv):
     is_batch_norm = isinstance(layer, nn.BatchNorm2d)
     dims = (0, 2, 3) if is_batch_norm else (1,)
     var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-    before = (x - mean) / (var + vars(layer)["eps"]).sqrt() * tv**0.5
+    before = (x - mean) / (var + float(str(layer.eps))).sqrt() * tv**0.5
     shape = (1, -1, 1, 1) if is_batch_norm else (-1,)
     after = before * layer.weight.double().view(shape) + layer.bias.double().view(shape)
     variances = [z.var(dims, correction=0).mean().item() for z in (x, before, after)]
@@ -248,7 +248,7 @@ def test_the_variance_before_the_weight_is_that_of_the_output_without_it(layer, 
     """Also with running statistics (evaluation), and with an eps that matters."""
     x = torch.randn(4, 6, 5, 5) * 0.1 + 3
     if layer._eps is not None:
-        layer._eps = 1e-3
+        layer.eps = 1e-3
     layer.train(training)  # in evaluation, the running variance is 1
     layer._probe = Probe()
     y = layer(x)  # the weight is 1 and the bias 0

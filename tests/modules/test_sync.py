@@ -150,7 +150,9 @@ def test_one_process_can_measure_alone(pair):
 
 
 def test_data_parallel_training_matches_one_process_on_all_data(pair):
-    truth = sync_cases.train(swap(sync_cases.make_net()), sync_cases.IMAGES, sync_cases.LABELS)
+    truth = sync_cases.train(
+        swap(sync_cases.make_net(), "golden"), sync_cases.IMAGES, sync_cases.LABELS
+    )
     for result in pair:
         assert_close_states(result["data_parallel"], truth.state_dict())
 
@@ -253,7 +255,7 @@ def test_swap_synchronises_batch_norms_and_unswap_restores_them():
     assert text.count("normplug.SyncBatchNorm") == 3
     assert text.count("normplug.LazySyncBatchNorm") == 1
     assert classes(model) == before
-    swap(model, sync=True)
+    swap(model, "golden", sync=True)
     synced = [type(m).__name__ for m in model.modules()][2:]
     sync = "SyncBatchNorm"
     assert synced == [sync, sync, "LayerNorm", "LazySyncBatchNorm", sync]
@@ -286,7 +288,7 @@ def test_swapped_layers_can_be_synchronised_later_and_filters_apply():
 
 
 def test_a_synchronised_layer_accepts_the_same_inputs_as_before_and_survives_copies():
-    layer = swap(nn.BatchNorm2d(3), sync=True)
+    layer = swap(nn.BatchNorm2d(3), "golden", sync=True)
     for one in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert one(torch.randn(2, 3, 4, 4)).shape == (2, 3, 4, 4)
         with pytest.raises(ValueError, match="expected 4D input"):
