@@ -312,7 +312,7 @@ class Group:
         whys = [f"{label(arm)} {states[arm in self.arms]}" for arm in passed_over]
         return f"{start}, since {' and '.join(whys)}" if whys else start
 
-    def uses_graphs(self, arm: str) -> bool:
+    def uses_graphs(self, arm: str | None) -> bool:
         """Whether the finished runs of an arm replayed CUDA graphs."""
         return any(self.finished.graph[self.finished.arm == arm])
 

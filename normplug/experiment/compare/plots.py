@@ -28,8 +28,8 @@ from normplug.experiment.compare.stats import (
     adjusted_ps,
     differences,
     far_off,
+    intervals,
     speed_ratios,
-    t_interval,
 )
 from normplug.lightning.heat_map import colour_bar, colour_scale, heat_map, log_span, log_ticks
 
@@ -55,6 +55,7 @@ class Style(NamedTuple):
     dash: str = "-"
 
 
+Styles: TypeAlias = Mapping[str, Style]
 # Okabe and Ito's palette, safe for every common colour blindness. The baseline is drawn first and
 # wide, since a mode that equals it would otherwise hide it.
 FIXED = {
@@ -62,7 +63,6 @@ FIXED = {
     "standard": Style("#0072B2", "o"),
     "golden": Style("#E69F00", "D"),
 }
-Styles: TypeAlias = Mapping[str, Style]
 COLOURS = (
     *("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#882255", "#999933", "#332288"),
     *("#E7298A", "#8B4513", "#00CED1"),
@@ -93,7 +93,7 @@ def draw(
 
     Args:
         groups: an arm has the same style in the plots of all groups.
-        tables: the rows of each group.
+        tables: the rows of each group; arms are drawn in their order.
         variances: of the arms of each group.
         out: created if absent.
         plots: names of the plots to draw; None for all.
@@ -101,45 +101,32 @@ def draw(
     styles = arm_styles(groups)
     found: list[tuple[str, str, Callable[[], Figure]]] = []
     for group, table, of_arms in zip(groups, tables, variances, strict=True):
-        figures = _figures(group, table, of_arms, styles)
-        stem = f"{group.model}_{group.data}"
-        found += [(name, f"{name}_{stem}", figure) for name, figure in figures.items()]
-    found += [
-        ("targets", f"targets_{members[0].data}", partial(targets_figure, members))
-        for members in target_groups(groups)
-    ]
+        stem, finished = f"{group.model}_{group.data}", group.finished
+        ordered = {arm: of_arms[arm] for arm in table.arm if arm in of_arms}
+        of_group, of_variance = (group, table, styles), (group.title, ordered, styles)
+        curves = any(np.isfinite(curve).any() for curve in finished.curve)
+        for name, figure, given, known in (
+            (group.measure.name, curves_figure, of_group, curves),
+            ("seeds", seeds_figure, of_group, finished.test_score.notna().any()),
+            ("blocks", blocks_figure, of_group, finished.block_drop.map(len).any()),
+            ("throughput", throughput_figure, of_group, finished.items_per_s.notna().any()),
+            ("variance_by_depth", variance_by_depth_figure, of_variance, ordered),
+            ("variance_by_step", variance_by_step_figure, of_variance[:2], ordered),
+        ):
+            found += [(name, f"{name}_{stem}", partial(figure, *given))] if known else []
+    for members in target_groups(groups):
+        stem = f"targets_{members[0].data}"
+        found.append(("targets", stem, partial(targets_figure, members)))
     written: list[Path] = []
-    for name, stem, figure in found:
+    for name, stem, draw_figure in found:
         if plots is None or name in plots:
             path = out / f"{re.sub(r'[^A-Za-z0-9._-]', '_', stem)[:200]}.png"
             while path in written:
                 path = path.with_stem(f"{path.stem}_")
             written.append(path)
             with replace_file(path) as part:
-                figure().savefig(part, format="png", dpi=150)
+                draw_figure().savefig(part, format="png", dpi=150)
     return written
-
-
-def _figures(
-    group: Group, table: pd.DataFrame, variances: Mapping[str, Variance], styles: Styles
-) -> dict[str, Callable[[], Figure]]:
-    """Plot name -> function that draws it, for the plots that a group has numbers for."""
-    finished = group.finished
-    found = {
-        group.measure.name: (curves_figure, any(np.isfinite(c).any() for c in finished.curve)),
-        "seeds": (seeds_figure, finished.test_score.notna().any()),
-        "blocks": (blocks_figure, finished.block_drop.map(len).any()),
-        "throughput": (throughput_figure, finished.items_per_s.notna().any()),
-    }
-    figures = {
-        n: partial(figure, group, table, styles) for n, (figure, has) in found.items() if has
-    }
-    if variances:
-        ordered = {arm: variances[arm] for arm in table.arm if arm in variances}
-        by_depth = partial(variance_by_depth_figure, group.title, ordered, styles)
-        figures["variance_by_depth"] = by_depth
-        figures["variance_by_step"] = partial(variance_by_step_figure, group.title, ordered)
-    return figures
 
 
 def curves_figure(group: Group, table: pd.DataFrame, styles: Styles) -> Figure:
@@ -147,22 +134,20 @@ def curves_figure(group: Group, table: pd.DataFrame, styles: Styles) -> Figure:
     measure = group.measure
     what = f"validation {measure.name}: median over seeds, and band between the quartiles"
     figure = _new_figure(group.title, what, 10, 5)
-    whole, late = figure.subplots(1, 2)
+    panels = figure.subplots(1, 2)
     for arm in table.arm:
         curves = [c for c in _of_arm(group, arm, "curve") if np.isfinite(c).any()]
         if not curves:
             continue
         shortest = min(map(len, curves))
         shown = measure.scale * np.array([curve[:shortest] for curve in curves])
-        epochs, style = np.arange(1, shortest + 1), styles[arm]
-        for axes, start in ((whole, 0), (late, shortest // 2)):
-            x, y = epochs[start:], shown[:, start:]
-            low, middle, high = np.quantile(y, [0.25, 0.5, 0.75], axis=0)
-            axes.fill_between(x, low, high, color=style.colour, alpha=0.15, lw=0)
-            _draw_line(axes, x, middle, style, f"{label(arm)} ({_seeds(len(curves))})")
-    for axes, name in ((whole, "all epochs"), (late, "last half, enlarged")):
-        low, high = axes.get_ylim()
-        axes.set_ylim(max(low, measure.limits[0]), min(high, measure.limits[1]))
+        quartiles = np.quantile(shown, [0.25, 0.5, 0.75], axis=0)
+        for axes, start in zip(panels, (0, shortest // 2), strict=True):
+            x, (low, middle, high) = np.arange(start, shortest) + 1, quartiles[:, start:]
+            axes.fill_between(x, low, high, color=styles[arm].colour, alpha=0.15, lw=0)
+            _draw_line(axes, x, middle, styles[arm], f"{label(arm)} ({_seeds(len(curves))})")
+    for axes, name in zip(panels, ("all epochs", "last half, enlarged"), strict=True):
+        axes.set_ylim(*np.clip(axes.get_ylim(), *measure.limits))
         axes.set_title(name, loc="left", fontsize="medium")
         axes.set(xlabel="epoch", ylabel=f"validation {measure.name} ({measure.unit})")
         axes.xaxis.set_major_locator(_whole_numbers(10))
@@ -173,168 +158,133 @@ def curves_figure(group: Group, table: pd.DataFrame, styles: Styles) -> Figure:
 
 def seeds_figure(group: Group, table: pd.DataFrame, styles: Styles) -> Figure:
     """Draw the test score of every seed, and its difference from the reference."""
-    measure, paired, ps = group.measure, differences(group), adjusted_ps(differences(group))
+    measure, paired = group.measure, differences(group)
+    ps = adjusted_ps(paired)
     what = f"test {measure.name}: a dot for each seed, mean and 95% t-interval in black"
     what += "; p of paired t-tests, adjusted by Holm" * bool(len(ps))
+    figure, (left, right) = _rows_of_arms(group, table, what)
+    for axes, values in (
+        (left, measure.scale * group.wide("test_score")),
+        (right, measure.scale * paired),
+    ):
+        found = intervals(values)
+        half = found.t95_half_width.fillna(0)
+        bars = pd.DataFrame({0: found["mean"], 1: found["mean"] - half, 2: found["mean"] + half})
+        _draw_dots(axes, group, table, styles, values, bars)
+    left.set_xlim(*np.clip(left.get_xlim(), *measure.limits))
+    left.set_xlabel(f"test {measure.name} ({measure.unit})")
     minus = f"test {measure.name} minus {label(group.reference or '')}, same seed"
-    texts = {arm: p_text(p) for arm, p in ps.items()} | {group.reference: "reference"}
-    return _dots_figure(
-        group,
-        table,
-        styles,
-        what,
-        _Dots(
-            measure.scale * group.wide("test_score"),
-            _mean_and_interval,
-            f"test {measure.name} ({measure.unit})",
-            measure.limits,
-        ),
-        _Dots(
-            measure.scale * paired,
-            _mean_and_interval,
-            f"{minus} ({measure.difference_unit})",
-            line=0,
-            beside=texts if group.reference else {},
-            title="p (Holm)" * bool(len(ps)),
-        ),
-    )
+    texts = ps.map(p_text).to_dict() | {group.reference: "reference"}
+    _compare_with(right, f"{minus} ({measure.difference_unit})", 0, map(texts.get, table.arm))
+    right.set_title("p (Holm)" * bool(len(ps)), loc="right", fontsize="medium")
+    return figure
 
 
 def throughput_figure(group: Group, table: pd.DataFrame, styles: Styles) -> Figure:
     """Draw the speed of each run, and its ratio to the reference's."""
-    unit = group.measure.speed_unit
+    speeds, unit = group.wide("items_per_s"), group.measure.speed_unit
+    machines = group.finished.hardware[group.finished.items_per_s.notna()].unique()
     what = "training speed: a dot for each run; black: median (left), geometric mean (right), range"
-    machines = list(group.finished.hardware[group.finished.items_per_s.notna()].unique())
-    references = table.speed_reference.dropna().unique()
-    return _dots_figure(
-        group,
-        table,
-        styles,
-        f"{what}\n{' and '.join(machines)}",
-        _Dots(group.wide("items_per_s"), _median_and_range, unit, least=0.1),
-        _Dots(
-            speed_ratios(group),
-            _geometric_mean_and_range,
-            f"{unit} over {' or '.join(map(label, references))}'s, same seed",
-            line=1,
-            least=0.1,
-            beside={row["arm"]: _speed_beside(row) for row in table.to_dict("records")},
-        ),
-    )
+    figure, (left, right) = _rows_of_arms(group, table, f"{what}\n{' and '.join(machines)}")
+    ratios = speed_ratios(group)
+    for axes, values, middle in (
+        (left, speeds, speeds.median()),
+        (right, ratios, np.exp(np.log(ratios).mean())),
+    ):
+        bars = pd.DataFrame({0: middle, 1: values.min(), 2: values.max()})
+        _draw_dots(axes, group, table, styles, values, bars)
+        # At least a tenth of the middle, so that noise does not fill the axis.
+        low, high = axes.get_xlim()
+        half = max(high - low, 0.05 * (low + high)) / 2
+        axes.set_xlim((low + high) / 2 - half, (low + high) / 2 + half)
+    left.set_xlabel(unit)
+    of = " or ".join(label(arm) for arm in table.speed_reference.dropna().unique())
+    texts = [re.sub(r":.*|, \d+ pairs", "", speed_text(row)) for row in table.to_dict("records")]
+    _compare_with(right, f"{unit} over {of}'s, same seed", 1, texts)
+    return figure
 
 
-def _speed_beside(row: Mapping[str, Any]) -> str:
-    return re.sub(r":.*|, \d+ pairs", "", speed_text(row))
-
-
-class _Dots(NamedTuple):
-    """A panel with a row of dots for each arm: values by seed and arm, and how to sum up a row."""
-
-    values: pd.DataFrame
-    bar: Callable[[pd.Series[float]], tuple[float, float, float]]  # middle, low, high
-    name: str
-    limits: tuple[float, float] = (-math.inf, math.inf)
-    line: float | None = None  # where a difference is none
-    least: float = 0  # width of the axis, over its middle, so that noise does not fill it
-    beside: Mapping[Any, str] = {}  # texts at the right of the rows
-    title: str = ""  # of these texts
-
-
-def _mean_and_interval(values: pd.Series[float]) -> tuple[float, float, float]:
-    _, mean, half_width = t_interval(values)
-    half_width = np.nan_to_num(half_width)
-    return mean, mean - half_width, mean + half_width
-
-
-def _median_and_range(values: pd.Series[float]) -> tuple[float, float, float]:
-    return values.median(), values.min(), values.max()
-
-
-def _geometric_mean_and_range(values: pd.Series[float]) -> tuple[float, float, float]:
-    return np.exp(np.log(values).mean()), values.min(), values.max()
-
-
-def _dots_figure(
-    group: Group, table: pd.DataFrame, styles: Styles, what: str, *panels: _Dots
-) -> Figure:
-    """Panels side by side, with a row for each arm, the first at the top."""
-    rows = table.set_index("arm")
+def _rows_of_arms(group: Group, table: pd.DataFrame, what: str) -> tuple[Figure, list[Axes]]:
+    """A figure with two panels of a row for each arm, the first at the top."""
     names = [
-        f"{textwrap.fill(label(arm), 30)}\n{row.n_finished} of {_seeds(row.n_expected)}"
+        f"{textwrap.fill(label(row.arm), 30)}\n{row.n_finished} of {_seeds(row.n_expected)}"
         + f", {row.n_diverged} diverged" * bool(row.n_diverged)
-        for arm, row in rows.iterrows()
+        for row in table.itertuples()
     ]
     height = max(0.6, *(0.2 * (name.count("\n") + 1) for name in names)) * len(names)
     what = f"{what}\n{group.about_reference}"
     figure = _new_figure(group.title, what, 10, 1.8 + height)
-    drawn_on = figure.subplots(1, len(panels), sharey=True)
-    drawn_on[0].set_yticks(range(len(names)), names)
-    drawn_on[0].set_ylim(len(names) - 0.5, -0.5)
-    for axes, panel in zip(drawn_on, panels, strict=True):
-        _draw_dots(axes, group, list(table.arm), styles, panel)
-    return figure
+    panels = figure.subplots(1, 2, sharey=True)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
+    return figure, list(panels)
 
 
-def _draw_dots(axes: Axes, group: Group, arms: Sequence[str], styles: Styles, panel: _Dots) -> None:
-    seeds = group.seeds
-    if not panel.values.notna().any(axis=None):
-        axes.set_axis_off()
-        reference = label(group.reference or "a reference")
-        axes.text(
-            0.5, 0.5, f"no seed to compare with {reference}", ha="center", transform=axes.transAxes
-        )
+def _draw_dots(
+    axes: Axes,
+    group: Group,
+    table: pd.DataFrame,
+    styles: Styles,
+    values: pd.DataFrame,
+    bars: pd.DataFrame,
+) -> None:
+    """Draw a dot for each seed, and a bar below the dots of an arm.
+
+    Args:
+        axes: with a row for each arm of `table`.
+        group: what is drawn.
+        table: see `summarise`.
+        styles: of the arms.
+        values: a row a seed, a column an arm. Those that are far from all others are written at the
+            end of the axis.
+        bars: the middle and the ends of each arm's bar.
+    """
+    if not values.notna().any(axis=None):
+        _say_no_pair(axes, group)
         return
-    for row, arm in enumerate(arms):
-        values = panel.values.get(arm, pd.Series(dtype=float)).dropna()
-        if len(values):
-            # Each seed has its own height in every row, so that pairs can be matched.
-            y = [row - 0.35 + 0.5 * (seeds.index(seed) + 0.5) / len(seeds) for seed in values.index]
-            style = styles[arm]
-            axes.plot(values, y, style.marker, color=style.colour, markersize=6)
-            middle, low, high = panel.bar(values)
-            # Rounding may put `low` above `middle`, or `high` below it.
-            spread = [[max(middle - low, 0.0)], [max(high - middle, 0.0)]]
-            bar = {"color": "black", "marker": "|", "ms": 12, "capsize": 3}
-            axes.errorbar(middle, row + 0.28, xerr=spread, **bar)
-        elif panel.line is None:
-            axes.text(0.02, row, "no value", transform=axes.get_yaxis_transform())
-        beside = axes.get_yaxis_transform()
-        axes.text(1.02, row, panel.beside.get(arm, ""), va="center", transform=beside)
-    axes.text(1.02, -0.6, panel.title, va="bottom", transform=axes.get_yaxis_transform())
-    if panel.line is not None:
-        axes.axvline(panel.line, color="black", linewidth=0.8, linestyle="--", zorder=0)
-    _set_limits(axes, panel, arms)
+    far, beside = far_off(values), axes.get_yaxis_transform()
+    least, most = values[~far].min(axis=None), values[~far].max(axis=None)
+    for row, arm in enumerate(table.arm):
+        if arm not in values or values[arm].isna().all():
+            continue
+        found = values[arm].dropna()
+        # Each seed has its own height in every row, so that pairs can be matched.
+        y = [
+            row - 0.35 + 0.5 * (group.seeds.index(s) + 0.5) / len(group.seeds) for s in found.index
+        ]
+        axes.plot(found, y, styles[arm].marker, color=styles[arm].colour, markersize=6)
+        middle, low, high = bars.loc[arm]
+        # Rounding may put `low` above `middle`, or `high` below it.
+        spread = np.maximum([[middle - low], [high - middle]], 0)
+        bar = axes.errorbar(middle, row + 0.28, xerr=spread, color="black", marker="|", capsize=3)
+        bar.lines[0].set_markersize(12)
+        for value in found[far[arm].reindex(found.index)]:
+            place, arrows = (0.01, ("\u25c2 ", "")) if value < least else (0.88, ("", " \u25b8"))
+            text = f"{value:.4g}".join(arrows)
+            axes.text(place, row - 0.3, text, fontsize="small", transform=beside)
+    if far.any(axis=None):
+        margin = 0.05 * (most - least)
+        axes.set_xlim(least - margin, most + margin)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter("{x:,.6g}")
     axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel(textwrap.fill(panel.name, 60))
 
 
 def _say_no_pair(axes: Axes, group: Group) -> None:
+    """Replace a panel by a note that no seed can be compared."""
     axes.set_axis_off()
     text = f"no seed to compare with {label(group.reference or 'a reference')}"
     axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes)
 
 
-def _set_limits(axes: Axes, panel: _Dots, arms: Sequence[str]) -> None:
-    """Set the x axis; values that are far from all others are written at its end instead."""
-    low, high = axes.get_xlim()
-    far = far_off(panel.values)
-    if far.any(axis=None):
-        inside = panel.values[~far].stack()
-        margin = 0.05 * (inside.max() - inside.min())
-        low, high = inside.min() - margin, inside.max() + margin
-    for row, arm in enumerate(arms):
-        for value in panel.values[arm][far[arm]] if arm in far else ():
-            place, text = (
-                (0.01, f"\u25c2 {value:.4g}") if value < low else (0.9, f"{value:.4g} \u25b8")
-            )
-            axes.text(
-                place, row - 0.3, text, fontsize="small", transform=axes.get_yaxis_transform()
-            )
-    low, high = max(low, panel.limits[0]), min(high, panel.limits[1])
-    half = max((high - low) / 2, panel.least * (low + high) / 4)
-    axes.set_xlim((low + high) / 2 - half, (low + high) / 2 + half)
+def _compare_with(axes: Axes, name: str, equal: float, texts: Iterable[str | None]) -> None:
+    """Name the axis, draw the line where nothing differs, and write a text beside each row."""
+    if not axes.axison:
+        return
+    axes.set_xlabel(textwrap.fill(name, 60))
+    axes.axvline(equal, color="black", linewidth=0.8, linestyle="--", zorder=0)
+    for row, text in enumerate(texts):
+        axes.text(1.02, row, text or "", va="center", transform=axes.get_yaxis_transform())
 
 
 def blocks_figure(group: Group, table: pd.DataFrame, styles: Styles) -> Figure:
@@ -347,12 +297,11 @@ def blocks_figure(group: Group, table: pd.DataFrame, styles: Styles) -> Figure:
     figure = _new_figure(group.title, what, 9, 5)
     axes = figure.subplots()
     for arm in table.arm:
-        found = [drop for drop in _of_arm(group, arm, "block_drop") if len(drop)]
+        found = [drop for drop in _of_arm(group, arm, "block_drop") if drop]
         found = [drop for drop in found if len(drop) == len(found[0])]
         if found:
             name = f"{label(arm)} ({_seeds(len(found))})"
-            blocks = np.arange(1, len(found[0]) + 1)
-            _draw_line(axes, blocks, np.mean(found, axis=0), styles[arm], name)
+            _draw_line(axes, np.arange(len(found[0])) + 1, np.mean(found, 0), styles[arm], name)
     axes.set_xlabel("block without which the loss is measured, 1 = first")
     axes.set_ylabel(f"added {measure.name} ({measure.difference_unit})")
     axes.xaxis.set_major_locator(_whole_numbers(15))
@@ -365,25 +314,24 @@ def target_groups(groups: Iterable[Group]) -> list[list[Group]]:
     """The groups that have a line over target variances, in one list per data set and measure."""
     found: dict[object, list[Group]] = {}
     for group in groups:
-        if len(targets(group)) >= LEAST:
+        if len(_over_targets(group.wide("test_score"))) >= LEAST:
             found.setdefault((group.data, group.measure), []).append(group)
     return list(found.values())
 
 
-def targets(group: Group) -> dict[float, str]:
-    """Target variance -> arm, ascending, of the arms whose name is just a mode."""
-    scores = group.wide("test_score")
-    found = {_target_variance(arm): arm for arm in group.arms if scores[arm].notna().any()}
-    return {target: found[target] for target in sorted(t for t in found if t is not None)}
+def _over_targets(wide: pd.DataFrame) -> pd.DataFrame:
+    """The intervals of the arms whose name is just a mode, by target variance, ascending."""
+    found = intervals(wide.dropna(axis=1, how="all")).rename(index=_target_variance)
+    return found[found.index.notna()].sort_index()
 
 
-def _target_variance(arm: str) -> float | None:
+def _target_variance(arm: str) -> float:
     for name in (float, str):
         try:
             return NormMode(name(arm)).target_variance
         except ValueError:
             continue
-    return None
+    return math.nan
 
 
 def targets_figure(groups: Sequence[Group]) -> Figure:
@@ -396,60 +344,46 @@ def targets_figure(groups: Sequence[Group]) -> Figure:
     what = f"test {measure.name} over the target variance: means over seeds, 95% t-intervals"
     figure = _new_figure(groups[0].data, what, 10, max(4.2, 1.2 + 2.0 * len(groups)))
     grid = figure.add_gridspec(len(groups), 2)
-    right = figure.add_subplot(grid[:, 1])
-    compared: list[Group] = []
-    styles = other_styles(len(groups))
-    for place, (group, style) in enumerate(zip(groups, styles, strict=True)):
+    right, ticks = figure.add_subplot(grid[:, 1]), set[float]()
+    for place, (group, style) in enumerate(zip(groups, other_styles(len(groups)), strict=True)):
         left = figure.add_subplot(grid[place, 0])
         title = f"{group.model} ({_seeds(len(group.seeds))})"
-        arms = targets(group)
-        _draw_targets(left, arms, measure.scale * group.wide("test_score"), style, title)
+        shift = BESIDE ** (2 * place - len(groups) + 1)
+        scores, paired = _over_targets(group.wide("test_score")), _over_targets(differences(group))
+        for axes, found, moved in ((left, scores, 1), (right, paired, shift)):
+            if len(found):
+                axes.errorbar(
+                    found.index * moved,
+                    measure.scale * found["mean"],
+                    yerr=measure.scale * found.t95_half_width.fillna(0),
+                    color=style.colour,
+                    marker=style.marker,
+                    linestyle=style.dash,
+                    capsize=3,
+                    label=title,
+                )
+        ticks |= set(paired.index)
         left.set_title(title, loc="left", fontsize="medium")
         left.set_ylabel(f"{measure.name} ({measure.unit})")
-        _target_axis(left, arms, place == len(groups) - 1)
-        paired = measure.scale * differences(group)
-        pairs = {target: arm for target, arm in arms.items() if arm in paired}
-        if paired[[*pairs.values()]].notna().any(axis=None):
-            compared.append(group)
-            shift = BESIDE ** (2 * place - len(groups) + 1)
-            beside = {target * shift: arm for target, arm in pairs.items()}
-            _draw_targets(right, beside, paired, style, title)
-    if not compared:
+        _target_axis(left, scores.index)
+    left.set_xlabel("target variance")
+    if not ticks:
         _say_no_pair(right, groups[0])
         return figure
-    minus = " or ".join(sorted({str(group.reference) for group in compared}))
+    minus = " or ".join(sorted({label(group.reference or "") for group in groups}))
     right.axhline(0, color="black", linewidth=0.8, linestyle="--", zorder=0)
     right.set_title(f"minus {minus}, same seed", loc="left", fontsize="medium")
-    right.set_ylabel(f"difference ({measure.difference_unit})")
-    _target_axis(right, {target for group in compared for target in targets(group)}, named=True)
+    right.set(ylabel=f"difference ({measure.difference_unit})", xlabel="target variance")
+    _target_axis(right, ticks)
     _legend_below(figure)
     return figure
 
 
-def _draw_targets(
-    axes: Axes, arms: Mapping[float, str], table: pd.DataFrame, style: Style, title: str
-) -> None:
-    found = {target: t_interval(table[arm]) for target, arm in arms.items()}
-    found = {target: interval for target, interval in found.items() if interval.n}
-    axes.errorbar(
-        list(found),
-        [interval.mean for interval in found.values()],
-        yerr=[np.nan_to_num(interval.half_width) for interval in found.values()],
-        color=style.colour,
-        marker=style.marker,
-        linestyle=style.dash,
-        linewidth=style.width,
-        capsize=3,
-        label=title,
-    )
-
-
-def _target_axis(axes: Axes, ticks: Iterable[float], named: bool) -> None:
+def _target_axis(axes: Axes, ticks: Iterable[float]) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:.3g}")
-    axes.set_xlabel("target variance" * named)
     axes.grid(alpha=0.3)
 
 
@@ -465,8 +399,7 @@ def variance_by_depth_figure(
     for arm, row in last.items():
         name = f"{label(arm)} ({_seeds(variances[arm].runs)})"
         for quantity, axes in panels.items():
-            values = row[quantity]
-            _draw_line(axes, values.index, values, styles[arm], name)
+            _draw_line(axes, row[quantity].index, row[quantity], styles[arm], name)
         target = row["target_variance"]
         panels["output_variance"].plot(target.index, target, "k:", zorder=3)
     for quantity, axes in panels.items():
@@ -536,28 +469,19 @@ def _whole_numbers(most: int) -> MaxNLocator:
 
 def _draw_line(axes: Axes, x: Any, y: Any, style: Style, name: str) -> None:
     """Plot a line in the style of its arm, with markers sparse enough to tell apart."""
-    axes.plot(
-        x,
-        y,
-        style.dash,
-        color=style.colour,
-        label=name,
-        linewidth=style.width,
-        marker=style.marker,
-        markersize=4 + style.width / 2,
-        markevery=1 + len(x) // 25,
-        clip_on=False,
-    )
+    (line,) = axes.plot(x, y, style.dash, color=style.colour, label=name, linewidth=style.width)
+    line.set(marker=style.marker, markersize=4 + style.width / 2, markevery=1 + len(x) // 25)
+    line.set_clip_on(False)  # a marker at 100% is on the border, and is drawn whole
 
 
-def _legend_below(figure: Figure, columns: int = 4) -> None:
+def _legend_below(figure: Figure) -> None:
     """Add the legend of the first panel below the panels, where no line can cross it."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     width, height = figure.get_size_inches()
     names = [textwrap.fill(name, int(11 * width) - 8) for name in labels]
     # An entry whose name has c characters is about (c + 8) / 12 inches wide.
     longest = max(len(line) for name in names for line in name.splitlines())
-    columns = min(max(int(12 * width / (8 + longest)), 1), columns)
+    columns = min(max(int(12 * width / (8 + longest)), 1), 4)
     # The figure has space for two rows; it grows for more.
     rows = math.ceil(len(names) / columns) * max(name.count("\n") + 1 for name in names)
     figure.set_figheight(height + 0.22 * max(rows - 2, 0))

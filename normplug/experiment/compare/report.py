@@ -102,9 +102,9 @@ def _rates_table(measure: Measure, choices: pd.DataFrame) -> str:
     cells["best"] = [NOTHING if math.isnan(best) else f"{best:g}" for best in choices.best]
     cells["remark"] = [_remark(*each) for each in zip(choices.scores, choices.best, strict=True)]
     return (
-        f"{_table(cells)}\nThe best rate has the {measure.best} mean validation {measure.name} "
-        "after the last epoch, over all seeds of\nthe arm. A rate counts if each of these seeds "
-        "finished with it. If scores are equal, the smaller\nrate is taken.\n"
+        f"{_table(pd.DataFrame(cells))}\nThe best rate has the {measure.best} mean validation "
+        f"{measure.name} after the last epoch, over all seeds of\nthe arm. A rate counts if each "
+        "of these seeds finished with it. If scores are equal, the smaller\nrate is taken.\n"
     )
 
 
@@ -134,34 +134,33 @@ def _section(group: Group, rows: pd.DataFrame, notes: Sequence[str]) -> str:
 
 def _outcomes(group: Group, rows: pd.DataFrame) -> str:
     """The table of the test score of each arm, and its difference from the reference."""
-    measure, reference = group.measure, label(group.reference or "reference")
+    measure, minus = group.measure, f"minus {label(group.reference or 'reference')}"
     scores = _intervals(measure, rows, "test")
-    for place, row in enumerate(rows.itertuples()):
-        if 0 < row.test_n < row.n_finished:
-            scores[place] += f" (n = {row.test_n})"
-    minus = _intervals(measure, rows, "difference_to_reference", "+")
-    cells = {
-        "arm": map(label, rows.arm),
-        "n": [f"{n} of {all_}" for n, all_ in zip(rows.n_finished, rows.n_expected, strict=True)],
-        "diverged": map(_diverged, rows.n_diverged, rows.n_far_off),
-        f"test {measure.name}, {measure.unit}": scores,
-        "bits per character": _intervals(measure, rows, "test_bits"),
-        f"minus {reference}, {measure.difference_unit}": [
-            "reference" if arm == group.reference else text
-            for arm, text in zip(rows.arm, minus, strict=True)
-        ],
-        "p (Holm)": [
-            NOTHING if math.isnan(p) else p_text(p) for p in rows.difference_to_reference_p_holm
-        ],
-        f"validation minus {reference}, {measure.difference_unit}": _intervals(
-            measure, rows, "validation_difference_to_reference", "+"
-        ),
+    fewer = (rows.test_n > 0) & (rows.test_n < rows.n_finished)
+    ps = rows.difference_to_reference_p_holm
+    cells = pd.DataFrame(
+        {
+            "arm": rows.arm.map(label),
+            "n": rows.n_finished.astype(str) + " of " + rows.n_expected.astype(str),
+            "diverged": list(map(_diverged, rows.n_diverged, rows.n_far_off)),
+            f"test {measure.name}, {measure.unit}": scores.where(
+                ~fewer, scores + " (n = " + rows.test_n.astype(str) + ")"
+            ),
+            "bits per character": _intervals(measure, rows, "test_bits"),
+            f"{minus}, {measure.difference_unit}": _intervals(
+                measure, rows, "difference_to_reference", "+"
+            ).where(rows.arm != group.reference, "reference"),
+            "p (Holm)": [NOTHING if math.isnan(p) else p_text(p) for p in ps],
+            f"validation {minus}, {measure.difference_unit}": _intervals(
+                measure, rows, "validation_difference_to_reference", "+"
+            ),
+        }
+    )
+    unused = {
+        "diverged": not (rows.n_diverged + rows.n_far_off).any(),
+        "bits per character": not rows.test_bits_n.any(),
     }
-    if not (rows.n_diverged + rows.n_far_off).any():
-        del cells["diverged"]
-    if not rows.test_bits_n.any():
-        del cells["bits per character"]
-    return _table(cells)
+    return _table(cells.drop(columns=[name for name, without in unused.items() if without]))
 
 
 def _diverged(stopped: int, far_off: int) -> str:
@@ -171,14 +170,16 @@ def _diverged(stopped: int, far_off: int) -> str:
 
 def _costs(group: Group, rows: pd.DataFrame) -> str:
     """The table of speed, peak memory and swapped norms of each arm."""
-    cells = {
-        "arm": map(label, rows.arm),
-        "speed ratio": [speed_text(row) for row in rows.to_dict("records")],
-        group.measure.speed_unit: map(_rounded, rows.items_per_s_median),
-        "step, ms": [NOTHING if math.isnan(ms) else f"{ms:.2f}" for ms in rows.step_ms_median],
-        "peak, MiB": map(_rounded, rows.peak_memory_mib_median),
-        "norms swapped": [norms.replace(" ", ", ") or NOTHING for norms in rows.norms_swapped],
-    }
+    cells = pd.DataFrame(
+        {
+            "arm": rows.arm.map(label),
+            "speed ratio": [speed_text(row) for row in rows.to_dict("records")],
+            group.measure.speed_unit: rows.items_per_s_median.map(_rounded),
+            "step, ms": [NOTHING if math.isnan(ms) else f"{ms:.2f}" for ms in rows.step_ms_median],
+            "peak, MiB": rows.peak_memory_mib_median.map(_rounded),
+            "norms swapped": rows.norms_swapped.str.replace(" ", ", ").replace("", NOTHING),
+        }
+    )
     others = set(rows.speed_reference.dropna()) - {group.reference}
     names = " and ".join(label(arm) for arm in sorted(others))
     note = f"\nThe arms with CUDA graphs have the speed ratio to {names}.\n" if names else ""
@@ -205,23 +206,21 @@ def p_text(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _table(cells: Mapping[str, Iterable[str]]) -> str:
+def _table(cells: pd.DataFrame) -> str:
     """Text in the first column, and numbers aligned to the right in the others."""
-    found = pd.DataFrame({name: list(column) for name, column in cells.items()})
-    found = found.map(lambda cell: cell.replace("|", "/"))
-    align = ["left", *["right"] * (len(cells) - 1)]
-    return f"{found.to_markdown(index=False, colalign=align, disable_numparse=True)}\n"
+    align = ["left", *["right"] * (cells.shape[1] - 1)]
+    cells = cells.map(lambda cell: cell.replace("|", "/"))
+    return f"{cells.to_markdown(index=False, colalign=align, disable_numparse=True)}\n"
 
 
-def _intervals(measure: Measure, rows: pd.DataFrame, name: str, sign: str = "") -> list[str]:
+def _intervals(measure: Measure, rows: pd.DataFrame, name: str, sign: str = "") -> pd.Series[str]:
     """The cells of an interval of `summarise`; a difference, with a sign, names its pairs."""
-    columns = (rows[f"{name}_{part}"] for part in ("n", "mean", "t95_half_width"))
     cells = []
-    for n, mean, half_width in zip(*columns, strict=True):
+    for n, mean, half in rows[[f"{name}_{p}" for p in ("n", "mean", "t95_half_width")]].to_numpy():
         text = measure.number(mean, sign) if n else NOTHING
-        text += f" ± {measure.number(half_width)}" * (n > 1)
-        cells.append(text + f" ({_count(n, 'pair')})" * bool(n and sign))
-    return cells
+        text += f" ± {measure.number(half)}" if n > 1 else ""
+        cells.append(text + f" ({_count(int(n), 'pair')})" * bool(n and sign))
+    return pd.Series(cells, rows.index, dtype=object)
 
 
 def _count(number: int, what: str) -> str:

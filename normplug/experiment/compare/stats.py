@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from normplug.experiment.compare.frame import Group
-from normplug.experiment.measure import Measure
 
+FAR = 5  # interquartile ranges
 RATE = "optimizer.lr"
-FAR = 5
 LEFT_OUT = (RATE, "seed", "study")  # options that the sweep over seeds sets itself
 
 
-class Interval(NamedTuple):
-    """A mean over `n` values, and half the width of its 95% t-interval (NaN for one value)."""
-
-    n: int
-    mean: float
-    half_width: float
-
-
-def t_interval(values: pd.Series[float]) -> Interval:
-    """The mean, plus or minus t(0.975, n - 1) * s / sqrt(n); missing values do not count."""
-    found = values.dropna()
-    n = len(found)
-    half_width = stats.t.ppf(0.975, n - 1) * found.sem() if n > 1 else np.nan
-    return Interval(n, float(found.mean()), float(half_width))
+def intervals(wide: pd.DataFrame) -> pd.DataFrame:
+    """`n`, `mean` and `t95_half_width`, t(0.975, n - 1) * s / sqrt(n), of each column."""
+    n = wide.count()
+    half_width = stats.t.ppf(0.975, n - 1) * wide.sem()
+    return pd.DataFrame({"n": n, "mean": wide.mean(), "t95_half_width": half_width})
 
 
 def differences(group: Group, field: str = "test_score") -> pd.DataFrame:
@@ -64,10 +54,9 @@ def _p_value(found: pd.Series[float]) -> float:
 
 def far_off(values: pd.DataFrame) -> pd.DataFrame:
     """Which values are more than `FAR` interquartile ranges outside the quartiles of all."""
-    known = values.stack()
-    if known.empty:
+    if not values.notna().any(axis=None):
         return values.notna()
-    low, high = known.quantile(0.25), known.quantile(0.75)
+    low, high = np.nanquantile(values, [0.25, 0.75])
     reach = FAR * (high - low)
     return ((values < low - reach) | (values > high + reach)) & (reach > 0)
 
@@ -76,76 +65,66 @@ def speed_ratios(group: Group) -> pd.DataFrame:
     """The speed of each arm over its speed reference's, by seed that both ran on one hardware."""
     speed, hardware = group.wide("items_per_s"), group.wide("hardware")
     speed = speed.where(speed > 0)
-    found = {}
-    for arm in group.arms:
-        of = group.speed_reference(arm)
-        if of is not None and of != arm:
-            found[arm] = (speed[arm] / speed[of]).where(hardware[arm] == hardware[of])
+    references = {arm: group.speed_reference(arm) for arm in group.arms}
+    found = {
+        arm: (speed[arm] / speed[of]).where(hardware[arm] == hardware[of])
+        for arm, of in references.items()
+        if of not in (None, arm)
+    }
     return pd.DataFrame(found, index=group.seeds).dropna(axis=1, how="all")
 
 
-def speed_spread(group: Group, arm: str | None) -> float:
-    """The fastest run of an arm over its slowest, on one hardware; 1 for a single run."""
-    runs = group.finished[(group.finished.arm == arm) & (group.finished.items_per_s > 0)]
-    speeds = runs.groupby("hardware").items_per_s
-    return float((speeds.max() / speeds.min()).max()) if len(runs) else 1.0
-
-
 def summarise(group: Group) -> pd.DataFrame:
-    """A row for each arm: the reference first, then by effect; arms with CUDA graphs follow theirs.
+    """A row for each arm: the reference first, then by effect; arms with CUDA graphs come last.
 
     Scores are as in `result.json`: accuracies are fractions. Speeds, steps and memory are medians
     over runs, and the speed ratio is the geometric mean over pairs.
     """
-    paired, validation = differences(group), differences(group, "validation_score")
-    ps, ratios = adjusted_ps(paired), speed_ratios(group)
-    scores, bits = group.wide("test_score"), group.wide("test_bits_per_character")
-    statuses = group.runs.groupby("arm").status.value_counts().unstack(fill_value=0)
-    medians = group.finished.groupby("arm")[["items_per_s", "step_ms", "peak_memory_bytes"]]
-    medians = medians.median().reindex(group.arms)
-    nothing, far = pd.Series(dtype=float), far_off(scores)
-    rows = []
-    for arm in group.arms:
-        norms = group.finished.norms_swapped[group.finished.arm == arm].dropna()
-        ratio = ratios.get(arm, nothing).dropna()
-        of = group.speed_reference(arm)
-        rows.append(
-            {
-                "model": group.model,
-                "data": group.data,
-                "arm": arm,
-                "n_finished": statuses.get("finished", {}).get(arm, 0),
-                "n_diverged": statuses.get("diverged", {}).get(arm, 0),
-                "n_far_off": far[arm].sum(),
-                "n_expected": len(group.seeds),
-                "reference": group.reference,
-                **{"measure": group.measure.name, "unit": group.measure.unit},
-                **{"better": group.measure.better, "items": group.measure.items},
-                **_named("test", t_interval(scores[arm])),
-                **_named("test_bits", t_interval(bits[arm])),
-                **_named("difference_to_reference", t_interval(paired.get(arm, nothing))),
-                "difference_to_reference_p_holm": ps.get(arm, np.nan),
-                **_named(
-                    "validation_difference_to_reference", t_interval(validation.get(arm, nothing))
-                ),
-                "speed_reference": of,
-                "speed_reference_spread": speed_spread(group, of),
-                "speed_ratio_n": len(ratio),
-                "speed_ratio_geometric_mean": stats.gmean(ratio) if len(ratio) else np.nan,
-                "speed_ratio_lowest": ratio.min(),
-                "speed_ratio_highest": ratio.max(),
-                "items_per_s_median": medians.items_per_s[arm],
-                "step_ms_median": medians.step_ms[arm],
-                "peak_memory_mib_median": medians.peak_memory_bytes[arm] / 2**20,
-                "norms_swapped": " ".join(str(int(count)) for count in sorted(set(norms))),
-            }
-        )
-    return _by_effect(group, pd.DataFrame(rows))
-
-
-def _named(name: str, found: Interval) -> dict[str, Any]:
-    n, mean, half_width = found
-    return {f"{name}_n": n, f"{name}_mean": mean, f"{name}_t95_half_width": half_width}
+    paired, ratios, finished = differences(group), speed_ratios(group), group.finished
+    statuses = pd.crosstab(group.runs.arm, group.runs.status)
+    statuses = statuses.reindex(columns=["finished", "diverged"], fill_value=0)
+    speeds = finished[finished.items_per_s > 0].groupby(["arm", "hardware"]).items_per_s
+    spread = (speeds.max() / speeds.min()).groupby("arm").max()
+    columns = {
+        "model": group.model,
+        "data": group.data,
+        "arm": pd.Series(group.arms, index=group.arms),
+        "n_finished": statuses.finished,
+        "n_diverged": statuses.diverged,
+        "n_far_off": far_off(group.wide("test_score")).sum(),
+        "n_expected": len(group.seeds),
+        "reference": group.reference,
+        "measure": group.measure.name,
+        "unit": group.measure.unit,
+        "better": group.measure.better,
+        "items": group.measure.items,
+    }
+    table = pd.DataFrame(columns).loc[group.arms]  # the constructor sorts them
+    parts = {
+        "test": group.wide("test_score"),
+        "test_bits": group.wide("test_bits_per_character"),
+        "difference_to_reference": paired,
+        "validation_difference_to_reference": differences(group, "validation_score"),
+    }
+    for name, wide in parts.items():
+        table = table.join(intervals(wide).add_prefix(f"{name}_"))
+        if wide is paired:
+            table["difference_to_reference_p_holm"] = adjusted_ps(paired)
+    table["speed_reference"] = [group.speed_reference(arm) for arm in group.arms]
+    table["speed_reference_spread"] = table.speed_reference.map(spread)
+    table["speed_ratio_n"] = ratios.count()
+    table["speed_ratio_geometric_mean"] = np.exp(np.log(ratios).mean())
+    table["speed_ratio_lowest"], table["speed_ratio_highest"] = ratios.min(), ratios.max()
+    medians = finished.groupby("arm")[["items_per_s", "step_ms", "peak_memory_bytes"]].median()
+    table["items_per_s_median"], table["step_ms_median"] = medians.items_per_s, medians.step_ms
+    table["peak_memory_mib_median"] = medians.peak_memory_bytes / 2**20
+    norms = finished.dropna(subset="norms_swapped").groupby("arm").norms_swapped.unique()
+    table["norms_swapped"] = [
+        " ".join(f"{count:.0f}" for count in sorted(norms.get(arm, ()))) for arm in table.arm
+    ]
+    counts = [name for name in table if name.endswith("_n")]
+    table[counts] = table[counts].fillna(0).astype(int)
+    return _by_effect(group, table)
 
 
 def _by_effect(group: Group, table: pd.DataFrame) -> pd.DataFrame:
@@ -153,14 +132,15 @@ def _by_effect(group: Group, table: pd.DataFrame) -> pd.DataFrame:
     effect = table.difference_to_reference_mean if group.reference else table.test_mean
     order = pd.DataFrame(
         {
-            "family": [group.uses_graphs(arm) for arm in table.arm],
+            # The family of the reference comes first.
+            "family": [
+                group.uses_graphs(a) != group.uses_graphs(group.reference) for a in table.arm
+            ],
             "other": table.arm != table.speed_reference,
             "effect": sign * effect,
             "place": range(len(table)),
         }
     )
-    if group.reference:  # the family of the reference comes first
-        order["family"] ^= group.uses_graphs(group.reference)
     return table.loc[order.sort_values([*order]).index].reset_index(drop=True)
 
 
@@ -188,20 +168,20 @@ def best_rates(runs: pd.DataFrame) -> pd.DataFrame:
             "learning_rate and overrides, which train.py writes: repeat the sweep."
         )
     arms = known.groupby(["model", "data", "arm"], sort=False)
-    return pd.DataFrame([_best_rate(*name, found) for name, found in arms])
+    return pd.DataFrame([_best_rate(found) for _, found in arms])
 
 
-def _best_rate(model: str, data: str, arm: str, runs: pd.DataFrame) -> dict[str, Any]:
-    done = runs[runs.status == "finished"]
-    measure: Measure = next(iter(done.measure), runs.measure.iloc[0])
+def _best_rate(runs: pd.DataFrame) -> dict[str, Any]:
+    done, first = runs[runs.status == "finished"], runs.iloc[0]
+    measure = next(iter(done.measure), first.measure)
     last = done.pivot_table("validation_score", "learning_rate", "seed", "last")
     last = last.reindex(index=sorted(set(runs.learning_rate)), columns=sorted(set(runs.seed)))
     scores = last.mean(axis=1, skipna=False)
-    counted = scores.dropna()
-    best = counted.idxmax() if measure.better == "higher" else counted.idxmin()
-    options = [o for o in runs.overrides.iloc[0] if o.lstrip("+").split("=")[0] not in LEFT_OUT]
+    counted = scores.dropna() * (1 if measure.better == "higher" else -1)
+    best = counted.idxmax() if len(counted) else np.nan
+    options = [o for o in first.overrides if o.lstrip("+").split("=")[0] not in LEFT_OUT]
     return {
-        "title": f"{model} on {data}: {arm}",
+        "title": f"{first.model} on {first.data}: {first.arm}",
         "measure": measure,
         "scores": scores.to_dict(),
         "best": best,
