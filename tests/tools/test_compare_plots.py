@@ -95,8 +95,7 @@ def test_seeds_shows_each_seed_and_each_pair():
     (pairs,) = [line for line in right.lines if line.get_marker() == "D"]
     np.testing.assert_allclose(pairs.get_xdata(), [1.0, 2.0])
     # Paired: t = 1.5 / 0.5, and p = 0.2048 with 1 degree; the other arm equals the reference.
-    assert texts(right) == ["reference", "0.410", "1.000"]
-    assert right.get_title("right") == "p (Holm)"
+    assert texts(right) == ["reference", "0.410", "1.000", "p (Holm)"]
     # Differences 1 and 2 points: mean 1.5, and t(0.975, 1) * 0.5 = 6.3531.
     (interval,) = right.containers[0].lines[2]
     np.testing.assert_allclose(interval.get_segments()[0][:, 0], [1.5 - 6.3531, 1.5 + 6.3531], 1e-5)

@@ -176,7 +176,8 @@ def seeds_figure(group: Group, table: pd.DataFrame, styles: Styles) -> Figure:
     minus = f"test {measure.name} minus {label(group.reference or '')}, same seed"
     texts = ps.map(p_text).to_dict() | {group.reference: "reference"}
     _compare_with(right, f"{minus} ({measure.difference_unit})", 0, map(texts.get, table.arm))
-    right.set_title("p (Holm)" * bool(len(ps)), loc="right", fontsize="medium")
+    if len(ps):
+        right.text(1.02, -0.6, "p (Holm)", va="bottom", transform=right.get_yaxis_transform())
     return figure
 
 
