@@ -678,10 +678,12 @@ def test_command_prints_the_table_and_the_paths(tmp_path, capsys):
         ("", "no result.json at any depth under"),
         ("nowhere", "nowhere is neither a directory nor a file"),
         ("object.json", "does not hold a list of runs"),
+        ("empty.json", "does not hold a list of runs"),
     ],
 )
 def test_command_without_runs_ends_in_one_line(tmp_path, capsys, name, sentence):
     (tmp_path / "object.json").write_text("{}")
+    (tmp_path / "empty.json").write_text("[]")
     assert main([str(tmp_path / name)]) == 1
     printed = capsys.readouterr()
     assert sentence in printed.err

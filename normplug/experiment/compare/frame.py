@@ -162,7 +162,7 @@ def _collected(path: Path) -> dict[str, dict[str, Any]]:
         runs = _read_json(path)
     except ValueError as error:
         raise ValueError(f"normplug.compare: {path} cannot be used: {error}.") from None
-    if not (isinstance(runs, list) and all(isinstance(run, dict) for run in runs)):
+    if not (isinstance(runs, list) and runs and all(isinstance(run, dict) for run in runs)):
         raise ValueError(
             f"normplug.compare: {path} does not hold a list of runs. Give a file that "
             "`python -m normplug.compare RUNS --collect FILE` wrote, or a directory of runs."
