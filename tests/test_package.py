@@ -11,8 +11,8 @@ from normplug._extras import MissingPackage, needs
 
 ROOT = Path(normplug.__file__).parent
 CHECKOUT = ROOT.parent
-TRAIN = ["hydra", "lightning", "matplotlib", "numpy"]
-TRAIN += ["omegaconf", "scipy", "sklearn", "torchvision"]
+TRAIN = ["hydra", "lightning", "matplotlib", "numpy", "pandas"]
+TRAIN += ["omegaconf", "pydantic", "scipy", "sklearn", "torchvision"]
 # Modules of the standard library that only Unix has.
 UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 # A package or module may import itself and those of the layers before its own.
@@ -29,7 +29,8 @@ LAYERS = [
     {"adapters"},
     {"_swap"},
     {"lightning"},
-    {"bench", "compare", "experiment"},
+    {"bench", "experiment"},
+    {"compare"},
 ]
 
 

@@ -14,7 +14,7 @@ from normplug.experiment import building
 from normplug.experiment.classifier import Classifier
 from normplug.experiment.errors import UserError
 from normplug.experiment.graph import GraphedLoss, refuse_graph
-from normplug.lightning import variance_logger
+from normplug.lightning import heat_map
 from training import SMALL
 
 WARM_UPS = 3
@@ -48,7 +48,7 @@ def test_a_run_with_graphs_reaches_the_numbers_of_one_without(
     trains, replays, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(building, "refuse_graph", lambda trainer: None)
-    monkeypatch.setattr(variance_logger, "draw_heat_map", lambda *rows, **names: None)
+    monkeypatch.setattr(heat_map, "draw_heat_map", lambda *rows, **names: None)
     # 5 steps an epoch; steps 0, 4 and 8 are measured.
     options = [*SMALL, "data.num_images=112", "model.dropout=0.1", "trainer.max_epochs=2"]
     for graph in ("true", "false"):

@@ -1,12 +1,9 @@
-"""What the tools share: whole files, Markdown tables, intervals."""
+"""What the tools share: whole files and Markdown tables."""
 
-import numpy as np
 import pytest
-from scipy import stats
 
 from normplug._report import markdown
 from normplug._report.files import replace_file, write_file
-from normplug._report.intervals import t_interval
 
 
 @pytest.mark.parametrize("content", ["ä\r\nb\n", b"\x00\xff"], ids=["text", "bytes"])
@@ -42,12 +39,3 @@ def test_a_table_aligns_numbers_to_the_right_and_keeps_its_columns():
     assert markdown.table(("arm", "kind", "ms"), rows, text=2, padded=True) == (
         "| arm | kind |  ms |\n|-----|------|----:|\n| a/b | x    | 1.5 |\n| c   | yy   |  10 |\n"
     )
-
-
-@pytest.mark.parametrize("n", [2, 3, 10])
-def test_an_interval_is_scipys(n):
-    values = np.random.default_rng(n).normal(0.9, 0.01, n)
-    expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-    found = t_interval(values)
-    assert found.mean - found.half_width == pytest.approx(expected.low, rel=1e-12)
-    assert found.mean + found.half_width == pytest.approx(expected.high, rel=1e-12)

@@ -21,9 +21,9 @@ from forks import forked
 from normplug._ops import recompute
 from normplug._report.measure import ACCURACY, Measure
 from normplug.compare.__main__ import main as compare_arms
-from normplug.compare.gather import keys
 from normplug.experiment import names
 from normplug.experiment.checkpoint import whole_rows
+from normplug.experiment.compare.frame import keys
 from normplug.experiment.models import GPT, resnet, scale_norm_weights, vit
 from normplug.experiment.names import arm_name
 from normplug.experiment.optimizing import SCHEDULES, decay_groups, make_scheduler, move_to_step
@@ -221,8 +221,8 @@ def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path, monk
     page = ["--out", str(tmp_path / "page"), "--reference", "standard-t", "--plots", "seeds"]
     assert compare_arms([str(runs), *page]) == 0
     table = (tmp_path / "page/summary.md").read_text()
-    assert "| golden-t   | 2 of 2 |" in table
-    assert "| minus standard-t, points |" in table
+    assert "| golden t   | 2 of 2 |" in table
+    assert "minus standard t, points |" in table
     assert (tmp_path / "page/seeds_vit_tiny_fake.png").is_file()
 
 

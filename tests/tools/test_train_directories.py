@@ -14,8 +14,8 @@ from filelock import FileLock
 
 import train
 import training
-from normplug.compare.gather import find_runs
 from normplug.experiment import directory
+from normplug.experiment.compare.frame import find_runs
 from normplug.experiment.directory import FORMER, LOCK, RunDirectory
 from normplug.experiment.errors import UserError
 from training import GOLDEN, PLAIN, result_of
@@ -212,7 +212,7 @@ def test_a_finished_result_of_another_configuration_is_a_failed_arm_and_stays(
     assert "| baseline |" in output
     assert (arm / "result.json").read_bytes() == result
     runs, unreadable = find_runs([tmp_path])
-    assert [run.status for run in runs] == ["finished", "finished"]  # no refusal is left
+    assert list(runs.status) == ["finished", "finished"]  # no refusal is left
     assert not unreadable
     (arm / "config.yaml").write_bytes(config)
     assert "skipped: " in trains(*again)

@@ -96,11 +96,11 @@ def spoil(monkeypatch):
 def test_a_sweep_with_a_diverged_arm_goes_on_and_leaves_it_out(refuses, tmp_path, spoil):
     spoil(lambda model: model.identity["arm"] == "0.5")
     output = refuses(*TINY, "mode=0.5,golden", "-m")
-    rows = {row.arm: row.n_finished for row in compare(tmp_path / "logs").rows}
-    assert rows == {"0.5": 0, "golden": 1}
+    table = compare(tmp_path / "logs").table
+    assert dict(zip(table.arm, table.n_finished, strict=True)) == {"0.5": 0, "golden": 1}
     found = {result["arm"]: result["status"] for result in results(tmp_path)}
     assert found == {"0.5": "diverged", "golden": "finished"}
-    assert "0.5, seed 0: diverged: normplug.experiment: the training loss is nan" in output
+    assert "target 0.5, seed 0: diverged: normplug.experiment: the training loss is nan" in output
 
 
 class Net(nn.Module):
