@@ -14,7 +14,8 @@ from normplug._fuse import source, trace
 from normplug._fuse.definitions import Untraceable
 from normplug._fuse.edited import Edited, edit
 from normplug._fuse.flow import Parts
-from normplug._fuse.fused_class import plain_class
+from normplug._fuse.fused_class import Fused as FusedClass
+from normplug._fuse.fused_class import has_fused_class, plain_class
 from normplug._fuse.fusion import Code, Fusion, Traced
 from normplug._fuse.guard import Guard
 from normplug._fuse.report import NOT_SWAPPED, Fused, Fusions
@@ -69,13 +70,18 @@ class Analysis:
         self._edits: dict[nn.Module, Edited] = {}
         self.fusions: dict[nn.Module, Fusion] = {}
         self.operations: dict[TargetVarianceNorm, Operations] = {}
-        callers = self._callers()
-        for module in reversed(self._paths):
-            if module in callers:
-                self._look(module, callers[module])
+        callers = {
+            module: list(_norms_below(module))
+            for module in _inner_first(model, set())
+            if type(module).forward is not nn.Module.forward  # a container has none
+            and not isinstance(module, TargetVarianceNorm)
+            and any(isinstance(inside, TargetVarianceNorm) for inside in module.modules())
+        }
+        for module, norms in callers.items():
+            self._look(module, norms)
         self.report = Fusions(tuple(self._row(*layer) for layer in _convert.norm_layers(model)))
         found = tuple(map(tuple, self.report))
-        for module in reversed(self._paths):
+        for module in callers:
             traced, edited = self._traces.get(module), self._edits.get(module)
             if traced or edited:
                 self.fusions[module] = Fusion(traced, edited, self._paths[module], found)
@@ -93,26 +99,7 @@ class Analysis:
             label += " (in training)" if True in found else " (in evaluation)"
         return Fused(path, kind, label, owner, "")
 
-    def _callers(self) -> dict[nn.Module, list[nn.Module]]:
-        """The modules that contain norms, each with those that it calls itself, going by paths."""
-        callers: dict[nn.Module, list[nn.Module]] = {}
-        modules = {path: module for module, path in self._paths.items()}
-        for norm, path in self._paths.items():
-            if not isinstance(norm, TargetVarianceNorm):
-                continue
-            around = []
-            while path:
-                path = path.rpartition(".")[0]
-                module = modules.get(path)
-                # A container, such as nn.ModuleList, has no forward.
-                if module is not None and type(module).forward is not nn.Module.forward:
-                    around.append(module)
-                    callers.setdefault(module, [])
-            if around:
-                callers[around[0]].append(norm)
-        return callers
-
-    def _look(self, module: nn.Module, norms: list[nn.Module]) -> None:
+    def _look(self, module: nn.Module, norms: list[TargetVarianceNorm]) -> None:
         """Find the sites that are a module's own, and fuse them; norms: the norms that it calls."""
         name, untraced = plain_class(module).__name__, ""
         try:
@@ -234,12 +221,30 @@ class Analysis:
             cls,
             tuple(children),
             tuple(children.values()),
-            tuple(reads.methods),
+            tuple(name for name in reads.methods if name != "forward"),  # may be wrapped
             tuple(reads.values.items()),
             tuple(reads.tensors.items()),
             called,
             reads.training,
         )
+
+
+def _inner_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules of a model, each once, and after all modules that are inside it."""
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from _inner_first(child, seen)
+    yield module
+
+
+def _norms_below(module: nn.Module) -> Iterator[TargetVarianceNorm]:
+    """The norms among a module's children, and inside the containers among them."""
+    for child in module._modules.values():
+        if isinstance(child, TargetVarianceNorm):
+            yield child
+        elif child is not None and type(child).forward is nn.Module.forward:
+            yield from _norms_below(child)
 
 
 def _check(module: nn.Module) -> None:
@@ -252,6 +257,8 @@ def _check(module: nn.Module) -> None:
         raise Untraceable("it is TorchScript or a GraphModule")
     if is_patched(module):
         raise Untraceable("its forward was replaced on the instance")
+    if not has_fused_class(module) and isinstance(module, FusedClass):
+        raise Untraceable("its class derives from one that normplug.fuse made")
     if _convert.plain_class(module) is not type(module):
         raise Untraceable("it is parametrized, or sharded by FSDP")
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 from normplug import _checks, _convert
 from normplug._fuse.analysis import Analysis
-from normplug._fuse.fused_class import Fused, fused_class, plain_class
+from normplug._fuse.fused_class import fused_class, has_fused_class, plain_class
 from normplug._fuse.fusion import FUSION
 from normplug._fuse.report import Fusions, kept
 from normplug._ops import recompute as _recompute
-from normplug._table import shown
-from normplug._torch import is_patched
 
 
 def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
@@ -87,9 +87,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
             f"{analysis.report.summary()}."
         )
     classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
-    for module in fused_modules(model).values():
-        if module not in classes and not is_patched(module):
-            release([module])  # fused by an earlier call, but no longer
+    release(m for m in fused_modules(model).values() if m not in classes)  # of an earlier call
     for module, fusion in analysis.fusions.items():
         vars(module)[FUSION] = fusion
         _convert.assign_class(module, classes[module])
@@ -101,6 +99,9 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
 def unfuse(model: nn.Module) -> nn.Module:
     """Undo `fuse`: every module gets back the class and the forward that it had.
 
+    What others have put around a fused forward since stays: a wrapper on the instance, or a class
+    that they derived from the module's. It then runs the forward that is not fused.
+
     Args:
         model: any module.
 
@@ -109,11 +110,9 @@ def unfuse(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: `model` is not a module, or is TorchScript.
-        ValueError: the forward of a fused module has been replaced on the instance since. The model
-            stays as it was.
     """
     _checks.module("unfuse", model)
-    release(releasable("unfuse", fused_modules(model)))
+    release(fused_modules(model).values())
     return model
 
 
@@ -138,23 +137,16 @@ def fusions(model: nn.Module) -> Fusions:
 
 def fused_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose forward has been fused, by path."""
-    return {path: m for path, m in model.named_modules() if isinstance(m, Fused)}
+    return {path: m for path, m in model.named_modules() if FUSION in vars(m) or has_fused_class(m)}
 
 
-def releasable(caller: str, fused: dict[str, nn.Module]) -> list[nn.Module]:
-    """Return the modules if all can get their class back.
+def release(fused: Iterable[nn.Module]) -> None:
+    """Give modules their own class back.
 
-    Raises:
-        ValueError: as `unfuse` does.
+    A class that others have derived from a fused one stays: it then runs the module's own forward.
+    A wrapper around the forward on the instance stays, too.
     """
-    patched = [shown(path) for path, m in fused.items() if is_patched(m)]
-    if patched:
-        raise _checks.forward_replaced(caller, "fuse", patched)
-    return list(fused.values())
-
-
-def release(fused: list[nn.Module]) -> None:
-    """Give modules their own class back."""
     for module in fused:
         vars(module).pop(FUSION, None)
-        _convert.assign_class(module, plain_class(module))
+        if has_fused_class(module):
+            _convert.assign_class(module, plain_class(module))

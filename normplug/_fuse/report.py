@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from normplug import _convert
-from normplug._fuse.fused_class import plain_class
+from normplug._fuse.fused_class import has_fused_class, plain_class
 from normplug._fuse.fusion import FUSION, Fusion
 from normplug._table import counts, shown, table
 from normplug.modules import TargetVarianceNorm
@@ -101,9 +101,10 @@ def _now(
     if owner is None:
         return None, "", "its caller is not in the model"
     name, fusion = plain_class(owner).__name__, vars(owner).get(FUSION)
-    if fusion is None:
+    if fusion is None or not has_fused_class(owner):
         return None, "", f"{name} is no longer fused"
-    label = fusion.label(owner, row.path[len(row.owner) :].lstrip("."), row.label)
+    child = next((name for name, child in owner._modules.items() if child is norm), "")
+    label = fusion.label(owner, child, row.label)
     if not label:
         return None, "", f"{name} has changed since normplug.fuse, and is not fused now"
     return label, row.owner, ""

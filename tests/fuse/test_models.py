@@ -178,18 +178,6 @@ def test_unswap_unfuses_first_and_swapped_leaves_nothing_fused():
     assert list(fused_modules(model)) == [""]
 
 
-@pytest.mark.parametrize("undo", [unfuse, unswap])
-def test_a_fused_block_whose_forward_was_replaced_is_not_undone(undo):
-    model = fuse(swapped(Block()))
-    model.forward = partial(type(model).forward, model)
-    with pytest.raises(ValueError, match="the forward of .the model itself. was replaced"):
-        undo(model)
-    assert fused_modules(model)
-    assert isinstance(model.bn1, normplug.BatchNorm2d)
-    del model.forward
-    assert type(undo(model)) is Block
-
-
 def test_checkpointing_a_fused_block_changes_no_result():
     class Checkpointed(Parts):
         def forward(self, x):
