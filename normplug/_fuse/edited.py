@@ -42,21 +42,15 @@ class Edited:
 
     Attributes:
         cls: the class whose forward it is.
-        parts: the children that it was edited for.
-        recompute: whether the results of its calls are recomputed.
         original: the class's forward.
         forward: that function, edited.
-        chain: the original, and the functions that its decorators wrap.
         found: the edited calls of each norm, by its name.
         left: for each norm, by its name, why each call of it would not be edited.
     """
 
     cls: type[nn.Module]
-    parts: Parts
-    recompute: bool
     original: Any
     forward: Any
-    chain: tuple[Any, ...]
     found: dict[str, list[Place]]
     left: dict[str, list[Reason]]
 
@@ -94,21 +88,13 @@ class Edited:
         whys = (text for branch, text in self.left[norm] if may_hold(branch, state))
         return next(whys, "its module's attributes exclude its call")
 
-    def contents(self) -> tuple[Any, ...]:
-        """The arguments for which `edit` makes this forward again."""
-        return self.cls, tuple(self.parts), self.recompute
 
-    def functions(self) -> list[Any]:
-        """All functions that the forward consists of and calls, for its fingerprint."""
-        return [*self.chain, *_CALLED.values()]
-
-
-def edit(cls: type[nn.Module], parts: tuple[tuple[str, ...], ...], recompute: bool) -> Edited:
+def edit(cls: type[nn.Module], parts: Parts, recompute: bool) -> Edited:
     """Edit the forward of a class.
 
     Args:
         cls: the class.
-        parts: the children that the edits concern: the fields of `Parts`.
+        parts: the children that the edits concern.
         recompute: let the modules that read the results of the calls recompute them.
 
     Raises:
@@ -117,7 +103,7 @@ def edit(cls: type[nn.Module], parts: tuple[tuple[str, ...], ...], recompute: bo
     if cls.__getattribute__ is not nn.Module.__getattribute__:
         raise Untraceable("its class defines __getattribute__")
     known: Any = cls  # to mypy, a class of modules has no hash
-    return _edit(known, inspect.getattr_static(cls, "forward"), Parts(*parts), recompute)
+    return _edit(known, inspect.getattr_static(cls, "forward"), parts, recompute)
 
 
 @functools.cache
@@ -141,7 +127,7 @@ def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> 
         edited = _rewrapped(outer, inner, edited)
     left |= {name: [Reason((), IN_PLACE)] for name in editor.sums.in_place}
     places: dict[str, list[Any]] = {**editor.sums.found, **editor.activations.found}
-    return Edited(cls, parts, recompute, forward, edited, tuple(chain), places, left)
+    return Edited(cls, forward, edited, places, left)
 
 
 def _first_argument(definition: ast.FunctionDef) -> str:

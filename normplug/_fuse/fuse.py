@@ -9,9 +9,8 @@ from torch import nn
 
 from normplug import _checks, _convert
 from normplug._fuse.analysis import Analysis
-from normplug._fuse.fused_class import fused_class, has_fused_class, plain_class
-from normplug._fuse.fusion import FUSION
-from normplug._fuse.report import Fusions, kept
+from normplug._fuse.fusion import FUSION, fused_class, has_fused_class, plain_class
+from normplug._fuse.report import Report, report
 from normplug._ops import recompute as _recompute
 
 
@@ -49,9 +48,8 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     no effect on the CPU, under torch.compile, and inside activation checkpointing or other
     `torch.autograd.graph.saved_tensors_hooks`. The last call of `fuse` decides.
 
-    Copies and pickles of a fused model are fused in the same way, and are not traced again. If
-    torch, normplug or the code of a fused forward has changed, a loaded pickle runs its modules'
-    own forwards and warns once: call `fuse` again. So do pickles of earlier versions of normplug.
+    Copies of a fused model are fused in the same way, and are not traced again. A pickle is not
+    fused where it is loaded, and pickling says so once: call `fuse` there.
 
     Args:
         model: a module that `normplug.swap` has swapped, or that has normplug's layers.
@@ -84,7 +82,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     if not analysis.fusions:
         _checks.warn(
             f"normplug.fuse: nothing to fuse in {type(model).__name__}; "
-            f"{analysis.report.summary()}."
+            f"{report(model, {}, analysis).summary()}."
         )
     classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
     release(m for m in fused_modules(model).values() if m not in classes)  # of an earlier call
@@ -116,7 +114,7 @@ def unfuse(model: nn.Module) -> nn.Module:
     return model
 
 
-def fusions(model: nn.Module) -> Fusions:
+def fusions(model: nn.Module) -> Report:
     """List what `fuse` has fused in a model, and why the other norms are not fused.
 
     For a model that has not been fused, list what `fuse` would do. The model does not change.
@@ -125,14 +123,17 @@ def fusions(model: nn.Module) -> Fusions:
         model: any module, fused or not.
 
     Returns:
-        A `Fusions`: print it for a table, or iterate over its rows, one `Fused` per norm layer.
+        A `Report`: print it for a table, or iterate over its rows, one `Row` per norm layer.
 
     Raises:
         TypeError: `model` is not a module, or is TorchScript.
     """
     _checks.module("fusions", model)
-    found = kept(model)
-    return Analysis(model).report if found is None else found
+    analysis = Analysis(model)
+    fused = {
+        m: vars(m)[FUSION] for m in model.modules() if FUSION in vars(m) and has_fused_class(m)
+    }
+    return report(model, fused or analysis.fusions, analysis)
 
 
 def fused_modules(model: nn.Module) -> dict[str, nn.Module]:

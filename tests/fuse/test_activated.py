@@ -1,7 +1,6 @@
 """Norms are fused with the activation after them by editing forwards that cannot be traced."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -235,22 +234,18 @@ def test_the_reason_names_what_follows_the_norm_if_it_is_not_an_activation():
         fuse(swapped(block))
     model = fuse(swapped(Resnet()))
     model.act = nn.Mish()
-    assert {row.note for row in fusions(model)} == {
-        "Resnet has changed since normplug.fuse, and is not fused now"
-    }
+    assert {row.note for row in fusions(model)} == {"Resnet: followed by self.act(...)"}
 
 
-def test_copies_and_pickles_are_edited_and_keep_the_name_of_the_class(calls):
+def test_copies_are_edited_and_keep_the_name_of_the_class(calls):
     model = fuse(swapped(nn.Sequential(Resnet(norm=nn.GroupNorm))))
-    keys = list(model.state_dict())
     assert type(model[0]).__qualname__ == "Resnet"
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        calls.clear()
-        assert_same_step(copied, unfuse(copy.deepcopy(model)), X)
-        assert calls == ["silu"] * 2
-        assert str(fusions(copied)) == str(fusions(model))
-        assert list(copied.state_dict()) == keys
-        assert not fused_modules(unfuse(copied))
+    copied = copy.deepcopy(model)
+    assert_same_step(copied, unfuse(copy.deepcopy(model)), X)
+    assert calls == ["silu"] * 2
+    assert str(fusions(copied)) == str(fusions(model))
+    assert list(copied.state_dict()) == list(model.state_dict())
+    assert not fused_modules(unfuse(copied))
 
 
 def test_an_edited_block_compiles_and_exports_to_one_graph():

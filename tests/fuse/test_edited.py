@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import pickle
 
 import pytest
 import torch
@@ -338,22 +337,17 @@ def test_a_forward_that_was_patched_on_the_class_is_called(monkeypatch):
     model = fuse(swapped(PreNorm()))
     monkeypatch.setattr(PreNorm, "forward", lambda self, x: x * 2)
     assert torch.equal(model(ROWS), ROWS * 2)
-    assert "PreNorm has changed since" in {row.path: row.note for row in fusions(model)}["norm2"]
+    assert not any(row.label for row in fusions(model))
 
 
-def test_copies_and_pickles_are_edited_like_the_model(calls, monkeypatch):
+def test_copies_are_edited_like_the_model(calls):
     model = fuse(swapped(Caller(PreNorm())))
-    pickled = pickle.dumps(model)
-    for copied in (copy.deepcopy(model), pickle.loads(pickled)):
-        calls.clear()
-        assert_same_step(copied, copy.deepcopy(model), ROWS)
-        assert calls == ["add before"] * 2
-        assert str(fusions(copied)) == str(fusions(model))
-        assert not fused_modules(unfuse(copied))
+    copied = copy.deepcopy(model)
+    assert_same_step(copied, copy.deepcopy(model), ROWS)
+    assert calls == ["add before"] * 2
+    assert str(fusions(copied)) == str(fusions(model))
+    assert not fused_modules(unfuse(copied))
     assert list(fused_modules(model)) == ["blocks.0"]
-    monkeypatch.setattr(PreNorm, "forward", statements("nested").forward.__func__)
-    with pytest.warns(UserWarning, match="a PreNorm was fused with other versions or other code"):
-        assert type(pickle.loads(pickled).blocks[0]) is PreNorm
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
