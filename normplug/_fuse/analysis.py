@@ -12,8 +12,7 @@ from torch import fx, nn
 from normplug import _activations, _convert
 from normplug._fuse import source, trace
 from normplug._fuse.definitions import Untraceable
-from normplug._fuse.edited import Edited, edit
-from normplug._fuse.flow import Parts
+from normplug._fuse.edit import REASON, Edited, Parts, edit
 from normplug._fuse.fusion import FusedModule, Fusion, Traced, has_fused_class, plain_class
 from normplug._fuse.guard import Guard
 from normplug._fuse.rewrite import compiled, recompute_results, rewrite
@@ -113,8 +112,8 @@ class Analysis:
             if operations is not None:
                 self.operations.setdefault(norm, operations)
                 self._edits[module] = edited
-            elif untraced and (why := edited.reason(name, module)):
-                self.reasons[norm] = f"{plain_class(module).__name__}: {why}"
+            elif untraced:
+                self.reasons[norm] = f"{untraced}, and {REASON}"
 
     def _trace(self, module: nn.Module) -> None:
         """Trace a module's forward, and fuse the sites that are its own."""

@@ -10,7 +10,11 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-from normplug._fuse.syntax import SCOPES
+# The nodes that have variables of their own.
+SCOPES = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp,
+    ast.DictComp, ast.GeneratorExp,
+)  # fmt: skip
 
 
 class Untraceable(Exception):
@@ -102,3 +106,8 @@ def _imported(file: str) -> frozenset[str]:
         elif not isinstance(node, SCOPES):
             waiting += ast.iter_child_nodes(node)
     return frozenset(names - {"*"})
+
+
+def is_name(node: Any, names: set[str]) -> bool:
+    """Whether an expression is a variable with one of these names."""
+    return isinstance(node, ast.Name) and node.id in names

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from normplug import _checks, _convert
-from normplug._fuse.edited import Edited
+from normplug._fuse.edit import Edited
 from normplug._fuse.guard import FUSED_CLASSES, Guard
 from normplug._torch import has_global_hooks
 
@@ -86,7 +86,7 @@ class Fusion:
         """What each norm is fused with now, given the module; other norms are missing."""
         found = dict[nn.Module, str]()
         if self.edited is not None and self.edited.holds():
-            for name in self.edited.left:
+            for name in self.edited.found:
                 child = root._modules.get(name)
                 if child is not None and (label := self.edited.label(name, root)):
                     found[child] = label

@@ -10,7 +10,7 @@ from torch import nn
 from fuse_cases import Block, Encoder, Half, assert_same_step, swapped
 from normplug import fuse, fusions, swap, unfuse
 from normplug._fuse.fuse import fused_modules
-from normplug._fuse.reasons import FROM_OUTSIDE
+from normplug._fuse.sites import FROM_OUTSIDE
 from normplug.modules import LayerNorm, TargetVarianceNorm
 from normplug.modules.fusion_sites import FusionSites
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fuse_cases import ROWS, Parts, assert_same_step, outcome, swapped, twins
 from normplug import fuse, fusions, swap, unfuse
+from normplug._fuse.edit import REASON
 from normplug._fuse.fuse import fused_modules
-from normplug._fuse.reasons import FROM_OUTSIDE
 from normplug.modules.probe import Probe
 from zoo.check import observe
 
@@ -28,7 +28,7 @@ class Mix(nn.Module):
 
 
 class PreNorm(nn.Module):
-    """A language model's block, with an optional second input between the sum and the norm."""
+    """A language model's block, with an optional second input."""
 
     def __init__(self, norm=nn.LayerNorm):
         super().__init__()
@@ -38,12 +38,10 @@ class PreNorm(nn.Module):
     def forward(self, hidden, mask=None, context=None, **options):
         residual = hidden
         hidden = self.norm1(hidden)
+        if context is not None:
+            hidden = self.norm3(hidden + context)
         hidden, _ = self.mix(hidden=hidden, mask=mask, **options)
         hidden = residual + hidden
-        if context is not None:
-            residual = hidden
-            hidden = self.norm3(hidden + context)
-            hidden = hidden * residual
         residual = hidden
         hidden = self.norm2(hidden)
         hidden = self.mlp(hidden)
@@ -70,14 +68,14 @@ OPTIONS = {"none": {}, "mask": {"mask": torch.tensor(0.5)}, "context": {"context
 def test_a_block_that_takes_keyword_arguments_and_returns_a_tuple_is_fused(options, calls, traces):
     model, plain = twins(Caller(PreNorm(), PreNorm(nn.RMSNorm), **options))
     found = {row.path: (row.label, row.note) for row in fusions(model)}
-    left = f"PreNorm: {FROM_OUTSIDE}"
+    left = f"PreNorm: its forward takes *args or **kwargs, and {REASON}"
     assert found["blocks.1.norm1"] == (None, left)
     assert found["blocks.1.norm2"] == found["blocks.1.norm3"] == ("add before it", "")
     assert traces() == 0
     for training in (True, False):
         calls.clear()
         assert_same_step(model, plain, ROWS, training=training)
-        assert calls == ["add before"] * 2
+        assert calls == ["add before"] * (4 if "context" in options else 2)
 
 
 class Statements(Parts):
@@ -100,23 +98,25 @@ class Statements(Parts):
         return self.line(x)
 
     def branches(self, x, **options):
-        total = x + self.line(x)
         if options is not None and self.flag:
-            y = self.norm(total)
+            y = self.norm(x + self.line(x))
         elif not self.flag:
-            y = self.second(total)
-        return total * y
+            y = self.second(x + self.line(x))
+        return x * y
 
-    def optional_branch(self, x, other=None, **options):
-        x = self.line(x) + x
+    def end_of_a_branch(self, x, other=None, **options):
         if other is not None:
-            residual = x
-            x = self.second(x)
-            x = residual + self.line(x)
-        if not self.flag:
-            x = x * 2
+            total = x
+            x = self.line(x) + total
+            other = x
         x = self.norm(x)
         return self.line(x)
+
+    def if_between(self, x, other=None, **options):
+        x = self.line(x) + x
+        if other is not None:
+            x = x * 2
+        return self.norm(x)
 
     def try_clause(self, x, **options):
         total = x + self.line(x)
@@ -171,21 +171,12 @@ class Statements(Parts):
         return module.norm(x + self(x))
 
 
-EDITED = {"nested": 1, "annotated": 1, "chained": 1, "branches": 1, "optional_branch": 1}
-# Why each norm is left unfused.
-LEFT = {
-    "try_clause": "not right after the addition before it",
-    "in_place": "the addition before it is in place",
-    "changed_between": "total.mul_ comes between the addition and it",
-    "read_first": "not right after the addition before it",
-    "property_first": "not right after the addition before it",
-    "reassigned": FROM_OUTSIDE,
-    "sum_in_a_condition": "not right after the addition before it",
-    "constant": "no addition comes right before it",
-    "keyword_argument": "not called with one tensor",
-    "inside_a_function": "its forward passes self to another function",
-    "other_self": "its forward takes *args or **kwargs",
-}
+EDITED = {"nested": 1, "annotated": 1, "chained": 1, "branches": 1, "end_of_a_branch": 0}
+LEFT = [
+    name
+    for name, f in vars(Statements).items()
+    if callable(f) and name not in EDITED and not name.startswith("_")
+]
 
 
 def statements(name):
@@ -200,18 +191,19 @@ def test_a_statement_is_edited_if_the_order_of_evaluation_does_not_matter(name, 
     assert calls == ["add before"] * EDITED[name]
 
 
-def test_either_of_two_norms_may_follow_a_sum(calls):
-    model, plain = twins(statements("optional_branch"))
-    assert [row.label for row in fusions(model)] == ["add before it"] * 2
-    assert_same_step(model, plain, ROWS, ROWS)
-    assert calls == ["add before"] * 2
-    for each in (model, plain):
-        each.flag = False
-    calls.clear()
-    assert_same_step(model, plain, ROWS)
-    assert calls == []
-    model = fuse(swapped(statements("branches")))
+def test_a_norm_may_follow_the_branch_that_ends_with_the_sum(calls):
+    model, plain = twins(statements("end_of_a_branch"))
     assert [row.label for row in fusions(model)] == ["add before it", None]
+    assert_same_step(model, plain, ROWS, ROWS)
+    assert calls == ["add before"]
+
+
+def test_a_branch_that_attributes_exclude_is_not_reported():
+    for flag in (True, False):
+        block = statements("branches")
+        block.flag = flag
+        labels = [row.label for row in fusions(fuse(swapped(block)))]
+        assert labels == ["add before it" if flag else None, None if flag else "add before it"]
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -219,7 +211,8 @@ def test_other_statements_are_left_and_the_reason_is_given(name, calls):
     with pytest.warns(UserWarning, match="nothing to fuse"):
         model, plain = twins(statements(name))
     notes = {row.path: row.note for row in fusions(model)}
-    assert notes["norm"].startswith(f"Written: {LEFT[name]}")
+    untraced = "Written: its forward takes *args or **kwargs"
+    assert notes["norm"] == (untraced if name == "other_self" else f"{untraced}, and {REASON}")
     assert_same_step(model, plain, ROWS)
     assert calls == []
 

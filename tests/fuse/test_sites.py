@@ -21,7 +21,7 @@ from fuse_cases import (
     twins,
 )
 from normplug import fuse, fusions
-from normplug._fuse.reasons import FROM_OUTSIDE
+from normplug._fuse.sites import FROM_OUTSIDE
 
 
 class Pooled(Parts):
