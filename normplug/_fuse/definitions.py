@@ -7,7 +7,7 @@ import functools
 import inspect
 import linecache
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 # The nodes that have variables of their own.
@@ -108,6 +108,6 @@ def _imported(file: str) -> frozenset[str]:
     return frozenset(names - {"*"})
 
 
-def is_name(node: Any, names: set[str]) -> bool:
+def is_name(node: Any, names: Collection[str]) -> bool:
     """Whether an expression is a variable with one of these names."""
     return isinstance(node, ast.Name) and node.id in names

@@ -11,9 +11,9 @@ value. An edited forward is the original forward except for the statements of th
                                       x = self.act(x)
 
 Nothing with a side effect may run between the two, and nothing but the activation may read the
-norm's result. If the first statement ends the branch of an `if`, the second one may follow the
-`if`. So an edited forward takes any arguments, and depends on nothing but the function that it was
-made from. Each call decides at run time whether it does both at once.
+norm's result. The second statement may be inside or after an `if` whose test has no side effect:
+the first one then evaluates the test, too. So an edited forward takes any arguments, and depends on
+nothing but the function that it was made from. Each call decides at run time whether it does both.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ REASON = "no plain addition or activation is next to it"
 # The functions that edited statements call, under the names in the edited source.
 _CALLED = {
     "_normplug_add_norm": calls.add_norm,
+    "_normplug_sum_norm": calls.sum_norm,
     "_normplug_activated_norm": calls.activated_norm,
     "_normplug_norm_then": calls.norm_then,
     "_normplug_recompute": _recompute.call,
 }
-_ADD_NORM, _ACTIVATED_NORM, _NORM_THEN, _RECOMPUTE = _CALLED
+_ADD_NORM, _SUM_NORM, _ACTIVATED_NORM, _NORM_THEN, _RECOMPUTE = _CALLED
 # The variables that hold, from the first statement to the second, the norm's result, and whether
 # the activation has been applied.
 _RESULT, _DONE = "_normplug_result", "_normplug_done"
+# How many tests may lie between a value and its reader.
+_MAX_TESTS = 4
 # `except*` came with Python 3.11.
 _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 # Python's functions, and C++'s.
@@ -169,12 +172,45 @@ def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> 
     return Edited(cls, forward, edited, editor.me, editor.found)
 
 
+class _Next(NamedTuple):
+    """The calls of which one reads a value next, depending on tests in between.
+
+    Attributes:
+        chosen: an expression for the function that is called next; it is `None` if none is.
+        readers: each call, its statement, and the branches that contain it.
+    """
+
+    chosen: ast.expr
+    readers: tuple[tuple[Any, ast.stmt, Branch], ...] = ()
+
+
+class _Rest(NamedTuple):
+    """The statements that run after one that computes a value.
+
+    Attributes:
+        following: the statements.
+        branch: the branches that contain the first of them.
+        held: the variables that have the value.
+        stale: the variables assigned since, which no test may read.
+        tests: how many tests may come before a reader.
+    """
+
+    following: tuple[ast.stmt, ...]
+    branch: Branch
+    held: frozenset[str]
+    stale: frozenset[str]
+    tests: int = _MAX_TESTS
+
+
+# (statement, call, variables) -> whether the call reads one of the variables.
+_Reads = Callable[[ast.stmt, Any, frozenset[str]], bool]
+
+
 class _Pair(NamedTuple):
-    """A statement that computes a value, and the call in a later statement that reads it."""
+    """A statement that computes a value, and what reads it next."""
 
     statement: Any
-    reader: ast.stmt
-    call: Any
+    next: _Next
 
 
 @dataclass
@@ -215,19 +251,17 @@ class _Editor:
         self._look(self.definition.body, [], ())
         if self._norms:
             self._merge(self._norms, _DONE, ast.Constant(False))
-        for statement, _, call in self._norms:
+        for statement, found in self._norms:
             norm, x = statement.value.func, statement.value.args[0]
             done = ast.Name(_DONE, ast.Store())
             statement.targets = [ast.Tuple([statement.targets[0], done], ast.Store())]
-            statement.value = _call(_NORM_THEN, norm, x, copy.deepcopy(call.func))
+            statement.value = _call(_NORM_THEN, norm, x, found.chosen)
             _located(statement, statement)
         if self._sums:
             self._merge(self._sums, _RESULT, ast.Constant(None))
-        for statement, _, call in self._sums:
+        for statement, found in self._sums:
             target, total = _assigned(statement)
-            both = _call(_ADD_NORM)  # by name, to evaluate the terms before `self.norm`
-            values = {"a": total.left, "b": total.right, "norm": copy.deepcopy(call.func)}
-            both.keywords = [ast.keyword(name, value) for name, value in values.items()]
+            both = _call(_SUM_NORM, total.left, total.right, found.chosen)
             body = self._bodies[statement]
             body[body.index(statement)] = _assignment([_RESULT, target], both, statement)
 
@@ -270,15 +304,19 @@ class _Editor:
         target, value = _assigned(statement)
         if target is None or isinstance(statement, ast.AugAssign):
             return
+        rest = _Rest(tuple(following), branch, frozenset((target,)), frozenset((target,)))
         if _is_sum(value):
-            if found := self._next(following, target, self._norms_sum):
-                self._sums.append(_Pair(statement, *found))
-                self._found(found[1].func.attr, Place(branch))
-        elif isinstance(statement, ast.Assign):
-            name = self._child(value, self.parts.activated)
-            if name and (found := self._next(following, target, self._activates)):
-                self._norms.append(_Pair(statement, *found))
-                self._found(name, self._place(found[1], branch))
+            found = self._next(rest, self._norms_sum)
+            if found.readers:
+                self._sums.append(_Pair(statement, found))
+            for call, _, where in found.readers:
+                self._found(call.func.attr, Place(where))
+        elif isinstance(statement, ast.Assign) and self._child(value, self.parts.activated):
+            found = self._next(rest, self._activates)
+            if found.readers:
+                self._norms.append(_Pair(statement, found))
+            for call, _, where in found.readers:
+                self._found(value.func.attr, self._place(call, where))
 
     def _found(self, name: str, place: Place) -> None:
         self.found.setdefault(name, []).append(place)
@@ -292,7 +330,8 @@ class _Editor:
     def _merge(self, pairs: list[_Pair], name: str, unset: ast.Constant) -> None:
         """Replace the calls that read the values by a variable, where it is set."""
         computing = [pair.statement for pair in pairs]
-        for call, reader in {pair.call: pair.reader for pair in pairs}.items():
+        readers = {call: reader for pair in pairs for call, reader, _ in pair.next.readers}
+        for call, reader in readers.items():
             if name == _DONE:
                 value = ast.IfExp(_load(_DONE), call.args[0], call)
             else:
@@ -306,31 +345,72 @@ class _Editor:
         first = self.definition.body[0]
         self.definition.body.insert(0, _assignment([name], unset, first))
 
-    def _next(
-        self,
-        following: list[ast.stmt],
-        target: str,
-        reads: Callable[[ast.stmt, Any, set[str]], bool],
-    ) -> tuple[ast.stmt, Any] | None:
-        """The call that reads a value next, and its statement, if nothing before has an effect.
-
-        Args:
-            following: the statements after the one that computes the value.
-            target: the variable that holds the value.
-            reads: (statement, call, variables) -> whether the call reads one of the variables.
-        """
-        held = {target}
-        for statement in following:
+    def _next(self, rest: _Rest, reads: _Reads) -> _Next:
+        """The calls of which one reads a value next, if nothing before it has a side effect."""
+        following, branch, held, stale, tests = rest
+        for i, statement in enumerate(following):
             first = self._first_effect(getattr(statement, "value", None))
             if first is not None:
-                return (statement, first) if reads(statement, first, held) else None
+                if not reads(statement, first, held):
+                    break
+                return _Next(copy.deepcopy(first.func), ((first, statement, branch),))
+            if isinstance(statement, ast.If) and tests and self._is_plain(statement.test, stale):
+                inside = rest._replace(held=held, stale=stale, tests=tests - 1)
+                return self._choice(statement, following[i + 1 :], inside, reads)
             name, value = _assigned(statement)
             if name is None or isinstance(statement, ast.AugAssign):
-                return None
+                break
             if reads == self._activates and any(is_name(part, held) for part in ast.walk(value)):
-                return None
+                break
             held = held | {name} if is_name(value, held) else held - {name}
-        return None
+            stale = stale | {name}
+        return _Next(ast.Constant(None))
+
+    def _choice(
+        self, statement: ast.If, after: tuple[ast.stmt, ...], rest: _Rest, reads: _Reads
+    ) -> _Next:
+        """`_next` from an `if` on; after: the statements after it."""
+        blocks = {True: statement.body, False: statement.orelse}
+        true, false = (
+            self._next(
+                rest._replace(
+                    following=(*block, *after), branch=(*rest.branch, (statement.test, result))
+                ),
+                reads,
+            )
+            for result, block in blocks.items()
+        )
+        readers = true.readers + false.readers
+        if not readers:
+            return _Next(ast.Constant(None))
+        test = copy.deepcopy(statement.test)
+        return _Next(ast.IfExp(test, true.chosen, false.chosen), readers)
+
+    def _is_plain(self, test: ast.expr, stale: frozenset[str]) -> bool:
+        """Whether a test may also be evaluated earlier, with the same result.
+
+        It may read variables that are not in `stale`, attributes and constants, and compare with
+        None or a string.
+        """
+        parts: list[ast.expr] = []
+        if isinstance(test, ast.BoolOp):
+            parts = test.values
+        elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            parts = [test.operand]
+        elif isinstance(test, ast.Compare) and len(test.ops) == 1:
+            value = getattr(test.comparators[0], "value", 0)
+            same = isinstance(test.ops[0], (ast.Is, ast.IsNot))
+            equal = isinstance(test.ops[0], (ast.Eq, ast.NotEq)) and isinstance(value, str)
+            parts = [test.left, test.comparators[0]] if same or equal else []
+        elif isinstance(test, ast.Name):
+            return test.id not in stale
+        elif isinstance(test, ast.Attribute):
+            # A class's own `__getattr__` may have effects, such as a warning about an old name.
+            looks: Any = self.cls.__getattr__
+            return self._is_stored(test) and looks is nn.Module.__getattr__
+        else:
+            return isinstance(test, ast.Constant)
+        return bool(parts) and all(self._is_plain(part, stale) for part in parts)
 
     def _first_effect(self, node: Any) -> Any:
         """The first part of an expression that may have a side effect; None if it has none."""
@@ -365,7 +445,7 @@ class _Editor:
         plain = _has_one_argument(node) and self._is_own(node.func)
         return node.func.attr if plain and node.func.attr in names else ""
 
-    def _norms_sum(self, statement: ast.stmt, node: Any, held: set[str]) -> bool:
+    def _norms_sum(self, statement: ast.stmt, node: Any, held: frozenset[str]) -> bool:
         return bool(self._child(node, self.parts.summed)) and is_name(node.args[0], held)
 
     def _is_activation(self, node: Any) -> bool:
@@ -373,7 +453,7 @@ class _Editor:
             return False
         return bool(self._child(node, self.parts.activations)) or self._named(node.func) is not None
 
-    def _activates(self, statement: ast.stmt, node: Any, held: set[str]) -> bool:
+    def _activates(self, statement: ast.stmt, node: Any, held: frozenset[str]) -> bool:
         """Whether a node activates a norm's result, in the variable that only this node reads."""
         if not self._is_activation(node) or not is_name(node.args[0], held):
             return False

@@ -43,16 +43,14 @@ class Traced:
     methods: tuple[tuple[type[nn.Module], str, Any], ...]
     labels: dict[str, str]
 
-    def holds(self, root: nn.Module, args: tuple[Any, ...] | None) -> bool:
+    def holds(self, root: nn.Module, inputs: tuple[Any, ...] = ()) -> bool:
         """Whether the forward may run in place of the module's own.
 
         Args:
             root: the module.
-            args: those of the call; None checks only whether the modules are unchanged.
+            inputs: those of the call; () checks only whether the modules are unchanged.
         """
-        if args is not None and len(args) != len(self.sequences):
-            return False
-        for x, sequence in zip(args or (), self.sequences, strict=False):
+        for x, sequence in zip(inputs, self.sequences, strict=False):
             if not (_are_tensors(x) if sequence else isinstance(x, Tensor)):
                 return False
         for cls, name, method in self.methods:
@@ -90,7 +88,7 @@ class Fusion:
                 child = root._modules.get(name)
                 if child is not None and (label := self.edited.label(name, root)):
                     found[child] = label
-        if self.traced is not None and self.traced.holds(root, None):
+        if self.traced is not None and self.traced.holds(root):
             found |= {root.get_submodule(path): label for path, label in self.traced.labels.items()}
         return found
 
@@ -171,19 +169,18 @@ def _made(cls: type[nn.Module]) -> type[nn.Module]:
     original: Any = cls.forward
 
     def choose(module: nn.Module, inputs: tuple[Any, ...], alone: bool) -> Any:
-        if cls.forward is not original and alone:  # a patch, which may take other arguments
-            return lambda *_, **__: cls.forward(module, *inputs)
         now = type(module)
         # A class that others derived from this one may have other attributes.
-        if now is not made and not (now.__module__.startswith("torch.") and made in now.__bases__):
-            return cls.forward
-        fusion: Fusion | None = module.__dict__.get(FUSION)
-        if fusion is not None and not has_global_hooks():
-            traced, edited = fusion.traced, fusion.edited
-            if traced is not None and alone and traced.holds(module, inputs):
-                return traced.forwards[module.training]
-            if edited is not None and edited.holds():
-                return edited.forward
+        if now is made or (now.__module__.startswith("torch.") and made in now.__bases__):
+            fusion: Fusion | None = module.__dict__.get(FUSION)
+            if fusion is not None and not has_global_hooks():
+                traced, edited = fusion.traced, fusion.edited
+                if alone and traced is not None and traced.holds(module, inputs):
+                    return traced.forwards[module.training]
+                if edited is not None and edited.holds():
+                    return edited.forward
+        if alone and cls.forward is not original:  # a patch, which may take other arguments
+            return lambda *_, **__: cls.forward(module, *inputs)
         return cls.forward
 
     namespace = {

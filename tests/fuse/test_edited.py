@@ -115,8 +115,13 @@ class Statements(Parts):
     def if_between(self, x, other=None, **options):
         x = self.line(x) + x
         if other is not None:
+            residual = x
+            x = self.second(x)
+            x = residual + self.line(x)
+        if not self.flag:
             x = x * 2
-        return self.norm(x)
+        x = self.norm(x)
+        return self.line(x)
 
     def try_clause(self, x, **options):
         total = x + self.line(x)
@@ -171,7 +176,14 @@ class Statements(Parts):
         return module.norm(x + self(x))
 
 
-EDITED = {"nested": 1, "annotated": 1, "chained": 1, "branches": 1, "end_of_a_branch": 0}
+EDITED = {
+    "nested": 1,
+    "annotated": 1,
+    "chained": 1,
+    "branches": 1,
+    "end_of_a_branch": 0,
+    "if_between": 1,
+}
 LEFT = [
     name
     for name, f in vars(Statements).items()
@@ -196,6 +208,18 @@ def test_a_norm_may_follow_the_branch_that_ends_with_the_sum(calls):
     assert [row.label for row in fusions(model)] == ["add before it", None]
     assert_same_step(model, plain, ROWS, ROWS)
     assert calls == ["add before"]
+
+
+def test_either_of_two_norms_may_follow_a_sum(calls):
+    model, plain = twins(statements("if_between"))
+    assert [row.label for row in fusions(model)] == ["add before it"] * 2
+    assert_same_step(model, plain, ROWS, ROWS)
+    assert calls == ["add before"] * 2
+    for each in (model, plain):
+        each.flag = False
+    calls.clear()
+    assert_same_step(model, plain, ROWS)
+    assert calls == []
 
 
 def test_a_branch_that_attributes_exclude_is_not_reported():
