@@ -128,6 +128,7 @@ CONVERSIONS = {
 
 @pytest.mark.parametrize("made_inside", [False, True])
 @pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.filterwarnings("ignore:normplug. a fused model is pickled")
 def test_a_conversion_in_inference_mode_makes_tensors_that_can_be_trained(name, made_inside):
     with torch.inference_mode():
         inside = Net()
