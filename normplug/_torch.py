@@ -12,6 +12,7 @@ where a comment says otherwise.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -217,6 +218,13 @@ def is_patched(module: nn.Module) -> bool:
     if "forward" not in module.__dict__:
         return False
     return getattr(module.__dict__["forward"], "__func__", None) is not type(module).forward
+
+
+def is_class_patched(cls: type[nn.Module]) -> bool:
+    """Whether other code has replaced a class's `forward`: its function is of another module."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    forward, home = vars(owner)["forward"], sys.modules.get(owner.__module__)
+    return home is not None and getattr(forward, "__globals__", None) is not vars(home)
 
 
 def has_hooks(module: nn.Module) -> bool:

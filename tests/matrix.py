@@ -40,13 +40,14 @@ BATCH_NORM = nn.modules.batchnorm._BatchNorm
 INSTANCE_NORM = nn.modules.instancenorm._InstanceNorm
 NORMS = (BATCH_NORM, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, INSTANCE_NORM)
 COLUMNS = ("swapped", "unswapped")
+NAN = "refused: the outputs are nan"
 
 
 @dataclass(frozen=True)
 class Row:
     """One tool.
 
-    refused: a pattern of the error on a golden model; "" where the tool works on it.
+    refused: a pattern of the cell of a golden model; "" where the tool works on it.
     without: layers to leave out, since the tool does not support them even stock, or is slow.
     cpu: whether the tool works on the CPU only.
     """
@@ -174,7 +175,7 @@ def expected_of(one):
 
 
 def outcome(one, name):
-    """A cell: "works", "refused: ...", "refused by check: ..." or "silently wrong: ..."."""
+    """A cell: "works", NAN, "refused: ...", "refused by check: ..." or "silently wrong: ..."."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -190,6 +191,8 @@ def outcome(one, name):
         except Exception as error:
             return f"refused: {str(error).strip().splitlines()[0]}"
         DIGESTS[f"{one.tool}, {name}"] = digest(got)
+        if has_nan(got) and not has_nan(expected):
+            return NAN
         try:
             assert_same(got, expected, one.tolerance)
         except AssertionError as difference:
@@ -199,6 +202,11 @@ def outcome(one, name):
                 return f"refused by check: {str(error).splitlines()[1].strip(' -')}"
             return f"silently wrong: {difference}"
     return "works"
+
+
+def has_nan(values):
+    leaves = tree_flatten(values)[0]
+    return any(isinstance(t, torch.Tensor) and t.isnan().any().item() for t in leaves)
 
 
 def assert_same(got, expected, tolerance):
@@ -261,7 +269,7 @@ def train(model, optimizer=None, after=lambda: None):
 
 @row(
     "`nn.SyncBatchNorm.convert_sync_batchnorm`",
-    refused="batchnorm.*convert_sync_batchnorm would",
+    refused=NAN,
 )
 def convert_sync_batchnorm(model):
     return evaluate(nn.SyncBatchNorm.convert_sync_batchnorm(model))
@@ -270,7 +278,7 @@ def convert_sync_batchnorm(model):
 @row(
     "Lightning `Trainer(sync_batchnorm=True)`",
     "lightning",
-    refused="batchnorm.*convert_sync_batchnorm would",
+    refused=NAN,
 )
 def lightning_sync_batchnorm(model):
     from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -279,14 +287,14 @@ def lightning_sync_batchnorm(model):
     return evaluate(plugin.revert(plugin.apply(model)))
 
 
-@row("timm `convert_sync_batchnorm`", "timm", refused="norm_act.convert_sync_batchnorm would")
+@row("timm `convert_sync_batchnorm`", "timm", refused=NAN)
 def timm_convert_sync_batchnorm(model):
     import timm
 
     return evaluate(timm.layers.convert_sync_batchnorm(model))
 
 
-@row("timm `convert_splitbn_model`", "timm", refused="split_batchnorm.convert_splitbn_model would")
+@row("timm `convert_splitbn_model`", "timm", refused=NAN)
 def timm_convert_splitbn_model(model):
     import timm
 
@@ -294,7 +302,7 @@ def timm_convert_splitbn_model(model):
     return evaluate(model)
 
 
-@row("timm `freeze_batch_norm_2d`", "timm", refused="norm_act.freeze_batch_norm_2d would")
+@row("timm `freeze_batch_norm_2d`", "timm", refused=NAN)
 def timm_freeze_batch_norm_2d(model):
     import timm
 
@@ -310,14 +318,14 @@ def replace_all_batch_norm_modules(model):
 # Tools that read a norm's tensors.
 
 
-@row("`nn.utils.fuse_conv_bn_eval`", refused="fusion.fuse_conv_bn_eval would")
+@row("`nn.utils.fuse_conv_bn_eval`", refused=NAN)
 def fuse_conv_bn_eval(model):
     model.eval()
     model.conv, model.bn = nn.utils.fuse_conv_bn_eval(model.conv, model.bn), nn.Identity()
     return evaluate(model)
 
 
-@row("`nn.utils.fuse_linear_bn_eval`", refused="fusion.fuse_linear_bn_eval would")
+@row("`nn.utils.fuse_linear_bn_eval`", refused=NAN)
 def fuse_linear_bn_eval(model):
     model.eval()
     model.fc, model.bn1 = nn.utils.fuse_linear_bn_eval(model.fc, model.bn1), nn.Identity()
@@ -338,7 +346,7 @@ def fx_fuse(model):
     return evaluate(fuse(model.eval()))
 
 
-@row("timm `reparameterize_model`", "timm", refused="levit.*fuse would")
+@row("timm `reparameterize_model`", "timm", refused=NAN)
 def timm_reparameterize_model(model):
     from timm.models.levit import ConvNorm
     from timm.utils.model import reparameterize_model
@@ -351,7 +359,7 @@ def timm_reparameterize_model(model):
     return evaluate(reparameterize_model(model.eval().cpu()).to(DEVICE))
 
 
-@row("`torch.utils.mkldnn.to_mkldnn`", refused="mkldnn.*__init__ would", cpu=True)
+@row("`torch.utils.mkldnn.to_mkldnn`", refused=NAN, cpu=True)
 def to_mkldnn(model):
     from torch.utils import mkldnn
 
@@ -612,7 +620,7 @@ def forward_ad(model):
 def known_to_opacus(model):
     """The model in training mode; swapping it again registers normplug's norms with Opacus."""
     if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
-        normplug.swap(model)
+        normplug.swap(model, "golden")
     return model.train()
 
 
@@ -798,6 +806,66 @@ def quantize_dynamic(model):
     return evaluate(torch.ao.quantization.quantize_dynamic(model.eval(), {nn.Linear}))
 
 
+@row(
+    "`torch.ao.quantization.prepare`, `convert`; GroupNorm, InstanceNorm2d, LayerNorm",
+    refused="from_float would drop the target variance of a GroupNorm",
+    cpu=True,
+)
+def quantize_static(model):
+    from torch.ao.quantization import QuantWrapper, convert, get_default_qconfig, prepare
+
+    outputs = []
+    for norm in (model.group, model.instance, model.norm):
+        x = X.flatten(1)[:, :32] if norm is model.norm else model.conv(X).detach()
+        wrapped = QuantWrapper(nn.Sequential(nn.Identity(), norm)).eval()
+        wrapped.qconfig = get_default_qconfig("fbgemm")
+        prepared = prepare(wrapped)
+        prepared(x)
+        outputs.append(convert(prepared)(x))
+    return outputs
+
+
+# Tools that look layers up by their exact class.
+
+
+@row("captum `LRP`; has only BatchNorm2d", "captum")
+def captum_lrp(model):
+    from captum.attr import LRP
+
+    normplug.swap(nn.LayerNorm(1))  # registers with captum, now that it is imported
+    pooled = nn.AdaptiveAvgPool2d(1)
+    part = nn.Sequential(model.conv, model.bn, model.relu, pooled).eval()
+    return LRP(part).attribute(X.clone().requires_grad_(), target=(0, 0, 0))
+
+
+@row("thop `profile`", "thop")
+def thop_profile(model):
+    import thop
+
+    normplug.swap(nn.LayerNorm(1))
+    return thop.profile(model, (X,), verbose=False)
+
+
+@row("ptflops `get_model_complexity_info`", "ptflops", cpu=True)
+def ptflops_complexity(model):
+    import ptflops
+
+    normplug.swap(nn.LayerNorm(1))
+    options = {"as_strings": False, "print_per_layer_stat": False, "backend": "pytorch"}
+    return ptflops.get_model_complexity_info(model, tuple(X.shape[1:]), **options)
+
+
+@row("BackPACK `BatchGrad`; has only BatchNorm", "backpack", refused="no attribute 'grad_batch'")
+def backpack_batch_grad(model):
+    from backpack import backpack, extend
+    from backpack.extensions import BatchGrad
+
+    part = extend(nn.Sequential(model.conv, model.bn, nn.Flatten(), nn.Softmax(1)).eval())
+    with backpack(BatchGrad()):
+        extend(nn.CrossEntropyLoss())(part(X), Y).backward()
+    return [p.grad_batch for p in part.parameters()]
+
+
 @row("`nn.utils.parametrizations.weight_norm`, `spectral_norm`")
 def parametrizations(model):
     torch.manual_seed(3)
@@ -870,9 +938,11 @@ def write(path):
         "BatchNorm2d, GroupNorm, InstanceNorm2d, BatchNorm1d, LayerNorm and RMSNorm. It compares",
         "the result with the same tool on the stock model of the same function: outputs, and for",
         "tools that train also losses, gradients and statistics. *Refused* means an error, shown",
-        "by its first sentence; use the tool before `swap` or after `normplug.unswap` instead. A",
-        "tool is refused if it reads a layer's `eps` to compute with it. `normplug.check(model,",
-        "batch)` finds the tools that do not.",
+        "by its first sentence, or outputs of nan, which a tool gives if it computes with a",
+        "layer's `eps`; use the tool before `swap` or after `normplug.unswap` instead.",
+        "`normplug.check(model, batch)` finds the tools that do neither. Tools that look layers up",
+        "by their exact class treat a swapped layer like the stock one if they were imported",
+        "before `swap`.",
         "",
         "| tool | swapped, golden | after `unswap` |",
         "|---|---|---|",

@@ -65,7 +65,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     Warns:
         UserWarning: there was nothing to fuse; the warning says why.
 
-    Example:
+    Examples:
         >>> import normplug
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
         >>> print(fusions(fuse(normplug.swap(model))).summary())

@@ -79,6 +79,7 @@ class BatchNormSpec(NamedTuple):
     """The non-tensor arguments of a BatchNorm call.
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
+    instance: whether it is an InstanceNorm in evaluation with running statistics.
     """
 
     training: bool
@@ -88,6 +89,7 @@ class BatchNormSpec(NamedTuple):
     activation: ActivationLike = None
     pool: Pool | None = None
     keeps_residual: bool = False
+    instance: bool = False
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
         """The dimensions of x along which a call can be split without changing its results."""

@@ -93,7 +93,7 @@ def _add(norm: nn.Module, x: Tensor, residual: Tensor) -> Outputs:
 
 
 def _fused_add(norm: Any, x: Tensor, residual: Tensor) -> Outputs:
-    return norm.fused_add(x, residual)
+    return norm._fused_add(x, residual)
 
 
 def _relu(norm: nn.Module, x: Tensor) -> Outputs:
@@ -105,11 +105,11 @@ def _silu(norm: nn.Module, x: Tensor) -> Outputs:
 
 
 def _fused_silu(norm: Any, x: Tensor) -> Outputs:
-    return (norm.fused(x, activation="silu"),)
+    return (norm._fused(x, activation="silu"),)
 
 
 def _fused_relu(norm: Any, x: Tensor) -> Outputs:
-    return (norm.fused(x, activation="relu"),)
+    return (norm._fused(x, activation="relu"),)
 
 
 # Fused ops are called as a model calls them after `fuse`.

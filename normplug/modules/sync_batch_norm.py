@@ -23,10 +23,8 @@ from normplug.modules.batch_norm import (
 
 class _SyncBatchNormForward(_BatchNorm):
     process_group: Any
-    # The layer's class before it was synchronised. The layer still takes the input of that class.
-    _unsynced_class: type[Any] = nn.SyncBatchNorm
 
-    def fused(
+    def _fused(
         self,
         input: Tensor,
         residual: Tensor | None = None,
@@ -42,7 +40,7 @@ class _SyncBatchNormForward(_BatchNorm):
         """
         group = self.group_to_join()
         if group is None:
-            return super().fused(
+            return super()._fused(
                 input, residual, activation, pool, isolated=isolated, keeps_residual=keeps_residual
             )
         call = self._call(input, residual, activation, pool, keeps_residual)
@@ -60,7 +58,9 @@ class _SyncBatchNormForward(_BatchNorm):
         return self.group_to_join() is not None
 
     def _check_input_dim(self, input: Tensor) -> None:
-        self._unsynced_class._check_input_dim(self, input)
+        # It still takes the input of the class that it had before it was synchronised.
+        before: Any = self._normplug.unsynced_class or nn.SyncBatchNorm
+        before._check_input_dim(self, input)
 
 
 class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
@@ -96,7 +96,7 @@ class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
         ValueError: an unknown mode or backend, input of another dimension, and on the CPU one value
             per channel in the joined batch.
 
-    Example:
+    Examples:
         >>> import torch
         >>> SyncBatchNorm(8, mode="standard")(torch.ones(2, 8)).sum()
         tensor(0., grad_fn=<SumBackward0>)

@@ -96,12 +96,12 @@ class Declared(Toy):
 
     forward = Toy.forward
 
-    def fused(self, x, residual=None, activation=None):
+    def _fused(self, x, residual=None, activation=None):
         assert residual is None
         self.made.append(activation)
         return getattr(F, activation)(self.forward(x))
 
-    def fused_add(self, a, b):
+    def _fused_add(self, a, b):
         self.made.append("add")
         return self.forward(a + b), a + b
 

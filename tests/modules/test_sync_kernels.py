@@ -45,8 +45,8 @@ def in_one_process(case, dtype):
     if case.affine:
         layer.weight.data, layer.bias.data = weight, bias
     x.requires_grad_()
-    layer.fused(x, residual, case.activation)
-    y = layer.fused(x, residual, case.activation)
+    layer._fused(x, residual, case.activation)
+    y = layer._fused(x, residual, case.activation)
     y.backward(dy)
     out = {"y": y.detach(), "dx": x.grad, **layer.state_dict()}
     if residual is not None:

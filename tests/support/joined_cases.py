@@ -83,8 +83,8 @@ def numbers(rank, world, device):
         x.requires_grad_()
         residual = case.own_residual(rank, device)
         layer.backend = case.backends[rank]
-        layer.fused(x, residual, case.activation)
-        y = layer.fused(x, residual, case.activation)
+        layer._fused(x, residual, case.activation)
+        y = layer._fused(x, residual, case.activation)
         y.backward(dy)
         out = {"y": y.detach(), "dx": x.grad, "state": layer.state_dict()}
         if residual is not None:
@@ -129,7 +129,7 @@ def second_derivatives(rank, world, device):
     layer, x, dy = TWICE.of_rank(rank, device)
     residual = TWICE.own_residual(rank, device)
     layer.backend = TWICE.backends[rank]
-    y = layer.fused(x.requires_grad_(), residual, "relu")
+    y = layer._fused(x.requires_grad_(), residual, "relu")
     (dx,) = torch.autograd.grad(y.square(), x, dy, create_graph=True)
     dx.square().sum().backward()
     return {"x": x.grad, "residual": residual.grad, "weight": layer.weight.grad}
@@ -142,7 +142,7 @@ def recomputed(rank, world, device):
     layer, x, _ = case.of_rank(rank, device)
     residual = case.own_residual(rank, device)
     layer.backend = case.backends[rank]
-    y = layer.fused(x.requires_grad_(), residual, "relu", keeps_residual=True)
+    y = layer._fused(x.requires_grad_(), residual, "relu", keeps_residual=True)
     assert recompute.will_recompute(y) == recompute.AVAILABLE
     return y.detach(), type(y.grad_fn)._forward_cls.recompute(y.grad_fn)
 

@@ -114,12 +114,11 @@ class _Compiled(Route):
             window = [*pool.kernel, *pool.stride, *pool.padding, int(pool.ceil_mode)]
             y, stats, *_ = _pooled_operator(*tensors, *numbers, window)
         if spec.training and mean is not None and var is not None:
-            step = statistics.count_batch(mean, t.tracked, spec.momentum)
             n = t.x.numel() // t.x.shape[1]
             with torch.no_grad():
                 batch_mean, rstd = stats.chunk(2)
                 batch_var = statistics.variance_of(rstd, spec.eps) * (n / (n - 1))
-                statistics.update(mean, var, batch_mean, batch_var, step)
+                statistics.update(t, spec.momentum, batch_mean, batch_var)
         return y
 
 

@@ -1,0 +1,40 @@
+"""Register normplug's layers with tools that look layers up by their exact class."""
+
+from __future__ import annotations
+
+import sys
+from operator import attrgetter
+from typing import Any
+
+from normplug import _convert
+
+# The module of each tool's registries, and their names in it. They map classes to what the tool
+# does with their layers. A tool that is imported later is registered with by the next swap.
+_REGISTRIES = {
+    "captum.attr._core.lrp": ("SUPPORTED_LAYERS_WITH_RULES",),
+    "opacus.validators": ("ModuleValidator.VALIDATORS", "ModuleValidator.FIXERS"),
+    "ptflops.pytorch_ops": ("MODULES_MAPPING",),
+    "thop.profile": ("register_hooks",),
+    "torch.ao.quantization.quantization_mappings": ("DEFAULT_STATIC_QUANT_MODULE_MAPPINGS",),
+}
+
+
+def tell_tools() -> None:
+    """Have the tools that are in use treat normplug's layers like the stock ones."""
+    for module, names in _REGISTRIES.items():
+        if (tool := sys.modules.get(module)) is None:
+            continue
+        for name in names:
+            registry = attrgetter(name)(tool)
+            for stock, ours in _convert.REPLACEMENTS.items():
+                if stock in registry:
+                    registry.setdefault(ours, registry[stock])
+    if (opacus := sys.modules.get("opacus.validators")) is not None:
+        # Running statistics that are only watched are not private.
+        for ours in _convert.REPLACEMENTS.values():
+            opacus.ModuleValidator.FIXERS.setdefault(ours, _without_watching)
+
+
+def _without_watching(layer: Any, **options: Any) -> Any:
+    layer.stop_watching()
+    return layer
