@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from normplug import modules
 from normplug._torch import is_class_patched, is_patched
@@ -55,6 +54,10 @@ _ADAPTERS = {
 }
 
 
+# The attribute of a class that `fuse` has made: the class that it was made from.
+FUSED = "_normplug_fused"
+
+
 def register(ours: type[TargetVarianceNorm], stock: type[nn.Module]) -> None:
     """Have a swap turn layers of exactly the class `stock` into `ours`."""
     REPLACEMENTS[stock] = ours
@@ -63,18 +66,17 @@ def register(ours: type[TargetVarianceNorm], stock: type[nn.Module]) -> None:
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The module's class, without the private subclass that torch may have derived from it."""
-    private = _private_base(module)
-    return type(module) if private is None else type(module).__bases__[private]
+    cls = type(module)
+    while _is_private(cls):
+        cls = cls.__bases__[-1]
+    return cls
 
 
-def _private_base(module: nn.Module) -> int | None:
-    """Index of the class among the bases of the subclass that parametrize or FSDP has made."""
-    # `is_parametrized` alone is slow: most modules lack the attribute that it reads.
-    if "parametrizations" in module._modules and parametrize.is_parametrized(module):
-        return 0
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = fsdp is not None and issubclass(type(module).__bases__[0], fsdp.FSDPModule)
-    return 1 if sharded else None
+def _is_private(cls: type[nn.Module]) -> bool:
+    """Whether torch derived a class for single modules: parametrize, FSDP and replicate do."""
+    if not cls.__module__.startswith("torch.") or "." in cls.__qualname__ or FUSED in vars(cls):
+        return False
+    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is not cls
 
 
 def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
@@ -264,9 +266,13 @@ def assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Change a module's class; keep the private subclass that torch may have derived from it."""
     if not is_patched(module):
         vars(module).pop("forward", None)  # the old class's
-    index = _private_base(module)
-    if index is not None:
-        private = type(module)
-        namespace = {k: v for k, v in vars(private).items() if k not in ("__dict__", "__weakref__")}
-        cls = type(private.__name__, (*private.__bases__[:index], cls), namespace)
-    module.__class__ = cls
+    module.__class__ = _below(type(module), cls)
+
+
+def _below(private: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    """The class, with the private subclasses of another class derived from it."""
+    if not _is_private(private):
+        return cls
+    *others, base = private.__bases__
+    namespace = {k: v for k, v in vars(private).items() if k not in ("__dict__", "__weakref__")}
+    return type(private.__name__, (*others, _below(base, cls)), namespace)

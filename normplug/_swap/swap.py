@@ -164,8 +164,8 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     Raises:
         TypeError: `model` is not a module, or is TorchScript.
         ValueError: a weight that cannot be multiplied (parametrized, computed, or shared with a
-            layer that would change), or a forward that was replaced on the instance of a layer or
-            of a fused module. The model stays as it was.
+            layer that would change), or a forward that was replaced on the instance of a layer. The
+            model stays as it was.
 
     Warns:
         UserWarning: a layer stays because it is a user's own subclass of a normplug class.
@@ -187,9 +187,9 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         raise _checks.forward_replaced("unswap", "swap", patched)
     scalings = [Scaling(p, m, math.sqrt(m.target_variance)) for p, m in layers if fold]
     _fold.refuse_unscalable("unswap", inventory, scalings)
-    from normplug._fuse.fuse import fused_modules, releasable, release
+    from normplug._fuse.fuse import fused_modules, release
 
-    fused = releasable("unswap", fused_modules(model))
+    fused = fused_modules(model).values()
     _record.warn_of_lost("unswap", inventory)
     with all_or_nothing([layer for _, layer in layers]):
         _fold.scale(inventory, scalings)
@@ -219,8 +219,7 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
         `model` itself.
 
     Raises:
-        ValueError, TypeError: as `normplug.swap` does; and after the block, as `normplug.unfuse`
-            does, if modules were fused in it. The model then stays as the block left it.
+        ValueError, TypeError: as `normplug.swap` does.
 
     Examples:
         >>> model = nn.Sequential(nn.LayerNorm(8))
@@ -231,7 +230,7 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
         <class 'torch.nn.modules.normalization.LayerNorm'>
     """
     _checks.module("swapped", model)
-    from normplug._fuse.fuse import fused_modules, releasable, release
+    from normplug._fuse.fuse import fused_modules, release
 
     inventory, fused = Inventory(model), fused_modules(model)
     before = {
@@ -247,14 +246,10 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
         for path, (m, settings) in before.items()
         if options.get("preserve_output") and isinstance(m, TargetVarianceNorm)
     ]
-    completed = False
     try:
         yield model
-        completed = True
     finally:
-        inside = {path: m for path, m in fused_modules(model).items() if path not in fused}
-        if completed:  # else the block's own exception is what the user has to see
-            releasable("swapped", inside)
+        inside = [m for path, m in fused_modules(model).items() if path not in fused]
         now = [s for s in scalings if isinstance(s.module, TargetVarianceNorm)]
         _fold.scale(inventory, now)
         for m, settings in before.values():
@@ -266,7 +261,7 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
                 for name, value in settings.items():
                     setattr(m, name, value)
         _record.put(Inventory(model), records)
-        release([m for m in inside.values() if not is_patched(m)])
+        release(inside)
 
 
 def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
