@@ -17,8 +17,8 @@ TRAIN += ["omegaconf", "pydantic", "scipy", "sklearn", "torchvision"]
 UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 # A package or module may import itself and those of the layers before its own.
 LAYERS = [
-    {"_activations", "_torch", "_layouts"},
-    {"modes", "reference", "_checks", "_extras", "_report", "_results", "_table"},
+    {"_activations", "_torch", "_layouts", "modes"},
+    {"reference", "_checks", "_extras", "_report", "_results", "_table"},
     {"native"},
     {"_kernels"},
     {"_ops"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from operator import attrgetter
 from typing import Any
@@ -15,8 +16,8 @@ _REGISTRIES = {
     "opacus.validators": ("ModuleValidator.VALIDATORS", "ModuleValidator.FIXERS"),
     "ptflops.pytorch_ops": ("MODULES_MAPPING",),
     "thop.profile": ("register_hooks",),
-    "torch.ao.quantization.quantization_mappings": ("DEFAULT_STATIC_QUANT_MODULE_MAPPINGS",),
 }
+_QUANTISERS = "torch.ao.quantization.quantization_mappings"
 
 
 def tell_tools() -> None:
@@ -29,10 +30,28 @@ def tell_tools() -> None:
             for stock, ours in _convert.REPLACEMENTS.items():
                 if stock in registry:
                     registry.setdefault(ours, registry[stock])
+    if (torch_ao := sys.modules.get(_QUANTISERS)) is not None:
+        quantised = torch_ao.DEFAULT_STATIC_QUANT_MODULE_MAPPINGS
+        for stock, ours in _convert.REPLACEMENTS.items():
+            if stock in quantised:
+                quantised.setdefault(ours, _Unswapped(quantised[stock]))
     if (opacus := sys.modules.get("opacus.validators")) is not None:
         # Running statistics that are only watched are not private.
         for ours in _convert.REPLACEMENTS.values():
             opacus.ModuleValidator.FIXERS.setdefault(ours, _without_watching)
+
+
+class _Unswapped:
+    """Quantise a layer as its stock layer, with the target variance in the weight."""
+
+    def __init__(self, quantised: Any) -> None:
+        self.quantised = quantised
+
+    def from_float(self, mod: Any, **options: Any) -> Any:
+        """Called by torch.ao, with the layer."""
+        from normplug._swap.swap import unswap  # which imports this module
+
+        return self.quantised.from_float(unswap(copy.deepcopy(mod)), **options)
 
 
 def _without_watching(layer: Any, **options: Any) -> Any:
