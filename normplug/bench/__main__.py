@@ -28,7 +28,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 def _model(arguments: argparse.Namespace) -> None:
     device = _device(arguments)
     name = arguments.autocast or ("bfloat16" if device.type == "cuda" else "none")
-    with needs("normplug.bench model", "bench", SystemExit), _one_line("model"):
+    with _one_line("model"):
         model, batch, step = targets.load(
             arguments.target, arguments.batch, dict(map(_option, arguments.option))
         )
