@@ -35,6 +35,7 @@ def measured(name: str, batch: int, arm: str, device: str) -> Row:
     """
     torch.manual_seed(0)
     model, data, loss = nets.NETS[name].make(batch=batch)
+    data = tuple(tensor.to(device) for tensor in data)
     step, _ = make_step(model.to(device), data, loss, torch.bfloat16, models.ARMS[arm])
     start = at_rest()
     step()

@@ -119,7 +119,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     try:
         if device.type == "cuda" and os.environ["LOCAL_RANK"] == "0":
             subprocess.run([sys.executable, "-m", "normplug.native", "build"])

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from normplug._extras import needs
 from normplug._results import write_file
@@ -22,6 +24,7 @@ from normplug.bench.rows import add_to_file, read_file
 
 WIDTHS, ROWS = [2**n for n in range(8, 16)], 4096  # of a sweep: 256 to 32768
 SMALL_WIDTHS, FEW_ROWS = [256, 1024, 4096], 512  # on a CPU
+LAST = torch.channels_last
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -33,7 +36,7 @@ def _model(arguments: argparse.Namespace) -> None:
             arguments.target, arguments.batch, dict(map(_option, arguments.option))
         )
     if arguments.channels_last:
-        model.to(memory_format=torch.channels_last)
+        model, batch = model.to(memory_format=LAST), pytree.tree_map_only(Tensor, _last, batch)
     measured = models.measure(
         model.to(device),
         batch,
@@ -47,6 +50,10 @@ def _model(arguments: argparse.Namespace) -> None:
         facts = {"model": arguments.target, "batch": arguments.batch}
         with _one_line("model"):
             add_to_file(arguments.json, [facts | row for row in measured])
+
+
+def _last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=LAST) if tensor.dim() == 4 else tensor
 
 
 def _op(arguments: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ All arms start from the same weights, are in memory together, and take turns.
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -115,16 +116,17 @@ def measure_arms(
     """As `measure`, for any arms; `profiles` gets each arm's events on the GPU."""
     device = next(model.parameters()).device
     move = partial(pytree.tree_map_only, Tensor, lambda tensor: tensor.to(device))
-    make = partial(make_step, model, move(batch), step or _loss, autocast)
+    batch = move(batch)
+    make = partial(make_step, model, batch, step or _loss, autocast)
     torch.compiler.reset()  # earlier models count towards the recompilation limit
-    before = _held(device)
-    _attempt("the first step", lambda: make(Arm())[0]())  # allocates what libraries keep
+    # Libraries allocate workspaces in the first step and keep them: charge no arm for them.
+    _attempt("the first step", lambda: make(Arm())[0]())
     steps: dict[str, timing.Call] = {}
     rows: dict[str, Row] = {}
-    shared = _held(device) - before if device.type == "cuda" else 0
+    size = sum(each.nbytes for each in pytree.tree_leaves(batch) if isinstance(each, Tensor))
     for name, arm in variants.items():
         rows[name] = {"arm": name, "autocast": str(autocast).removeprefix("torch.")}
-        warmed, rows[name]["error"] = _attempt(name, partial(_warmed, make, arm, device, shared))
+        warmed, rows[name]["error"] = _attempt(name, partial(_warmed, make, arm, device, size))
         if warmed is not None:
             steps[name], facts = warmed
             rows[name] |= facts
@@ -186,10 +188,12 @@ def _warmed(
     make: Callable[[Arm], tuple[timing.Call, nn.Module]],
     arm: Arm,
     device: torch.device,
-    shared: int,
+    batch_bytes: int,
 ) -> tuple[timing.Call, Row]:
     """An arm's step after the warm-up, and the first fields of its row."""
-    others = _held(device) - shared
+    gc.collect()
+    timing.at_rest()
+    others = torch.cuda.memory_allocated() - batch_bytes if device.type == "cuda" else 0
     step, net = make(arm)
     start = timing.at_rest()
     step()
@@ -225,14 +229,6 @@ def _in_turns(steps: Mapping[str, timing.Call], rounds: int | None) -> dict[str,
         for name in order[done % len(order) :] + order[: done % len(order)]:
             samples[name].append(timers[name].timeit(turn).median * 1e3)
     return samples
-
-
-def _held(device: torch.device) -> int:
-    """The bytes that tensors on the GPU hold; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
 
 
 def _attempt(what: str, call: Callable[[], Any]) -> tuple[Any, str | None]:

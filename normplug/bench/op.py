@@ -75,7 +75,8 @@ def measure_op(
     rows = []
     for direction, passes in problem.op.passes.items():
         calls = {name: problem.calls(each)[direction] for name, (each, _) in functions.items()}
-        times, walls = timing.device_us(calls, device), timing.wall_us(calls)
+        times = timing.device_us(calls, device)
+        walls = timing.wall_us(calls) if device.type == "cuda" else times
         size = passes * problem.leaves["x"].nbytes
         medians = {name: statistics.median(samples) for name, samples in times.items()}
         for name, samples in times.items():
@@ -107,31 +108,28 @@ def _checked(
     found: dict[str, tuple[Function, dict[str, torch.Tensor]]] = {}
     truth = problem.truth()
     yardstick = {k: error(v, truth[k]) for k, v in problem.results(theirs).items()}
-    for name, function in others.items():
-        try:
-            results = problem.results(function)
-            require_accurate(f"{name}, {case}", results, truth, yardstick)
-            found[name] = (function, results)
-        except Exception as why:  # of any kind: others must not stop a run
-            print(f"{case}: {name} is left out: {why!r}", file=sys.stderr, flush=True)
-    del truth  # before the next one is made
     if OURS in providers:
         ours = partial(problem.op.ours, mode=mode)
-        results = problem.results(ours)
-        require_accurate(f"{OURS}, {case}", results, problem.truth(mode), yardstick)
+        exact, results = problem.truth(mode), problem.results(ours)
+        require_accurate(f"{OURS}, {case}", results, exact, yardstick)
         found[OURS] = (ours, problem.results(partial(problem.op.ours, mode="standard")))
+        del exact, results
     if EAGER in providers:
         found[EAGER] = (theirs, {})
-    if COMPILED in providers:
-        torch.compiler.reset()  # earlier cases count towards the recompilation limit
-        compiled = torch.compile(theirs, fullgraph=True, dynamic=False)
+    torch.compiler.reset()  # earlier cases count towards the recompilation limit
+    more = {COMPILED: torch.compile(theirs, fullgraph=True, dynamic=False), **others}
+    if COMPILED not in providers:
+        del more[COMPILED]
+    for name, function in more.items():
         try:
-            found[COMPILED] = (compiled, problem.results(compiled))
-        except Exception as why:  # no compiler on this machine, say
-            reason = str(why).strip().splitlines()[:1]
-            print(f"{case}: {COMPILED} is left out: {reason}", file=sys.stderr, flush=True)
-    order = {name: place for place, name in enumerate((*PROVIDERS, *others))}
-    return {name: found[name] for name in sorted(found, key=order.__getitem__)}
+            found[name] = (function, problem.results(function))
+            if name != COMPILED:  # it is torch's own
+                require_accurate(f"{name}, {case}", found[name][1], truth, yardstick)
+        except Exception as why:  # of any kind, such as no compiler: others must not stop a run
+            found.pop(name, None)
+            reason = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}"
+            print(f"{case}: {name} is left out: {reason}", file=sys.stderr, flush=True)
+    return found
 
 
 def run(
