@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,94 +27,76 @@ LAST = torch.channels_last
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def _model(arguments: argparse.Namespace) -> None:
-    device = _device(arguments)
-    name = arguments.autocast or ("bfloat16" if device.type == "cuda" else "none")
+def _model(a: argparse.Namespace, device: torch.device) -> None:
     with _one_line("model"):
-        model, batch, step = targets.load(
-            arguments.target, arguments.batch, dict(map(_option, arguments.option))
-        )
-    if arguments.channels_last:
+        model, batch, step = targets.load(a.target, a.batch, dict(map(_option, a.option)))
+    if a.channels_last:
         model, batch = model.to(memory_format=LAST), pytree.tree_map_only(Tensor, _last, batch)
-    measured = models.measure(
-        model.to(device),
-        batch,
-        step,
-        mode=_mode(arguments.mode),
-        autocast=None if name == "none" else getattr(torch, name),
-        rounds=arguments.rounds,
-    )
+    name = a.autocast or ("bfloat16" if device.type == "cuda" else "none")
+    autocast = None if name == "none" else getattr(torch, name)
+    how = {"mode": a.mode, "autocast": autocast, "rounds": a.rounds}
+    measured = models.measure(model.to(device), batch, step, **how)
     print(measured)
-    if arguments.json:
-        facts = {"model": arguments.target, "batch": arguments.batch}
+    if a.json:
         with _one_line("model"):
-            add_to_file(arguments.json, [facts | row for row in measured])
+            add_to_file(a.json, [{"model": a.target, "batch": a.batch, **r} for r in measured])
 
 
 def _last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=LAST) if tensor.dim() == 4 else tensor
 
 
-def _op(arguments: argparse.Namespace) -> None:
-    device, chosen = _device(arguments), OPS[arguments.name]
-    for shape in arguments.shape:
-        if refusal := chosen.refusal(shape):
+def _op(a: argparse.Namespace, device: torch.device) -> None:
+    for shape in a.shape:
+        if refusal := OPS[a.name].refusal(shape):
             shown = "x".join(map(str, shape))
-            raise SystemExit(f"normplug.bench op: {arguments.name} {refusal}; got {shown}.")
+            raise SystemExit(f"normplug.bench op: {a.name} {refusal}; got {shown}.")
     cases = [
-        Case(arguments.name, layout, shape, dtype)
-        for shape in arguments.shape
-        for layout in chosen.layouts(shape)
-        for dtype in arguments.dtype or ["float32"]
+        Case(a.name, layout, shape, dtype)
+        for shape in a.shape
+        for layout in OPS[a.name].layouts(shape)
+        for dtype in a.dtype or ["float32"]
     ]
-    mode = _mode(arguments.mode)
     with _one_line("op"):
-        for rows in op.run(cases, device, arguments.json, eps=arguments.eps, mode=mode):
+        for rows in op.run(cases, device, a.json, eps=a.eps, mode=a.mode):
             print(rows, flush=True)
 
 
-def _sweep(arguments: argparse.Namespace) -> None:
-    device = _device(arguments)
-    small = device.type == "cpu"
-    if small:
-        print("normplug.bench sweep: a small sweep, as it runs on the CPU", file=sys.stderr)
-    height = arguments.rows or (FEW_ROWS if small else ROWS)
-    widths = arguments.width or (SMALL_WIDTHS if small else WIDTHS)
-    cases = [Case("layer_norm", "rows", (height, width), arguments.dtype) for width in widths]
+def _sweep(a: argparse.Namespace, device: torch.device) -> None:
     with needs("normplug.bench sweep", "bench", SystemExit):
         import matplotlib  # noqa: F401
         import pandas  # noqa: F401
-    folder: Path = arguments.out
-    (folder / "sweep.json").unlink(missing_ok=True)
-    found = [row for rows in op.run(cases, device, folder / "sweep.json") for row in _told(rows)]
-    show.draw(found, folder / "sweep.png")
+    small = device.type == "cpu"
+    if small:
+        print("normplug.bench sweep: a small sweep, as it runs on the CPU", file=sys.stderr)
+    height, widths = (FEW_ROWS, SMALL_WIDTHS) if small else (ROWS, WIDTHS)
+    shapes = [(a.rows or height, width) for width in a.width or widths]
+    cases = [Case("layer_norm", "rows", shape, a.dtype) for shape in shapes]
+    file = a.out / "sweep.json"
+    file.unlink(missing_ok=True)
+    for rows in op.run(cases, device, file):
+        print(rows, flush=True)
+    show.draw(read_file(file), a.out / "sweep.png")
     problem = Problem(cases[-1], device)
     for name, function in (("normplug", problem.op.ours), ("torch", problem.op.theirs)):
         call = problem.calls(function)["F+B"]
         call()
-        timing.trace(call, folder / f"trace_{name}.json", steps=3)
-    print(f"{folder}: sweep.json, sweep.png, trace_normplug.json, trace_torch.json")
+        timing.trace(call, a.out / f"trace_{name}.json", steps=3)
+    print(f"{a.out}: sweep.json, sweep.png, trace_normplug.json, trace_torch.json")
 
 
-def _told(rows: Any) -> Any:
-    print(rows, flush=True)
-    return rows
-
-
-def _table(arguments: argparse.Namespace) -> None:
-    with needs("normplug.bench table", "bench", SystemExit), _one_line("table", arguments.file):
-        text = show.render(read_file(arguments.file))
-    if arguments.out:
-        write_file(arguments.out, text)
+def _table(a: argparse.Namespace) -> None:
+    with needs("normplug.bench table", "bench", SystemExit), _one_line("table", a.file):
+        text = show.render(read_file(a.file))
+    if a.out:
+        write_file(a.out, text)
     else:
         print(text, end="")
 
 
-def _plot(arguments: argparse.Namespace) -> None:
-    path = arguments.out or arguments.file.with_suffix(".png")
-    with needs("normplug.bench plot", "bench", SystemExit), _one_line("plot", arguments.file):
-        show.draw(read_file(arguments.file), path)
-    print(path)
+def _plot(a: argparse.Namespace) -> None:
+    with needs("normplug.bench plot", "bench", SystemExit), _one_line("plot", a.file):
+        show.draw(read_file(a.file), a.out or a.file.with_suffix(".png"))
 
 
 @contextmanager
@@ -128,19 +109,20 @@ def _one_line(command: str, path: Path | None = None) -> Iterator[None]:
         raise SystemExit(f"normplug.bench {command}: {told}{error}") from None
 
 
-def _device(arguments: argparse.Namespace) -> torch.device:
-    """The device to measure on; a host path in C++ is built before, as calls do not wait for it."""
-    if arguments.device is None and not torch.cuda.is_available():
+def _device(name: str | None) -> torch.device:
+    """Where to measure; the host path in C++ is built first, as calls do not wait for it."""
+    there = torch.cuda.is_available()
+    if name is None and not there:
         print("normplug.bench: no CUDA device, so it runs on the CPU", file=sys.stderr, flush=True)
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(name or ("cuda" if there else "cpu"))
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise SystemExit("normplug.bench: --device cuda, but there is no CUDA device.")
+        if not there:
+            raise SystemExit(f"normplug.bench: --device {name}, but there is no CUDA device.")
         subprocess.run([sys.executable, "-m", "normplug.native", "build"])  # it says if it fails
     return device
 
 
-def _mode(text: str) -> Any:
+def _mode(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
@@ -150,7 +132,7 @@ def _mode(text: str) -> Any:
 def _option(text: str) -> tuple[str, Any]:
     key, is_one, value = text.partition("=")
     if not is_one:
-        raise SystemExit(f"normplug.bench model: an option is NAME=VALUE; got {text!r}.")
+        raise ValueError(f"an option is NAME=VALUE; got {text!r}.")
     try:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -167,54 +149,53 @@ def _shape(text: str) -> tuple[int, ...]:
 def _parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m normplug.bench", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    path: Any = partial(dict, metavar="FILE", type=Path)
 
-    def command(name: str, run: Any, text: str) -> Any:
+    def command(name: str, run: Any, text: str, default_mode: str | None = None) -> Any:
         made = commands.add_parser(name, help=text, description=text)
         made.set_defaults(command=run)
+        if run not in (_table, _plot):
+            made.add_argument("--device", help="default: cuda if there is one")
+        if default_mode:
+            told = f"of normplug; default: {default_mode}"
+            made.add_argument("--mode", type=_mode, default=default_mode, help=told)
+            told = "append the rows to this file"
+            made.add_argument("--json", metavar="FILE", type=Path, help=told)
         return made.add_argument
 
-    add = command("model", _model, "time training steps of a model, swapped and stock")
+    add = command("model", _model, "time training steps, swapped and stock", "standard")
     add("target", help="a name of torchvision, timm or transformers, or file.py:function")
     add("option", nargs="*", help="NAME=VALUE, for the model or the function")
     add("--batch", metavar="N", type=int, help="samples; default: 8, or the function's own")
-    add("--mode", default="standard", help="default: standard")
     add("--autocast", choices=("none", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
     add("--channels-last", action="store_true", help="channels_last memory")
     add("--rounds", metavar="N", type=int, help="turns of each arm; default: 10, slow models 3")
-    add("--device", help="default: cuda if there is one")
-    add("--json", **path(help="append the rows to this file"))
 
-    add = command("op", _op, "time one operation, and compare it with PyTorch's")
+    add = command("op", _op, "time one operation, and compare it with PyTorch's", "golden")
     add("name", choices=OPS, metavar="NAME", help=", ".join(OPS))
     add("--shape", metavar="SIZES", type=_shape, action="append", required=True, help="512x8192")
     add("--dtype", choices=DTYPES, action="append", help="may be repeated; default: float32")
     add("--eps", type=float, help="default: 1e-6 for RMSNorm, 1e-5 for others")
-    add("--mode", default="golden", help="default: golden")
-    add("--device", help="default: cuda if there is one")
-    add("--json", **path(help="append the rows to this file"))
 
     add = command("sweep", _sweep, "LayerNorm over widths: rows, plot and both traces")
     add("--rows", metavar="N", type=int, help=f"default: {ROWS}; on a CPU {FEW_ROWS}")
     add("--width", metavar="N", type=int, action="append", help="default: 256, 512, ..., 32768")
     add("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    add("--device", help="default: cuda if there is one")
-    add("-o", "--out", **path(default=Path("sweep"), help="a folder; default: sweep"))
+    add("-o", "--out", type=Path, default=Path("sweep"), help="a folder; default: sweep")
 
-    for name, run, text in (
-        ("table", _table, "make a Markdown table of a file of rows"),
-        ("plot", _plot, "plot a file of rows"),
-    ):
-        add = command(name, run, text)
-        add("file", **path())
-        add("-o", "--out", **path(help="default: print it" if name == "table" else "a PNG"))
+    for name, run, default in (("table", _table, "print it"), ("plot", _plot, "FILE.png")):
+        add = command(name, run, f"make a {name} of a file of rows")
+        add("file", metavar="FILE", type=Path)
+        add("-o", "--out", metavar="FILE", type=Path, help=f"default: {default}")
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     arguments = _parser().parse_args(argv)
-    arguments.command(arguments)
+    if "device" in arguments:
+        arguments.command(arguments, _device(arguments.device))
+    else:
+        arguments.command(arguments)
 
 
 if __name__ == "__main__":

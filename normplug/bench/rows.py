@@ -13,7 +13,6 @@ from normplug._results import write_file
 from normplug._table import table
 
 Row = dict[str, Any]
-NOTHING = "-"
 
 
 class Rows(Sequence[Row]):
@@ -57,22 +56,17 @@ class Rows(Sequence[Row]):
         return frame(self.rows)
 
     def _cells(self) -> list[tuple[str, ...]]:
-        columns = {
-            header: (key, form)
-            for header, (key, form) in self.columns.items()
-            if any(row.get(key) is not None for row in self.rows)
-        }
-        return [
-            tuple(columns),
-            *(
-                tuple(_cell(row.get(key), form) for key, form in columns.values())
-                for row in self.rows
-            ),
+        """The header and the rows; columns without any value are left out."""
+        known = {key for row in self.rows for key, value in row.items() if value is not None}
+        columns = {name: column for name, column in self.columns.items() if column[0] in known}
+        cells = [
+            tuple(
+                "-" if row.get(key) is None else form.format(row[key])
+                for key, form in columns.values()
+            )
+            for row in self.rows
         ]
-
-
-def _cell(value: Any, form: str) -> str:
-    return NOTHING if value is None else form.format(value)
+        return [tuple(columns), *cells]
 
 
 def frame(rows: Sequence[Row]) -> Any:

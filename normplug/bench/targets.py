@@ -40,9 +40,14 @@ def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
     if place and place not in _LIBRARIES:
         raise ValueError(f"{place!r} is no library to take a model from: {', '.join(_LIBRARIES)}.")
     known: list[str] = []
-    for names, source in _libraries(place):
-        known += names
-        if name in names:
+    for library in [place] if place else _LIBRARIES:
+        if importlib.util.find_spec(library) is None:
+            if place:
+                raise ValueError(f"{place} is not installed.")
+            continue
+        module, names, source = _LIBRARIES[library]
+        known += names(import_module(module))
+        if name in known:
             return source(name, 8 if batch is None else batch, **options)
     near = difflib.get_close_matches(name, dict.fromkeys(known), 3, 0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -116,25 +121,9 @@ def _transformers(name: str, batch: int, length: int = TOKENS, **options: Any) -
     raise ValueError(f"{name!r} of transformers is no language model and no classifier of images.")
 
 
+# library -> the module that lists its models, how, and what makes one
 _LIBRARIES: dict[str, tuple[str, Callable[[Any], Any], Source]] = {
-    "torchvision": (
-        "torchvision.models",
-        lambda models: models.list_models(models),
-        _torchvision,
-    ),
-    "timm": ("timm", lambda timm: timm.list_models(), _timm),
-    "transformers": (
-        "transformers.models.auto.configuration_auto",
-        lambda auto: list(auto.CONFIG_MAPPING),
-        _transformers,
-    ),
+    "torchvision": ("torchvision.models", lambda module: module.list_models(module), _torchvision),
+    "timm": ("timm", lambda module: module.list_models(), _timm),
+    "transformers": ("transformers", lambda module: list(module.CONFIG_MAPPING), _transformers),
 }
-
-
-def _libraries(only: str) -> Any:
-    """(names, source) of each library that is installed."""
-    for library, (module, names, source) in _LIBRARIES.items():
-        if only in ("", library) and importlib.util.find_spec(library) is not None:
-            yield names(import_module(module)), source
-    if only and importlib.util.find_spec(only) is None:
-        raise ValueError(f"{only} is not installed.")
