@@ -15,10 +15,9 @@ ROUNDINGS_OF_SUMS = 8
 
 
 def bound(theirs: float, dtype: torch.dtype) -> float:
-    """The largest relative error to allow where torch's is `theirs`.
+    """The largest relative error to allow: twice torch's, plus half a rounding to the dtype.
 
-    Twice `theirs`, plus half a rounding to the result's dtype and a few roundings to the
-    accumulator dtype: with few channels `theirs` may be small by chance.
+    And a few roundings to the accumulator dtype: with few channels `theirs` may be small by chance.
     """
     if not dtype.is_floating_point:
         return 0.0
@@ -39,17 +38,7 @@ def require_accurate(
     truth: Mapping[str, Tensor],
     yardstick: Mapping[str, float],
 ) -> None:
-    """Raise if a result is too far from the truth.
-
-    Args:
-        what: provider and case, for the message.
-        found: the results by name.
-        truth: the exact results, in float64.
-        yardstick: the errors of torch's results.
-
-    Raises:
-        AssertionError: an error is above `bound`, or NaN.
-    """
+    """Raise an AssertionError if an error is above `bound`, or NaN; the yardstick is torch's."""
     for name, value in found.items():
         wrong, allowed = error(value, truth[name]), bound(yardstick[name], value.dtype)
         if not wrong <= allowed:
@@ -64,14 +53,10 @@ def differences(found: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> di
 
     `max_rel` is relative to the largest element of the same output.
     """
-    absolute, relative = [], []
+    pairs = []
     for name, value in found.items():
         difference = (value.double() - theirs[name].double()).abs().max()
         size = theirs[name].abs().max().double()
-        absolute.append(difference)
-        relative.append(difference / size if size > 0 else difference)
-    # The largest of values that include NaN is NaN.
-    return {
-        "max_abs": float(torch.stack(absolute).max()),
-        "max_rel": float(torch.stack(relative).max()),
-    }
+        pairs.append(torch.stack((difference, difference / size if size > 0 else difference)))
+    absolute, relative = torch.stack(pairs).amax(0).tolist()  # NaN if any is NaN
+    return {"max_abs": absolute, "max_rel": relative}

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils import _pytree as pytree
-from torch.utils.benchmark import Timer
 
 import normplug
 from normplug._results import stamp
@@ -115,8 +114,7 @@ def measure_arms(
 ) -> Iterator[Row]:
     """As `measure`, for any arms; `profiles` gets each arm's events on the GPU."""
     device = next(model.parameters()).device
-    move = partial(pytree.tree_map_only, Tensor, lambda tensor: tensor.to(device))
-    batch = move(batch)
+    batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
     make = partial(make_step, model, batch, step or _loss, autocast)
     torch.compiler.reset()  # earlier models count towards the recompilation limit
     # Libraries allocate workspaces in the first step and keep them: charge no arm for them.
@@ -214,11 +212,7 @@ def _warmed(
 
 def _in_turns(steps: Mapping[str, timing.Call], rounds: int | None) -> dict[str, list[float]]:
     """Arm -> milliseconds of a step, for each turn of steps back to back."""
-    threads = torch.get_num_threads()
-    timers = {
-        name: Timer("step()", globals={"step": step}, num_threads=threads)
-        for name, step in steps.items()
-    }
+    timers = {name: timing.timer(step) for name, step in steps.items()}
     samples: dict[str, list[float]] = {name: [] for name in steps}
     if not steps:
         return samples

@@ -47,15 +47,10 @@ def measure_op(
     providers: Sequence[str] = PROVIDERS,
     others: Mapping[str, Function] | None = None,
 ) -> list[Row]:
-    """A row for each direction and provider.
+    """A row for each direction and provider: some of `PROVIDERS`, and `others`.
 
-    Args:
-        case: what to measure.
-        device: where.
-        eps: of the norm; None for the usual one.
-        mode: of normplug; differences from torch are measured in mode standard.
-        providers: some of `PROVIDERS`.
-        others: more functions to time, called like an operation's `theirs`.
+    `others` are called like an operation's `theirs`. normplug is timed in `mode`; its differences
+    from torch are measured in mode standard.
 
     Raises:
         AssertionError: a result of normplug is less accurate than `accuracy.bound` allows.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import grad
 
 from normplug import functional, target_variance
 from normplug.reference import accumulator_dtype
@@ -23,14 +24,10 @@ Tensors = dict[str, Tensor]
 
 
 class Case(NamedTuple):
-    """One operation on one input.
+    """An operation of `OPS` on one input.
 
-    Attributes:
-        op: a key of `OPS`.
-        layout: "NHWC" for channels_last with any number of spatial dimensions; "NCHW" for
-            contiguous images, "NC" for features, "rows" for norms of rows.
-        shape: of the input.
-        dtype: of the input, by its name in torch.
+    The layout is "NHWC" for channels_last with any number of spatial dimensions, "NCHW" for
+    contiguous images, "NC" for features, and "rows" for norms of rows.
     """
 
     op: str
@@ -63,14 +60,10 @@ def groups(x: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Op:
-    """A norm, and the operations next to it.
+    """A norm of `torch.nn.functional` and of `normplug.functional`, and the operations next to it.
 
-    Attributes:
-        norm: the function's name in `torch.nn.functional` and in `normplug.functional`.
-        add: "before": the norm of x + residual, which is returned too; "after": a residual is
-            added to the norm's result; "bias": a bias is added to x; "" otherwise.
-        activation: the activation after the norm, if any.
-        statistics: whether it updates running statistics.
+    `add` is "before" for the norm of x + residual, which is returned too; "after" for a residual
+    that is added to the norm's result; "bias" for a bias that is added to x.
     """
 
     norm: str
@@ -85,9 +78,8 @@ class Op:
         Forward reads x and writes y, backward reads dy and x and writes dx. A residual adds a read,
         and its gradient a write. The sum, if it is returned, adds a write, and its gradient a read.
         """
-        return {"before": {"F": 4, "F+B": 8}, "after": {"F": 3, "F+B": 7}}.get(
-            self.add, {"F": 2, "F+B": 5}
-        )
+        forward, both = {"before": (4, 8), "after": (3, 7)}.get(self.add, (2, 5))
+        return {"F": forward, "F+B": both}
 
     @property
     def of_rows(self) -> bool:
@@ -106,8 +98,13 @@ class Op:
         fewest = 2 if self.norm == "batch_norm" else 3
         if not fewest <= len(shape) <= 5:
             return f"takes (N, C, *space) of {fewest} to 5 dimensions"
-        values = math.prod(shape) // shape[1] if fewest == 2 else math.prod(shape[2:])
-        return None if values > 1 else "needs more than one value to average"
+        statistics = {  # how many means
+            "batch_norm": shape[1],
+            "group_norm": shape[0] * math.gcd(GROUPS, shape[1]),
+            "instance_norm": shape[0] * shape[1],
+        }
+        averaged = math.prod(shape) // statistics[self.norm]
+        return None if averaged > 1 else "needs more than one value to average"
 
     def layouts(self, shape: Sequence[int]) -> tuple[str, ...]:
         """The memory layouts of an input of this shape."""
@@ -150,12 +147,9 @@ class Op:
         t["num_batches_tracked"].add_(1)
         if self.of_rows:  # torch's own norms of rows keep no running statistics
             with torch.no_grad():
-                for name, found in zip(
-                    ("running_var", "running_mean"),
-                    torch.var_mean(x, -1, correction=0),
-                    strict=True,
-                ):
-                    t[name].lerp_(found.mean(dtype=t[name].dtype), MOMENTUM)
+                found = torch.var_mean(x, -1, correction=0)
+                for running, each in zip((t["running_var"], t["running_mean"]), found, strict=True):
+                    running.lerp_(each.mean(dtype=running.dtype), MOMENTUM)
 
 
 OPS = {
@@ -177,12 +171,7 @@ OPS = {
 class Problem:
     """The tensors of a case: random, the same in each process, with a mean away from 0.
 
-    Attributes:
-        op: the operation.
-        eps: of the norm; the usual one by default.
-        leaves: arguments that get a gradient.
-        state: arguments that a call updates in place.
-        gradients: of the outputs, in their order.
+    `leaves` get a gradient, a call updates `state` in place, and `gradients` are of the outputs.
     """
 
     def __init__(self, case: Case, device: torch.device, eps: float | None = None) -> None:
@@ -225,10 +214,7 @@ class Problem:
         """Direction ("F", "F+B") -> a call of `function` as in a training step."""
         forward = partial(function, **self.leaves, **self.state, eps=self.eps)
         leaves = tuple(self.leaves.values())
-        return {
-            "F": forward,
-            "F+B": lambda: torch.autograd.grad(forward(), leaves, self.gradients),
-        }
+        return {"F": forward, "F+B": lambda: grad(forward(), leaves, self.gradients)}
 
     def results(self, function: Function) -> Tensors:
         """Outputs, gradients and updated statistics of `function`; the state stays as it is."""
@@ -273,7 +259,7 @@ def _results(
     state = {name: tensor.clone() for name, tensor in state.items()}
     made = function(**leaves, **state, eps=eps)
     outputs = [made] if isinstance(made, Tensor) else list(made)
-    found = torch.autograd.grad(outputs, list(leaves.values()), gradients)
+    found = grad(outputs, list(leaves.values()), gradients)
     return {
         **dict(zip(("y", "sum"), (output.detach() for output in outputs), strict=False)),
         **{f"d{name}": each for name, each in zip(leaves, found, strict=True)},

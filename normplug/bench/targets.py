@@ -25,14 +25,9 @@ IMAGE = 224  # pixels, unless the model says otherwise
 def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
     """A model, a batch, and a function that returns the loss (None for the default).
 
-    Args:
-        target: `file.py:function`; or the name of a model of torchvision or timm, or of a type of
-            model of transformers, also as `library:name`.
-        batch: the number of samples; None for 8, or the function's own default.
-        options: keyword arguments of the function, of the model's constructor, or of its config.
-
-    Raises:
-        ValueError: there is no such model.
+    `target` is `file.py:function`; or the name of a model of torchvision or timm, or of a type of
+    model of transformers, also as `library:name`. `options` are keyword arguments of the function,
+    of the model's constructor, or of its config. A wrong target is a ValueError.
     """
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.benchmark import Timer
 
 from normplug._torch import gpu_sleep
 
@@ -39,25 +38,22 @@ def device_us(calls: Mapping[str, Call], device: torch.device) -> dict[str, list
 
     On a GPU, the time is the GPU's alone, and the L2 cache is cold.
     """
-    stopwatch = gpu_stopwatch if device.type == "cuda" else _cpu_stopwatch
-    turns = {name: stopwatch(call) for name, call in calls.items()}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(TURNS):
-        for name, turn in turns.items():
-            samples[name] += turn()
-    return samples
+    return _in_turns(calls, gpu_stopwatch if device.type == "cuda" else _cpu_stopwatch, TURNS)
 
 
 def wall_us(calls: Mapping[str, Call], turns: int = TURNS) -> dict[str, list[float]]:
-    """Name -> microseconds a call in calls back to back, a value for each turn.
+    """Name -> microseconds a call in calls back to back: the slower of host and GPU."""
+    return _in_turns(calls, _cpu_stopwatch, turns)
 
-    It is the time of the slower of host and GPU.
-    """
-    stopwatches = {name: _cpu_stopwatch(call) for name, call in calls.items()}
+
+def _in_turns(
+    calls: Mapping[str, Call], stopwatch: Callable[[Call], Call], turns: int
+) -> dict[str, list[float]]:
+    ready = {name: stopwatch(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(turns):
-        for name, turn in stopwatches.items():
-            samples[name].append(statistics.median(turn()))
+        for name, turn in ready.items():
+            samples[name] += turn()
     return samples
 
 
@@ -127,12 +123,16 @@ def gpu_stopwatch(call: Call) -> Callable[[], list[float]]:
 
 def _cpu_stopwatch(call: Call) -> Callable[[], list[float]]:
     call()
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    measured = timer(call).blocked_autorange
+    return lambda: [1e6 * s for s in measured(min_run_time=TURN_MS / 1e3).times]
 
-    def turn() -> list[float]:
-        return [1e6 * s for s in timer.blocked_autorange(min_run_time=TURN_MS / 1e3).times]
 
-    return turn
+def timer(call: Call) -> Any:
+    """A `torch.utils.benchmark.Timer` of a call, with as many threads as torch has."""
+    # Imported here: it looks for compilers, and may print what it finds.
+    from torch.utils.benchmark import Timer
+
+    return Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
 
 
 @cache
