@@ -37,32 +37,24 @@ PAIRS = [  # arms whose training steps are compared
 Time = Callable[[Row], Any]
 
 
-def _median(key: str) -> Time:
-    """In files of normplug 0.2, `key` may be the best, beside a median."""
-    return lambda row: row.get(f"median_{key}", row.get(key))
-
-
-def _best(row: Row) -> float | None:
-    return row.get("ms") if "median_ms" in row else None
-
-
-# The table's caption, the time of a row, and the format of a cell.
-STEPS: tuple[tuple[str, Time, str], ...] = (
-    (
-        "Median time of a training step, and samples a second",
-        _median("ms"),
-        "{0:.2f} ms, {1:.0f}/s",
-    ),
-    ("Best time of a step, ms", _best, "{0:.2f}"),
-    ("Time in which the GPU is busy in a step, ms", itemgetter("gpu_ms"), "{0:.2f}"),
-    ("The host's time for a step, ms", _median("host_ms"), "{0:.2f}"),
-    (
-        "Time of the first step, with no compiled kernel on disk, s",
-        itemgetter("first_step_s"),
-        "{0:.1f}",
-    ),
-    ("Peak memory of a step, GiB", itemgetter("peak_gib"), "{0:.2f}"),
+# The table's caption, the field of a row, and the format of a cell.
+STEPS = (
+    ("Median time of a training step, and samples a second", "ms", "{0:.2f} ms, {1:.0f}/s"),
+    ("Best time of a step, ms", "best_ms", "{0:.2f}"),
+    ("Time in which the GPU is busy in a step, ms", "gpu_ms", "{0:.2f}"),
+    ("The host's time for a step, ms", "host_ms", "{0:.2f}"),
+    ("Time of the first step, with no compiled kernel on disk, s", "first_step_s", "{0:.1f}"),
+    ("Peak memory of a step, GiB", "peak_gib", "{0:.2f}"),
 )
+# The name of a picture -> its file of results, and its operations if these are not all.
+PICTURES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "models_h100": ("models_h100", ()),
+    "batch_norm_h100": ("kernels_h100", ("bn", "bn_relu", "bn_add_relu")),
+    "layer_norm_h100": ("layer_norm_h100", ("ln",)),
+    "rms_norm_h100": ("families_h100", ("rms", "add_rms")),
+    "group_norm_h100": ("families_h100", ("gn", "gn_silu", "in3d")),
+    "host_h100": ("host_h100", ()),
+}
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -134,25 +126,18 @@ def _by_provider(rows: Sequence[Row], cell: Callable[[Row], str], time: Time | N
 
 def _steps(rows: Sequence[Row]) -> str:
     parts = [_training(rows)]
-    for caption, time, form in STEPS:
-        found = [row for row in rows if _known(time, row) is not None]
+    for caption, key, form in STEPS:
+        found = [row for row in rows if row.get(key) is not None]
         if not found:
             continue
 
-        def cell(row: Row, time: Time = time, form: str = form) -> str:
-            median = _median("ms")(row)
-            return form.format(time(row), 1e3 * row["batch"] / median if median else 0)
+        def cell(row: Row, key: str = key, form: str = form) -> str:
+            return form.format(row[key], 1e3 * row["batch"] / row.get("ms", 1.0))
 
         pairs = [] if "GiB" in caption else PAIRS
-        parts += [f"{caption}:\n", _pivot(found, CASE, "arm", cell, pairs, time)]
+        table = _pivot(found, CASE, "arm", cell, pairs, itemgetter(key))
+        parts += [f"{caption}:\n", table]
     return "\n".join(parts)
-
-
-def _known(time: Time, row: Row) -> Any:
-    try:
-        return time(row)
-    except KeyError:
-        return None
 
 
 def _profile(rows: Sequence[Row]) -> str:
@@ -250,6 +235,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     for page in DOCS.glob("*_h100.md"):
         write_file(page, text_of(page))
+    for name, (results, ops) in PICTURES.items():
+        rows = read_file(DOCS / "results" / f"{results}.json")
+        if name == "layer_norm_h100":
+            rows = [row for row in rows if row["shape"][0] == 4096]
+        elif ops:
+            rows = [row for row in rows if row["dtype"] == "bfloat16"]
+        if ops:
+            rows = [row for row in rows if row["op"] in ops]
+        rows = [row for row in rows if row.get("provider") != "normplug-triton"]
+        show.draw(rows, DOCS / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,15 @@ def read_file(path: Path) -> list[Row]:
         content = content.get("rows")
     if not _are_rows(content) or not content:
         raise ValueError(f"{path} has no rows of results.")
-    return [{**facts, **row} for row in content]
+    return [_medians({**facts, **row}) for row in content]
+
+
+def _medians(row: Row) -> Row:
+    """The row with medians under the names of times, where an older file has the best."""
+    for key in [key for key in row if key.startswith("median_")]:
+        name = key.removeprefix("median_")
+        row[f"best_{name}"], row[name] = row[name], row.pop(key)
+    return row
 
 
 def _are_rows(content: Any) -> bool:

@@ -10,6 +10,7 @@ from normplug._results import replace_file
 from normplug.bench.rows import Row, frame
 
 CASE = ("model", "batch", "op", "direction", "layout", "shape", "dtype")
+HATCHES = ("", "///", "...", "xx", "--", "++", "oo")
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.")  # told apart without colour, too
 
 
@@ -25,6 +26,7 @@ def medians(rows: Sequence[Row]) -> tuple[Any, str]:
     for series, value, unit in (
         ("arm", "ms", "ms a training step"),
         ("provider", "us", "microseconds of the device"),
+        ("provider", "wall_us", "microseconds of calls back to back"),
     ):
         if {series, value} <= set(found):
             case = [key for key in CASE if key in found and found[key].notna().all()]
@@ -58,32 +60,57 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]], text: int = 
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Plot GB/s over the width for norms of rows, and the speed over eager for everything else."""
+    """Plot GB/s over the width for a norm of rows, and the speed over eager for everything else."""
     from matplotlib.figure import Figure
 
-    wide, unit = medians(rows)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    if "layout" in rows[0] and {row["layout"] for row in rows} == {"rows"}:
-        found = frame([{**row, "width": int(_text(row["shape"]).split("x")[-1])} for row in rows])
-        found["series"] = found["provider"] + ", " + found["direction"] + ", " + found["dtype"]
-        speeds = found.pivot_table("gbps", "width", "series", aggfunc="median")
-        speeds.plot(ax=axes, style=[STYLES[i % len(STYLES)] for i in range(speeds.shape[1])])
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="width of a row", ylabel="GB/s", ylim=(0, None))
-        if rows[0].get("copy_gbps"):
-            axes.axhline(rows[0]["copy_gbps"], color="black", linestyle="--", linewidth=0.8)
-            axes.annotate("a copy", (speeds.index[0], rows[0]["copy_gbps"]))
+    figure = Figure(layout="constrained")
+    heights = {_text(row.get("shape")).rpartition("x")[0] for row in rows}
+    if {row.get("layout") for row in rows} == {"rows"} and len(heights) == 1 and "gbps" in rows[0]:
+        _draw_widths(figure, rows)
     else:
-        figure.set_figheight(2 + 0.2 * wide.size)
-        wide.rdiv(wide["eager"], axis=0).plot.barh(ax=axes)
-        axes.invert_yaxis()
-        axes.set(xlabel=f"speed over eager, of the median {unit}")
-        axes.axvline(1, color="black", linestyle="--", linewidth=0.8)
-    axes.grid(alpha=0.3)
-    axes.set_title(origin(rows), fontsize="small")
+        _draw_speeds(figure, rows)
+    figure.suptitle(origin(rows), fontsize="small")
     with replace_file(path) as part:
         figure.savefig(part, format="png", dpi=150)
+
+
+def _draw_widths(figure: Any, rows: Sequence[Row]) -> None:
+    """A panel for each dtype and direction, and a line for each provider."""
+    found = frame([{**row, "width": int(_text(row["shape"]).split("x")[-1])} for row in rows])
+    names = list(found["provider"].unique())
+    panels = list(found.groupby(["dtype", "direction"], sort=False))
+    height = -(-len(panels) // 2)
+    figure.set_size_inches(10, 4 * height)
+    grid = figure.subplots(height, min(len(panels), 2), sharex=True, sharey=True, squeeze=False)
+    for axes, (panel, part) in zip(grid.flat, panels, strict=False):
+        speeds = part.pivot_table("gbps", "width", "provider", aggfunc="median")
+        speeds = speeds.reindex(columns=names)
+        speeds.plot(ax=axes, style=list(STYLES[: len(names)]), title=", ".join(panel))
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="width of a row", ylabel="median GB/s", ylim=(0, None))
+        axes.grid(alpha=0.3)
+        if rows[0].get("copy_gbps"):
+            axes.axhline(rows[0]["copy_gbps"], color="black", linestyle="--", linewidth=0.8)
+
+
+def _draw_speeds(figure: Any, rows: Sequence[Row]) -> None:
+    """A group of bars for each case."""
+    wide, unit = medians(rows)
+    if "eager" not in wide:
+        raise ValueError("it has no row of eager, to compare the others with")
+    faster = wide[wide["eager"].notna()].rdiv(wide["eager"], axis=0).drop(columns="eager")
+    faster.index = [", ".join(map(str, case)) for case in faster.index.to_flat_index()]
+    figure.set_size_inches(9, 1.5 + 0.17 * faster.size)
+    axes = figure.subplots()
+    faster.plot.barh(ax=axes, width=0.8)
+    for bars, hatch in zip(axes.containers, HATCHES, strict=False):
+        for bar in bars:
+            bar.set(hatch=hatch, edgecolor="white", linewidth=0)
+    axes.invert_yaxis()
+    axes.set(xlabel=f"speed over eager, of the median {unit}")
+    axes.axvline(1, color="black", linestyle="--", linewidth=0.8)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend()  # with the hatches
 
 
 def origin(rows: Sequence[Row]) -> str:
