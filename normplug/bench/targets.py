@@ -83,8 +83,8 @@ def _images(model: nn.Module, batch: int, size: int) -> Target:
 
 
 def _torchvision(name: str, batch: int, size: int = IMAGE, **options: Any) -> Target:
-    options |= {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    options |= {"aux_logits": False} if name == "googlenet" else {}
+    if name in ("googlenet", "inception_v3"):  # in training they return several outputs, else
+        options |= {"init_weights": False, "aux_logits": False}
     model = import_module("torchvision.models").get_model(name, weights=None, **options)
     return _images(model, batch, size)
 
