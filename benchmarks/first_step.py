@@ -46,6 +46,7 @@ def measured(name: str, batch: int, arm: str, device: str) -> Row:
         "batch": batch,
         "arm": arm,
         "mode": models.MODE,
+        "autocast": "bfloat16",
         "first_step_s": seconds,
         "first_step_kernels": {"distinct": sum(came.values()), **came},
         **stamp(device == "cuda"),

@@ -58,10 +58,13 @@ PICTURES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The tables of a file of `kernels.py`, `models.py` or `first_step.py`."""
-    if "groups_ms" in rows[0]:
-        return _profile(rows)
-    return _steps(rows) if "arm" in rows[0] else _kernels(rows)
+    """The tables of a file of results of any of the scripts."""
+    if "arm" not in rows[0]:
+        return _kernels(rows) if "floor_passes" in rows[0] else show.render(rows)
+    parts = [_training(rows), *_steps(rows)]
+    if profiled := [row for row in rows if row.get("groups_ms")]:
+        parts += ["GPU time of a training step by groups of kernels, ms:\n", _profile(profiled)]
+    return "\n".join(parts)
 
 
 def _kernels(rows: Sequence[Row]) -> str:
@@ -124,8 +127,8 @@ def _by_provider(rows: Sequence[Row], cell: Callable[[Row], str], time: Time | N
     return _pivot(rows, CALL, "provider", cell, pairs if time else [], time)
 
 
-def _steps(rows: Sequence[Row]) -> str:
-    parts = [_training(rows)]
+def _steps(rows: Sequence[Row]) -> list[str]:
+    parts = []
     for caption, key, form in STEPS:
         found = [row for row in rows if row.get(key) is not None]
         if not found:
@@ -137,7 +140,7 @@ def _steps(rows: Sequence[Row]) -> str:
         pairs = [] if "GiB" in caption else PAIRS
         table = _pivot(found, CASE, "arm", cell, pairs, itemgetter(key))
         parts += [f"{caption}:\n", table]
-    return "\n".join(parts)
+    return parts
 
 
 def _profile(rows: Sequence[Row]) -> str:
@@ -163,13 +166,11 @@ def _profile(rows: Sequence[Row]) -> str:
             ]
         )
     header = [*CASE, "arm", *groups, "all", *(f"over {peer}" for peer in peers)]
-    table = show.markdown(header, lines, text=3)
-    caption = "GPU time of a training step by groups of kernels, ms:\n"
-    return "\n".join([_training(rows), caption, table])
+    return show.markdown(header, lines, text=3)
 
 
 def _training(rows: Sequence[Row]) -> str:
-    how = {**rows[0], **rows[0].get("settings", {})}
+    how = {"autocast": "bfloat16", **rows[0], **rows[0].get("settings", {})}
     optimizer = how.get("optimizer", "SGD, momentum 0.9")
     return (
         f"{_origin(rows)} Training under {how['autocast']} autocast, {optimizer}; swapped in mode "

@@ -25,6 +25,7 @@ Event = Mapping[str, Any]  # of a Chrome trace
 
 TURNS = 5
 TURN_MS = 25  # of repetitions in a turn
+FEWEST, MOST = 5, 2000  # calls back to back
 # The GPU sleeps before each repetition while the host queues it: LEAD times the host's time, plus
 # LEAD_US. Otherwise the GPU would wait for the host in the middle of a measurement.
 LEAD, LEAD_US = 2.0, 50.0
@@ -43,7 +44,7 @@ def device_us(calls: Mapping[str, Call], device: torch.device) -> dict[str, list
 
 def wall_us(calls: Mapping[str, Call], turns: int = TURNS) -> dict[str, list[float]]:
     """Name -> microseconds a call in calls back to back: the slower of host and GPU."""
-    return _in_turns(calls, _cpu_stopwatch, turns)
+    return _in_turns(calls, _back_to_back, turns)
 
 
 def _in_turns(
@@ -125,6 +126,13 @@ def _cpu_stopwatch(call: Call) -> Callable[[], list[float]]:
     call()
     measured = timer(call).blocked_autorange
     return lambda: [1e6 * s for s in measured(min_run_time=TURN_MS / 1e3).times]
+
+
+def _back_to_back(call: Call) -> Callable[[], list[float]]:
+    measured = timer(call).timeit
+    seconds = measured(FEWEST).median
+    count = min(max(int(TURN_MS / 1e3 / seconds), FEWEST), MOST)
+    return lambda: [1e6 * measured(count).median]
 
 
 def timer(call: Call) -> Any:

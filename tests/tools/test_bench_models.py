@@ -206,3 +206,11 @@ def test_models_by_name_have_a_loss_with_gradients(library, target, options):
     assert loss.isfinite()
     assert len(normplug.plan(model)) > 0
     assert all(row.module.weight.grad is not None for row in normplug.plan(model))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_its_busy_time_and_the_memory_are_known(net):
+    batch = torch.randn(64, 3, 6, 6)
+    for row in measure(net.cuda(), batch, rounds=2, autocast=torch.bfloat16):
+        assert 0 < row["gpu_ms"] < 1.5 * row["ms"]
+        assert batch.nbytes <= row["peak_gib"] * 2**30 < 1e8

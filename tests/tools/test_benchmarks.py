@@ -57,6 +57,13 @@ def test_new_rows_make_a_table_too():
     assert lines[0].startswith("a GPU, torch 2.15, commit abc, 2026-11-25 to 2026-11-26. Copy: 20")
     assert "| layer_norm | F | rows | 9x8 | float32 | 50% (4.0) | 25% (6.0) | 1.50x |" in lines
     assert lines[-1].endswith("| float32 | **2.0e-07** |")
+    step = {**row, "model": "net", "batch": 8, "mode": "golden", "autocast": "bfloat16"}
+    del step["floor_passes"]
+    times = {"ms": 20.0, "gpu_ms": 9.0, "groups_ms": {"norm": 4.0, "copy": 5.0}}
+    lines = tables.render([step | times | {"arm": "eager"}]).splitlines()
+    assert "bfloat16 autocast, SGD, momentum 0.9; swapped in mode golden." in lines[0]
+    assert "| net | 8 | 20.00 ms, 400/s |" in lines
+    assert "| net | 8 | eager | 4.00 | 5.00 | 9.00 | - |" in lines
 
 
 def test_every_case_of_a_suite_fits_its_operation():
@@ -214,3 +221,14 @@ def test_steps_over_two_processes_have_a_row_for_each_arm(tmp_path):
     assert [row["arm"] for row in rows] == ["local", "normplug", "normplug+fuse"]
     assert {(row["batch"], row["processes"]) for row in rows} == {(3, 2)}
     assert all(row["ms"] > 0 for row in rows)
+
+
+@pytest.mark.gpu
+def test_a_step_may_be_one_cuda_graph(monkeypatch):
+    make = partial(nets.encoder, length=4, width=16)
+    monkeypatch.setitem(nets.NETS, "encoder_6x256", nets.Net(make, (2,), None))
+    rows = models.measure(
+        "encoder_6x256", 2, ["eager", "eager+graph", "swap+fuse+graph"], 2, "cuda"
+    )
+    assert all(row["error"] is None for row in rows)
+    assert all(0 < sum(row["groups_ms"].values()) for row in rows)
