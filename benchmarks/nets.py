@@ -39,7 +39,7 @@ def _laid_out(model: nn.Module, data: tuple[Tensor, ...], channels_last: bool) -
     return model, data, cross_entropy
 
 
-def resnet18_cifar(batch: int) -> Target:
+def _resnet18_cifar(batch: int) -> Target:
     """A ResNet-18 with the stem of He et al. 2015 (arXiv:1512.03385): no stride, no pooling."""
     net = import_module("torchvision.models").resnet18(num_classes=10)
     net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
@@ -48,7 +48,7 @@ def resnet18_cifar(batch: int) -> Target:
     return images("", batch, 32, model=net)
 
 
-def vit_b_16(batch: int) -> Target:
+def _vit_b_16(batch: int) -> Target:
     """A ViT-B/16 whose head does not start at zero, where the body would get no gradients."""
     net = import_module("torchvision.models").vit_b_16()
     nn.init.trunc_normal_(net.heads.head.weight, std=0.02)
@@ -81,7 +81,7 @@ def _logits_loss(names: Sequence[str], model: nn.Module, batch: tuple[Tensor, ..
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-def unet2d(batch: int, size: int = 64, **sizes: Any) -> Target:
+def _unet2d(batch: int, size: int = 64, **sizes: Any) -> Target:
     """UNet2DModel of diffusers, which predicts the noise in images."""
     net = import_module("diffusers").UNet2DModel(**sizes)
     pictures, noise = torch.randn(2, batch, 3, size, size)
@@ -140,7 +140,7 @@ def _stage(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(*blocks)
 
 
-def nnunet3d(
+def _nnunet3d(
     batch: int, size: int = 128, widths: Sequence[int] = (32, 64, 128, 256, 320, 320)
 ) -> Target:
     """Segmentation of volumes into three classes."""
@@ -182,8 +182,8 @@ _llama = partial(text, "LlamaForCausalLM", "LlamaConfig", length=2048, **_LLAMA)
 _t5 = partial(text, "T5ForConditionalGeneration", "T5Config", length=512, target=128)
 NETS = {
     "resnet50": _cnn("resnet50", 256, 32),
-    "resnet18-cifar": Net(resnet18_cifar, (512, 128)),
-    "vit_b_16": Net(vit_b_16, (128,)),
+    "resnet18-cifar": Net(_resnet18_cifar, (512, 128)),
+    "vit_b_16": Net(_vit_b_16, (128,)),
     "convnext_tiny": _cnn("convnext_tiny", 128),
     "efficientnet_b0": _cnn("efficientnet_b0", 128),
     "mobilenet_v3_large": _cnn("mobilenet_v3_large", 256),
@@ -195,8 +195,8 @@ NETS = {
     "gpt2": Net(_gpt2, (16,), "transformers"),
     "llama_16x1024": Net(_llama, (8,), "transformers"),
     "t5_small": Net(_t5, (32,), "transformers"),
-    "unet2d": Net(unet2d, (16,), "diffusers"),
-    "nnunet3d": Net(nnunet3d, (2,), None),
+    "unet2d": Net(_unet2d, (16,), "diffusers"),
+    "nnunet3d": Net(_nnunet3d, (2,), None),
 }
 
 
@@ -204,4 +204,4 @@ def __getattr__(name: str) -> Callable[..., Target]:
     """Each network as a function with its usual batch."""
     if name not in NETS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return lambda batch=NETS[name].batches[0], **sizes: NETS[name].make(batch=batch, **sizes)
+    return partial(NETS[name].make, batch=NETS[name].batches[0])

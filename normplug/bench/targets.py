@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -50,10 +51,10 @@ def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
 
 
 def _from_file(path: Path, name: str, batch: int | None, options: dict[str, Any]) -> Target:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"normplug_target_{path.stem}", path)
     if spec is None or spec.loader is None or not path.exists():
         raise ValueError(f"there is no file {path}.")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if function is None:

@@ -17,7 +17,7 @@ import normplug
 import rivals
 import tables
 from forks import forked
-from normplug.bench import timing
+from normplug.bench import targets, timing
 from normplug.bench.ops import OPS, Case, Problem
 from normplug.bench.rows import read_file
 
@@ -104,10 +104,11 @@ def test_a_rival_is_timed_if_it_is_installed(monkeypatch):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_a_network_trains(name):
+def test_the_users_command_takes_a_network_of_the_docs(name):
     if library := nets.NETS[name].library:
         pytest.importorskip(library)
-    model, batch, loss = getattr(nets, name)(batch=2, **TINY[name])
+    assert isinstance(getattr(nets, name), partial)  # it has a batch of its own
+    model, batch, loss = targets.load(f"{nets.__file__}:{name}", 2, TINY[name])
     value = loss(model, batch)
     value.backward()
     assert value.isfinite()
