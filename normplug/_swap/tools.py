@@ -16,8 +16,8 @@ _REGISTRIES = {
     "opacus.validators": ("ModuleValidator.VALIDATORS", "ModuleValidator.FIXERS"),
     "ptflops.pytorch_ops": ("MODULES_MAPPING",),
     "thop.profile": ("register_hooks",),
+    "torch.ao.quantization.quantization_mappings": ("DEFAULT_STATIC_QUANT_MODULE_MAPPINGS",),
 }
-_QUANTISERS = "torch.ao.quantization.quantization_mappings"
 
 
 def tell_tools() -> None:
@@ -29,12 +29,9 @@ def tell_tools() -> None:
             registry = attrgetter(name)(tool)
             for stock, ours in _convert.REPLACEMENTS.items():
                 if stock in registry:
-                    registry.setdefault(ours, registry[stock])
-    if (torch_ao := sys.modules.get(_QUANTISERS)) is not None:
-        quantised = torch_ao.DEFAULT_STATIC_QUANT_MODULE_MAPPINGS
-        for stock, ours in _convert.REPLACEMENTS.items():
-            if stock in quantised:
-                quantised.setdefault(ours, _Unswapped(quantised[stock]))
+                    entry = registry[stock]
+                    quantised = hasattr(entry, "from_float")
+                    registry.setdefault(ours, _Unswapped(entry) if quantised else entry)
     if (opacus := sys.modules.get("opacus.validators")) is not None:
         # Running statistics that are only watched are not private.
         for ours in _convert.REPLACEMENTS.values():

@@ -1,9 +1,8 @@
-"""What the tools share: whole files and Markdown tables."""
+"""How results are written: whole files."""
 
 import pytest
 
-from normplug._report import markdown
-from normplug._report.files import replace_file, write_file
+from normplug._results import replace_file, write_file
 
 
 @pytest.mark.parametrize("content", ["ä\r\nb\n", b"\x00\xff"], ids=["text", "bytes"])
@@ -29,13 +28,3 @@ def test_a_write_that_is_cut_off_leaves_the_old_file_and_nothing_else(stop, tmp_
         cut_off()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_table_aligns_numbers_to_the_right_and_keeps_its_columns():
-    rows = [("a|b", "x", "1.5"), ("c", "yy", "10")]
-    assert markdown.table(("arm", "kind", "ms"), rows, text=2) == (
-        "| arm | kind | ms |\n| --- | --- | ---: |\n| a/b | x | 1.5 |\n| c | yy | 10 |\n"
-    )
-    assert markdown.table(("arm", "kind", "ms"), rows, text=2, padded=True) == (
-        "| arm | kind |  ms |\n|-----|------|----:|\n| a/b | x    | 1.5 |\n| c   | yy   |  10 |\n"
-    )

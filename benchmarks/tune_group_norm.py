@@ -1,6 +1,6 @@
 """Time GroupNorm's schedules on a GPU: a JSON line for each variant, then the best of each case.
 
-    NORMPLUG_COMPILE_WORKERS=16 python tests/tune_group_norm.py [CASE ...] [--out FILE] [--budget S]
+    NORMPLUG_COMPILE_WORKERS=16 python benchmarks/tune_group_norm.py [CASE ...] [--out FILE]
 
 CASE is part of a case's name, such as `gn_silu 16x320 NHWC`; all by default. Kernels are compiled
 beforehand in other processes. Every variant's results are checked against torch in float32.
@@ -25,7 +25,8 @@ from normplug._ops.group_norm.eager import GroupNormPlan
 from normplug._ops.plans import BLANKS
 from normplug._ops.program import SLOT
 from normplug._ops.spec import GroupNormSpec, Tensors
-from normplug.bench.timing import Gpu, Stopwatch
+from normplug._results import stamp
+from normplug.bench.timing import copy_gbps, gpu_stopwatch
 
 CASES = [
     (f"{op} {'x'.join(map(str, shape))} {layout} bf16", shape, groups, activation, layout)
@@ -113,9 +114,9 @@ def variants(base, sms):
 
 
 class Sweep:
-    def __init__(self, case, gpu, copy_gbps, emit):
+    def __init__(self, case, emit):
         self.name, shape, groups, activation, layout = case
-        self.gpu, self.copy_gbps, self.emit = gpu, copy_gbps, emit
+        self.emit = emit
         generator = torch.Generator("cuda").manual_seed(0)
 
         def image():
@@ -175,11 +176,6 @@ class Sweep:
                 return f"{name}: error {error:.2g}"
         return None
 
-    def time(self, run, repetitions=13):
-        return statistics.median(
-            us for us in (self.gpu.time_us(run, 400.0) for _ in range(repetitions)) if us
-        )
-
     def measured(self, direction, passes, shape, program, truth):
         row = {"case": self.name, "direction": direction, "shape": dataclasses.asdict(shape)}
         row["held"] = shape.lag == 0
@@ -190,8 +186,8 @@ class Sweep:
             if wrong:
                 row["wrong"] = wrong
             else:
-                row["us"] = self.time(run)
-                row["percent"] = 100 * passes * self.bytes / row["us"] / 1e3 / self.copy_gbps
+                row["us"] = statistics.median(gpu_stopwatch(run)())
+                row["percent"] = 100 * passes * self.bytes / row["us"] / 1e3 / copy_gbps()
         except Exception as error:
             row["failed"] = repr(error)[:200]
         self.emit(row)
@@ -255,8 +251,8 @@ class Sweep:
                 "total": self.name,
                 **{
                     name: {
-                        "F": round(200 * self.bytes / f / 1e3 / self.copy_gbps, 1),
-                        "F+B": round(500 * self.bytes / b / 1e3 / self.copy_gbps, 1),
+                        "F": round(200 * self.bytes / f / 1e3 / copy_gbps(), 1),
+                        "F+B": round(500 * self.bytes / b / 1e3 / copy_gbps(), 1),
                     }
                     for name, (f, b) in times.items()
                 },
@@ -271,24 +267,22 @@ def main():
     parser.add_argument("--budget", type=float, default=540.0, help="seconds")
     options = parser.parse_args()
     deadline = time.monotonic() + options.budget
-    gpu = Gpu()
-    copy_gbps = Stopwatch(gpu).copy_gbps()
+    origin = stamp(gpu=True) | {"copy_gbps": round(copy_gbps())}
     with open(options.out, "a") as out:
 
         def emit(row):
-            line = json.dumps(row)
+            line = json.dumps(row | origin)
             out.write(line + "\n")
             out.flush()
             if "case" not in row:
                 print(line, flush=True)
 
-        emit({"device": torch.cuda.get_device_name(), "copy_gbps": round(copy_gbps)})
         for case in CASES:
             if options.cases and not any(part in case[0] for part in options.cases):
                 continue
             if time.monotonic() > deadline:
                 break
-            Sweep(case, gpu, copy_gbps, emit).run(deadline)
+            Sweep(case, emit).run(deadline)
             torch.cuda.empty_cache()
 
 

@@ -1,6 +1,6 @@
 """normplug next to other tools: each tool on a golden model, an unswapped one, and a stock one.
 
-    python tests/matrix.py -o docs/compatibility.md
+    python benchmarks/matrix.py -o docs/compatibility.md
 
 writes the table; `--device cuda` runs the tools that work on a GPU. `test_matrix.py` runs the same
 cells. A cell applies one tool to a small model. The result must equal that of the equivalent stock
@@ -962,7 +962,7 @@ def write(path):
             continue
     made = f"{datetime.date.today()}, Python {platform.python_version()}, {', '.join(versions)}"
     where = "the CPU" if DEVICE.type == "cpu" else torch.cuda.get_device_name()
-    lines += ["", f"`python tests/matrix.py`, on {where}, {made}.", ""]
+    lines += ["", f"`python benchmarks/matrix.py`, on {where}, {made}.", ""]
     Path(path).write_text("\n".join(lines))
     if wrong:
         raise SystemExit(f"silently wrong: {', '.join(wrong)}")

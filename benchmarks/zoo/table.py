@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from normplug._report.markdown import table
+from normplug.bench.show import markdown as table
 
 Row = Mapping[str, Any]
 
@@ -16,16 +16,16 @@ SUMMARY = ("library", "architectures", *RESULTS, "norms taken", "left")
 ARCHITECTURES = ("architecture", "norms taken", "norms left", "result", "error")
 
 
-def render(content: Mapping[str, Any]) -> str:
-    """The whole document, from the content of the JSON file that `python tests/zoo` writes."""
-    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    rows = content["rows"]
+def render(rows: Sequence[Row]) -> str:
+    """The whole document, from the rows of `python benchmarks/zoo`."""
+    packages = ("python", "torch", "torchvision", "timm", "transformers", "diffusers")
+    versions = ", ".join(f"{name} {rows[0][name]}" for name in packages if name in rows[0])
     libraries = list(dict.fromkeys(row["library"] for row in rows))
     # A row that was not run again has the date of its own run.
-    dates = " to ".join(sorted({row.get("date", content["date"])[:10] for row in rows}))
+    dates = " to ".join(sorted({row["date"][:10] for row in rows}))
     parts = [
         "# Swapped architectures of other libraries\n",
-        f"`python tests/zoo`, {content['device']}, {versions}, {dates}.\n",
+        f"`python benchmarks/zoo`, {rows[0]['device']}, {versions}, {dates}.\n",
         "Each architecture is built with random weights and a small input. The weights, biases and "
         "running statistics of its norms are random too. `standard` is compared with the stock "
         "model, and `golden` with the stock model whose norms have weight * sqrt(tv). Compared are "
@@ -43,10 +43,10 @@ def render(content: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def summary(content: Mapping[str, Any]) -> str:
+def summary(rows: Sequence[Row]) -> str:
     """One line per library: the count of each result."""
     results: dict[str, Counter[str]] = {}
-    for row in content["rows"]:
+    for row in rows:
         results.setdefault(row["library"], Counter())[row["result"]] += 1
     return "\n".join(
         f"{library}: {', '.join(f'{n} {result}' for result, n in counted.items())}"

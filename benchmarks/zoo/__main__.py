@@ -15,14 +15,14 @@ import torch
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])  # `zoo` and the checkout's normplug
 
-from normplug._report.files import write_file  # noqa: E402
+from normplug._results import write_file  # noqa: E402
 from zoo.run import LIBRARIES, run  # noqa: E402
 from zoo.table import render, summary  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
-    top = argparse.ArgumentParser(prog="python tests/zoo", description=__doc__)
+    top = argparse.ArgumentParser(prog="python benchmarks/zoo", description=__doc__)
     top.add_argument(
         "--library", choices=LIBRARIES, action="append", help="may be repeated; default: all"
     )
@@ -42,22 +42,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     libraries = arguments.library or list(LIBRARIES)
     if arguments.device != "cpu":
         _make_deterministic()
-    content = run(
+    rows, missing = run(
         libraries,
         only=arguments.only,
         large=arguments.all,
         device=torch.device(arguments.device),
         path=arguments.json,
     )
-    if not content["rows"]:
-        if set(content["passed_over"]) != set(libraries):
+    if not rows:
+        if missing != set(libraries):
             print(f"zoo: no architecture matches {arguments.only!r}", file=sys.stderr)
         return 1
     if arguments.markdown:
-        write_file(arguments.markdown, render(content))
-    print(summary(content))
-    lacking = bool(arguments.library and content["passed_over"])
-    return int(lacking or any(row["result"] == "failed" for row in content["rows"]))
+        write_file(arguments.markdown, render(rows))
+    print(summary(rows))
+    lacking = bool(arguments.library and missing)
+    return int(lacking or any(row["result"] == "failed" for row in rows))
 
 
 def _make_deterministic() -> None:

@@ -6,12 +6,10 @@ import copy
 import fnmatch
 import gc
 import importlib
-import json
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from normplug._extras import MissingPackage, needs
-from normplug._report.files import write_file
-from normplug._report.provenance import hardware, versions
+from normplug._results import stamp
+from normplug.bench.rows import add_to_file
 from zoo.check import SEED, Architecture, Inputs, check, observe
 
 LIBRARIES = ("torchvision", "timm", "transformers", "diffusers")
@@ -36,7 +34,7 @@ def run(
     large: bool = False,
     device: torch.device,
     path: Path | None = None,
-) -> dict[str, Any]:
+) -> tuple[list[dict[str, Any]], set[str]]:
     """Check the libraries' architectures.
 
     Args:
@@ -45,38 +43,33 @@ def run(
         large: include architectures with more than `LARGE` parameters.
         device: any but the CPU computes in float64; on the CPU both sides run the same kernels, so
             float32 is accurate enough.
-        path: the JSON file of the result, rewritten after each row.
+        path: a JSON file; each row is appended to it.
 
     Returns:
-        The contents of that file. `passed_over` has a sentence for each library that is missing.
+        A row for each architecture, and the libraries that are not installed.
     """
-    found = versions(*LIBRARIES)
-    content: dict[str, Any] = {
-        "device": hardware(device.type == "cuda", 1),
-        "versions": {k: found[k] for k in ("python", "torch", *LIBRARIES) if k in found},
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "passed_over": {},
-        "rows": [],
-    }
-    for architecture in _architectures(libraries, content["passed_over"]):
+    rows: list[dict[str, Any]] = []
+    missing: set[str] = set()
+    origin = stamp(device.type == "cuda", *LIBRARIES)
+    for architecture in _architectures(libraries, missing):
         if not fnmatch.fnmatchcase(architecture.name, only):
             continue
-        row = check_one(architecture, large=large, device=device)
-        content["rows"].append(row)
+        row = check_one(architecture, large=large, device=device) | origin
+        rows.append(row)
         print(_line(row), flush=True)
         if path is not None:
-            write_file(path, json.dumps(content, indent=1) + "\n")
+            add_to_file(path, [row])
         gc.collect()
-    return content
+    return rows, missing
 
 
-def _architectures(libraries: Sequence[str], passed_over: dict[str, str]) -> Iterator[Architecture]:
+def _architectures(libraries: Sequence[str], missing: set[str]) -> Iterator[Architecture]:
     for library in libraries:
         try:
             with needs(f"zoo --library {library}", "zoo"):
                 module = importlib.import_module(f"zoo.{library}_models")
         except MissingPackage as error:
-            passed_over[library] = str(error)
+            missing.add(library)
             print(error, file=sys.stderr, flush=True)
             continue
         yield from module.architectures()

@@ -1,0 +1,143 @@
+"""Time training steps of a ResNet-50 over several processes, for each way to join its norms.
+
+    python -m torch.distributed.run --nproc_per_node 2 benchmarks/sync.py --json sync.json
+
+All arms start from the same weights, are in memory together, and take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import nets
+import normplug
+from normplug._results import stamp
+from normplug.bench.models import Arm, Change, make_step
+from normplug.bench.rows import Row, add_to_file
+from normplug.bench.timing import Call, at_rest, spread
+
+MODE, MODEL = "golden", "resnet50"
+
+
+def _joined(net: nn.Module) -> nn.Module:
+    return normplug.swap(net, MODE, sync=True)
+
+
+# name -> the changes to the stock model; "local" does not synchronise
+ARMS: dict[str, tuple[Change, ...]] = {
+    "local": (),
+    "torch": (nn.SyncBatchNorm.convert_sync_batchnorm,),
+    "normplug": (_joined,),
+    "normplug+fuse": (_joined, normplug.fuse),
+}
+
+
+def measure(
+    batch: int, size: int, warm_ups: int, rounds: int, turn: int, device: torch.device
+) -> Iterator[Row]:
+    """A row for each arm: the milliseconds a step of its turns."""
+    torch.manual_seed(0)
+    stock, _, loss = nets.NETS[MODEL].make(batch=1)
+    torch.manual_seed(dist.get_rank())
+    _, data, _ = nets.NETS[MODEL].make(batch=batch, size=size)
+    data = tuple(tensor.to(device) for tensor in data)
+    steps: dict[str, Call] = {}
+    for name, changes in ARMS.items():
+        if name == "torch" and device.type == "cpu":  # it needs CUDA
+            continue
+        arm = Arm((partial(_parallel, changes),))
+        steps[name], _ = make_step(stock.to(device), data, loss, torch.bfloat16, arm)
+        for _ in range(warm_ups):
+            steps[name]()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for done in range(rounds):
+        # Each round starts with another arm, which is the same in all processes.
+        order = list(steps)
+        for name in order[done % len(order) :] + order[: done % len(order)]:
+            times[name].append(_turn_ms(steps[name], turn))
+    for name, samples in times.items():
+        facts: Row = {"model": MODEL, "batch": batch, "arm": name, "mode": MODE, "size": size}
+        yield {
+            **facts,
+            **spread("ms", samples),
+            "steps": rounds * turn,
+            "processes": dist.get_world_size(),
+            "native": normplug.native.status().way,
+            **stamp(device.type == "cuda", gpus=dist.get_world_size()),
+        }
+
+
+def _parallel(changes: Sequence[Change], net: nn.Module) -> nn.Module:
+    device = next(net.parameters()).device
+    parallel: nn.Module | None = None
+    if device.type == "cpu":  # there DistributedDataParallel refuses to wrap a SyncBatchNorm
+        parallel = nn.parallel.DistributedDataParallel(net)
+    for change in changes:
+        net = change(net)
+    if parallel is None:
+        return nn.parallel.DistributedDataParallel(net, device_ids=[device])
+    parallel.module = net
+    return parallel
+
+
+def _turn_ms(step: Call, count: int) -> float:
+    """Mean milliseconds a step of `count` steps back to back, after one that is not timed."""
+    step()
+    at_rest()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    return (at_rest() - start) / count * 1e3
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--batch", type=int, nargs="+", default=[128, 32], help="a process")
+    for name, default in (("size", 224), ("warm-ups", 10), ("rounds", 10), ("turn", 10)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
+    a = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        raise SystemExit(
+            "benchmarks/sync.py runs in several processes; got one. Start it with "
+            "python -m torch.distributed.run --nproc_per_node 2 benchmarks/sync.py."
+        )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        if device.type == "cuda" and os.environ["LOCAL_RANK"] == "0":
+            subprocess.run([sys.executable, "-m", "normplug.native", "build"])
+        dist.barrier()  # the other processes of a host load the same file
+        for batch in a.batch:
+            rows = list(measure(batch, a.size, a.warm_ups, a.rounds, a.turn, device))
+            if dist.get_rank():
+                continue
+            for row in rows:
+                print(f"batch {batch} a process | {row['arm']} {row['ms']:.2f} ms", flush=True)
+            if a.json:
+                add_to_file(a.json, rows)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
