@@ -72,7 +72,8 @@ TABLE = []
 
 def cases(call, caller, name, values, error):
     for v in values:
-        case = f"{caller}-{name}-{modes.shown(v):.20}"
+        shown = getattr(v, "__name__", modes.shown(v))  # a method shows its address
+        case = f"{caller}-{name}-{shown:.20}"
         TABLE.append(pytest.param(call, {name: v}, error, caller, name, id=case))
 
 
