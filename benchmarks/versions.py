@@ -27,7 +27,6 @@ from xml.etree import ElementTree
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT)]
 
-from normplug._report.markdown import table  # noqa: E402
 from normplug._results import write_file  # noqa: E402
 
 VERSIONS = ("2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
@@ -142,7 +141,9 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     date, short = COLUMNS.index("date"), COLUMNS.index("commit")
     for line in cells:
         line[date], line[short] = line[date][:10], line[short][:7]
-    return INTRODUCTION + table(COLUMNS, cells, text=7) + NOTES
+    rule = "|" + " --- |" * 7 + " ---: |" * 4
+    lines = ["| " + " | ".join(line) + " |" for line in (COLUMNS, *cells)]
+    return INTRODUCTION + "\n".join([lines[0], rule, *lines[1:]]) + "\n" + NOTES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
