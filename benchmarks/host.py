@@ -68,7 +68,7 @@ def _fused(activation: str) -> Callable[..., Tensor]:
 
 
 def _fused_add(norm: Any, x: Tensor, residual: Tensor) -> Any:
-    return norm.fused_add(x, residual)
+    return norm._fused_add(x, residual)
 
 
 LAYERS = {  # fused calls are those of a model after `fuse`

@@ -36,7 +36,7 @@ COLUMNS += ("passed", "failed", "skipped", "minutes")
 STAMP = "import json; from normplug._results import stamp; print(json.dumps(stamp(False)))"
 INTRODUCTION = """# Versions of torch
 
-`python benchmarks/versions.py`: the whole suite, on the CPU.
+`python benchmarks/versions.py`: the whole suite, on the CPU ([rows](results/versions.json)).
 
 """
 NOTES = """

@@ -259,6 +259,18 @@ def _tree_leaves(tree: Any) -> list[Any]:
 tree_leaves: Callable[[Any], list[Any]] = _private("utils._pytree.tree_leaves", _tree_leaves)
 
 
+def _tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _tree_map_only(kind, function, child) for key, child in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_tree_map_only(kind, function, child) for child in tree]
+    return function(tree) if isinstance(tree, kind) else tree
+
+
+# A batch with its tensors replaced. The fallback looks into mappings, lists and tuples only.
+tree_map_only: Callable[..., Any] = _private("utils._pytree.tree_map_only", _tree_map_only)
+
+
 # --- Autocast ---
 
 

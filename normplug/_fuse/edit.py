@@ -489,8 +489,10 @@ class _Editor:
             for node in _expressions(statement):
                 if self._is_reader(node):
                     for y in _arguments(node):
-                        if isinstance(y, ast.Name) and y in self._results:
-                            _let_recompute(node, y.id)
+                        if y in self._results:
+                            stored = y.orelse if isinstance(y, ast.IfExp) else y
+                            if isinstance(stored, ast.Name):
+                                _let_recompute(node, stored.id)
             name, value = _assigned(statement)
             if name is not None and value in self._results:
                 reader = self._only_reader(body[i + 1 :], name)

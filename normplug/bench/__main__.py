@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from normplug import _torch
 from normplug._extras import needs
 from normplug._results import write_file
 from normplug.bench import models, op, show, targets, timing
@@ -31,7 +31,7 @@ def _model(a: argparse.Namespace, device: torch.device) -> None:
     with _one_line("model"):
         model, batch, step = targets.load(a.target, a.batch, dict(map(_option, a.option)))
     if a.channels_last:
-        model, batch = model.to(memory_format=LAST), pytree.tree_map_only(Tensor, _last, batch)
+        model, batch = model.to(memory_format=LAST), _torch.tree_map_only(Tensor, _last, batch)
     name = a.autocast or ("bfloat16" if device.type == "cuda" else "none")
     autocast = None if name == "none" else getattr(torch, name)
     how = {"mode": a.mode, "autocast": autocast, "rounds": a.rounds}

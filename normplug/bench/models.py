@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils import _pytree as pytree
 
 import normplug
+from normplug import _torch
 from normplug._results import stamp
 from normplug._table import counts
 from normplug.bench import timing
@@ -114,14 +114,14 @@ def measure_arms(
 ) -> Iterator[Row]:
     """As `measure`, for any arms; `profiles` gets each arm's events on the GPU."""
     device = next(model.parameters()).device
-    batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+    batch = _torch.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
     make = partial(make_step, model, batch, step or _loss, autocast)
     torch.compiler.reset()  # earlier models count towards the recompilation limit
     # Libraries allocate workspaces in the first step and keep them: charge no arm for them.
     _attempt("the first step", lambda: make(Arm())[0]())
     steps: dict[str, timing.Call] = {}
     rows: dict[str, Row] = {}
-    size = sum(each.nbytes for each in pytree.tree_leaves(batch) if isinstance(each, Tensor))
+    size = sum(each.nbytes for each in _torch.tree_leaves(batch) if isinstance(each, Tensor))
     for name, arm in variants.items():
         rows[name] = {"arm": name, "autocast": str(autocast).removeprefix("torch.")}
         warmed, rows[name]["error"] = _attempt(name, partial(_warmed, make, arm, device, size))
@@ -132,7 +132,8 @@ def measure_arms(
         rows[name] |= timing.spread("ms", samples) | {"turns": len(samples)}
         if device.type == "cuda":
             events, _ = _attempt(f"{name}, profile", partial(timing.gpu_events, steps[name]))
-            rows[name]["gpu_ms"] = timing.busy_ms(events or [])
+            if events:  # a profile without events measured nothing
+                rows[name]["gpu_ms"] = timing.busy_ms(events)
             if profiles is not None:
                 profiles[name] = events or []
     origin = stamp(device.type == "cuda", "transformers", "timm", "diffusers", "liger-kernel")
@@ -149,7 +150,7 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
         output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     if isinstance(loss := getattr(output, "loss", None), Tensor):
         return loss
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, Tensor)]
     squares = [leaf.float().square().mean() for leaf in leaves if leaf.requires_grad]
     if not squares:
         raise ValueError(

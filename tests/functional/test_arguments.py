@@ -249,12 +249,11 @@ def test_a_weight_must_not_be_nested(layout):
 
 @pytest.mark.parametrize("wrong", ["bad", None, float("nan"), -1.0, 0, 10**400, torch.ones(())])
 @pytest.mark.parametrize("cls", [normplug.BatchNorm1d, normplug.LayerNorm, normplug.RMSNorm])
-def test_a_wrong_target_variance_is_refused_at_the_next_call(cls, wrong):
-    layer = cls(6)
-    layer.target_variance = wrong
-    with pytest.raises(ValueError, match="target_variance must be a finite float above 0; got "):
-        layer(X)
-    assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), cls(6).buffers(), strict=True))
+def test_a_layer_refuses_a_wrong_target_variance_and_keeps_its_own(cls, wrong):
+    layer = cls(6, mode=0.5)
+    with pytest.raises((TypeError, ValueError), match="mode must be 'golden' .* got "):
+        layer.target_variance = wrong
+    assert layer.target_variance == 0.5
 
 
 def test_a_message_shows_the_start_of_a_long_value():

@@ -231,7 +231,6 @@ def test_in_one_process_it_is_batch_norm_bit_for_bit(training):
 def test_a_wrong_call_is_refused_before_a_message_is_sent(monkeypatch):
     monkeypatch.setattr(SyncBatchNorm, "group_to_join", lambda layer: SimpleNamespace(size=int))
     for name, wrong in (
-        ("target_variance", -1.0),
         ("momentum", math.inf),
         ("running_var", torch.ones(2)),
     ):

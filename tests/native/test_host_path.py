@@ -787,10 +787,15 @@ def test_only_y_of_a_norm_in_cpp_can_be_recomputed():
 
 # Calls of modules, which C++ stores on CUDA only.
 
-ROWS = partial(normplug.LayerNorm, 6, backend="triton")
-MOMENTS = partial(normplug.RMSNorm, 6, backend="triton")
-MAKERS = [ROWS, partial(ROWS, bias=False), partial(ROWS, elementwise_affine=False), MOMENTS]
-MAKERS += [partial(MOMENTS, track_running_stats=True)]
+A_LAYER_NORM = partial(normplug.LayerNorm, 6, backend="triton")
+AN_RMS_NORM = partial(normplug.RMSNorm, 6, backend="triton")
+MAKERS = [
+    A_LAYER_NORM,
+    partial(A_LAYER_NORM, bias=False),
+    partial(A_LAYER_NORM, elementwise_affine=False),
+    AN_RMS_NORM,
+]
+MAKERS += [partial(AN_RMS_NORM, track_running_stats=True)]
 MAKERS += [partial(normplug.GroupNorm, 2, 6, backend="triton")]
 MAKERS += [partial(normplug.BatchNorm1d, 6, backend="triton")]
 
