@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from normplug import _convert
+from normplug import _checks, _convert
 from normplug._ops import sharded
 from normplug._swap.inventory import Inventory
 from normplug._table import shown
+
+_NO_TENSOR = torch.empty(0)  # where no tensor tells the dtype of a norm's input
 
 
 class Scaling(NamedTuple):
@@ -95,8 +97,14 @@ def scale(inventory: Inventory, scalings: Iterable[Scaling]) -> None:
                 continue
             offset = _convert.weight_offset(module)
             if weight is None:
-                value = factor - offset
-                module.weight = _frozen_weight(module, value, neighbour(inventory, path))
+                like = neighbour(inventory, path)
+                if like is _NO_TENSOR:
+                    _checks.warn(
+                        f"normplug: {shown(path)} gets a weight of {torch.get_default_dtype()}, as "
+                        "no tensor of the model tells the dtype of its input. Call .to(dtype) on "
+                        "the model for another one."
+                    )
+                module.weight = _frozen_weight(module, factor - offset, like)
             elif _made_here(module) and _is_constant(weight, 1.0 / factor - offset):
                 module.weight = None  # type: ignore[assignment]
             else:
@@ -126,7 +134,7 @@ def neighbour(inventory: Inventory, path: str) -> Tensor:
     """Find the tensor whose dtype and device new tensors of the layer under `path` take.
 
     It is one of the layer's own; else the nearest parameter in the module tree; else the nearest
-    buffer; else an empty tensor with torch's defaults. The module before a layer produces its
+    buffer; else `_NO_TENSOR`. The module before a layer produces its
     input, so it counts as nearer than the module after it.
     """
     layer, parents = inventory.modules[path], inventory.parents(path)
@@ -144,7 +152,7 @@ def neighbour(inventory: Inventory, path: str) -> Tensor:
             inner = parent
 
     near = chain(layer.parameters(), layer.buffers(), around("parameters"), around("buffers"))
-    return next(filter(_tells_the_dtype, near), torch.empty(0))
+    return next(filter(_tells_the_dtype, near), _NO_TENSOR)
 
 
 def _tells_the_dtype(t: Tensor) -> bool:
@@ -167,5 +175,6 @@ def _is_constant(weight: Tensor, value: float) -> bool:
 
 def _frozen_weight(module: nn.Module, value: float, like: Tensor) -> nn.Parameter:
     shape = _convert.affine_shape(module)
-    weight = torch.full(shape, value, dtype=like.dtype, device=like.device)
+    dtype = torch.get_default_dtype() if like is _NO_TENSOR else like.dtype
+    weight = torch.full(shape, value, dtype=dtype, device=like.device)
     return nn.Parameter(weight, requires_grad=False)
