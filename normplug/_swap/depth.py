@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import nn
 
+from normplug import modes
 from normplug._swap.inventory import Inventory
 from normplug._swap.layer_modes import Assigned, LayerModes, Norms, mode_of
 from normplug._table import shown
@@ -73,7 +74,7 @@ class ByDepth(LayerModes):
 
     def __init__(self, schedule: str | Schedule) -> None:
         rule = f"{', '.join(map(repr, SCHEDULES))}, or a callable (block, blocks) -> number"
-        text = f"normplug.by_depth: schedule must be {rule}; got {schedule!r}."
+        text = f"normplug.by_depth: schedule must be {rule}; got {modes.shown(schedule)}."
         if isinstance(schedule, str):
             if schedule not in SCHEDULES:
                 raise ValueError(text)

@@ -52,14 +52,15 @@ def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:
     try:
         pattern = re.compile(one[3:])
     except re.error as error:
-        text = f"normplug: {role}={one!r} is not a valid regular expression: {error}."
+        text = f"normplug: {role}={one[:200]!r} is not a valid regular expression: {error}."
         raise ValueError(text) from None
     return lambda path, module: pattern.fullmatch(path) is not None
 
 
 def _report_unmatched(role: str, pattern: str, norms: dict[nn.Module, list[str]]) -> None:
     paths = [shown(path) for names in norms.values() for path in names]
-    text = f"normplug: {role}={pattern!r} matches no norm layer; the model has: {some(paths)}."
+    text = f"normplug: {role}={pattern[:200]!r} matches no norm layer; the model has: "
+    text += f"{some(paths)}."
     if role != "exclude":
         raise ValueError(text)
     _checks.warn(text)
