@@ -17,6 +17,7 @@ import normplug
 import rivals
 import tables
 from forks import forked
+from normplug._ops.recompute import AVAILABLE
 from normplug.bench import targets, timing
 from normplug.bench.ops import OPS, Case, Problem
 from normplug.bench.rows import read_file
@@ -131,11 +132,14 @@ def test_other_arms_differ_from_the_usual_as_their_names_say(tmp_path, monkeypat
     words = ["--rows", "nnunet3d", "--device", "cpu", "--rounds", "1", "--json", str(path)]
     models.main([*words, "--arms", "eager", "swap+fuse", "no-norm", "swap+fuse+recompute", "liger"])
     rows = {row["arm"]: row for row in read_file(path)}
-    assert rows["liger"]["error"]  # it is no Llama
-    assert all(row["error"] is None for name, row in rows.items() if name != "liger")
+    refused = {name for name, row in rows.items() if row["error"]}
+    # The model is no Llama, and recomputation needs torch 2.8.
+    assert refused == {"liger"} | (set() if AVAILABLE else {"swap+fuse+recompute"})
     assert rows["no-norm"]["loss"] != pytest.approx(rows["eager"]["loss"])
-    losses = [rows[name]["loss"] for name in ("swap+fuse", "swap+fuse+recompute")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    losses = [
+        row["loss"] for name, row in rows.items() if name.startswith("swap") and not row["error"]
+    ]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
     net = models.without_norms(nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)))
     assert type(net[0]) is nn.Identity
 
