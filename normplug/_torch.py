@@ -193,6 +193,20 @@ top_saved_tensors_hooks: Callable[[bool], Any] | None = _private(
 )
 
 
+# --- Distributed ---
+
+
+def _symmetric_memory() -> Any:
+    """The module of memory that the GPUs of a host share; None in a build without distributed."""
+    try:
+        from torch.distributed import _symmetric_memory
+    except ImportError:
+        return None
+    return _symmetric_memory if hasattr(_symmetric_memory, "rendezvous") else None
+
+
+symmetric_memory = _symmetric_memory() if torch.distributed.is_available() else None
+
 # --- Modules, functions and results ---
 
 # Global module hooks. If they cannot be read, assume one: modules are then called one by one.

@@ -79,6 +79,7 @@ class BatchNormSpec(NamedTuple):
     """The non-tensor arguments of a BatchNorm call.
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
+    peers: the `peers.Peers` of the processes over whose joined batch the norm is; None if alone.
     """
 
     training: bool
@@ -88,6 +89,7 @@ class BatchNormSpec(NamedTuple):
     activation: ActivationLike = None
     pool: Pool | None = None
     keeps_residual: bool = False
+    peers: Any = None
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
         """The dimensions of x along which a call can be split without changing its results."""
@@ -99,8 +101,9 @@ class BatchNormSpec(NamedTuple):
         """The spec of the norm alone."""
         # torch.compile of torch 2.6 cannot trace `_replace`.
         return BatchNormSpec(
-            self.training, self.momentum, self.eps, self.target_variance, self.activation
-        )
+            self.training, self.momentum, self.eps, self.target_variance, self.activation,
+            peers=self.peers,
+        )  # fmt: skip
 
 
 class LayerNormSpec(NamedTuple):

@@ -28,11 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from normplug import _activations, _checks, functional
-from normplug._layouts import dense, is_channels_last, laid_out_like
-from normplug._ops import cache, statistics
-from normplug._ops.batch_norm import checks, messages, route
+from normplug._ops import cache, eligible, statistics
+from normplug._ops.batch_norm import checks, messages, peers, route
 from normplug._ops.spec import BatchNormSpec, Tensors
-from normplug._torch import dispatch_modes
+from normplug._ops.statistics import variance_of
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
 # Returns the mean and biased variance of the joined batch.
@@ -44,16 +43,26 @@ def group_to_join(group: Any) -> Any:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = group or dist.group.WORLD
+    if not torch.compiler.is_compiling() and peers.is_known(group):
+        return group
     return group if dist.get_world_size(group) > 1 else None
 
 
-def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tuple[Tensor, Moments]:
+def batch_norm(
+    t: Tensors, spec: BatchNormSpec, backend: str, group: Any, measured: bool = False
+) -> tuple[Tensor, Moments | None]:
     """`functional.batch_norm` in training, over the batches of all processes of `group`.
 
-    Max pooling, if `spec` has one, is a separate call after it.
+    Args:
+        t: the tensors of the call.
+        spec: its other arguments.
+        backend: "auto", "triton" or "torch".
+        group: the processes.
+        measured: whether the second result is needed.
 
     Returns:
-        y, and a function that returns the (C,) mean and biased variance of the joined batch.
+        y, and a function that returns the (C,) mean and biased variance of the joined batch; it
+        may be None if not `measured`.
 
     Raises:
         ValueError: mismatched shapes; an unknown activation or backend; on the CPU, one value per
@@ -61,6 +70,9 @@ def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tup
             so y is `bias` (plus `residual`) instead.
         TypeError: tensors that are not floating point.
     """
+    checks.check(_CALLER, t, spec, joined=True)
+    if (found := _in_kernels(t, spec, backend, group, measured)) is not None:
+        return found
     pool = spec.pool
     if pool is not None:
         y, moments = batch_norm(t, spec.without_pool(), backend, group)
@@ -71,7 +83,6 @@ def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tup
     if eager:
         plan = cache.find(cache.key_of(t, spec, (backend, processes)))
     if plan is None:
-        checks.check(_CALLER, t, spec, joined=True)
         plan = route.joined(_CALLER, backend, t, spec, processes)
     if plan is not None:
         y, stats = plan.run(t, group)
@@ -84,6 +95,37 @@ def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tup
 
 
 _CALLER = "SyncBatchNorm"
+
+
+def _in_kernels(
+    t: Tensors, spec: BatchNormSpec, backend: str, group: Any, measured: bool
+) -> tuple[Tensor, Moments | None] | None:
+    """As `batch_norm`, by kernels that exchange the statistics themselves; None if they cannot."""
+    asked = eligible.is_asked_for(_checks.backend(_CALLER, backend), t.x)
+    if not asked or eligible.refusal_now() is not None:
+        return None
+    compiling = eligible.is_compiling()
+    others = (peers.number_of if compiling else peers.of)(group, t.x.device)
+    if not others:
+        return None
+    numbers = (spec.training, spec.momentum, spec.eps, spec.target_variance, spec.activation)
+    ours = BatchNormSpec(*numbers, spec.pool, spec.keeps_residual, others)
+    if route.kernels(ours).refusal(t, ours) is not None:
+        pool = spec.pool
+        found = pool and _in_kernels(t, spec.without_pool(), backend, group, measured)
+        return (pool(found[0]), found[1]) if pool and found else None
+    if compiling:
+        from normplug._ops.batch_norm.compiled import COMPILED
+
+        y, stats = COMPILED.joined(t, spec, others)
+    elif measured:
+        plan, ready = route.kernels(ours).plan_of(t, ours)
+        y, (stats, *_) = plan.run_with_state(ready)
+    else:
+        return functional.carry_out(_CALLER, t, ours, backend), None
+    channels = t.x.shape[1]
+    var = variance_of(stats[channels : 2 * channels], spec.eps)
+    return y, lambda: (stats[:channels], var)
 
 
 def _by_torch(
@@ -139,58 +181,28 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         """The gradients of x, weight and bias."""
         x, weight, mean, rstd, n = ctx.saved_tensors
-        n = n.clamp(min=1)
-        if dy is None:
-            dy = torch.zeros_like(x)
-        # For a second derivative, recompute the statistics from x, in torch operations only.
-        twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if twice:
-            mean, rstd = messages.differentiable_statistics(x, n, ctx.eps, ctx.group)
-        fused = _has_kernels(x) and not twice
-        if fused:
-            x = dense(x)
-            dy = laid_out_like(dy, x)
-        sums = _own_sums(dy, x, mean, rstd, fused)
-        dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            add = messages.Sum.apply if twice else messages.total
-            means = add(sums, ctx.group) / n
-            scale = torch.full_like(rstd, ctx.scale)
-            if weight is not None:
-                scale = weight.to(rstd.dtype) * scale
-            dx = _input_gradient(dy, x, mean, rstd, scale, means, fused)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(messages.NO_SECOND_DERIVATIVE)
+        n, dims = n.clamp(min=1), channel_dims(x)
+        dy = torch.zeros_like(x) if dy is None else dy
+        g = dy.to(mean.dtype)
+        centred = x.to(mean.dtype) - per_channel(mean, x)
+        sums = torch.cat([g.sum(dims), (g * centred).sum(dims)])
         sum_dy, sum_dy_centred = sums.chunk(2)
+        dx = dweight = dbias = None
         if ctx.needs_input_grad[1]:
             dweight = (sum_dy_centred * rstd * ctx.scale).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             dbias = sum_dy.to(ctx.bias_dtype)
+        if ctx.needs_input_grad[0]:
+            sums = sums.clone()
+            messages.add(sums, ctx.group)
+            mean_dy, mean_dy_centred = (sums / n).chunk(2)
+            scale = rstd * ctx.scale if weight is None else rstd * ctx.scale * weight.to(rstd.dtype)
+            slope = mean_dy_centred * rstd * rstd
+            dx = g - per_channel(mean_dy, x) - centred * per_channel(slope, x)
+            dx = (dx * per_channel(scale, x)).to(x.dtype)
         return dx, dweight, dbias, None, None, None, None
-
-
-def _own_sums(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, fused: bool) -> Tensor:
-    """(2C,): sum(dy), then sum(dy * (x - mean)), over this process's batch."""
-    if fused:
-        sums = torch.batch_norm_backward_reduce(dy, x, mean, rstd, None, True, False, False)[:2]
-        return torch.cat(sums)
-    dy, dims = dy.to(mean.dtype), channel_dims(x)
-    return torch.cat([dy.sum(dims), (dy * (x.to(mean.dtype) - per_channel(mean, x))).sum(dims)])
-
-
-def _input_gradient(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, means: Tensor, fused: bool
-) -> Tensor:
-    """dx, given the means over the joined batch of dy and dy * (x - mean)."""
-    mean_dy, mean_dy_centred = means.chunk(2)
-    if fused:
-        # The operator divides sums by int32 counts of values. These are means already: divide by 1.
-        one = torch.ones(1, dtype=torch.int32, device=x.device)
-        return torch.batch_norm_backward_elemt(
-            dy, x, mean, rstd, scale, mean_dy, mean_dy_centred, one
-        )
-    centred = x.to(mean.dtype) - per_channel(mean, x)
-    slope = per_channel(mean_dy_centred * rstd * rstd, x)
-    dx = dy.to(mean.dtype) - per_channel(mean_dy, x) - centred * slope
-    return (dx * per_channel(scale * rstd, x)).to(x.dtype)
 
 
 def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,14 +222,3 @@ def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
     mean = (weights * means).sum(0)
     var = (weights * (variances + (means - mean).square())).sum(0)
     return mean, var, n
-
-
-def _has_kernels(x: Tensor) -> bool:
-    """Whether torch's operators for a synchronised backward can take x: only in eager CUDA."""
-    tracing = torch.compiler.is_compiling() or dispatch_modes() > 0
-    if tracing or not x.is_cuda or x.numel() == 0:
-        return False
-    # For contiguous half input they round the mean to half: an error of 1e-3 (torch 2.11).
-    # They read channels_last of 4 and 5 dimensions only.
-    channels_last = x.dim() in (4, 5) and is_channels_last(x.shape, x.stride())
-    return channels_last or x.dtype == accumulator_dtype(x.dtype)

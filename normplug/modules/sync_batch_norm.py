@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from normplug import native
 from normplug._activations import ActivationLike
+from normplug._ops.batch_norm import peers
 from normplug._ops.spec import Pool
 from normplug._torch import BatchNormBase, LazyNormBase
 from normplug.modules import joined
@@ -38,17 +41,26 @@ class _SyncBatchNormForward(_BatchNorm):
     ) -> Tensor:
         """As in `_BatchNorm`, but over the joined batch of all processes in training.
 
-        There `isolated` has no effect, and max pooling is torch's.
+        There `isolated` has no effect.
         """
         group = self.group_to_join()
         if group is None:
             return super().fused(
                 input, residual, activation, pool, isolated=isolated, keeps_residual=keeps_residual
             )
-        call = self._call(input, residual, activation, pool, keeps_residual)
-        y, moments = joined.batch_norm(*call, self.backend, group)
-        if self._probe is not None:
+        reading = (input, residual, None, activation, pool, keeps_residual)
+        measured, compiling = self._probe is not None, torch.compiler.is_compiling()
+        if not (measured or compiling):
+            others = peers.known(group, input.device)
+            y = native.forward(self, *reading, others) if others else None
+            if y is not None:
+                return y
+        t, spec = self._call(input, residual, activation, pool, keeps_residual)
+        y, moments = joined.batch_norm(t, spec, self.backend, group, measured)
+        if moments is not None and measured:
             self._record(input, divisor=moments()[1])
+        elif not compiling and (others := peers.known(group, input.device)):
+            native.learn(self, spec._replace(peers=others), self.backend, t, *reading, others)
         return y
 
     def group_to_join(self) -> Any:

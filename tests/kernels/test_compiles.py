@@ -162,6 +162,14 @@ def test_batch_norm_over_processes_compiles(name):
         check(one, BFLOAT16, **others)
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_batch_norm_that_exchanges_its_statistics_compiles(name, dtype):
+    others = {"world": 2, "peers": 1 << 40, "activation": "relu"}
+    for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, **others):
+        check(made, dtype)
+
+
 def row_launches(rows, width, itemsize, dtype, spacing, sms=SMS, shared=SHARED):
     forward = ln.layer_norm_forward(rows, width, 8, itemsize, True, sms)
     backward = ln.layer_norm_backward(

@@ -37,6 +37,9 @@ class Flags:
     kernel's RUNNING, CUMULATIVE, TRACKED. normalize: without it, only statistics are computed.
     variance: these are saved as (mean, var), not as (mean, rstd).
 
+    peers, world: over how many processes the kernels join the batch, and the address of this
+    process's table: see `exchange`.
+
     joined: the batch is spread over several processes. Without normalize, a forward also saves the
     number of values. A backward saves the sums of this process or, with given, reads those of all.
     """
@@ -53,6 +56,8 @@ class Flags:
     normalize: bool = True
     variance: bool = False
     joined: bool = False
+    world: int = 1
+    peers: int = 0
 
     @property
     def bits(self) -> bool:
@@ -86,18 +91,19 @@ def forward_launch(
         "CUMULATIVE": flags.cumulative,
         "TRACKED": flags.tracked,
     }
+    group = (flags.peers, flags.world)
     if isinstance(shape, Planes):
         lag = shape.lag if both else 0
         grid = shape.tiles + lag
         if not flags.normalize:
             lag, grid = shape.tiles, shape.tiles + shape.c
         return _planes(
-            planes.batch_norm_planes_forward, _FORWARD, shape, lag, grid, numbers, constants
+            planes.batch_norm_planes_forward, _FORWARD, shape, lag, grid, numbers, constants, group
         )
     alone = shape.gathers if flags.training else shape.writes
     grid = shape.grid if both else shape.slabs * alone
     return _columns(
-        columns.batch_norm_columns_forward, _FORWARD, shape, grid, both, numbers, constants
+        columns.batch_norm_columns_forward, _FORWARD, shape, grid, both, numbers, constants, group
     )
 
 
@@ -131,6 +137,7 @@ def backward_launch(
         "DWEIGHT": dweight,
         "DBIAS": dbias,
     }
+    group = (flags.peers, flags.world) if late or share else (0, 1)
     if isinstance(shape, Planes):
         if late:
             lag = 0 if flags.given else shape.lag
@@ -138,13 +145,20 @@ def backward_launch(
         else:
             lag, grid = shape.tiles, shape.tiles + (shape.c if sums else 0)
         return _planes(
-            planes.batch_norm_planes_backward, _BACKWARD, shape, lag, grid, numbers, constants
+            planes.batch_norm_planes_backward,
+            _BACKWARD,
+            shape,
+            lag,
+            grid,
+            numbers,
+            constants,
+            group,
         )
     both = late and not flags.given
     alone = shape.writes if flags.given else shape.gathers
     grid = shape.grid if both else shape.slabs * alone
     return _columns(
-        columns.batch_norm_columns_backward, _BACKWARD, shape, grid, both, numbers, constants
+        columns.batch_norm_columns_backward, _BACKWARD, shape, grid, both, numbers, constants, group
     )
 
 
@@ -180,6 +194,7 @@ def _planes(
     grid: int,
     numbers: dict[str, float | int],
     constants: dict[str, Any],
+    group: tuple[int, int],
 ) -> Launch:
     sizes = {
         "N": shape.n,
@@ -188,13 +203,14 @@ def _planes(
         "TILES_A_CHANNEL": shape.tiles_a_channel,
         "TILES": shape.tiles,
         "LAG": lag,
+        "PEERS": group[0],
     }
     head = {
         "UNIT": shape.unit,
         "BLOCK": shape.block,
         "KP": min(power_of_2(shape.tiles_a_channel), 1024),
     }
-    constants = {**head, **constants, "WIDE": shape.wide}
+    constants = {**head, **constants, "WIDE": shape.wide, "WORLD": group[1]}
     return Launch(
         kernel,
         grid,
@@ -214,6 +230,7 @@ def _columns(
     both: bool,
     numbers: dict[str, float | int],
     constants: dict[str, Any],
+    group: tuple[int, int],
 ) -> Launch:
     """Set up a kernel of `columns`. both: it gathers each slab and then writes it."""
     sizes = {
@@ -229,6 +246,7 @@ def _columns(
         "ROWS_EACH": shape.rows_each,
         "GROUP": shape.group,
         "HEAD": shape.head,
+        "PEERS": group[0],
     }
     own = both and shape.programs > 0
     head = {
@@ -241,7 +259,12 @@ def _columns(
         "OWN": own,
         "SOLO": shape.solo,
     }
-    tail = {"SEGMENTS": shape.hw > 1, "EVEN": shape.even, "WIDE": shape.wide}
+    tail = {
+        "SEGMENTS": shape.hw > 1,
+        "EVEN": shape.even,
+        "WIDE": shape.wide,
+        "WORLD": group[1],
+    }
     return Launch(
         kernel,
         grid,
@@ -257,6 +280,6 @@ def _columns(
 def scratch(shape: Geometry) -> tuple[int, int]:
     """How many counters and partial results a launch needs."""
     if isinstance(shape, Planes):
-        return shape.c, 2 * shape.tiles
+        return shape.c, 2 * shape.tiles + 2 * shape.c
     counters, parts = room_for_parts(shape.slabs, shape.gathers, shape.bch)
     return counters, parts + 2 * shape.c  # and the terms of dx that depend on sums

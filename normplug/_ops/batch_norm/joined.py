@@ -10,7 +10,6 @@ A process with an empty batch sends zeros, and merges as the others do.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,7 +31,6 @@ from normplug._ops.batch_norm.eager import (
 from normplug._ops.plans import (
     BLANKS,
     BasePlan,
-    differentiable_gradients,
     run_backward,
     unwrapped,
 )
@@ -41,7 +39,6 @@ from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._ops.statistics import variance_of
 from normplug._torch import applier, current_device_index
-from normplug.reference import per_channel
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _Y, _STATS, _MESSAGE, _DY = (SLOT[name] for name in ("y", "stats", "message", "dy"))
@@ -233,42 +230,9 @@ class JoinedPlan(BasePlan):
         program = self._made_once(wanted, self._backward_program, saved, slots[_DY], wanted)
         program.run(slots, self.device, self.workspace)
 
-    def composed_backward(
-        self, saved: Sequence[Any], dy: Tensor, group: Any, needs: Sequence[bool]
-    ) -> Gradients:
-        """As `backward`, by torch operations, which autograd can differentiate again."""
-        with torch.autocast(dy.device.type, enabled=False):
-            gradients = differentiable_gradients(*self._composed(saved, dy, group), needs)
-        dx, dresidual, dweight, dbias = gradients
-        return dx, dresidual, dweight, dbias
-
-    def _composed(
-        self, saved: Sequence[Any], dy: Tensor, group: Any
-    ) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
-        x, residual, weight, bias, _, stats, bits = saved
-        spec, activation = self.spec, self.spec.activation
-        if bits is not None:
-            # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
-            detached = (x.detach(), *saved[1:])
-            needs = (False, True, False, False)
-            _, mask, *_ = self.backward(detached, torch.ones_like(x), group, needs)
-            assert mask is not None
-            dy, activation = dy * mask, None
-        if self._has_residual and not self._reads_residual:
-            # The gradients do not depend on its values.
-            residual = torch.zeros_like(x).requires_grad_()
-        mean, rstd = messages.differentiable_statistics(x, stats[-1].clamp(min=1), spec.eps, group)
-        scale = rstd * math.sqrt(spec.target_variance)
-        if weight is not None:
-            scale = scale * weight.to(self.acc)
-        y = (x.to(self.acc) - per_channel(mean, x)) * per_channel(scale, x)
-        if bias is not None:
-            y = y + per_channel(bias.to(self.acc), x)
-        if residual is not None:
-            y = y + residual
-        y = _activations.apply(activation, y)
-        return (x, residual, weight, bias), y.to(x.dtype), dy
+    def composed_backward(self, *_: Any) -> Gradients:
+        """Refuse a backward that is to be differentiated again."""
+        raise NotImplementedError(messages.NO_SECOND_DERIVATIVE)
 
 
 class _JoinedNorm(Recomputable):

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from normplug.reference import channel_dims, per_channel
+NO_SECOND_DERIVATIVE = (
+    "normplug.SyncBatchNorm: over several processes its gradient cannot be differentiated again. "
+    "Leave create_graph=True out, or train without sync=True."
+)
 
 # torch 2.14 deprecated the second for the first; a build without distributed has neither.
 _all_gather = getattr(dist, "all_gather_single", None) or getattr(
@@ -36,39 +38,3 @@ def gather(own: Tensor, processes: int, group: Any) -> Tensor:
 def add(values: Tensor, group: Any) -> None:
     """Replace `values` by their sum over all processes, in place."""
     dist.all_reduce(values, group=group)
-
-
-def total(values: Tensor, group: Any) -> Tensor:
-    """The sum over all processes, as a new tensor."""
-    result = values.clone()
-    add(result, group)
-    return result
-
-
-class Sum(torch.autograd.Function):
-    """The sum over all processes. So is its gradient, since every process uses the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        """As `total`."""
-        ctx.group = group
-        return total(values, group)
-
-    @staticmethod
-    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:
-        """The sum of the gradients."""
-        return Sum.apply(dtotal, ctx.group), None
-
-
-def differentiable_statistics(
-    x: Tensor, n: Tensor, eps: float, group: Any
-) -> tuple[Tensor, Tensor]:
-    """Mean and rstd of the joined batch as functions of x, for second derivatives.
-
-    n: how many values a channel has in the joined batch, in the accumulator dtype.
-    """
-    dims = channel_dims(x)
-    x = x.to(n.dtype)
-    mean = Sum.apply(x.sum(dims), group) / n
-    var = Sum.apply((x - per_channel(mean, x)).square().sum(dims), group) / n
-    return mean, torch.rsqrt(var + eps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from normplug._ops.batch_norm.aten import ATEN
 from normplug._ops.batch_norm.compiled import COMPILED
 from normplug._ops.spec import BatchNormSpec, Route, Tensors
 from normplug._torch import interposed
+
+if TYPE_CHECKING:
+    from normplug._ops.plans import KernelRoute
 
 # Bytes of input from which torch.compile calls a fused norm as an operator. That takes the host
 # some 80 us more, in both directions together, than the code that Inductor generates.
@@ -35,7 +38,7 @@ def choose(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, isolated:
     """
     if not eligible.is_asked_for(backend, t.x):
         return ATEN
-    why = eligible.refusal_now() or _kernels(spec).refusal(t, spec)
+    why = eligible.refusal_now() or kernels(spec).refusal(t, spec)
     if why is not None:
         if spec.pool is not None:  # there may be kernels for the norm alone
             return _PoolingApart(choose(caller, backend, t, spec.without_pool(), isolated))
@@ -48,7 +51,7 @@ def choose(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, isolated:
         # pays only if it fuses more itself, or if there is nothing to fuse the norm with.
         worth = (fuses or isolated) and eligible.size_of(t.x) >= _OPERATOR_BYTES
         return COMPILED if backend == "triton" or worth else ATEN
-    return _kernels(spec)
+    return kernels(spec)
 
 
 class _PoolingApart(Route):
@@ -95,7 +98,8 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:
     return eager.channel_stats(x)
 
 
-def _kernels(spec: BatchNormSpec) -> Route:
+def kernels(spec: BatchNormSpec) -> KernelRoute:
+    """The route to the kernels of a call."""
     if spec.pool is None:
         from normplug._ops.batch_norm.eager import KERNELS
     else:
