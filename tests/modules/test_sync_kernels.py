@@ -81,7 +81,7 @@ MARKS = {case: NEEDS_SINGLE_MASKS for case in CASES if sum(case.batches) == 0}
 def test_two_processes_are_as_close_to_float64_as_torch_on_the_joined_batch(case, pair):
     parts = [result["numbers"][CASES.index(case)] for result in pair]
     for part in parts:
-        assert part["node"] in ("_JoinedNormBackward", "_NormBackward", "NormBackward")
+        assert part["node"].endswith("NormBackward")
     for name, value in parts[0]["state"].items():
         assert torch.equal(value, parts[1]["state"][name]), name
     if sum(case.batches) == 0:
@@ -130,10 +130,11 @@ def test_a_process_that_stops_is_named_and_no_wrong_result_is_used(exchanged):
     y, state, before, seconds, error = exchanged[0]["stopped"]
     assert y.isnan().all()
     torch.testing.assert_close(state, before, rtol=0, atol=0)
-    assert "rank 0 of 2 has waited about" in error
+    assert "rank 0 of 2 has waited" in error
     assert "for rank 1 in the forward" in error
     assert f"of a layer of {CHANNELS} channels" in error
-    assert seconds < 20
+    assert seconds < 120  # in the interpreter
+    assert error.endswith("than the timeout of the process group.")
 
 
 @pytest.mark.gpu

@@ -15,9 +15,12 @@ before they sent these.
 
 Every wait ends if no process stops: programs start in the order of their channels, and publish
 before they wait. So wherever the lowest unpublished channel is, its programs can run. If a process
-does stop, a wait ends after a number of polls. Then the statistics are nan, the running statistics
+does stop, a wait ends after some time. Then the statistics are nan, the running statistics
 are left as they are, and the host finds a mark: see `normplug._ops.batch_norm.peers`.
 """
+
+import os
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -26,10 +29,18 @@ CHANNELS = tl.constexpr(8192)  # most channels of a layer
 _WORDS = tl.constexpr(5)  # room for a message, per channel
 _LOW = tl.constexpr((1 << 32) - 1)
 
-# The table of a process has words of 64 bits: its rank; the polls after which a wait ends; whether
-# one has ended so; the address of the host's mark; the addresses of all inboxes, in the order of
-# the ranks; and, for each channel, the number of exchanges so far.
+# The table of a process has words of 64 bits: its rank; the nanoseconds after which a wait ends;
+# whether one has ended so; the address of the host's mark; the addresses of all inboxes, in the
+# order of the ranks; and, for each channel, the number of exchanges so far, then the time.
 _INBOXES = tl.constexpr(4)
+_POLLS = tl.constexpr(1024)  # after which a program looks at the clock
+# The interpreter has no clock. A poll there takes about a millisecond.
+_CLOCK = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
+
+
+def table(rank: int, inboxes: Sequence[int], mark: int, seconds: float) -> list[int]:
+    """The words of a process's table, where a wait ends after `seconds`."""
+    return [rank, int(seconds * 1e9), 0, mark, *inboxes] + [0] * (2 * CHANNELS.value)
 
 
 def room(processes: int) -> int:
@@ -71,6 +82,19 @@ def _missing(messages_ptr, mask, flag, ACC: tl.constexpr):
 
 
 @triton.jit
+def _time(place_ptr, polls):
+    """The time in nanoseconds, equal for all threads of a program."""
+    if _CLOCK:
+        tl.debug_barrier()  # all threads have read the earlier time
+        tl.store(place_ptr, tl.extra.cuda.globaltimer())
+        tl.debug_barrier()
+        time = tl.load(place_ptr, volatile=True)
+    else:
+        time = polls * 1000000
+    return time
+
+
+@triton.jit
 def _exchange(
     a, b, count, channels, there, C, PEERS, BACKWARD: tl.constexpr, WORLD: tl.constexpr,
     ACC: tl.constexpr,
@@ -100,11 +124,18 @@ def _exchange(
     missing = _missing(all_ptr, mask, flag[None, :], ACC)
     late = tl.sum(tl.sum(missing, axis=1), axis=0)
     # After one wait has ended early, none waits any more.
-    polls = tl.where(tl.load(table + 2, volatile=True) == 0, tl.load(table + 1), 0)
-    while (late > 0) & (polls > 0):
+    patience = tl.where(tl.load(table + 2, volatile=True) == 0, tl.load(table + 1), 0)
+    start = tl.full([], 0, tl.int64)
+    waited = tl.full([], 0, tl.int64)
+    polls = tl.full([], 0, tl.int64)
+    while (late > 0) & (waited < patience):
         missing = _missing(all_ptr, mask, flag[None, :], ACC)
         late = tl.sum(tl.sum(missing, axis=1), axis=0)
-        polls -= 1
+        polls += 1
+        if polls % _POLLS == 0:
+            time = _time(tl.min(channels, axis=0) + CHANNELS + table + _INBOXES + WORLD, polls)
+            start = tl.where(start == 0, time, start)
+            waited = time - start
     tl.debug_barrier()  # all threads have read the number
     tl.store(numbers_ptr, number, mask=there)
     if late > 0:

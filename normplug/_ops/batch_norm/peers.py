@@ -21,7 +21,6 @@ from normplug import native
 from normplug._torch import symmetric_memory
 
 _MOST_PROCESSES = 16
-_POLLS_A_SECOND = 1_000_000  # of a program that waits
 _TIMEOUT = timedelta(minutes=10)  # of a group that does not say
 
 
@@ -32,14 +31,14 @@ class Peers:
         rank: of this process in the group.
         inboxes: the addresses of all processes' inboxes, zeros at first, in the order of the ranks.
         device: of this process.
-        timeout: after how many seconds a wait for another process ends, about.
+        timeout: after how many seconds a wait for another process ends.
         keep: what the addresses belong to.
     """
 
     def __init__(
         self, rank: int, inboxes: Sequence[int], device: torch.device, timeout: float, keep: Any
     ) -> None:
-        from normplug._kernels.batch_norm.exchange import CHANNELS
+        from normplug._kernels.batch_norm.exchange import table
 
         self.number = len(_numbered)  # an operator cannot take an object
         _numbered.append(self)
@@ -47,8 +46,8 @@ class Peers:
         self._rank, self._timeout, self._keep = rank, timeout, keep
         self._mark = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.mark = self._mark.data_ptr()
-        head = [rank, int(timeout * _POLLS_A_SECOND), 0, self.mark, *inboxes]
-        self._table = torch.tensor(head + [0] * CHANNELS.value, dtype=torch.int64).to(device)
+        words = table(rank, inboxes, self.mark, timeout)
+        self._table = torch.tensor(words, dtype=torch.int64).to(device)
         self.table = self._table.data_ptr()
 
     def check(self) -> None:
@@ -62,7 +61,7 @@ class Peers:
             first, tag = mark >> 32, mark & 0xFFFFFFFF
             direction = "backward" if tag & 2 else "forward"
             raise RuntimeError(
-                f"normplug.SyncBatchNorm: rank {self._rank} of {self.world} has waited about "
+                f"normplug.SyncBatchNorm: rank {self._rank} of {self.world} has waited "
                 f"{self._timeout:.0f} s for rank {first} in the {direction} of a layer of "
                 f"{tag >> 2} channels, and its results since are nan. All ranks of the group must "
                 "call the same layers in the same order. See whether that rank has stopped, has "
@@ -192,7 +191,8 @@ def _meet(group: Any, device: torch.device) -> Peers:
     if inboxes[group.rank()] != inbox.data_ptr():
         raise RuntimeError("its addresses are not as expected")
     options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", _TIMEOUT).total_seconds()
+    # Before the collectives time out, which may end the process without our error.
+    timeout = 0.9 * getattr(options, "_timeout", _TIMEOUT).total_seconds()
     peers = Peers(group.rank(), inboxes, device, timeout, (inbox, handle))
     torch.cuda.synchronize(device)
     return peers
