@@ -95,11 +95,13 @@ def refuse_graph(trainer: Trainer) -> None:
     """Refuse `graph=true` for a Trainer that cannot use it.
 
     Raises:
-        UserError: there is no GPU, or gradients accumulate.
+        UserError: there is no GPU, there are several processes, or gradients accumulate.
     """
     device = trainer.strategy.root_device
     if device.type != "cuda":
         why = f"needs an NVIDIA GPU; this run is on {device}"
+    elif trainer.world_size > 1:
+        why = f"needs a single process; this run has {trainer.world_size}"
     elif trainer.accumulate_grad_batches > 1:
         why = (
             "overwrites the gradients in each step; trainer.accumulate_grad_batches="

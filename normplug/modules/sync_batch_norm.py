@@ -56,9 +56,9 @@ class _SyncBatchNormForward(_BatchNorm):
             if y is not None:
                 return y
         t, spec = self._call(input, residual, activation, pool, keeps_residual)
-        y, moments = joined.batch_norm(t, spec, self.backend, group, measured)
-        if moments is not None and measured:
-            self._record(input, divisor=moments()[1])
+        y, variance = joined.batch_norm(t, spec, self.backend, group, measured)
+        if measured:
+            self._record(input, divisor=variance)
         elif not compiling and (others := peers.known(group, input.device)):
             native.learn(self, spec._replace(peers=others), self.backend, t, *reading, others)
         return y

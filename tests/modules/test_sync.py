@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,7 +219,7 @@ def test_in_one_process_it_is_batch_norm_bit_for_bit(training):
 
 
 def test_a_wrong_call_is_refused_before_a_message_is_sent(monkeypatch):
-    monkeypatch.setattr(SyncBatchNorm, "group_to_join", lambda layer: SimpleNamespace(size=int))
+    monkeypatch.setattr(SyncBatchNorm, "group_to_join", lambda layer: object())
     for name, wrong in (("eps", -1.0), ("momentum", math.inf), ("running_var", torch.ones(2))):
         layer = SyncBatchNorm(3)
         setattr(layer, name, wrong)

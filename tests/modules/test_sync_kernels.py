@@ -13,39 +13,24 @@ from sync_cases import ran
 
 
 @pytest.fixture(scope="module")
-def collectives(tmp_path_factory):
-    return interpreted("collectives", tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def exchange(tmp_path_factory):
-    return interpreted("exchange", tmp_path_factory)
-
-
-def interpreted(way, tmp_path_factory):
+def interpreted(tmp_path_factory):
     if not INTERPRETS:
         pytest.skip("numpy is too new for this Triton")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TRITON_INTERPRET", "1")
-        return ran(joined_cases.process, 2, tmp_path_factory.mktemp(way), way)
+        return ran(joined_cases.process, 2, tmp_path_factory.mktemp("interpreted"))
 
 
 @pytest.fixture(scope="module")
 def two_gpus(tmp_path_factory):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices")
-    return ran(joined_cases.process, 2, tmp_path_factory.mktemp("two_gpus"), "gpu")
+    return ran(joined_cases.process, 2, tmp_path_factory.mktemp("two_gpus"), True)
 
 
-@pytest.fixture(params=["exchange", pytest.param("two_gpus", marks=pytest.mark.gpu)])
-def exchanged(request):
-    """The results of two processes whose kernels exchange statistics, on the CPU and on GPUs."""
-    return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(params=["collectives", "exchange", pytest.param("two_gpus", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["interpreted", pytest.param("two_gpus", marks=pytest.mark.gpu)])
 def pair(request):
-    """The results of two processes, by collectives and by kernels that exchange statistics."""
+    """The results of two processes, in the interpreter and on two GPUs."""
     return request.getfixturevalue(request.param)
 
 
@@ -108,16 +93,8 @@ def test_two_processes_are_as_close_to_float64_as_torch_on_the_joined_batch(case
         assert_no_worse(name, value, theirs[name], truth[name], terms.get(name), spare + each)
 
 
-def test_collectives_are_one_message_in_each_direction(collectives):
-    for result in collectives:
-        training, fixed_input, evaluation = result["messages"]
-        assert training == [("gather", 2 * CHANNELS + 1), ("reduce", 2 * CHANNELS)]
-        assert fixed_input == training[:1]
-        assert evaluation == []
-
-
-def test_kernels_that_exchange_statistics_send_no_message(exchanged):
-    for result in exchanged:
+def test_kernels_that_exchange_statistics_send_no_message(pair):
+    for result in pair:
         assert result["messages"] == ([], [], [])
 
 
@@ -126,8 +103,8 @@ def test_a_second_derivative_is_refused(pair):
         assert "cannot be differentiated again" in result["refuses_a_second_derivative"]
 
 
-def test_a_process_that_stops_is_named_and_no_wrong_result_is_used(exchanged):
-    y, state, before, seconds, error = exchanged[0]["stopped"]
+def test_a_process_that_stops_is_named_and_no_wrong_result_is_used(pair):
+    y, state, before, seconds, error = pair[0]["stopped"]
     assert y.isnan().all()
     torch.testing.assert_close(state, before, rtol=0, atol=0)
     assert "rank 0 of 2 has waited" in error
@@ -169,15 +146,6 @@ def test_a_compiled_layer_is_one_graph_and_computes_the_same(two_gpus):
     for result in two_gpus:
         ours, eager = result["compiled"]
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
-
-
-@NEEDS_SINGLE_MASKS
-def test_one_value_in_the_joined_batch_is_refused_on_every_process(collectives):
-    for result in collectives:
-        text, state = result["too_few"]
-        assert "the joined batch of 2 processes has 1. Use .eval()" in text
-        assert torch.equal(state["running_var"], torch.ones(CHANNELS))
-        assert state["num_batches_tracked"] == 0
 
 
 def test_a_joined_norm_can_be_recomputed(pair):

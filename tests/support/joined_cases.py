@@ -117,16 +117,6 @@ def messages(rank, world, device):
 
 
 @quiet
-def too_few(rank, world, device):
-    """The error for one value per channel in the joined batch."""
-    layer = SyncBatchNorm(CHANNELS, backend="triton")
-    try:
-        layer(torch.randn(rank, CHANNELS))
-    except ValueError as error:
-        return str(error), layer.state_dict()
-
-
-@quiet
 def recomputed(rank, world, device):
     """y, and y recomputed from its saved tensors."""
     case = Case((5, 3), **LAST, **ADD_RELU)
@@ -338,13 +328,8 @@ if INTERPRETED:
     SPARE += [torch.zeros(2, room(2), dtype=torch.int64).share_memory_() for _ in range(2)]
 
 
-def process(rank, world, directory, way):
-    """Run every check; save the results as `<rank>.pt`.
-
-    way: "collectives" or "exchange", both in the interpreter, or "gpu".
-    """
-    checks = ON_GPU if way == "gpu" else [*SHARED, too_few]
-    if way == "exchange":
+def process(rank, world, directory, on_gpu=False):
+    """Run every check; save the results as `<rank>.pt`. Without GPUs, in the interpreter."""
+    if not on_gpu:
         peers._agree = _stand_in
-        checks = [*SHARED, stopped]
-    sync_cases.process(rank, world, directory, way == "gpu", checks)
+    sync_cases.process(rank, world, directory, on_gpu, ON_GPU if on_gpu else [*SHARED, stopped])

@@ -16,7 +16,7 @@ from torch import nn
 
 from batch_norm_cases import laid_out
 from normplug import SyncBatchNorm, swap
-from normplug._ops.batch_norm import messages as _messages
+from normplug.modules import joined as _joined
 from normplug.modules.probe import Probe
 from probes import probed
 
@@ -126,7 +126,7 @@ def numbers(rank, world, device):
 @contextmanager
 def counting():
     """Yield a list that records the messages sent inside the block."""
-    sent, gather, reduce = [], _messages._all_gather, dist.all_reduce
+    sent, gather, reduce = [], _joined._all_gather, dist.all_reduce
 
     def counted_gather(out, own, group):
         sent.append(("gather", own.numel()))
@@ -137,7 +137,7 @@ def counting():
         reduce(values, group=group)
 
     with (
-        patch.object(_messages, "_all_gather", counted_gather),
+        patch.object(_joined, "_all_gather", counted_gather),
         patch.object(dist, "all_reduce", counted_reduce),
     ):
         yield sent

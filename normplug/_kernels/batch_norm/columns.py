@@ -33,7 +33,6 @@ from normplug._kernels.batch_norm.slabs import (
     coefficients,
     column_moments,
     dx_terms,
-    joined_dx_terms,
     slab_columns,
 )
 from normplug._kernels.merging import after_parts, publish_part, ready_flag
@@ -76,8 +75,7 @@ _SIZES = [
 def finish_forward(
     mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, HW,
     CHANNELS, PEERS, momentum, eps, BCH: tl.constexpr, ACC: tl.constexpr, VARIANCE: tl.constexpr,
-    COUNT: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr, TRACKED: tl.constexpr,
-    WORLD: tl.constexpr,
+    RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr, TRACKED: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """Save a slab's statistics, update its running statistics, and count the batch.
 
@@ -99,9 +97,6 @@ def finish_forward(
     rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
     tl.store(stats_ptr + channels, mean, mask=there)
     tl.store(stats_ptr + C + channels, var if VARIANCE else rstd, mask=there)
-    if COUNT:
-        if slab == 0:
-            tl.store(stats_ptr + 2 * C, n)
     if RUNNING:
         step = scalar(momentum, ACC)
         if CUMULATIVE:
@@ -152,8 +147,8 @@ def batch_norm_columns_forward(
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BCH: tl.constexpr,
     STAGES: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr,
     TRAINING: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, VARIANCE: tl.constexpr,
-    COUNT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    BITS: tl.constexpr, ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
     TRACKED: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     WORLD: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +156,7 @@ def batch_norm_columns_forward(
 
     TRAINING: mean and rstd are the batch's. Otherwise they are those of the running statistics or,
     if GIVEN, read from stats. Without NORMALIZE, only statistics are written. VARIANCE: stats are
-    (mean, var). COUNT: the number of values per channel follows them. RUNNING: the running
+    (mean, var). With WORLD, the number of values per channel follows them. RUNNING: the running
     statistics are updated, with CUMULATIVE as averages over `tracked` batches (the host has counted
     this one), and else by momentum. TRACKED: `tracked` is incremented.
     """
@@ -192,8 +187,8 @@ def batch_norm_columns_forward(
             if last:
                 finish_forward(
                     mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr,
-                    stats_ptr, HW, CHANNELS, PEERS, momentum, eps, BCH, ACC, VARIANCE, COUNT,
-                    RUNNING, CUMULATIVE, TRACKED, WORLD,
+                    stats_ptr, HW, CHANNELS, PEERS, momentum, eps, BCH, ACC, VARIANCE, RUNNING,
+                    CUMULATIVE, TRACKED, WORLD,
                 )  # fmt: skip
                 if NORMALIZE and not SOLO:
                     arrive(flag_ptr)
@@ -251,13 +246,10 @@ def batch_norm_columns_forward(
 @triton.jit
 def finish_backward(
     sum_dz, sum_dz_centred, slab, C, ROWS, HW, CHANNELS, PEERS, stats_ptr, dweight_ptr, dbias_ptr,
-    means_ptr, sums_ptr, root, BCH: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, SHARE: tl.constexpr, LATE: tl.constexpr, WORLD: tl.constexpr,
+    means_ptr, root, BCH: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr, TERMS: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Write a slab's dweight and dbias and, if LATE, the mean of dz and the slope for its dx.
-
-    SHARE: write the sums, too, from which dx is computed where there are several processes.
-    """
+    """Write a slab's dweight and dbias and, if TERMS, the mean of dz and the slope for its dx."""
     places = tl.arange(0, BCH)
     channels = slab * CHANNELS + places
     there = (places < CHANNELS) & (channels < C)
@@ -273,10 +265,7 @@ def finish_backward(
             sum_dz, sum_dz_centred, channels, there, C, PEERS, WORLD, ACC
         )
         n = tl.maximum(tl.load(stats_ptr + 2 * C), 1.0)
-    if SHARE:
-        tl.store(sums_ptr + channels, sum_dz, mask=there)
-        tl.store(sums_ptr + C + channels, sum_dz_centred, mask=there)
-    if LATE:
+    if TERMS:
         tl.store(means_ptr + channels, sum_dz / n, mask=there)
         tl.store(means_ptr + C + channels, sum_dz_centred * rstd * rstd / n, mask=there)
 
@@ -368,7 +357,7 @@ def batch_norm_columns_backward(
     PEERS, root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BCH: tl.constexpr,
     STAGES: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr,
-    SUMS: tl.constexpr, SHARE: tl.constexpr, GIVEN: tl.constexpr, LATE: tl.constexpr,
+    SUMS: tl.constexpr, SHARE: tl.constexpr, LATE: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
     ACTIVATION: tl.constexpr, DX: tl.constexpr, DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
@@ -381,22 +370,22 @@ def batch_norm_columns_backward(
 
     LATE: dx depends on these means over the batch, so it is written after them. Else statistics are
     constants, dx = scale * dz, and the first read gives it. SUMS: the sums are needed, for LATE,
-    dweight, dbias or SHARE.
-
-    Over several processes, one launch SHAREs: it writes its sums to dx, in ACC. In another they are
-    GIVEN: all processes' sums are read from partial, the number of values from the end of stats.
+    dweight, dbias or SHARE: another kernel writes dx, and reads mean(dz) and slope from dx, in ACC.
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
-    if (LATE and not OWN) and not GIVEN:
+    if LATE and not OWN:
         slab, item, late = assignment(t, SLABS, GATHERS, WRITES, GROUP, HEAD)
     else:
-        slab, item, late = t % SLABS, t // SLABS, GIVEN
+        slab, item, late = t % SLABS, t // SLABS, False
     columns, live, own, channels = slab_columns(
         slab, LIVE_UNITS * UNIT, W, HW, CHANNELS, BC, SEGMENTS
     )
     # For each channel: the mean of dz, and the slope of dx in x - mean.
-    means_ptr = after_parts(partial_ptr, SLABS, GATHERS, BCH)
+    if SHARE:
+        means_ptr = dx_ptr
+    else:
+        means_ptr = after_parts(partial_ptr, SLABS, GATHERS, BCH)
     flag_ptr = ready_flag(counters_ptr, slab, SLABS, GATHERS)
     R: tl.constexpr = U * BT
     if slab < SLABS:
@@ -439,8 +428,7 @@ def batch_norm_columns_backward(
                 if last:
                     finish_backward(
                         a, b, slab, C, ROWS, HW, CHANNELS, PEERS, stats_ptr, dweight_ptr,
-                        dbias_ptr, means_ptr, dx_ptr, root, BCH, ACC, DWEIGHT, DBIAS, SHARE, LATE,
-                        WORLD,
+                        dbias_ptr, means_ptr, root, BCH, ACC, DWEIGHT, DBIAS, LATE or SHARE, WORLD,
                     )  # fmt: skip
                     if LATE and not SOLO:
                         arrive(flag_ptr)
@@ -468,16 +456,10 @@ def batch_norm_columns_backward(
                         WHOLE=True, SUM=False, LATE=True, WRITE=True, WAIT=False,
                     )  # fmt: skip
         else:
-            joined_mean = 0
-            joined_slope = 0
-            if GIVEN:
-                joined_mean, joined_slope = joined_dx_terms(
-                    partial_ptr, stats_ptr, channels, live, C
-                )
             _tile_gradients(
-                0, 0, joined_mean, joined_slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
+                0, 0, 0, 0, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
                 dresidual_ptr, means_ptr, flag_ptr, item * R, ROWS, columns, live, channels, slab,
                 mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION,
                 DX, DRESIDUAL, EVEN, WIDE,
-                WHOLE=False, SUM=False, LATE=True, WRITE=True, WAIT=not GIVEN,
+                WHOLE=False, SUM=False, LATE=True, WRITE=True, WAIT=True,
             )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from normplug._activations import ActivationLike, backward_reads_input, kernel_code
-from normplug._kernels.batch_norm import columns, merge, planes
+from normplug._kernels.batch_norm import columns, planes
 from normplug._kernels.batch_norm.schedule import Columns, Geometry, Planes
 from normplug._kernels.device import power_of_2
 from normplug._kernels.launch import Launch, scalars
@@ -24,9 +24,6 @@ _BACKWARD = (
     "dy", "x", "residual", "bits", "weight", "bias", "stats", "dx", "dresidual", "dweight", "dbias",
     "partial", "counters",
 )  # fmt: skip
-_MERGE = ("parts", "running_mean", "running_var", "tracked", "stats")
-_MERGE_PARTS = 8  # processes' rows that are read at a time
-_MERGE_CHANNELS = 256  # channels that a program takes at a time: 1 KiB of a row
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,7 @@ class Flags:
     peers, world: over how many processes the kernels join the batch, and the address of this
     process's table: see `exchange`.
 
-    joined: the batch is spread over several processes. Without normalize, a forward also saves the
-    number of values. A backward saves the sums of this process or, with given, reads those of all.
+    share: a backward without dx saves the terms by which another kernel computes it.
     """
 
     training: bool = True
@@ -55,15 +51,14 @@ class Flags:
     tracked: bool = False
     normalize: bool = True
     variance: bool = False
-    joined: bool = False
+    share: bool = False
     world: int = 1
     peers: int = 0
 
     @property
     def bits(self) -> bool:
         """Whether the forward saves relu's signs, so that the residual need not be kept."""
-        saves = self.joined or not self.given
-        return self.residual and self.activation == "relu" and saves
+        return self.residual and self.activation == "relu" and not self.given
 
 
 def forward_launch(
@@ -81,7 +76,6 @@ def forward_launch(
         "GIVEN": flags.given,
         "NORMALIZE": flags.normalize,
         "VARIANCE": flags.variance,
-        "COUNT": flags.joined and not flags.normalize,
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
         "RESIDUAL": flags.residual,
@@ -118,14 +112,12 @@ def backward_launch(
     double = dtype == torch.float64
     dx, dweight, dbias, dresidual = needs
     late = flags.training and dx
-    share = flags.joined and not flags.given
-    sums = late or dweight or dbias or share
+    sums = late or dweight or dbias or flags.share
     numbers = scalars(double, root=math.sqrt(tv))
     constants: dict[str, Any] = {
         "ACC": tl.float64 if double else tl.float32,
         "SUMS": sums,
-        "SHARE": share,
-        "GIVEN": flags.given,
+        "SHARE": flags.share,
         "LATE": late,
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
@@ -137,11 +129,11 @@ def backward_launch(
         "DWEIGHT": dweight,
         "DBIAS": dbias,
     }
-    group = (flags.peers, flags.world) if late or share else (0, 1)
+    group = (flags.peers, flags.world) if late or flags.share else (0, 1)
     if isinstance(shape, Planes):
+        del constants["SHARE"]  # the windows of a pooling are columns
         if late:
-            lag = 0 if flags.given else shape.lag
-            grid = shape.tiles + lag
+            lag, grid = shape.lag, shape.tiles + shape.lag
         else:
             lag, grid = shape.tiles, shape.tiles + (shape.c if sums else 0)
         return _planes(
@@ -154,35 +146,9 @@ def backward_launch(
             constants,
             group,
         )
-    both = late and not flags.given
-    alone = shape.writes if flags.given else shape.gathers
-    grid = shape.grid if both else shape.slabs * alone
+    grid = shape.grid if late else shape.slabs * shape.gathers
     return _columns(
-        columns.batch_norm_columns_backward, _BACKWARD, shape, grid, both, numbers, constants, group
-    )
-
-
-def merge_launch(
-    parts: int, channels: int, dtype: torch.dtype, flags: Flags, momentum: float, eps: float
-) -> Launch:
-    """Set up the merge of the statistics of `parts` processes."""
-    double = dtype == torch.float64
-    bc = min(power_of_2(channels), _MERGE_CHANNELS)
-    return Launch(
-        merge.batch_norm_merge,
-        1 if flags.cumulative else -(-channels // bc),
-        pointers=_MERGE,
-        sizes={"PARTS": parts, "C": channels},
-        scalars=scalars(double, momentum=momentum, eps=eps),
-        constants={
-            "FAN_IN": min(power_of_2(parts), _MERGE_PARTS),
-            "BC": bc,
-            "ACC": tl.float64 if double else tl.float32,
-            "RUNNING": flags.running,
-            "CUMULATIVE": flags.cumulative,
-            "TRACKED": flags.tracked,
-        },
-        warps=4,
+        columns.batch_norm_columns_backward, _BACKWARD, shape, grid, late, numbers, constants, group
     )
 
 

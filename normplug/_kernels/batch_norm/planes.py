@@ -70,16 +70,16 @@ def batch_norm_planes_forward(
     momentum, eps, root,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr,
     TRAINING: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, VARIANCE: tl.constexpr,
-    COUNT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    BITS: tl.constexpr, ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
     TRACKED: tl.constexpr, WIDE: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
     TRAINING: mean and rstd are the batch's. Otherwise they are those of the running statistics or,
     if GIVEN, read from stats. Without NORMALIZE, only statistics are written, by one program per
-    channel after the TILES programs: LAG = TILES. VARIANCE: stats are (mean, var). COUNT: the
-    number of values per channel follows them. RUNNING: the running statistics are updated, with
+    channel after the TILES programs: LAG = TILES. VARIANCE: stats are (mean, var). With WORLD,
+    the number of values per channel follows them. RUNNING: the running statistics are updated, with
     CUMULATIVE as averages over `tracked` batches (the host has counted this one), and else by
     momentum. TRACKED: `tracked` is incremented.
     """
@@ -110,7 +110,7 @@ def batch_norm_planes_forward(
                     )  # fmt: skip
                     finish_forward(
                         mean, m2, channel, C, N, running_mean_ptr, running_var_ptr, tracked_ptr,
-                        stats_ptr, HW, 1, PEERS, momentum, eps, 1, ACC, VARIANCE, COUNT, RUNNING,
+                        stats_ptr, HW, 1, PEERS, momentum, eps, 1, ACC, VARIANCE, RUNNING,
                         CUMULATIVE, TRACKED, WORLD,
                     )  # fmt: skip
                     arrive(counters_ptr + channel)
@@ -135,9 +135,6 @@ def batch_norm_planes_forward(
             )
             n = total.to(ACC)
             var = m2 / n
-            if COUNT:
-                if u == 0:
-                    tl.store(stats_ptr + 2 * C, n)
             if RUNNING:
                 if k == 0:
                     step = scalar(momentum, ACC)
@@ -232,8 +229,8 @@ def batch_norm_planes_backward(
     N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG, PEERS,
     root,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr,
-    SUMS: tl.constexpr, SHARE: tl.constexpr, GIVEN: tl.constexpr, LATE: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+    SUMS: tl.constexpr, LATE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, BITS: tl.constexpr,
     ACTIVATION: tl.constexpr, DX: tl.constexpr, DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr, WIDE: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
@@ -242,10 +239,6 @@ def batch_norm_planes_backward(
     LATE: dx depends on sums over the batch, so tiles are written LAG programs later. Otherwise
     statistics are constants, and the first read gives dx; with SUMS, one program per channel after
     the TILES programs writes dweight and dbias: LAG = TILES.
-
-    Over several processes, one launch SHAREs: it writes its sums to dx, in ACC. In another they are
-    GIVEN: all processes' sums are read from partial, the number of values from the end of stats.
-    That one has SUMS and LATE, and LAG = 0.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT
@@ -253,7 +246,7 @@ def batch_norm_planes_backward(
         total = N.to(tl.int64) * HW
     else:
         total = N * HW
-    if t < TILES and not GIVEN:
+    if t < TILES:
         channel = t // TILES_A_CHANNEL
         k = t - channel * TILES_A_CHANNEL
         offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
@@ -279,8 +272,7 @@ def batch_norm_planes_backward(
                     )
                     finish_backward(
                         a, b, channel, C, N, HW, 1, PEERS, stats_ptr, dweight_ptr, dbias_ptr,
-                        partial_ptr + 2 * TILES, dx_ptr, root, 1, ACC, DWEIGHT, DBIAS, SHARE, LATE,
-                        WORLD,
+                        partial_ptr + 2 * TILES, root, 1, ACC, DWEIGHT, DBIAS, LATE, WORLD,
                     )  # fmt: skip
                     arrive(counters_ptr + channel)
         if not LATE:
@@ -305,16 +297,13 @@ def batch_norm_planes_backward(
                 )  # fmt: skip
             if WORLD > 1:
                 wait(counters_ptr + channel, TILES_A_CHANNEL + 1, TILES_A_CHANNEL)
-            elif not GIVEN:
+            else:
                 wait(counters_ptr + channel, TILES_A_CHANNEL, TILES_A_CHANNEL if LATE else 1)
             mean = tl.load(stats_ptr + channel)
             rstd = tl.load(stats_ptr + C + channel)
             if WORLD > 1:
                 mean_dz = tl.load(partial_ptr + 2 * TILES + channel, cache_modifier=".cg")
                 slope = tl.load(partial_ptr + 2 * TILES + C + channel, cache_modifier=".cg")
-            elif GIVEN:
-                sum_dz = tl.load(partial_ptr + channel)
-                sum_dz_centred = tl.load(partial_ptr + C + channel)
             else:
                 sum_dz, sum_dz_centred = merge_tile_sums(
                     partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, KP, ACC
@@ -325,9 +314,6 @@ def batch_norm_planes_backward(
                     tl.store(dweight_ptr + channel, dweight.to(dweight_ptr.dtype.element_ty))
                 if DBIAS:
                     tl.store(dbias_ptr + channel, sum_dz.to(dbias_ptr.dtype.element_ty))
-                if SHARE:
-                    tl.store(dx_ptr + channel, sum_dz)
-                    tl.store(dx_ptr + C + channel, sum_dz_centred)
             if LATE:
                 dz, centred, scale = _gradient(
                     dy, x, extra, weight_ptr, bias_ptr, channel, mean, rstd, root, BLOCK, ACC,
@@ -336,10 +322,7 @@ def batch_norm_planes_backward(
                 if DRESIDUAL:
                     store(dresidual_ptr, offsets, dz, inside, FULL=False, LAST=True)
                 if WORLD == 1:
-                    if GIVEN:
-                        n = tl.load(stats_ptr + 2 * C)
-                    else:
-                        n = total.to(ACC)
+                    n = total.to(ACC)
                     mean_dz = sum_dz / n
                     slope = sum_dz_centred * rstd * rstd / n
                 dx = (dz - mean_dz - centred * slope) * scale

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.activation import activate
-from normplug._kernels.batch_norm.slabs import joined_dx_terms
+from normplug._kernels.batch_norm.slabs import dx_terms
 from normplug._kernels.primitives import SCALARS, affine, scalar
 
 LARGEST_WINDOW = 255  # values: a place is a byte, of which one value is NOWHERE
@@ -211,7 +211,7 @@ def batch_norm_pool_backward(
 ):  # fmt: skip
     """Compute dx. In TRAINING its sums are read from dweight and dbias, which are in ACC.
 
-    JOINED: dweight holds the sums over all processes, which the sums' launch has written.
+    JOINED: dweight holds the terms of dx over all processes, which the sums' launch has written.
 
     A program takes SH rows, BP blocks of SH * SW values at a time.
     """
@@ -232,7 +232,7 @@ def batch_norm_pool_backward(
     mean_dz = zeros
     slope = zeros
     if TRAINING and JOINED:
-        mean_dz, slope = joined_dx_terms(dweight_ptr, stats_ptr, channels, live, C)
+        mean_dz, slope = dx_terms(dweight_ptr, channels, live, C)
     elif TRAINING:
         each = 1.0 / ((tl.num_programs(0) // SLABS // rows).to(ACC) * H * W)
         mean_dz = tl.load(dbias_ptr + channels, mask=live, other=0.0) * each

@@ -125,11 +125,14 @@ class _Compiled(Route):
         if spec.training and mean is not None and var is not None:
             c = t.x.shape[1]
             with torch.no_grad():
-                n = stats[-1] if number else t.x.numel() // c
-                counts = n > 1 if number else None
+                batch_var = statistics.variance_of(stats[c : 2 * c], spec.eps)
+                if number:
+                    counts = stats[-1] > 1
+                    batch_var *= stats[-1] / (stats[-1] - 1).clamp(min=1)
+                else:
+                    counts, n = None, t.x.numel() // c
+                    batch_var *= n / (n - 1)
                 step = statistics.count_batch(mean, t.tracked, spec.momentum, counts)
-                factor = n / (n - 1).clamp(min=1) if number else n / (n - 1)
-                batch_var = statistics.variance_of(stats[c : 2 * c], spec.eps) * factor
                 statistics.update(mean, var, stats[:c], batch_var, step)
         return y, stats
 

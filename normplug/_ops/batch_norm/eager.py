@@ -18,7 +18,7 @@ from normplug._kernels.launch import COOPERATIVE
 from normplug._layouts import dense, laid_out_like, lies_like
 from normplug._ops import cache, eligible, likely
 from normplug._ops.batch_norm import aten
-from normplug._ops.batch_norm.messages import NO_SECOND_DERIVATIVE
+from normplug._ops.batch_norm.peers import NO_SECOND_DERIVATIVE
 from normplug._ops.plans import BLANKS, BasePlan, KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, RUNNING, SLOT, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
@@ -208,7 +208,7 @@ class BatchNormPlan(Plan):
 KERNELS = KernelRoute(BatchNormPlan)
 
 
-def group_of(spec: BatchNormSpec) -> dict[str, int]:
+def group_of(spec: BatchNormSpec) -> dict[str, Any]:
     """The flags of a call's launches over several processes."""
     peers = spec.peers
     return {} if peers is None else {"world": peers.world, "peers": peers.table}
@@ -251,18 +251,14 @@ def likely_plans(
         yield BatchNormPlan(other, its), other
 
 
-def statistics_program(x: Tensor, joined: bool = False) -> Program:
-    """The program of stats: mean and biased variance of the channels of a dense x.
-
-    joined: whether the number of values per channel follows them.
-    """
+def _statistics_program(x: Tensor) -> Program:
+    """The program of stats: mean and biased variance of the channels of a dense x."""
     geometry = schedule.geometry(*shape_of(x), 1, *machine_of(x))
-    flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True, joined=joined)
+    flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True)
     launch = launches.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
-    size = 2 * x.shape[1] + joined
     return Program(
         {"x": x},
-        empties={"stats": ((size,), (1,), accumulator_dtype(x.dtype))},
+        empties={"stats": ((2 * x.shape[1],), (1,), accumulator_dtype(x.dtype))},
         launches=[(launch, {})],
         results=[Result(SLOT["stats"])],
         scratch=launches.scratch(geometry),
@@ -276,7 +272,7 @@ class StatisticsPlan(BasePlan):
 
     def __init__(self, t: Tensors) -> None:
         super().__init__(t, None)
-        self._program = statistics_program(t.x)
+        self._program = _statistics_program(t.x)
 
     def forward_of(self, t: Sequence[Tensor | None], keep: bool) -> Program:
         """The program, whatever the arguments. The host path in C++ calls this by name."""

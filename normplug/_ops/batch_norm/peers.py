@@ -20,6 +20,10 @@ import torch.distributed as dist
 from normplug import native
 from normplug._torch import symmetric_memory
 
+NO_SECOND_DERIVATIVE = (
+    "normplug.SyncBatchNorm: over several processes its gradient cannot be differentiated again. "
+    "Leave create_graph=True out, or train without sync=True."
+)
 _MOST_PROCESSES = 16
 _TIMEOUT = timedelta(minutes=10)  # of a group that does not say
 
@@ -77,7 +81,7 @@ def by_number(number: int) -> Peers | None:
     return _numbered[number]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def number_of(group: Any, device: torch.device) -> int:
     """The number of what `of` returns, for compilers; 0 for None."""
     peers = of(group, device)

@@ -27,7 +27,7 @@ from normplug._ops.batch_norm.eager import (
     likely_plans,
     machine_of,
 )
-from normplug._ops.batch_norm.messages import NO_SECOND_DERIVATIVE
+from normplug._ops.batch_norm.peers import NO_SECOND_DERIVATIVE
 from normplug._ops.plans import KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, RUNNING, SLOT, Layout, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
@@ -158,7 +158,7 @@ class PooledPlan(Plan):
                 weight=self._weight,
                 bias=self._bias,
                 activation="relu",
-                joined=self._joined and needs[0],
+                share=self._joined and through,
                 **group_of(self.spec),
             )
             wanted = (False, *summed, False)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops import cache, eligible
+from normplug._ops import eligible
 from normplug._ops.batch_norm.aten import ATEN
 from normplug._ops.batch_norm.compiled import COMPILED
 from normplug._ops.spec import BatchNormSpec, Route, Tensors
-from normplug._torch import interposed
 
 if TYPE_CHECKING:
     from normplug._ops.plans import KernelRoute
@@ -68,23 +67,6 @@ class _PoolingApart(Route):
         norm, pool = self._norm.bind(t, spec.without_pool()), spec.pool
         assert pool is not None
         return lambda t: pool(norm(t))
-
-
-def joined(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, processes: int) -> Any:
-    """The plan of a call over several processes by kernels; None if torch operations run it.
-
-    The messages are the same either way, so processes may differ in this.
-    """
-    if not eligible.is_asked_for(_checks.backend(caller, backend), t.x):
-        return None
-    if eligible.is_compiling() or interposed() or eligible.refusal_now() is not None:
-        return None
-    from normplug._ops.batch_norm.joined import JoinedPlan
-
-    if JoinedPlan.refusal(t, spec) is not None:
-        return None
-    key = cache.key_of(t, spec, (backend, processes))
-    return cache.made_once(key, JoinedPlan, t, spec, processes)
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:
