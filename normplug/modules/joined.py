@@ -76,8 +76,11 @@ def batch_norm(
     checks.check(_CALLER, t, spec, joined=True)
     asked = eligible.is_asked_for(_checks.backend(_CALLER, backend), t.x)
     if asked and eligible.refusal_now() is None:
-        compiling = eligible.is_compiling()
-        others = (peers.number_of if compiling else peers.of)(group, t.x.device)
+        others: peers.Peers | int | None
+        if eligible.is_compiling():
+            others = peers.number_of(group.group_name, t.x.device)
+        else:
+            others = peers.of(group, t.x.device)
         if others and (found := _by_kernels(t, spec, backend, others, measured)) is not None:
             return found
     y, var = _by_collectives(t, spec, backend, group)

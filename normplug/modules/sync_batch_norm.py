@@ -82,9 +82,10 @@ class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
 
     In training, mean and var are those of the joined batch of all processes of the group, and so
     are the gradients and the running statistics. The processes' batches may differ in size, and
-    some may be empty; each process must call the layers in the same order. One message is sent
-    forward and one backward, and every process gets the same statistics, bit for bit. The
-    gradients of weight and bias are sums over the process's own batch, which
+    some may be empty; each process must call the layers in the same order. Every process gets the
+    same statistics, bit for bit. On GPUs of one host the kernels exchange the statistics
+    themselves; elsewhere a collective is sent in each direction: `normplug.native.status()` says
+    which, and why. The gradients of weight and bias are sums over the process's own batch, which
     `DistributedDataParallel` averages, as with torch's. In eval, in one process, or where no
     process group is initialised, it computes as `BatchNorm1d`, `2d` and `3d` do, and sends nothing.
 
@@ -97,16 +98,17 @@ class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
     Args:
         *args: those of `torch.nn.SyncBatchNorm`.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        backend: "auto", "triton" or "torch", as in `BatchNorm1d`. In several processes, "triton"
-            falls back to torch where the kernels cannot run, as in a compiled layer's backward.
+        backend: "auto", "triton" or "torch", as in `BatchNorm1d`, the same in all processes. In
+            several processes, "triton" falls back to torch where the kernels cannot run.
         **kwargs: those of `torch.nn.SyncBatchNorm`; `process_group` None is all processes.
 
     Shape: (N, C) or (N, C, *space), in and out. A layer converted from a `BatchNorm2d` still takes
-    (N, C, H, W) only. Twice differentiable, if all processes do it.
+    (N, C, H, W) only. Over several processes the gradient cannot be differentiated again.
 
     Raises:
         ValueError: an unknown mode or backend, input of another dimension, and on the CPU one value
             per channel in the joined batch.
+        RuntimeError: another process has stopped, or has left the layer out.
 
     Example:
         >>> import torch

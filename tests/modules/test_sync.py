@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import normplug
 import sync_cases
 from accuracy import assert_no_worse, assert_same_bits
 from normplug import SyncBatchNorm, plan, set_mode, swap, target_variance, unswap
+from normplug._ops.batch_norm import peers
 from normplug.lightning import SwapNorms, SyncNorms
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 from sync_cases import CHANNELS, Case, ran
@@ -225,6 +227,49 @@ def test_a_wrong_call_is_refused_before_a_message_is_sent(monkeypatch):
         setattr(layer, name, wrong)
         with pytest.raises(ValueError, match=f"^normplug.SyncBatchNorm: {name} must be "):
             layer(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        ((None, "host", "GPU-0"), ""),
+        ((None, "another", "GPU-0"), "the group spans several hosts"),
+        ((None, "host", "GPU-1"), "two processes use one GPU"),
+        (("CUDA_DEVICE_MAX_CONNECTIONS is 1", "host", "GPU-0"), "CUDA_DEVICE_MAX_CONNECTIONS is 1"),
+    ],
+)
+def test_the_processes_of_a_group_agree_on_one_way(others, why, monkeypatch):
+    group, device = SimpleNamespace(size=lambda: 2, rank=lambda: 1), torch.device("cuda", 0)
+    properties = SimpleNamespace(uuid="GPU-1")
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(peers, "_host", lambda: "host")
+    monkeypatch.setattr(peers, "_meet", lambda group, device: "the peers")
+    told = {tuple: others, str: None, type(None): None}
+    monkeypatch.setattr(peers, "_tell", lambda group, own: [told[type(own)], own])
+    assert peers._agree(group, device) == (None if why else "the peers", why)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
+    assert peers._agree(group, device) == (None, "the group's backend is gloo")
+
+
+def test_a_group_falls_back_where_a_waiting_kernel_could_block_it(monkeypatch):
+    group = SimpleNamespace(size=lambda: 2)
+    assert peers._refusal(group) is None
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert peers._refusal(group) == "CUDA_DEVICE_MAX_CONNECTIONS is 1"
+    assert "more than 16" in peers._refusal(SimpleNamespace(size=lambda: 17))
+
+
+def test_the_status_and_a_plan_say_how_a_group_is_joined(monkeypatch):
+    monkeypatch.setattr(normplug.native, "_groups", [])
+    monkeypatch.setattr(peers, "_agree", lambda *_: peers._Agreement(None, "the hosts differ"))
+    group = type("Group", (), {"size": lambda self: 4})()
+    assert peers.of(group, torch.device("cpu")) is None
+    text = "SyncBatchNorm of 4 processes: collectives, as the hosts differ."
+    assert text in str(normplug.native.status())
+    assert text in str(plan(nn.BatchNorm1d(4), sync=True))
+    assert text not in str(plan(nn.BatchNorm1d(4)))
 
 
 def classes(model):

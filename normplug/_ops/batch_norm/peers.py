@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from normplug import native
-from normplug._torch import symmetric_memory
+from normplug._torch import group_of_name, symmetric_memory
 
 NO_SECOND_DERIVATIVE = (
     "normplug.SyncBatchNorm: over several processes its gradient cannot be differentiated again. "
@@ -81,11 +81,14 @@ def by_number(number: int) -> Peers | None:
     return _numbered[number]
 
 
-@torch.compiler.assume_constant_result
-def number_of(group: Any, device: torch.device) -> int:
-    """The number of what `of` returns, for compilers; 0 for None."""
-    peers = of(group, device)
+def number_of(group: str, device: torch.device) -> int:
+    """The number of what `of` returns, for compilers; 0 for None. They take the group's name."""
+    peers = of(group_of_name(group), device)
     return 0 if peers is None else peers.number
+
+
+# What `torch.compiler.assume_constant_result` does, which would import the whole compiler.
+number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Agreement(NamedTuple):
@@ -146,7 +149,7 @@ def _refusal(group: Any) -> str | None:
 
     if INTERPRETED or not BUILDS:
         return "kernels do not run on this Triton"
-    if symmetric_memory is None:
+    if symmetric_memory() is None:
         return f"torch {torch.__version__} has no symmetric memory"
     if group.size() > _MOST_PROCESSES:
         return f"there are more than {_MOST_PROCESSES} processes"
@@ -187,13 +190,14 @@ def _tell(group: Any, own: Any) -> list[Any]:
 def _meet(group: Any, device: torch.device) -> Peers:
     from normplug._kernels.batch_norm.exchange import room
 
-    assert symmetric_memory is not None
-    inbox = symmetric_memory.empty(room(group.size()), dtype=torch.int64, device=device)
+    memory = symmetric_memory()
+    inbox = memory.empty(room(group.size()), dtype=torch.int64, device=device)
     inbox.zero_()
-    handle = symmetric_memory.rendezvous(inbox, group)
-    inboxes = [address + getattr(handle, "offset", 0) for address in handle.buffer_ptrs]
-    if inboxes[group.rank()] != inbox.data_ptr():
+    handle = memory.rendezvous(inbox, group)
+    shift = inbox.data_ptr() - handle.buffer_ptrs[group.rank()]
+    if shift not in (0, getattr(handle, "offset", 0)):
         raise RuntimeError("its addresses are not as expected")
+    inboxes = [address + shift for address in handle.buffer_ptrs]
     options = getattr(group._get_backend(device), "options", None)
     # Before the collectives time out, which may end the process without our error.
     timeout = 0.9 * getattr(options, "_timeout", _TIMEOUT).total_seconds()
