@@ -308,12 +308,15 @@ def batch_norm_planes_backward(
                 sum_dz, sum_dz_centred = merge_tile_sums(
                     partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, KP, ACC
                 )
-            if k == 0 and WORLD == 1:
-                if DWEIGHT:
-                    dweight = sum_dz_centred * rstd * scalar(root, ACC)
-                    tl.store(dweight_ptr + channel, dweight.to(dweight_ptr.dtype.element_ty))
-                if DBIAS:
-                    tl.store(dbias_ptr + channel, sum_dz.to(dbias_ptr.dtype.element_ty))
+                if k == 0:
+                    if DWEIGHT:
+                        dweight = sum_dz_centred * rstd * scalar(root, ACC)
+                        tl.store(dweight_ptr + channel, dweight.to(dweight_ptr.dtype.element_ty))
+                    if DBIAS:
+                        tl.store(dbias_ptr + channel, sum_dz.to(dbias_ptr.dtype.element_ty))
+                n = total.to(ACC)
+                mean_dz = sum_dz / n
+                slope = sum_dz_centred * rstd * rstd / n
             if LATE:
                 dz, centred, scale = _gradient(
                     dy, x, extra, weight_ptr, bias_ptr, channel, mean, rstd, root, BLOCK, ACC,
@@ -321,9 +324,5 @@ def batch_norm_planes_backward(
                 )  # fmt: skip
                 if DRESIDUAL:
                     store(dresidual_ptr, offsets, dz, inside, FULL=False, LAST=True)
-                if WORLD == 1:
-                    n = total.to(ACC)
-                    mean_dz = sum_dz / n
-                    slope = sum_dz_centred * rstd * rstd / n
                 dx = (dz - mean_dz - centred * slope) * scale
                 store(dx_ptr, offsets, dx, inside, FULL=False, LAST=True)
