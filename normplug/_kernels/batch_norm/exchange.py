@@ -33,7 +33,7 @@ _LOW = tl.constexpr((1 << 32) - 1)
 # whether one has ended so; the address of the host's mark; the addresses of all inboxes, in the
 # order of the ranks; and, for each channel, the number of exchanges so far, then the time.
 _INBOXES = tl.constexpr(4)
-_POLLS = tl.constexpr(1024)  # after which a program looks at the clock
+_POLLS = tl.constexpr(1024)  # after which the threads of a program agree whether to wait on
 # The interpreter has no clock. A poll there takes about a millisecond.
 _CLOCK = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
 
@@ -82,16 +82,21 @@ def _missing(messages_ptr, mask, flag, ACC: tl.constexpr):
 
 
 @triton.jit
-def _time(place_ptr, polls):
-    """The time in nanoseconds, equal for all threads of a program."""
+def _agreed(place_ptr, late, ended, rounds):
+    """The time in nanoseconds. Its low bits say if words are late, and if a wait has ended before.
+
+    Warps may hold copies of one tensor, and see a word arrive at different times. Whatever decides
+    how often they loop must be equal for all, so one thread decides.
+    """
     if _CLOCK:
-        tl.debug_barrier()  # all threads have read the earlier time
-        tl.store(place_ptr, tl.extra.cuda.globaltimer())
-        tl.debug_barrier()
-        time = tl.load(place_ptr, volatile=True)
+        time = tl.extra.cuda.globaltimer()
     else:
-        time = polls * 1000000
-    return time
+        time = rounds * (_POLLS * 1000000)
+    state = (time & ~3) | tl.where(late > 0, 1, 0) | tl.where(ended != 0, 2, 0)
+    tl.debug_barrier()  # all threads have read the earlier state
+    tl.store(place_ptr, state)
+    tl.debug_barrier()
+    return tl.load(place_ptr, volatile=True)
 
 
 @triton.jit
@@ -121,25 +126,31 @@ def _exchange(
     rows = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
     mask = (rows < WORLD) & there[None, :]
     all_ptr = messages[None, :] + rows * _WORDS * CHANNELS
-    missing = _missing(all_ptr, mask, flag[None, :], ACC)
-    late = tl.sum(tl.sum(missing, axis=1), axis=0)
-    # After one wait has ended early, none waits any more.
-    patience = tl.where(tl.load(table + 2, volatile=True) == 0, tl.load(table + 1), 0)
+    place = table + _INBOXES + WORLD + CHANNELS + tl.min(channels, axis=0)
+    patience = tl.load(table + 1)
     start = tl.full([], 0, tl.int64)
-    waited = tl.full([], 0, tl.int64)
-    polls = tl.full([], 0, tl.int64)
-    while (late > 0) & (waited < patience):
+    rounds = tl.full([], 0, tl.int64)
+    waits = tl.full([], True, tl.int1)
+    late = tl.full([], 1, tl.int32)
+    while waits:
+        ended = tl.load(table + 2, volatile=True)
         missing = _missing(all_ptr, mask, flag[None, :], ACC)
         late = tl.sum(tl.sum(missing, axis=1), axis=0)
-        polls += 1
-        if polls % _POLLS == 0:
-            time = _time(tl.min(channels, axis=0) + CHANNELS + table + _INBOXES + WORLD, polls)
-            start = tl.where(start == 0, time, start)
-            waited = time - start
-    tl.debug_barrier()  # all threads have read the number
+        polls = tl.full([], 0, tl.int32)
+        while (late > 0) & (polls < _POLLS):
+            missing = _missing(all_ptr, mask, flag[None, :], ACC)
+            late = tl.sum(tl.sum(missing, axis=1), axis=0)
+            polls += 1
+        rounds += 1
+        state = _agreed(place, late, ended, rounds)
+        start = tl.where(start == 0, state, start)
+        late = (state & 1).to(tl.int32)
+        # After one wait has ended, none waits any more.
+        waits = ((state & 3) == 1) & (state - start < patience)
     tl.store(numbers_ptr, number, mask=there)
     if late > 0:
-        first = tl.min(tl.min(tl.where(missing > 0, rows, WORLD), axis=1), axis=0)
+        missing = _missing(all_ptr, mask, flag[None, :], ACC)
+        first = tl.min(tl.min(tl.where(missing > 0, rows, WORLD - 1), axis=1), axis=0)
         tl.store(table + 2, 1)
         mark = tl.load(table + 3).to(tl.pointer_type(tl.int64))
         tl.store(mark, (first.to(tl.int64) << 32) | tag)
