@@ -109,7 +109,7 @@ def _exchange(
     Returns:
         The address of the messages, WORDS * CHANNELS apart, and whether all have arrived.
     """
-    table = PEERS.to(tl.pointer_type(tl.int64))
+    table = PEERS.to(tl.int64).to(tl.pointer_type(tl.int64))
     rank = tl.load(table)
     numbers_ptr = table + _INBOXES + WORLD + channels
     number = tl.load(numbers_ptr, mask=there, other=0) + 1
