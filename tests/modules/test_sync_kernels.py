@@ -114,6 +114,14 @@ def test_a_process_that_stops_is_named_and_no_wrong_result_is_used(pair):
     assert error.endswith("than the timeout of the process group.")
 
 
+def test_processes_that_call_different_layers_all_fail(pair):
+    for rank, result in enumerate(pair):
+        y, error = result["other_layers"]
+        assert y.isnan().all()
+        assert f"rank {rank} of 2" in error
+        assert f"for rank {1 - rank} in the forward of a layer of {CHANNELS - rank}" in error
+
+
 @pytest.mark.gpu
 def test_a_captured_step_computes_the_same_as_an_eager_one(two_gpus):
     for result in two_gpus:

@@ -192,6 +192,24 @@ def stopped(rank, world, device):
         return *values, str(error)
 
 
+@quiet
+def other_layers(rank, world, device):
+    """What each process gets while they call layers of different sizes: y and the next error."""
+    dist.barrier()  # to make a group takes all processes at a time, within its timeout
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    same, own = (
+        SyncBatchNorm(channels, process_group=group, backend="triton", device=device)
+        for channels in (CHANNELS, CHANNELS - rank)
+    )
+    same(torch.randn(4, CHANNELS, device=device))  # the group's processes meet
+    x = torch.randn(4, CHANNELS - rank, device=device)
+    y = own(x).cpu()
+    try:
+        own(x)
+    except RuntimeError as error:
+        return y, str(error)
+
+
 def replayed(rank, world, device):
     """A captured step's results after three replays, and those of eager steps."""
     case = Case((64, 32), (14, 14), **HALVES, **LAST, **ADD_RELU)
@@ -307,16 +325,17 @@ def exchange_us(rank, world, device):
     return times
 
 
+STOPPING = [stopped, other_layers]
 SHARED = [numbers, messages, recomputed, measured, fused, sync_cases.refuses_a_second_derivative]
 ON_GPU = [
     *SHARED, sync_cases.without_waiting, replayed, many_steps, data_parallel, exchange_us, compiled,
-    stopped,
+    *STOPPING,
 ]  # fmt: skip
 
 
 def _stand_in(group, device):
     """Peers whose inboxes are memory that the processes share, on a machine without GPUs."""
-    timeout = 1.0 if len(SPARE) == 1 else 60.0
+    timeout = 60.0 if len(SPARE) == 3 else 1.0
     inboxes = SPARE.pop()
     addresses = [each.data_ptr() for each in inboxes]
     return peers._Agreement(peers.Peers(group.rank(), addresses, device, timeout, inboxes), "")
@@ -325,11 +344,11 @@ def _stand_in(group, device):
 # Allocated before the processes are forked, so that it has the same address in each.
 SPARE = []
 if INTERPRETED:
-    SPARE += [torch.zeros(2, room(2), dtype=torch.int64).share_memory_() for _ in range(2)]
+    SPARE += [torch.zeros(2, room(2), dtype=torch.int64).share_memory_() for _ in range(3)]
 
 
 def process(rank, world, directory, on_gpu=False):
     """Run every check; save the results as `<rank>.pt`. Without GPUs, in the interpreter."""
     if not on_gpu:
         peers._agree = _stand_in
-    sync_cases.process(rank, world, directory, on_gpu, ON_GPU if on_gpu else [*SHARED, stopped])
+    sync_cases.process(rank, world, directory, on_gpu, ON_GPU if on_gpu else [*SHARED, *STOPPING])
