@@ -1,126 +1,142 @@
-"""Time training steps of networks on several GPUs, for each way to synchronise their BatchNorms.
+"""Time training steps of a ResNet-50 over several processes, for each way to join its norms.
 
-    python -m torch.distributed.run --nproc_per_node 2 benchmarks/sync.py --out sync.json
+    python -m torch.distributed.run --nproc_per_node 2 benchmarks/sync.py --json sync.json
 
-All arms start from the same weights, are in memory together, and take turns. The figure of an arm
-is the median of its turns. Every network trains in bfloat16 and channels_last under
-`DistributedDataParallel`.
+All arms start from the same weights, are in memory together, and take turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
 import os
-import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-import torchvision
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+import nets
 import normplug
-from normplug import _results, native
+from normplug._results import stamp
+from normplug.bench.models import Arm, Change, make_step
+from normplug.bench.rows import Row, add_to_file
+from normplug.bench.timing import Call, at_rest, spread
 
-ARMS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "local": lambda net: net,
-    "torch": nn.SyncBatchNorm.convert_sync_batchnorm,
-    "normplug": lambda net: normplug.swap(net, "standard", sync=True),
-    "normplug+fuse": lambda net: normplug.fuse(normplug.swap(net, "standard", sync=True)),
-    "normplug-local": lambda net: normplug.swap(net, "standard"),
-    "normplug-local+fuse": lambda net: normplug.fuse(normplug.swap(net, "standard")),
+MODE, MODEL = "standard", "resnet50"
+_alone = partial(normplug.swap, mode=MODE)
+_joined = partial(normplug.swap, mode=MODE, sync=True)
+
+# name -> the changes to the stock model; those named "local" do not synchronise
+ARMS: dict[str, tuple[Change, ...]] = {
+    "local": (),
+    "torch": (nn.SyncBatchNorm.convert_sync_batchnorm,),
+    "normplug": (_joined,),
+    "normplug+fuse": (_joined, normplug.fuse),
+    "normplug-local": (_alone,),
+    "normplug-local+fuse": (_alone, normplug.fuse),
 }
-CASES = ("resnet50:128", "resnet50:32", "efficientnet_b0:128")  # model, images a GPU
 
 
-def make_step(net: nn.Module, batch: int, size: int, device: torch.device) -> Callable[[], Any]:
-    """Return a function that trains the network by one step on random images."""
-    images = torch.randn(batch, 3, size, size, device=device)
-    images = images.to(memory_format=torch.channels_last)
-    labels = torch.randint(1000, (batch,), device=device)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, fused=True)
+def measure(
+    batch: int, size: int, warm_ups: int, rounds: int, turn: int, device: torch.device
+) -> Iterator[Row]:
+    """A row for each arm: the milliseconds a step of its turns."""
+    torch.manual_seed(0)
+    stock, _, loss = nets.NETS[MODEL].make(batch=1)
+    torch.manual_seed(dist.get_rank())
+    _, data, _ = nets.NETS[MODEL].make(batch=batch, size=size)
+    data = tuple(tensor.to(device) for tensor in data)
+    steps: dict[str, Call] = {}
+    for name, changes in ARMS.items():
+        if name == "torch" and device.type == "cpu":  # it needs CUDA
+            continue
+        arm = Arm((partial(_parallel, changes),))
+        steps[name], _ = make_step(stock.to(device), data, loss, torch.bfloat16, arm)
+        for _ in range(warm_ups):
+            steps[name]()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for done in range(rounds):
+        # Each round starts with another arm, which is the same in all processes.
+        order = list(steps)
+        for name in order[done % len(order) :] + order[: done % len(order)]:
+            times[name].append(_turn_ms(steps[name], turn))
+    for name, samples in times.items():
+        facts: Row = {"model": MODEL, "batch": batch, "arm": name, "mode": MODE, "size": size}
+        yield {
+            **facts,
+            **spread("ms", samples),
+            "steps": rounds * turn,
+            "processes": dist.get_world_size(),
+            "native": normplug.native.status().way,
+            **stamp(device.type == "cuda", gpus=dist.get_world_size()),
+        }
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = F.cross_entropy(net(images), labels)
-        loss.backward()
-        optimizer.step()
 
-    return step
+def _parallel(changes: Sequence[Change], net: nn.Module) -> nn.Module:
+    device = next(net.parameters()).device
+    parallel: nn.Module | None = None
+    if device.type == "cpu":  # there DistributedDataParallel refuses to wrap a SyncBatchNorm
+        parallel = nn.parallel.DistributedDataParallel(net)
+    for change in changes:
+        net = change(net)
+    if parallel is None:
+        return nn.parallel.DistributedDataParallel(net, device_ids=[device])
+    parallel.module = net
+    return parallel
 
 
-def turn_ms(step: Callable[[], Any], count: int) -> float:
-    """Mean milliseconds per step of `count` steps back to back, after one that is not timed."""
+def _turn_ms(step: Call, count: int) -> float:
+    """Mean milliseconds a step of `count` steps back to back, after one that is not timed."""
     step()
-    torch.cuda.synchronize()
+    at_rest()
     dist.barrier()
     start = time.perf_counter()
     for _ in range(count):
         step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / count * 1e3
+    return (at_rest() - start) / count * 1e3
 
 
-def measure(name: str, batch: int, options: argparse.Namespace) -> dict[str, float]:
-    """Arm -> the median milliseconds per step."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    torch.manual_seed(0)
-    stock = torchvision.models.get_model(name)
-    steps = {}
-    for arm in options.arms:
-        net = ARMS[arm](copy.deepcopy(stock).to(device, memory_format=torch.channels_last).train())
-        parallel = DistributedDataParallel(net, device_ids=[device.index])
-        steps[arm] = make_step(parallel, batch, options.size, device)
-        for _ in range(options.warm_ups):
-            steps[arm]()
-    times: dict[str, list[float]] = {arm: [] for arm in steps}
-    for done in range(options.rounds):
-        order = list(steps)  # each round starts with another arm, the same in all processes
-        for arm in order[done % len(order) :] + order[: done % len(order)]:
-            times[arm].append(turn_ms(steps[arm], options.turn))
-    return {arm: statistics.median(each) for arm, each in times.items()}
-
-
-def main() -> None:
-    """Measure all cases; process 0 writes a row for each arm."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", action="append", metavar="MODEL:BATCH", dest="cases")
-    parser.add_argument("--arm", action="append", choices=ARMS, dest="arms")
-    parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--warm-ups", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--turn", type=int, default=10)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    options.arms = options.arms or list(ARMS)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    first = dist.get_rank() == 0
-    if os.environ["LOCAL_RANK"] == "0":
-        native.build()
-    dist.barrier()  # the other processes of a host load the same file
-    rows = []
-    for case in options.cases or CASES:
-        name, batch = case.split(":")
-        for arm, ms in measure(name, int(batch), options).items():
-            row = {"model": name, "batch": int(batch), "arm": arm, "ms": round(ms, 3)}
-            rows.append(row | _results.stamp(True, gpus=dist.get_world_size()))
-            if first:
-                print(f"{name} {batch} | {arm} {ms:.2f} ms", flush=True)
-        if first and options.out:
-            lines = ",\n".join(json.dumps(row) for row in rows)
-            _results.write_file(options.out, f"[\n{lines}\n]\n")
-    if first:
-        print(native.status(), flush=True)
-    dist.destroy_process_group()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--batch", type=int, nargs="+", default=[128, 32], help="a process")
+    for name, default in (("size", 224), ("warm-ups", 10), ("rounds", 10), ("turn", 10)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
+    a = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        raise SystemExit(
+            "benchmarks/sync.py runs in several processes; got one. Start it with "
+            "python -m torch.distributed.run --nproc_per_node 2 benchmarks/sync.py."
+        )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        if device.type == "cuda" and os.environ["LOCAL_RANK"] == "0":
+            subprocess.run([sys.executable, "-m", "normplug.native", "build"])
+        dist.barrier()  # the other processes of a host load the same file
+        for batch in a.batch:
+            rows = list(measure(batch, a.size, a.warm_ups, a.rounds, a.turn, device))
+            if dist.get_rank():
+                continue
+            for row in rows:
+                print(f"batch {batch} a process | {row['arm']} {row['ms']:.2f} ms", flush=True)
+            print(normplug.native.status(), flush=True)  # how the batches were joined
+            if a.json:
+                add_to_file(a.json, rows)
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from normplug import (
-    _fuse,  # noqa: F401 - registers the modules that older pickles name
-    functional,
-)
+from normplug import functional
 from normplug._swap.check import check
 from normplug._swap.depth import by_depth
 from normplug._swap.plan import plan

@@ -9,25 +9,29 @@ import inspect
 import math
 import numbers
 import os
-import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normplug import _activations
+from normplug.modes import shown
 
 ACTIVATIONS = (None, *_activations.ACTIVATIONS)
 AUTOCAST_OUTPUTS = ("low", "float32")
 BACKENDS = ("auto", "triton", "torch")
+_LARGEST = sys.float_info.max  # torch.compile of torch 2.6 cannot read it there
+_LAYOUTS = (torch.strided, torch.jagged)
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # read once: calls take microseconds
 
 
 def _must(caller: str, name: str, rule: str, got: str, way_out: str = "") -> str:
     """Format an error message; `caller` is a function or a class of normplug."""
+    got = got if len(got) <= 200 else f"{got[:200]}..."
     return f"normplug.{caller}: {name} must be {rule}; got {got}.{way_out and f' {way_out}'}"
 
 
@@ -126,7 +130,7 @@ def swap_options(caller: str, **options: Any) -> None:
             autocast_output(caller, value)
         elif name == "backend":
             backend(caller, value)
-        elif name == "track_running_stats" and value is None:
+        elif name in ("track_running_stats", "preserve_output") and value is None:
             continue
         elif name not in ("include", "exclude"):
             flags(caller, **{name: value})
@@ -141,23 +145,27 @@ def path(caller: str, name: str, value: Any) -> None:
 
 
 def number(caller: str, name: str, value: Any) -> None:
-    """Reject anything but a real number; True and False are not numbers here."""
-    if not isinstance(value, (float, int, numbers.Real)) or isinstance(value, bool):
+    """Reject what torch does not take for a float; True and False are not numbers here."""
+    if not isinstance(value, (float, int, numbers.Real)) or isinstance(value, (bool, Fraction)):
         raise TypeError(_must(caller, name, "a number", _shown(value)))
+    if isinstance(value, numbers.Integral) and abs(int(value)) > _LARGEST:
+        raise ValueError(_must(caller, name, "a number that a float can hold", _shown(value)))
 
 
 def eps(caller: str, value: Any, none: bool = False) -> None:
-    """Reject an eps that is negative, infinite or nan.
+    """Reject an eps that is not a number; any number is accepted, as by torch.
 
     none: allow None, as torch's RMSNorm does.
     """
-    if none and value is None:
-        return
-    number(caller, "eps", value)
-    if not 0 <= value < math.inf:
-        rule = "0 or a finite number above"
-        way_out = f"Torch's default is {None if none else '1e-5'}."
-        raise ValueError(_must(caller, "eps", rule, str(value), way_out))
+    if not (none and value is None):
+        number(caller, "eps", value)
+
+
+def variance(caller: str, value: Any) -> None:
+    """Reject a `target_variance` that was assigned to a layer and is no finite float above 0."""
+    if not isinstance(value, (float, int)) or not 0 < value <= _LARGEST:
+        rule, way_out = "a finite float above 0", "Use normplug.set_mode, or assign mode."
+        raise ValueError(_must(caller, "target_variance", rule, _shown(value), way_out))
 
 
 def count(caller: str, name: str, value: Any) -> None:
@@ -166,7 +174,7 @@ def count(caller: str, name: str, value: Any) -> None:
     if not isinstance(value, whole) or isinstance(value, bool):
         raise TypeError(_must(caller, name, "an integer", _shown(value)))
     if value < 1:
-        raise ValueError(_must(caller, name, "at least 1", str(value)))
+        raise ValueError(_must(caller, name, "at least 1", _shown(value)))
 
 
 def shape(caller: str, sizes: Sequence[Any]) -> None:
@@ -216,6 +224,9 @@ def tensors(caller: str, x: Any, **others: Any) -> None:
             _tensor(caller, name, t)
         else:
             floating(caller, t, name)
+            if (t.is_nested and name != "residual") or t.layout not in _LAYOUTS:
+                kind = "a nested tensor" if t.is_nested else str(t.layout)
+                raise TypeError(_must(caller, name, "a dense tensor", kind, "Use .to_dense()."))
 
 
 def devices(caller: str, x: Tensor, **others: Tensor | None) -> None:
@@ -239,7 +250,7 @@ def _tensor(caller: str, name: str, value: Any) -> None:
 def floating(caller: str, x: Any, name: str = "input") -> None:
     """Reject anything but a floating-point tensor."""
     _tensor(caller, name, x)
-    if not x.is_floating_point():
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         rule = "float16, bfloat16, float32 or float64"
         way_out = f"Convert it first, e.g. {name}.float()."
         raise TypeError(_must(caller, name, rule, str(x.dtype), way_out))
@@ -372,4 +383,4 @@ def scalars(caller: str, **values: Tensor | None) -> None:
 
 
 def _shown(value: Any) -> str:
-    return f"{reprlib.repr(value)} ({type(value).__name__})"
+    return f"{shown(value)} ({type(value).__name__})"

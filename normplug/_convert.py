@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from normplug import modules
-from normplug._torch import is_patched
-from normplug.modules.base import Options, TargetVarianceNorm
+from normplug._torch import is_class_patched, is_patched
+from normplug.modules.base import Settings, TargetVarianceNorm
 
 # The one table of norms. `register` adds rows.
 REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
@@ -55,6 +54,10 @@ _ADAPTERS = {
 }
 
 
+# The attribute of a class that `fuse` has made: the class that it was made from.
+FUSED = "_normplug_fused"
+
+
 def register(ours: type[TargetVarianceNorm], stock: type[nn.Module]) -> None:
     """Have a swap turn layers of exactly the class `stock` into `ours`."""
     REPLACEMENTS[stock] = ours
@@ -63,18 +66,17 @@ def register(ours: type[TargetVarianceNorm], stock: type[nn.Module]) -> None:
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The module's class, without the private subclass that torch may have derived from it."""
-    private = _private_base(module)
-    return type(module) if private is None else type(module).__bases__[private]
+    cls = type(module)
+    while _is_private(cls):
+        cls = cls.__bases__[-1]
+    return cls
 
 
-def _private_base(module: nn.Module) -> int | None:
-    """Index of the class among the bases of the subclass that parametrize or FSDP has made."""
-    # `is_parametrized` alone is slow: most modules lack the attribute that it reads.
-    if "parametrizations" in module._modules and parametrize.is_parametrized(module):
-        return 0
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = fsdp is not None and issubclass(type(module).__bases__[0], fsdp.FSDPModule)
-    return 1 if sharded else None
+def _is_private(cls: type[nn.Module]) -> bool:
+    """Whether torch derived a class for single modules: parametrize, FSDP and replicate do."""
+    if not cls.__module__.startswith("torch.") or "." in cls.__qualname__ or FUSED in vars(cls):
+        return False
+    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is not cls
 
 
 def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
@@ -82,14 +84,15 @@ def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
     cls = plain_class(module)
     _register_adapted(cls)
     ours = REPLACEMENTS.get(cls)
-    return None if ours is None or ours._refusal(module) is not None else ours
+    return None if ours is None or why_left(module) is not None else ours
 
 
 def why_left(module: nn.Module) -> str | None:
     """Why a layer without a `replacement` stays as it is, if its class or adapter says why."""
     cls = plain_class(module)
     if (ours := REPLACEMENTS.get(cls)) is not None:
-        return ours._refusal(module)
+        patch = "the forward of its class was replaced by other code, which a swapped layer skips"
+        return patch if is_class_patched(cls) else ours._refusal(module)
     why = _adapted(cls)
     return why if isinstance(why, str) else None
 
@@ -127,7 +130,7 @@ def is_revertible(module: nn.Module) -> bool:
     """Whether `revert` knows the stock class: not for a user's own subclass of a normplug class."""
     cls = plain_class(module)
     _register_adapted(cls)  # a class from a pickle may be new to this process
-    return cls in _STOCK or "_unsynced_class" in vars(module)
+    return cls in _STOCK or is_synchronised(module)
 
 
 def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -156,33 +159,54 @@ def weight_offset(module: nn.Module) -> float:
     return cls._weight_offset
 
 
-def convert(module: nn.Module, target_variance: float, **options: Any) -> None:
-    """Convert a stock norm layer, in place; on a normplug layer, only set the options.
+def convert(
+    module: nn.Module,
+    target_variance: float,
+    *,
+    backend: str = "auto",
+    autocast_output: str = "float32",
+    track_running_stats: bool | None = False,
+    device: Any = None,
+) -> None:
+    """Convert a stock norm layer, in place; on a normplug layer, only set its options.
+
+    Another thread may be running the layer: what the new class reads is set before the class, and
+    what the old class reads is removed after it. `revert` does the same.
 
     Args:
         module: a layer that has a `replacement`, or a normplug layer.
         target_variance: a float above 0.
-        **options: the other `normplug.modules.base.Options`.
+        backend: as in `normplug.functional`.
+        autocast_output: as in `normplug.functional.layer_norm`.
+        track_running_stats: whether a stock layer gets statistics to watch; None leaves it to the
+            layer's class.
+        device: the device of new tensors if the layer has no weight.
     """
-    asked = Options(target_variance, **options)
     if not isinstance(module, TargetVarianceNorm):
         ours = replacement(module)
         assert ours is not None
-        module._eps = getattr(module, ours._eps_name)
+        ours._adopt(module, track_running_stats, device)
+        eps = getattr(module, ours._eps_name)
+        settings = Settings(target_variance, backend, autocast_output, eps)
+        vars(module)["_normplug"] = settings
         assign_class(module, ours)
         assert isinstance(module, TargetVarianceNorm)
-        module._adopt(asked)
         module.note_call()
-    elif (unsynced := vars(module).get("_unsynced_class")) in REPLACEMENTS:
-        module._unsynced_class = REPLACEMENTS[unsynced]  # type: ignore[assignment]
-    for name in module._settings:
-        setattr(module, name, getattr(asked, name))
+    before = module._normplug.unsynced_class
+    module._set(
+        target_variance=target_variance,
+        backend=backend,
+        autocast_output=autocast_output,
+        unsynced_class=None if before is None else REPLACEMENTS.get(before, before),
+    )
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
     """The options that a swap has set on a normplug layer; none for a stock layer."""
-    names = module._settings if isinstance(module, TargetVarianceNorm) else ()
-    return {name: vars(module)[name] for name in names}
+    if not isinstance(module, TargetVarianceNorm):
+        return {}
+    tv, backend, autocast_output, *_ = module._normplug
+    return {"target_variance": tv, "backend": backend, "autocast_output": autocast_output}
 
 
 def revert(module: TargetVarianceNorm) -> None:
@@ -190,10 +214,17 @@ def revert(module: TargetVarianceNorm) -> None:
     desynchronise(module)
     if not isinstance(module, TargetVarianceNorm):
         return
-    module._leave()
-    for name in (*module._settings, "_eps"):
-        delattr(module, name)
-    assign_class(module, _STOCK[plain_class(module)])
+    ours, stock = type(module), _STOCK[plain_class(module)]
+    vars(module)[ours._eps_name] = module._normplug.eps
+    assign_class(module, stock)
+    ours._leave(module)
+    del module._normplug
+
+
+def is_synchronised(module: nn.Module) -> bool:
+    """Whether `synchronise` has changed the layer's class."""
+    own = vars(module).get("_normplug")
+    return own is not None and own.unsynced_class is not None
 
 
 def synchronise(module: nn.Module) -> bool:
@@ -208,7 +239,8 @@ def synchronise(module: nn.Module) -> bool:
         return False
     if before is not ours:
         convert(module, 1.0, backend="torch")
-    module._unsynced_class = before  # type: ignore[assignment]
+    assert isinstance(module, TargetVarianceNorm)
+    module._set(unsynced_class=before)
     module.process_group = None  # type: ignore[assignment]
     assign_class(module, synchronised(ours))
     return True
@@ -216,15 +248,16 @@ def synchronise(module: nn.Module) -> bool:
 
 def desynchronise(module: nn.Module) -> None:
     """Undo `synchronise`. A stock layer whose mode was changed since stays a normplug layer."""
-    if "_unsynced_class" not in vars(module):  # `unswap` has undone it already
+    if not is_synchronised(module):  # `unswap` has undone it already
         return
-    before = vars(module).pop("_unsynced_class")
-    del module.process_group
+    assert isinstance(module, TargetVarianceNorm)
+    before: Any = module._normplug.unsynced_class
     if not hasattr(plain_class(module), "cls_to_become"):  # a lazy layer has materialised
         before = getattr(before, "cls_to_become", before)
     ours = REPLACEMENTS.get(before, before)
     assign_class(module, ours)
-    assert isinstance(module, TargetVarianceNorm)
+    module._set(unsynced_class=None)
+    del module.process_group
     if before is not ours and module.target_variance == 1.0:
         revert(module)
 
@@ -233,9 +266,13 @@ def assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Change a module's class; keep the private subclass that torch may have derived from it."""
     if not is_patched(module):
         vars(module).pop("forward", None)  # the old class's
-    index = _private_base(module)
-    if index is not None:
-        private = type(module)
-        namespace = {k: v for k, v in vars(private).items() if k not in ("__dict__", "__weakref__")}
-        cls = type(private.__name__, (*private.__bases__[:index], cls), namespace)
-    module.__class__ = cls
+    module.__class__ = _below(type(module), cls)
+
+
+def _below(private: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    """The class, with the private subclasses of another class derived from it."""
+    if not _is_private(private):
+        return cls
+    *others, base = private.__bases__
+    namespace = {k: v for k, v in vars(private).items() if k not in ("__dict__", "__weakref__")}
+    return type(private.__name__, (*others, _below(base, cls)), namespace)

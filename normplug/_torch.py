@@ -12,6 +12,7 @@ where a comment says otherwise.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -239,6 +240,13 @@ def is_patched(module: nn.Module) -> bool:
     return getattr(module.__dict__["forward"], "__func__", None) is not type(module).forward
 
 
+def is_class_patched(cls: type[nn.Module]) -> bool:
+    """Whether other code has replaced a class's `forward`: its function is of another module."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    forward, home = vars(owner)["forward"], sys.modules.get(owner.__module__)
+    return home is not None and getattr(forward, "__globals__", None) is not vars(home)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs more, or something other, than its class's forward."""
     return bool(
@@ -269,6 +277,18 @@ def _tree_leaves(tree: Any) -> list[Any]:
 
 # The leaves of a model's output. The fallback finds those in mappings, lists and tuples only.
 tree_leaves: Callable[[Any], list[Any]] = _private("utils._pytree.tree_leaves", _tree_leaves)
+
+
+def _tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _tree_map_only(kind, function, child) for key, child in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_tree_map_only(kind, function, child) for child in tree]
+    return function(tree) if isinstance(tree, kind) else tree
+
+
+# A batch with its tensors replaced. The fallback looks into mappings, lists and tuples only.
+tree_map_only: Callable[..., Any] = _private("utils._pytree.tree_map_only", _tree_map_only)
 
 
 # --- Autocast ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import reprlib
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -23,7 +24,7 @@ class NormMode:
     Raises:
         ValueError: for anything else.
 
-    Example:
+    Examples:
         >>> NormMode("golden").target_variance
         0.6180339887498949
         >>> print(NormMode.STANDARD, NormMode(0.5), NormMode(1))
@@ -74,7 +75,7 @@ def target_variance(mode: ModeLike) -> float:
     Raises:
         ValueError: for anything else; the message lists what is accepted.
 
-    Example:
+    Examples:
         >>> target_variance("golden")
         0.6180339887498949
     """
@@ -89,8 +90,16 @@ def target_variance(mode: ModeLike) -> float:
             return value
     raise ValueError(
         f"normplug: mode must be 'golden' (target variance 1/phi = 0.618...), 'standard' (1), "
-        f"a finite number above 0, or a NormMode; got {mode!r}."
+        f"a finite number above 0, or a NormMode; got {shown(mode)}."
     )
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, shortened."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python prints no integers of more than 4,300 digits
+        return f"an integer of {value.bit_length()} bits"
 
 
 def _is_number(mode: Any) -> bool:

@@ -77,8 +77,8 @@ def test_autocast_output_sets_the_dtype_under_autocast(asked, expected):
     assert y.dtype == expected
     assert stock.dtype == torch.float32
     torch.testing.assert_close(y, stock.to(expected))
-    assert layer.num_batches_tracked == 1
-    assert layer.running_var.item() == pytest.approx(
+    assert layer.watched_count == 1
+    assert layer.watched_var.item() == pytest.approx(
         0.9 + 0.1 * x.float().var(1, correction=0).mean().item(), rel=1e-4
     )
 
@@ -109,7 +109,7 @@ def test_a_training_step_never_makes_the_host_wait(momentum):
         net(x).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert net[4].num_batches_tracked == 2
+    assert net[4].watched_count == 2
 
 
 def swap_and_fuse(net):
@@ -128,7 +128,8 @@ def test_a_cuda_graph_captures_the_step_and_the_statistics(change, memory_format
     net, twin = (change(make_net(memory_format)) for _ in range(2))
     sample = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
     graphed = torch.cuda.make_graphed_callables(net, (sample,))
-    twin.load_state_dict(net.state_dict())  # the capture's warm-up has updated the statistics
+    for mine, theirs in zip(twin.buffers(), net.buffers(), strict=True):
+        mine.copy_(theirs)  # the capture's warm-up has updated the statistics
     x = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
     graphed(x).sum().backward()
     twin(x).sum().backward()
@@ -142,7 +143,7 @@ def test_a_model_compiled_by_inductor_accepts_another_batch_size():
     for batch in (8, 24):
         x = torch.randn(batch, 3, 8, 8, device=GPU)
         torch.testing.assert_close(compiled(x), twin(x), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(net[4].running_var, twin[4].running_var, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(net[4].watched_var, twin[4].watched_var, rtol=1e-4, atol=1e-5)
 
 
 # Warnings of torch's CUDA graph trees, which start with an empty graph.

@@ -11,14 +11,14 @@ from normplug._extras import MissingPackage, needs
 
 ROOT = Path(normplug.__file__).parent
 CHECKOUT = ROOT.parent
-TRAIN = ["hydra", "lightning", "matplotlib", "numpy"]
-TRAIN += ["omegaconf", "scipy", "sklearn", "torchvision"]
+TRAIN = ["hydra", "lightning", "matplotlib", "numpy", "pandas"]
+TRAIN += ["omegaconf", "pydantic", "scipy", "sklearn", "torchvision"]
 # Modules of the standard library that only Unix has.
 UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 # A package or module may import itself and those of the layers before its own.
 LAYERS = [
-    {"_activations", "_torch", "_layouts"},
-    {"modes", "reference", "_checks", "_extras", "_report", "_results", "_table"},
+    {"_activations", "_torch", "_layouts", "modes"},
+    {"reference", "_checks", "_extras", "_results", "_table"},
     {"native"},
     {"_kernels"},
     {"_ops"},
@@ -29,7 +29,8 @@ LAYERS = [
     {"adapters"},
     {"_swap"},
     {"lightning"},
-    {"bench", "compare", "experiment"},
+    {"bench", "experiment"},
+    {"compare"},
 ]
 
 
@@ -106,7 +107,7 @@ def test_the_environment_sets_the_default_backend():
     assert "NORMPLUG_BACKEND must be one of 'auto', 'triton', 'torch'; got 'gpu'" in bad.stderr
 
 
-MODELS = ["-m", "normplug.bench", "models", "--rows"]
+BENCH = ["-m", "normplug.bench"]
 
 
 def run_without(packages, kind, *words):
@@ -121,10 +122,10 @@ def run_without(packages, kind, *words):
     [
         (TRAIN, ["-m", "normplug.compare", "{runs}"], "normplug.compare", "train"),
         (["matplotlib"], ["-m", "normplug.compare", "{runs}"], "normplug.compare", "train"),
-        (TRAIN, ["-m", "normplug.bench", "plot", "{json}"], "normplug.bench plot", "bench"),
-        (["torchvision"], [*MODELS, "resnet50"], "normplug.bench models", "bench"),
-        (["transformers"], [*MODELS, "gpt2"], "normplug.bench models", "zoo"),
-        (["timm"], ["path", "tests/zoo", "--library", "timm"], "zoo --library timm", "zoo"),
+        (["matplotlib"], [*BENCH, "plot", "{json}"], "normplug.bench plot", "bench"),
+        (["pandas"], [*BENCH, "table", "{json}"], "normplug.bench table", "bench"),
+        (["pandas"], [*BENCH, "sweep", "--device", "cpu"], "normplug.bench sweep", "bench"),
+        (["timm"], ["path", "benchmarks/zoo", "--library", "timm"], "zoo --library timm", "zoo"),
         (TRAIN, ["path", str(CHECKOUT / "train.py")], "train.py", "train"),
         (["hydra"], ["path", str(CHECKOUT / "train.py")], "train.py", "train"),
     ],
@@ -152,7 +153,7 @@ def test_without_the_packages_of_its_extra_a_module_says_so_when_imported():
 
 def test_every_library_of_the_zoo_that_is_missing_is_named():
     libraries = ("torchvision", "timm", "transformers", "diffusers")
-    done = run_without(libraries, "path", "tests/zoo")
+    done = run_without(libraries, "path", "benchmarks/zoo")
     assert done.returncode == 1
     needs_zoo = 'zoo --library {0} needs {0}: pip install "normplug[zoo]"'
     assert done.stderr.splitlines() == [needs_zoo.format(library) for library in libraries]

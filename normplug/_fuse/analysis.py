@@ -12,13 +12,10 @@ from torch import fx, nn
 from normplug import _activations, _convert
 from normplug._fuse import source, trace
 from normplug._fuse.definitions import Untraceable
-from normplug._fuse.edited import Edited, edit
-from normplug._fuse.flow import Parts
-from normplug._fuse.fused_class import plain_class
-from normplug._fuse.fusion import Code, Fusion, Traced
+from normplug._fuse.edit import REASON, Edited, Parts, edit
+from normplug._fuse.fusion import FusedModule, Fusion, Traced, has_fused_class, plain_class
 from normplug._fuse.guard import Guard
-from normplug._fuse.report import NOT_SWAPPED, Fused, Fusions
-from normplug._fuse.rewrite import recompute_results, rewrite
+from normplug._fuse.rewrite import compiled, recompute_results, rewrite
 from normplug._fuse.sites import Site, find, refusal
 from normplug._fuse.source import Reads
 from normplug._ops.likely import Operations
@@ -55,76 +52,45 @@ class Analysis:
     Attributes:
         fusions: the modules to fuse, and their new forwards.
         operations: for each fused norm, the operations that run in one call with it.
-        report: a row for each norm layer.
+        reasons: why other norms are not fused; may also have norms that an outer module fuses.
     """
 
     def __init__(self, model: nn.Module, recompute: bool = False) -> None:
         self._recompute = recompute
-        self._paths = {module: path for path, module in model.named_modules()}
         self._reads: dict[nn.Module, Reads] = {}
         self._inner: dict[nn.Module, set[nn.Module]] = {}
-        self._labels: dict[nn.Module, dict[bool, tuple[str, str]]] = {}
-        self._reasons: dict[nn.Module, str] = {}
         self._traces: dict[nn.Module, Traced] = {}
         self._edits: dict[nn.Module, Edited] = {}
-        self.fusions: dict[nn.Module, Fusion] = {}
+        self.reasons: dict[nn.Module, str] = {}
         self.operations: dict[TargetVarianceNorm, Operations] = {}
-        callers = self._callers()
-        for module in reversed(self._paths):
-            if module in callers:
-                self._look(module, callers[module])
-        self.report = Fusions(tuple(self._row(*layer) for layer in _convert.norm_layers(model)))
-        found = tuple(map(tuple, self.report))
-        for module in reversed(self._paths):
-            traced, edited = self._traces.get(module), self._edits.get(module)
-            if traced or edited:
-                self.fusions[module] = Fusion(traced, edited, self._paths[module], found)
+        callers = {
+            module: list(_norms_below(module))
+            for module in _inner_first(model, set())
+            if type(module).forward is not nn.Module.forward  # a container has none
+            and not isinstance(module, TargetVarianceNorm)
+            and any(isinstance(inside, TargetVarianceNorm) for inside in module.modules())
+        }
+        for module, norms in callers.items():
+            self._look(module, norms)
+        self.fusions = {
+            module: Fusion(self._traces.get(module), self._edits.get(module))
+            for module in callers
+            if module in self._traces or module in self._edits
+        }
 
-    def _row(self, path: str, norm: nn.Module) -> Fused:
-        kind = _convert.plain_class(norm).__name__
-        if not isinstance(norm, TargetVarianceNorm):
-            return Fused(path, kind, None, "", NOT_SWAPPED)
-        found = self._labels.get(norm)
-        if not found:
-            why = self._reasons.get(norm, "no forward that was traced calls it")
-            return Fused(path, kind, None, "", why)
-        label, owner = next(iter(found.values()))
-        if len(found) == 1:
-            label += " (in training)" if True in found else " (in evaluation)"
-        return Fused(path, kind, label, owner, "")
-
-    def _callers(self) -> dict[nn.Module, list[nn.Module]]:
-        """The modules that contain norms, each with those that it calls itself, going by paths."""
-        callers: dict[nn.Module, list[nn.Module]] = {}
-        modules = {path: module for module, path in self._paths.items()}
-        for norm, path in self._paths.items():
-            if not isinstance(norm, TargetVarianceNorm):
-                continue
-            around = []
-            while path:
-                path = path.rpartition(".")[0]
-                module = modules.get(path)
-                # A container, such as nn.ModuleList, has no forward.
-                if module is not None and type(module).forward is not nn.Module.forward:
-                    around.append(module)
-                    callers.setdefault(module, [])
-            if around:
-                callers[around[0]].append(norm)
-        return callers
-
-    def _look(self, module: nn.Module, norms: list[nn.Module]) -> None:
+    def _look(self, module: nn.Module, norms: list[TargetVarianceNorm]) -> None:
         """Find the sites that are a module's own, and fuse them; norms: the norms that it calls."""
         name, untraced = plain_class(module).__name__, ""
         try:
             _check(module)
         except Untraceable as why:
-            self._reasons |= dict.fromkeys(norms, f"{name}: {why}")
+            self.reasons |= dict.fromkeys(norms, f"{name}: {why}")
             return
         try:
             self._trace(module)
         except Untraceable as why:
             untraced = f"{name}: {why}"
-            self._reasons |= {norm: refusal(norm) or untraced for norm in norms}
+            self.reasons |= {norm: refusal(norm) or untraced for norm in norms}
         self._edit(module, untraced)
 
     def _edit(self, module: nn.Module, untraced: str) -> None:
@@ -146,10 +112,8 @@ class Analysis:
             if operations is not None:
                 self.operations.setdefault(norm, operations)
                 self._edits[module] = edited
-                found = (edited.label(name, module), self._paths[module])
-                self._labels.setdefault(norm, {False: found, True: found})
-            elif untraced and (why := edited.reason(name, module)):
-                self._reasons[norm] = f"{plain_class(module).__name__}: {why}"
+            elif untraced:
+                self.reasons[norm] = f"{untraced}, and {REASON}"
 
     def _trace(self, module: nn.Module) -> None:
         """Trace a module's forward, and fuse the sites that are its own."""
@@ -171,25 +135,23 @@ class Analysis:
             and not self._reads[m].sequences
         }
         traced = self._traced(module, traceable)
-        labels, needed, found = [], set[nn.Module](), False
+        labels, needed, found = dict[str, dict[bool, str]](), set[nn.Module](), False
         for training, each in traced.items():
-            self._reasons |= each.reasons
+            self.reasons |= each.reasons
             for site, origins in each.own_sites():
                 found = True
                 needed |= origins.union(*(self._inner[m] for m in origins if m in self._inner))
                 if site.label:
-                    norm: Any = module.get_submodule(str(site.norm.target))
+                    path = str(site.norm.target)
+                    norm: Any = module.get_submodule(path)
                     self.operations[norm] = site.operations
-                    labels.append((norm, training, (site.label, self._paths[module])))
+                    labels.setdefault(path, {})[training] = site.label
         if not found:
             return
         if any(set(each.trace.followed) != needed for each in traced.values()):
             traced = self._traced(module, needed)
-        self._fuse(module, traced)
+        self._fuse(module, traced, {path: _label(each) for path, each in labels.items()})
         self._inner[module] = needed
-        for norm, training, label in labels:
-            # The outermost module comes last, and it is the one that runs.
-            self._labels.setdefault(norm, {})[training] = label
 
     def _traced(self, module: nn.Module, inner: set[nn.Module]) -> dict[bool, _Found]:
         """Trace a module for each training flag; one trace serves both if no forward reads it."""
@@ -201,16 +163,16 @@ class Analysis:
                 return dict.fromkeys((False, True), traced[training])
         return traced
 
-    def _fuse(self, module: nn.Module, traced: dict[bool, _Found]) -> None:
+    def _fuse(self, module: nn.Module, traced: dict[bool, _Found], labels: dict[str, str]) -> None:
         title = f"<normplug.fuse of {type(module).__name__}>"
-        codes: dict[bool, Code] = {}
+        forwards = {}
         for training, each in traced.items():
             graph = each.trace.graph
             if not (training and traced[False] is each):  # else it is rewritten already
                 rewrite(graph, each.sites)
             if training and self._recompute:
                 recompute_results(graph, module)
-            codes[training] = Code.of_graph(graph, title)
+            forwards[training] = compiled(graph, title)
         reached = dict.fromkeys(m for each in traced.values() for m in each.trace.reached)
         followed = {m for each in traced.values() for m in each.trace.followed}
         methods = {
@@ -221,10 +183,11 @@ class Analysis:
         reads = self._reads[module]
         self._traces[module] = Traced(
             tuple(name in reads.sequences for name in reads.inputs),
-            codes,
+            forwards,
             self._guard(module, False),
             tuple((m, self._guard(m, m in followed)) for m in reached if m is not module),
             tuple((cls, name, function) for (cls, name), function in methods.items()),
+            labels,
         )
 
     def _guard(self, module: nn.Module, called: bool) -> Guard:
@@ -234,12 +197,38 @@ class Analysis:
             cls,
             tuple(children),
             tuple(children.values()),
-            tuple(reads.methods),
+            tuple(name for name in reads.methods if name != "forward"),  # may be wrapped
             tuple(reads.values.items()),
             tuple(reads.tensors.items()),
             called,
             reads.training,
         )
+
+
+def _label(found: dict[bool, str]) -> str:
+    """A norm's label, given its label for each value of the training flag for which it has one."""
+    label = next(iter(found.values()))
+    if len(found) == 2:
+        return label
+    return label + (" (in training)" if True in found else " (in evaluation)")
+
+
+def _inner_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules of a model, each once, and after all modules that are inside it."""
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from _inner_first(child, seen)
+    yield module
+
+
+def _norms_below(module: nn.Module) -> Iterator[TargetVarianceNorm]:
+    """The norms among a module's children, and inside the containers among them."""
+    for child in module._modules.values():
+        if isinstance(child, TargetVarianceNorm):
+            yield child
+        elif child is not None and type(child).forward is nn.Module.forward:
+            yield from _norms_below(child)
 
 
 def _check(module: nn.Module) -> None:
@@ -252,6 +241,8 @@ def _check(module: nn.Module) -> None:
         raise Untraceable("it is TorchScript or a GraphModule")
     if is_patched(module):
         raise Untraceable("its forward was replaced on the instance")
+    if not has_fused_class(module) and isinstance(module, FusedModule):
+        raise Untraceable("its class derives from one that normplug.fuse made")
     if _convert.plain_class(module) is not type(module):
         raise Untraceable("it is parametrized, or sharded by FSDP")
 

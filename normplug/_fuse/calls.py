@@ -59,14 +59,14 @@ def norm_add_activation(
         and (residual is None or _alike(x, residual))
     ):
         if residual is None:
-            return norm.fused(x, activation=name)
+            return norm._fused(x, activation=name)
         if (
             not keeps_residual
             or torch.compiler.is_compiling()
             or recompute.will_recompute(residual)
         ):
-            return norm.fused(x, residual, name)
-        return norm.fused(x, residual, name, keeps_residual=True)
+            return norm._fused(x, residual, name)
+        return norm._fused(x, residual, name, keeps_residual=True)
     y = norm(x)
     for module in between:
         y = module(y)
@@ -90,7 +90,7 @@ def norm_then(norm: Any, x: Any, activation: Any) -> tuple[Any, bool]:
     """
     name = _name(activation)
     if name is not None and _takes(norm, "activation") and _are_plain(norm, x, activation, ()):
-        return norm.fused(x, activation=name), True
+        return norm._fused(x, activation=name), True
     return norm(x), False
 
 
@@ -103,7 +103,7 @@ def activated_norm(activation: Any, norm: Any, x: Any) -> Any:
 def isolated_norm(norm: Any, x: Tensor) -> Tensor:
     """Apply a norm whose result only a fused call reads: compilers can fuse it with nothing."""
     if _is_plain(norm) and isinstance(x, Tensor):
-        return norm.fused(x, isolated=True)
+        return norm._fused(x, isolated=True)
     return norm(x)
 
 
@@ -120,7 +120,7 @@ def norm_max_pool(
     """
     window = _window(pool)
     if _name(activation) == "relu" and window and _are_plain(norm, x, activation, between):
-        return norm.fused(x, activation="relu", pool=window)
+        return norm._fused(x, activation="relu", pool=window)
     y = norm_add_activation(norm, x, activation, between)
     return pool(y) if isinstance(pool, nn.Module) else F.max_pool2d(y, *pool)
 
@@ -137,7 +137,7 @@ def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         and a.is_floating_point()
         and b.is_floating_point()
     ):
-        return norm.fused_add(a, b)
+        return norm._fused_add(a, b)
     total = a + b
     return norm(total), total
 
@@ -164,7 +164,7 @@ def convolution_norm(
         and (permute is None or (tuple(permute.dims) == dims and not has_hooks(permute)))
     ):
         y = convolution._conv_forward(x, convolution.weight, None)
-        return norm.fused_bias(y.permute(dims), convolution.bias)
+        return norm._fused_bias(y.permute(dims), convolution.bias)
     y = convolution(x)
     return norm(y.permute(dims) if permute is None else permute(y))
 

@@ -7,10 +7,14 @@ import functools
 import inspect
 import linecache
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
-from normplug._fuse.fingerprint import described
-from normplug._fuse.syntax import SCOPES
+# The nodes that have variables of their own.
+SCOPES = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp,
+    ast.DictComp, ast.GeneratorExp,
+)  # fmt: skip
 
 
 class Untraceable(Exception):
@@ -46,11 +50,21 @@ def _compiles_to(function: types.FunctionType, found: ast.FunctionDef) -> bool:
         # Python compiles `name.function()` differently if the file imports the name. A notebook
         # compiles its imports apart.
         for imported in (_imported(code.co_filename), ()):
-            if described(compiled(function, found, imported=imported)) == described(code):
+            if _same(compiled(function, found, imported=imported), code):
                 return True
     except (SyntaxError, StopIteration):
         pass
     return False
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two code objects run the same, wherever they were written; or two constants."""
+    if not isinstance(one, types.CodeType) or not isinstance(other, types.CodeType):
+        return repr(one) == repr(other)  # 1, 1.0 and True are equal
+    names = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars")
+    same = all(getattr(one, name) == getattr(other, name) for name in names)
+    constants = one.co_consts, other.co_consts
+    return same and len(constants[0]) == len(constants[1]) and all(map(_same, *constants))
 
 
 def compiled(
@@ -92,3 +106,8 @@ def _imported(file: str) -> frozenset[str]:
         elif not isinstance(node, SCOPES):
             waiting += ast.iter_child_nodes(node)
     return frozenset(names - {"*"})
+
+
+def is_name(node: Any, names: Collection[str]) -> bool:
+    """Whether an expression is a variable with one of these names."""
+    return isinstance(node, ast.Name) and node.id in names

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 from normplug import _checks, _convert
 from normplug._fuse.analysis import Analysis
-from normplug._fuse.fused_class import Fused, fused_class, plain_class
-from normplug._fuse.fusion import FUSION
-from normplug._fuse.report import Fusions, kept
+from normplug._fuse.fusion import FUSION, fused_class, has_fused_class, plain_class
+from normplug._fuse.report import Report, report
 from normplug._ops import recompute as _recompute
-from normplug._table import shown
-from normplug._torch import is_patched
 
 
 def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
@@ -49,9 +48,8 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     no effect on the CPU, under torch.compile, and inside activation checkpointing or other
     `torch.autograd.graph.saved_tensors_hooks`. The last call of `fuse` decides.
 
-    Copies and pickles of a fused model are fused in the same way, and are not traced again. If
-    torch, normplug or the code of a fused forward has changed, a loaded pickle runs its modules'
-    own forwards and warns once: call `fuse` again. So do pickles of earlier versions of normplug.
+    Copies of a fused model are fused in the same way, and are not traced again. A pickle is not
+    fused where it is loaded, and pickling says so once: call `fuse` there.
 
     Args:
         model: a module that `normplug.swap` has swapped, or that has normplug's layers.
@@ -67,7 +65,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     Warns:
         UserWarning: there was nothing to fuse; the warning says why.
 
-    Example:
+    Examples:
         >>> import normplug
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
         >>> print(fusions(fuse(normplug.swap(model))).summary())
@@ -84,12 +82,10 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     if not analysis.fusions:
         _checks.warn(
             f"normplug.fuse: nothing to fuse in {type(model).__name__}; "
-            f"{analysis.report.summary()}."
+            f"{report(model, {}, analysis).summary()}."
         )
     classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
-    for module in fused_modules(model).values():
-        if module not in classes and not is_patched(module):
-            release([module])  # fused by an earlier call, but no longer
+    release(m for m in fused_modules(model).values() if m not in classes)  # of an earlier call
     for module, fusion in analysis.fusions.items():
         vars(module)[FUSION] = fusion
         _convert.assign_class(module, classes[module])
@@ -101,6 +97,9 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
 def unfuse(model: nn.Module) -> nn.Module:
     """Undo `fuse`: every module gets back the class and the forward that it had.
 
+    What others have put around a fused forward since stays: a wrapper on the instance, or a class
+    that they derived from the module's. It then runs the forward that is not fused.
+
     Args:
         model: any module.
 
@@ -109,15 +108,13 @@ def unfuse(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: `model` is not a module, or is TorchScript.
-        ValueError: the forward of a fused module has been replaced on the instance since. The model
-            stays as it was.
     """
     _checks.module("unfuse", model)
-    release(releasable("unfuse", fused_modules(model)))
+    release(fused_modules(model).values())
     return model
 
 
-def fusions(model: nn.Module) -> Fusions:
+def fusions(model: nn.Module) -> Report:
     """List what `fuse` has fused in a model, and why the other norms are not fused.
 
     For a model that has not been fused, list what `fuse` would do. The model does not change.
@@ -126,35 +123,31 @@ def fusions(model: nn.Module) -> Fusions:
         model: any module, fused or not.
 
     Returns:
-        A `Fusions`: print it for a table, or iterate over its rows, one `Fused` per norm layer.
+        A `Report`: print it for a table, or iterate over its rows, one `Row` per norm layer.
 
     Raises:
         TypeError: `model` is not a module, or is TorchScript.
     """
     _checks.module("fusions", model)
-    found = kept(model)
-    return Analysis(model).report if found is None else found
+    analysis = Analysis(model)
+    fused = {
+        m: vars(m)[FUSION] for m in model.modules() if FUSION in vars(m) and has_fused_class(m)
+    }
+    return report(model, fused or analysis.fusions, analysis)
 
 
 def fused_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose forward has been fused, by path."""
-    return {path: m for path, m in model.named_modules() if isinstance(m, Fused)}
+    return {path: m for path, m in model.named_modules() if FUSION in vars(m) or has_fused_class(m)}
 
 
-def releasable(caller: str, fused: dict[str, nn.Module]) -> list[nn.Module]:
-    """Return the modules if all can get their class back.
+def release(fused: Iterable[nn.Module]) -> None:
+    """Give modules their own class back.
 
-    Raises:
-        ValueError: as `unfuse` does.
+    A class that others have derived from a fused one stays: it then runs the module's own forward.
+    A wrapper around the forward on the instance stays, too.
     """
-    patched = [shown(path) for path, m in fused.items() if is_patched(m)]
-    if patched:
-        raise _checks.forward_replaced(caller, "fuse", patched)
-    return list(fused.values())
-
-
-def release(fused: list[nn.Module]) -> None:
-    """Give modules their own class back."""
     for module in fused:
         vars(module).pop(FUSION, None)
-        _convert.assign_class(module, plain_class(module))
+        if has_fused_class(module):
+            _convert.assign_class(module, plain_class(module))

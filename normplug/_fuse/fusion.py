@@ -1,62 +1,25 @@
-"""Fused forwards: their code, when they may run, and how they are copied and pickled."""
+"""Fused modules: their class, their forwards, and when each of these runs."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import importlib
+import inspect
+import types
+from abc import ABCMeta
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-import normplug
-from normplug._fuse.definitions import Untraceable
-from normplug._fuse.edited import Edited, edit
-from normplug._fuse.fingerprint import fingerprint
-from normplug._fuse.guard import Guard
+from normplug import _checks, _convert
+from normplug._fuse.edit import Edited
+from normplug._fuse.guard import FUSED_CLASSES, Guard
+from normplug._torch import has_global_hooks
 
 # The attribute of a fused module that holds its `Fusion`.
 FUSION = "_normplug_fusion"
-
-
-@dataclass(frozen=True)
-class Code:
-    """A generated forward: 1.3 us for each call of a module, where `fx.Interpreter` takes 17.
-
-    Attributes:
-        forward: the function; takes the module, then its inputs.
-        source: its source.
-        title: the file name that tracebacks and profilers show.
-        names: the globals of the source, besides those that fx gives every graph.
-    """
-
-    forward: Callable[..., Any]
-    source: str
-    title: str
-    names: dict[str, Any]
-
-    @classmethod
-    def of(cls, source: str, title: str, names: dict[str, Any]) -> Code:
-        """Compile the source of a function `forward`."""
-        namespace = _names_of_fx() | names
-        exec(compile(source, title, "exec"), namespace)
-        return cls(namespace["forward"], source, title, names)
-
-    @classmethod
-    def of_graph(cls, graph: fx.Graph, title: str) -> Code:
-        """Compile a graph."""
-        code = graph.python_code("self")
-        own = {name: v for name, v in code.globals.items() if name not in _names_of_fx()}
-        return cls.of(code.src, title, own)
-
-
-@functools.cache
-def _names_of_fx() -> dict[str, Any]:
-    return fx.Graph().python_code("self").globals
 
 
 @dataclass(frozen=True)
@@ -65,28 +28,29 @@ class Traced:
 
     Attributes:
         sequences: for each input, whether it is a sequence of tensors.
-        codes: the forward for each value of the training flag.
+        forwards: the function for each value of the training flag; it takes the module, then all
+            that the module's own forward takes.
         guard: of the module itself.
         inner: every other module that the forward reaches and does not just call, with its guard.
         methods: class, name and function of each method that the forward consists of.
+        labels: what each norm is fused with, by the norm's path in the module.
     """
 
     sequences: tuple[bool, ...]
-    codes: dict[bool, Code]
+    forwards: dict[bool, Callable[..., Any]]
     guard: Guard
     inner: tuple[tuple[nn.Module, Guard], ...]
     methods: tuple[tuple[type[nn.Module], str, Any], ...]
+    labels: dict[str, str]
 
-    def holds(self, root: nn.Module, args: tuple[Any, ...] | None) -> bool:
+    def holds(self, root: nn.Module, inputs: tuple[Any, ...] = ()) -> bool:
         """Whether the forward may run in place of the module's own.
 
         Args:
             root: the module.
-            args: those of the call; None checks only whether the modules are unchanged.
+            inputs: those of the call; () checks only whether the modules are unchanged.
         """
-        if args is not None and len(args) != len(self.sequences):
-            return False
-        for x, sequence in zip(args or (), self.sequences, strict=False):
+        for x, sequence in zip(inputs, self.sequences, strict=False):
             if not (_are_tensors(x) if sequence else isinstance(x, Tensor)):
                 return False
         for cls, name, method in self.methods:
@@ -103,116 +67,180 @@ class Traced:
         guard, inner = copy.deepcopy((self.guard, self.inner), memo)
         return replace(self, guard=guard, inner=inner)
 
-    def contents(self) -> tuple[Any, ...]:
-        """Plain values for a pickle, from which `of_contents` makes the forward again."""
-        codes = [
-            (training, code.source, code.title, {n: _address(v) for n, v in code.names.items()})
-            for training, code in self.codes.items()
-        ]
-        methods = [(cls, name) for cls, name, _ in self.methods]
-        inner = [(module, tuple(vars(guard).values())) for module, guard in self.inner]
-        return self.sequences, codes, tuple(vars(self.guard).values()), inner, methods
-
-    @classmethod
-    def of_contents(
-        cls, sequences: Any, sources: Any, guard: Any, inner: Any, named: Any
-    ) -> Traced:
-        """The inverse of `contents`.
-
-        Raises:
-            ImportError, AttributeError: a function that the code calls is gone.
-        """
-        codes = {
-            training: Code.of(source, title, {n: _found(*where) for n, where in names.items()})
-            for training, source, title, names in sources
-        }
-        methods = tuple((owner, name, getattr(owner, name, None)) for owner, name in named)
-        guards = tuple((module, Guard(*values)) for module, values in inner)
-        return cls(sequences, codes, Guard(*guard), guards, methods)
-
-    def functions(self) -> list[Any]:
-        """All functions that the forward consists of and calls, for its fingerprint."""
-        called = [f for code in self.codes.values() for f in code.names.values()]
-        return [*(method for *_, method in self.methods), *called]
-
 
 @dataclass(frozen=True)
 class Fusion:
-    """The fused forwards of a module, and the report that `fuse` made for its model.
+    """The fused forwards of a module.
 
     Attributes:
         traced: the traced forward, which runs while what it depends on is unchanged.
         edited: the edited forward, which runs otherwise.
-        path: the module's name in the model that was given to `fuse`.
-        found: the rows of that model's `Fusions`, as plain tuples; all its modules share them.
     """
 
     traced: Traced | None
     edited: Edited | None
-    path: str = ""
-    found: tuple[tuple[Any, ...], ...] = ()
 
-    def label(self, root: nn.Module, norm: str, then: str) -> str:
-        """The present label of a norm for a report; "" if it is not fused.
-
-        Args:
-            root: the module.
-            norm: the norm's name in it.
-            then: its label when `fuse` was called.
-        """
-        if self.traced is not None and self.traced.holds(root, None):
-            return then
-        edited = self.edited
-        if edited is None or norm not in edited.left or not edited.holds():
-            return ""
-        return edited.label(norm, root)
+    def labels(self, root: nn.Module) -> dict[nn.Module, str]:
+        """What each norm is fused with now, given the module; other norms are missing."""
+        found = dict[nn.Module, str]()
+        if self.edited is not None and self.edited.holds():
+            for name in self.edited.found:
+                child = root._modules.get(name)
+                if child is not None and (label := self.edited.label(name, root)):
+                    found[child] = label
+        if self.traced is not None and self.traced.holds(root):
+            found |= {root.get_submodule(path): label for path, label in self.traced.labels.items()}
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
         return replace(self, traced=copy.deepcopy(self.traced, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle plain values and a fingerprint, so that `load` can tell if they still apply."""
-        traced = None if self.traced is None else self.traced.contents()
-        edited = None if self.edited is None else self.edited.contents()
-        contents = (_versions(), self._fingerprint(), (traced, edited), self.path, self.found)
-        return (load, contents)
+        """Pickle None: the functions are compiled here, and valid for this process's code only."""
+        _say_that_pickles_are_not_fused()
+        return type(None), ()
 
-    def _fingerprint(self) -> str:
-        parts = [part for part in (self.traced, self.edited) if part is not None]
-        return fingerprint([f for part in parts for f in part.functions()])
+
+@functools.cache
+def _say_that_pickles_are_not_fused() -> None:
+    _checks.warn(
+        "normplug: a fused model is pickled without its fusion. Where it is loaded, it is swapped, "
+        "but not fused until you call normplug.fuse(model)."
+    )
 
 
 def _are_tensors(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and all(isinstance(t, Tensor) for t in x)
 
 
-def _versions() -> str:
-    return f"normplug {normplug.__version__}, torch {torch.__version__}"
+class FusedModule(nn.Module):
+    """The first base of every fused class; the second is the module's own class."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        # A fused class is none of the subclasses that the module's class registers or changes.
+        if _convert.FUSED not in vars(cls):
+            super().__init_subclass__(**options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the plain class, since the fused one cannot be imported by its name."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *rest = reduced
+        if not has_fused_class(self) or not args or args[0] is not type(self):
+            return reduced
+        return (restore, (plain_class(self), make, args[1:]), *rest)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fusion = state.get(FUSION)
+        super().__setstate__({name: value for name, value in state.items() if name != FUSION})
+        if fusion is not None:
+            vars(self)[FUSION] = fusion
+        elif has_fused_class(self):  # from a pickle
+            _convert.assign_class(self, plain_class(self))
 
 
-def load(
-    versions: str, digest: str, contents: Any, path: str, found: tuple[tuple[Any, ...], ...]
-) -> Fusion | None:
-    """Unpickle a `Fusion`; None if versions or the code that it was made from have changed."""
-    if versions != _versions():
-        return None
-    traced, edited = contents
-    try:
-        fusion = Fusion(
-            None if traced is None else Traced.of_contents(*traced),
-            None if edited is None else edit(*edited),
-            path,
-            found,
-        )
-    except (ImportError, AttributeError, Untraceable):
-        return None
-    return fusion if digest == fusion._fingerprint() else None
+def restore(cls: type[nn.Module], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Rebuild a fused module from what `FusedModule.__reduce_ex__` returned."""
+    return make(fused_class(cls), *args)
 
 
-def _address(value: Any) -> tuple[str, str]:
-    """Where a class or a function is imported from."""
-    return value.__module__, value.__qualname__
+def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the fused class of a class: always the same one, until the forward changes."""
+    made = FUSED_CLASSES.get(cls)
+    if made is None:
+        return FUSED_CLASSES.setdefault(cls, _made(cls))
+    if made.forward.__wrapped__ is not cls.forward:  # type: ignore[attr-defined]
+        made = FUSED_CLASSES[cls] = _made(cls)
+    return made
 
 
-def _found(module: str, name: str) -> Any:
-    return attrgetter(name)(importlib.import_module(module))
+def has_fused_class(module: nn.Module) -> bool:
+    """Whether a module's class is a fused one, and not one that others derived from it."""
+    return _convert.FUSED in vars(_convert.plain_class(module))
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The module's own class, without the subclasses that `fuse` and torch put before it."""
+    cls = _convert.plain_class(module)
+    found: type[nn.Module] = vars(cls).get(_convert.FUSED, cls)
+    return found
+
+
+def _made(cls: type[nn.Module]) -> type[nn.Module]:
+    original: Any = cls.forward
+
+    def choose(module: nn.Module, inputs: tuple[Any, ...], alone: bool) -> Any:
+        now = type(module)
+        # A class that others derived from this one may have other attributes.
+        if now is made or (now.__module__.startswith("torch.") and made in now.__bases__):
+            fusion: Fusion | None = module.__dict__.get(FUSION)
+            if fusion is not None and not has_global_hooks():
+                traced, edited = fusion.traced, fusion.edited
+                if alone and traced is not None and traced.holds(module, inputs):
+                    return traced.forwards[module.training]
+                if edited is not None and edited.holds():
+                    return edited.forward
+        if alone and cls.forward is not original:  # a patch, which may take other arguments
+            return lambda *_, **__: cls.forward(module, *inputs)
+        return cls.forward
+
+    namespace = {
+        _convert.FUSED: cls,
+        "__module__": cls.__module__,
+        # The name stays: libraries write it into configurations, and compare it with lists.
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "forward": _with_parameters_of(original, choose),
+    }
+    # A metaclass of the user's may have effects, such as an entry in a registry.
+    meta = ABCMeta if isinstance(cls, ABCMeta) else type
+    made: type[nn.Module] = meta.__new__(type(cls), cls.__name__, (FusedModule, cls), namespace)
+    return made
+
+
+# `choose` gets the inputs that have no default, and whether the call gives no others.
+_FORWARD = """
+def around(_normplug_choose, {defaults}):
+    def forward({parameters}):
+        return _normplug_choose({me}, ({required}), {alone})({arguments})
+    return forward
+"""
+
+
+def _with_parameters_of(like: Any, choose: Callable[..., Any]) -> types.FunctionType:
+    """A forward that calls what `choose` returns, with the parameters of the function `like`.
+
+    Tools find the inputs of a model by the names of its parameters, also in `__code__`.
+    """
+    code: types.CodeType = like.__code__
+    names = iter(code.co_varnames)
+    positional = [next(names) for _ in range(code.co_argcount)]
+    named = [next(names) for _ in range(code.co_kwonlyargcount)]
+    rest = [next(names)] if code.co_flags & inspect.CO_VARARGS else []
+    others = [next(names)] if code.co_flags & inspect.CO_VARKEYWORDS else []
+    values = like.__defaults__ or ()
+    defaults = dict(zip(positional[len(positional) - len(values) :], values, strict=True))
+    defaults |= like.__kwdefaults__ or {}
+    star, stars = [f"*{name}" for name in rest], [f"**{name}" for name in others]
+    parameters = [*positional, *(star or ["*"] * bool(named)), *named, *stars]
+    if code.co_posonlyargcount:
+        parameters.insert(code.co_posonlyargcount, "/")
+    alone = [f"{name} is _normplug_{name}" for name in defaults]
+    alone += [f"not {name}" for name in (*rest, *others)]
+    alone += ["False"] * any(name not in defaults for name in named)
+    source = _FORWARD.format(
+        defaults=", ".join(f"_normplug_{name}" for name in defaults),
+        parameters=", ".join(parameters),
+        me=positional[0] if positional else f"{rest[0]}[0]",
+        required="".join(f"{name}, " for name in positional[1:] if name not in defaults),
+        alone=" and ".join(alone) or True,
+        arguments=", ".join([*positional, *star, *(f"{name}={name}" for name in named), *stars]),
+    )
+    namespace: dict[str, Any] = {}
+    exec(compile(source, f"<normplug.fuse of {like.__qualname__}>", "exec"), namespace)
+    written = namespace["around"](choose, *defaults.values())
+    made = types.FunctionType(
+        written.__code__, like.__globals__, like.__name__, like.__defaults__, written.__closure__
+    )
+    made.__kwdefaults__ = like.__kwdefaults__
+    functools.update_wrapper(made, like)
+    return made

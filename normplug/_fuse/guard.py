@@ -28,7 +28,7 @@ class Guard:
         cls: the module's class, without `Fused`.
         names: the names of its children.
         children: the children themselves.
-        methods: the methods that ran, by name.
+        methods: the methods that ran, besides the forward, by name.
         values: the attributes that were read, and their values.
         tensors: the parameters and buffers that were read, and whether they were not None.
         called: whether the module was called, and not only read as a container.

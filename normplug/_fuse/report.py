@@ -1,24 +1,22 @@
-"""The report of `fusions`, and how a stored one is brought up to date; nothing here traces."""
+"""The report of `fusions`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from normplug import _convert
-from normplug._fuse.fused_class import plain_class
-from normplug._fuse.fusion import FUSION, Fusion
+from normplug._fuse.analysis import Analysis
+from normplug._fuse.fusion import Fusion
 from normplug._table import counts, shown, table
 from normplug.modules import TargetVarianceNorm
 
-NOT_SWAPPED = "not swapped"
 
-
-class Fused(NamedTuple):
+class Row(NamedTuple):
     """One norm layer, and what it is fused with.
 
     Attributes:
@@ -37,12 +35,12 @@ class Fused(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fusions:
+class Report:
     """Every norm layer of a model, in order; `print` it for a table."""
 
-    rows: tuple[Fused, ...]
+    rows: tuple[Row, ...]
 
-    def __iter__(self) -> Iterator[Fused]:
+    def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
     def __len__(self) -> int:
@@ -65,77 +63,38 @@ class Fusions:
         return "; ".join(parts)
 
 
-def kept(model: nn.Module) -> Fusions | None:
-    """The stored report of a fused model, brought up to date; None if nothing is fused."""
-    modules = dict(model.named_modules())
-    reports: dict[tuple[Any, ...], dict[str, Fused]] = {}
-    for path, module in modules.items():
-        fusion: Fusion | None = vars(module).get(FUSION)
-        if fusion is not None:
-            moved = _common(fusion.path, path)
-            key = id(fusion.found), *moved  # the modules of one call of `fuse` share its rows
-            if key not in reports:
-                reports[key] = _at(fusion, *moved)
-    # Outer modules come first; the report of an inner one is of a later call of `fuse`.
-    found = {path: row for report in reports.values() for path, row in report.items()}
-    if not found:
-        return None
-    rows = (
-        Fused(path, _convert.plain_class(m).__name__, *_now(m, found.get(path), modules))
-        for path, m in _convert.norm_layers(model)
-    )
-    return Fusions(tuple(rows))
+def report(model: nn.Module, fusions: dict[nn.Module, Fusion], analysis: Analysis) -> Report:
+    """List the norms of a model.
+
+    Args:
+        model: the model.
+        fusions: its fused modules, or the modules to fuse.
+        analysis: what can be fused in it.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    fused, possible = _labels(fusions, paths), _labels(analysis.fusions, paths)
+    rows = []
+    for path, norm in _convert.norm_layers(model):
+        label, owner, note = None, "", ""
+        if not isinstance(norm, TargetVarianceNorm):
+            note = "not swapped"
+        elif norm in fused:
+            label, owner = fused[norm]
+        elif norm in possible:
+            note = "not fused since the last change; normplug.fuse(model) fuses it"
+        else:
+            note = analysis.reasons.get(norm, "no forward that was traced calls it")
+        rows.append(Row(path, _convert.plain_class(norm).__name__, label, owner, note))
+    return Report(tuple(rows))
 
 
-def _now(
-    norm: nn.Module, row: Fused | None, modules: dict[str, nn.Module]
-) -> tuple[str | None, str, str]:
-    """A norm's label, owner and note now, given its stored row and the model's modules now."""
-    if not isinstance(norm, TargetVarianceNorm):
-        return None, "", NOT_SWAPPED
-    if row is None or row.note == NOT_SWAPPED:
-        return None, "", "it was added or swapped after normplug.fuse"
-    if row.label is None:
-        return None, "", row.note
-    owner = modules.get(row.owner)
-    if owner is None:
-        return None, "", "its caller is not in the model"
-    name, fusion = plain_class(owner).__name__, vars(owner).get(FUSION)
-    if fusion is None:
-        return None, "", f"{name} is no longer fused"
-    label = fusion.label(owner, row.path[len(row.owner) :].lstrip("."), row.label)
-    if not label:
-        return None, "", f"{name} has changed since normplug.fuse, and is not fused now"
-    return label, row.owner, ""
-
-
-def _common(old: str, new: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The paths, in the old and the new model, of the largest module around one that is in both."""
-    then, now = _parts(old), _parts(new)
-    while then and now and then[-1] == now[-1]:
-        then, now = then[:-1], now[:-1]
-    return then, now
-
-
-def _at(fusion: Fusion, then: tuple[str, ...], now: tuple[str, ...]) -> dict[str, Fused]:
-    """The stored rows by their paths in a model that has at `now` what was at `then`."""
-    rows = {}
-    for row in map(Fused._make, fusion.found):
-        moved, owner = (_moved(p, then, now) for p in (row.path, row.owner))
-        if moved is not None and owner is not None:
-            rows[moved] = row._replace(owner=owner)
-        elif moved is not None:
-            rows[moved] = row._replace(
-                label=None, note=row.note or "its caller is not in the model"
-            )
-    return rows
-
-
-def _moved(path: str, then: tuple[str, ...], now: tuple[str, ...]) -> str | None:
-    """Replace the prefix `then` of a path by `now`; None if the path has another prefix."""
-    parts = _parts(path)
-    return ".".join(now + parts[len(then) :]) if parts[: len(then)] == then else None
-
-
-def _parts(path: str) -> tuple[str, ...]:
-    return tuple(path.split(".")) if path else ()
+def _labels(
+    fusions: dict[nn.Module, Fusion], paths: dict[nn.Module, str]
+) -> dict[nn.Module, tuple[str, str]]:
+    """What each norm is fused with, and in which module. The outermost module is the one to run."""
+    found: dict[nn.Module, tuple[str, str]] = {}
+    for module, path in paths.items():
+        if module in fusions:
+            for norm, label in fusions[module].labels(module).items():
+                found.setdefault(norm, (label, path))
+    return found

@@ -17,11 +17,14 @@ from normplug._activations import ActivationLike
 from normplug._fuse import forward
 from normplug._fuse.calls import CONVOLUTIONS, add_in_place
 from normplug._fuse.forward import Forward
-from normplug._fuse.reasons import FROM_OUTSIDE, IN_PLACE
 from normplug._ops.likely import ALONE, Operations
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.fusion_sites import FusionSites
 
+IN_PLACE = "the addition before it is in place, and other code may read its result"
+FROM_OUTSIDE = (
+    "its input is an argument of the forward; an addition before that is in another module"
+)
 # Their output is a new tensor, which no other code can mutate.
 _FRESH = {
     cls.forward

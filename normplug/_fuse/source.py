@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import get_overridable_functions
 
-from normplug._fuse.definitions import Untraceable, definition
-from normplug._fuse.syntax import is_name
+from normplug._fuse.definitions import Untraceable, definition, is_name
 from normplug._torch import traceable_assert
 
 _STATEMENTS = (

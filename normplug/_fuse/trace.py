@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from normplug._fuse.calls import add_in_place
 from normplug._fuse.definitions import Untraceable
-from normplug._fuse.fused_class import plain_class
+from normplug._fuse.fusion import plain_class
 from normplug._fuse.source import Reads
 
 _log = logging.getLogger("normplug.fuse")

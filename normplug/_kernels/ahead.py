@@ -287,6 +287,15 @@ atexit.register(_ahead.end)
 native.counts_in(_ahead.counts)
 
 
+def _unlock() -> None:
+    """Replace the lock in a child process: a thread that holds it has no copy there."""
+    _ahead._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
+
+
 def _name(job: Job) -> str:
     """Compute a kernel's key in Triton's cache."""
     from triton._C.libtriton import get_cache_invalidating_env_vars

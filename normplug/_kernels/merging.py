@@ -164,7 +164,7 @@ def publish_part(
         if last:
             tl.atomic_xchg(counter, 0, sem="relaxed")
             if MOMENTS:
-                rows = tl.minimum(ROWS - start * ROWS_EACH, FAN_IN * ROWS_EACH) * HW
+                rows = tl.minimum(ROWS - start * ROWS_EACH, ROWS_EACH * FAN_IN) * HW
                 a, b = merge_column_moments(
                     parts_ptr + start * (2 * BC), items, ROWS_EACH * HW, rows, BC, FAN_IN, ACC
                 )
@@ -179,7 +179,7 @@ def publish_part(
                 if last:
                     tl.atomic_xchg(whole, 0, sem="relaxed")
                     if MOMENTS:
-                        each = FAN_IN * ROWS_EACH * HW
+                        each = ROWS_EACH * FAN_IN * HW
                         a, b = merge_column_moments(
                             batches_ptr, batches, each, ROWS * HW, BC, FAN_IN, ACC
                         )

@@ -80,6 +80,7 @@ class BatchNormSpec(NamedTuple):
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
     peers: the `peers.Peers` of the processes over whose joined batch the norm is; None if alone.
+    instance: whether it is an InstanceNorm in evaluation with running statistics.
     """
 
     training: bool
@@ -90,6 +91,7 @@ class BatchNormSpec(NamedTuple):
     pool: Pool | None = None
     keeps_residual: bool = False
     peers: Any = None
+    instance: bool = False
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
         """The dimensions of x along which a call can be split without changing its results."""

@@ -11,29 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def count_batch(
-    running: Tensor, tracked: Tensor | None, momentum: float | None, counts: Tensor | None = None
-) -> float | Tensor:
-    """Increment `tracked`, and return the step of the update.
-
-    The step is a tensor if momentum is None. torch.nn makes it a float, for which the host has to
-    wait for the GPU.
-
-    Args:
-        running: a running statistic, for the dtype of the step.
-        tracked: num_batches_tracked, incremented in place, or None.
-        momentum: a float, or None for a cumulative average, which needs `tracked`.
-        counts: a boolean tensor, whether the batch counts. If not, nothing is updated.
-    """
-    if tracked is not None:
-        tracked.add_(1 if counts is None else counts)
-    if momentum is not None:
-        return momentum if counts is None else counts.to(running.dtype) * momentum
-    assert tracked is not None
-    if counts is None:
-        return tracked.to(running).reciprocal()
-    return counts / tracked.to(running).clamp(min=1)
+from normplug._ops.spec import Tensors
 
 
 def variance_of(rstd: Tensor, eps: float) -> Tensor:
@@ -46,15 +24,42 @@ def variance_of(rstd: Tensor, eps: float) -> Tensor:
 
 
 def update(
-    running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, step: float | Tensor
+    t: Tensors,
+    momentum: float | None,
+    mean: Tensor | None,
+    var: Tensor,
+    counts: Tensor | None = None,
 ) -> None:
-    """Update both running statistics in place, by one step towards those of a batch."""
-    update_one(running_mean, mean, step)
-    update_one(running_var, var, step)
+    """Count a batch, and move a call's running statistics one step towards its values.
+
+    Counting and moving belong together: the recomputation of activation checkpointing ends at the
+    last tensor that is saved for the backward, and must not do one without the other.
+
+    Args:
+        t: the call's tensors. Its num_batches_tracked is incremented, if it has one.
+        momentum: a float, or None for a cumulative average, which needs the counter.
+        mean: the value of running_mean; None if there is none.
+        var: the value of running_var.
+        counts: a boolean tensor, whether the batch counts. If not, nothing is updated.
+    """
+    running_mean, running_var, tracked = t.running_mean, t.running_var, t.tracked
+    assert running_var is not None
+    if tracked is not None:
+        tracked.add_(1 if counts is None else counts)
+    step: float | Tensor
+    if momentum is not None:
+        step = momentum if counts is None else counts.to(running_var.dtype) * momentum
+    else:
+        # torch.nn makes it a float, for which the host has to wait for the GPU.
+        assert tracked is not None
+        step = tracked.to(running_var).clamp(min=1).reciprocal()
+        step = step if counts is None else counts * step
+    if running_mean is not None and mean is not None:
+        _move(running_mean, mean, step)
+    _move(running_var, var, step)
 
 
-def update_one(running: Tensor, value: Tensor, step: float | Tensor) -> None:
-    """Update a running statistic in place, by one step towards a batch's value."""
+def _move(running: Tensor, value: Tensor, step: float | Tensor) -> None:
     if running.dim() == 0 and running.dtype == torch.float64:
         # On the CPU, torch.compile of torch 2.8 to 2.13 drops writes to such a tensor, but not
         # those to a view of it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -19,6 +19,7 @@ SCHEDULES: dict[str, Schedule] = {
     "1/l": lambda block, blocks: 1.0 / block,
     "reversed": lambda block, blocks: 1.0 / (blocks - block + 1),
 }
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 WAY_OUT = (
     "Give a mapping of filters to modes or a callable (path, module) -> mode, or swap one part of "
     "the model at a time, with include."
@@ -58,7 +59,7 @@ def by_depth(schedule: str | Schedule) -> ByDepth:
             the schedule returns no valid mode.
         TypeError: `schedule` is neither a string nor a callable.
 
-    Example:
+    Examples:
         >>> import normplug
         >>> blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2) for _ in range(4))
         >>> normplug.swap(blocks, by_depth("1/l"))[3].norm2.target_variance
@@ -178,15 +179,15 @@ class Blocks:
             if child is None or child not in self._holders or child in self._norms:
                 continue
             block = Block(".".join(filter(None, (parent.path, name))), child)
-            text, digits = _split(name)
-            if digits:
-                families.setdefault(text, []).append((int(digits), block))
+            text = name.rstrip(string.digits)
+            if text != name:
+                families.setdefault(text, []).append((int(name[len(text) :]), block))
             else:
                 yield from self._sequences(block, within)
         for text, numbered in families.items():
             children = [block for _, block in sorted(numbered, key=lambda pair: pair[0])]
             # A single child such as `stage1` is no sequence, but may contain one.
-            if text and len(children) == 1 and not _is_list(parent.module):
+            if text and len(children) == 1 and not isinstance(parent.module, _LISTS):
                 yield from self._sequences(children[0], within)
             elif sequence := self._counted(parent, children, within):
                 yield sequence
@@ -218,7 +219,7 @@ class Blocks:
     ) -> list[Block]:
         """`blocks`; [] if they are parts of the numbered module, as attention and MLP are."""
         repeats = sum(any(_alike(a, b) for b in blocks if b is not a) for a in blocks)
-        if _is_list(parent.module):
+        if isinstance(parent.module, _LISTS):
             if len(children) == 1 or repeats == len(blocks):
                 return blocks
             unclear = repeats > 0
@@ -248,17 +249,6 @@ class Blocks:
         layers = [child for child in others if any(True for _ in child.parameters())]
         plain = not any(True for child in others for _ in child.children())
         return plain and len(layers) <= 1 and len(list(module.children())) == len(others) + 1
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Split a name before its trailing digits: ("layer", "3"); "" stands for no digits."""
-    match = re.fullmatch(r"(.*?)(\d*)", name, re.DOTALL)
-    assert match is not None
-    return match[1], match[2]
 
 
 def _alike(one: Block, other: Block) -> bool:

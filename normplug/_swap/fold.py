@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from normplug import _convert
+from normplug._ops import sharded
 from normplug._swap.inventory import Inventory
 from normplug._table import shown
 
@@ -23,6 +24,27 @@ class Scaling(NamedTuple):
     path: str
     module: nn.Module
     factor: float
+
+
+def trained(scalings: Iterable[Scaling]) -> list[str]:
+    """The paths of the layers whose function a factor would change, and that have been trained.
+
+    A layer has been trained if it has counted batches, or a parameter that is not one constant.
+    """
+    signs: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for path, module, factor in scalings:
+        for t in (module._buffers.get("num_batches_tracked"), *module.parameters()):
+            if factor == 1.0 or t is None or is_lazy(t):
+                continue
+            t = sharded.own_part(t.detach())
+            if type(t) is Tensor and not t.is_meta and t.numel():  # other tensors have no values
+                start = t.flatten()[0] if t.is_floating_point() else 0
+                signs.setdefault(t.device, []).append((path, (t != start).any()))
+    paths = dict[str, None]()
+    for of_device in signs.values():  # each device is waited for once
+        seen = torch.stack([sign for _, sign in of_device]).tolist()
+        paths |= {path: None for (path, _), sign in zip(of_device, seen, strict=True) if sign}
+    return list(paths)
 
 
 def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]) -> None:

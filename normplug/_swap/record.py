@@ -1,87 +1,109 @@
 """The record of its layers that a swap leaves on a model, so that `check` finds lost layers.
 
-The swapped module keeps references to the layers in a plain attribute, with their paths and target
-variances. So the record follows deepcopy and pickle, and survives wrapping the model or moving a
-layer within it. A layer that another tool has rebuilt is a different object, while one that
-`unswap` has reverted in place is still the same.
+The swapped module keeps an entry for each path, and the layer keeps the same entry. So the record
+follows copies and pickles of the model, and survives wrapping the model or moving a layer within
+it; yet it keeps no layer alive. A layer that another tool has rebuilt lacks its entry.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
-from normplug import _checks
+from normplug import _checks, _convert
 from normplug._swap.inventory import Inventory
 from normplug._table import shown, some
+from normplug._torch import is_class_patched
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 
-_ATTRIBUTE = "_normplug_layers"
+_RECORD = "_normplug_record"  # the swapped module's: its entries by path
+_ENTRY = "_normplug_entry"  # a layer's
 
 
-class _Entry(NamedTuple):
-    path: str
-    target_variance: float
-    now: nn.Module | None  # the module that is under the path now
+class Entry:
+    """The target variance that was set for a layer; None once the layer is stock again."""
+
+    target_variance: float | None = None
 
 
-def renew(caller: str, inventory: Inventory) -> None:
-    """Record a model's normplug layers and their modes, replacing every record in it.
-
-    Warns:
-        UserWarning: layers of an earlier record have been removed since.
-    """
-    lost = _lost(inventory)
-    if lost:
-        paths = some([shown(entry.path) for entry in lost])
+def warn_of_lost(caller: str, inventory: Inventory) -> None:
+    """Warn if recorded layers have been removed since, before `renew` forgets them."""
+    if lost := [path for _, path, holders in _recorded(inventory) if not holders]:
         _checks.warn(
             f"normplug.{caller}: another tool has rebuilt or removed norm layers of an earlier "
-            f"swap: {paths}. normplug.check no longer looks for them."
+            f"swap: {some(list(map(shown, lost)))}. normplug.check no longer looks for them."
         )
+
+
+def renew(inventory: Inventory) -> None:
+    """Record a model's normplug layers and their modes, replacing every record in it."""
     owner = unwrapped(inventory.model)
-    prefix = inventory.names[owner][0]
-    layers = {
-        path[len(prefix) :].removeprefix("."): (m, m.target_variance)
-        for path, m in inventory.layers()
-    }
-    put(inventory, [(owner, layers)] if layers else [])
+    prefix, record = inventory.names[owner][0], {}
+    for path, module in inventory.each():
+        vars(module).pop(_RECORD, None)
+        if isinstance(module, TargetVarianceNorm):
+            entry = vars(module).setdefault(_ENTRY, Entry())
+            entry.target_variance = module.target_variance
+            record[path[len(prefix) :].removeprefix(".")] = entry
+        elif (reverted := vars(module).pop(_ENTRY, None)) is not None:
+            reverted.target_variance = None
+    if record:
+        vars(owner)[_RECORD] = record
 
 
-def take(inventory: Inventory) -> list[tuple[nn.Module, object]]:
-    """Return every record in a model, as `put` takes them."""
-    return [(m, vars(m)[_ATTRIBUTE]) for m in inventory.names if _ATTRIBUTE in vars(m)]
+def is_recorded(inventory: Inventory) -> bool:
+    """Whether there is a record in a model."""
+    return any(_RECORD in vars(m) for m in inventory.names)
 
 
-def put(inventory: Inventory, records: list[tuple[nn.Module, object]]) -> None:
-    """Replace all records in a model by these."""
+def take(inventory: Inventory) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return every record and entry in a model, as `put` takes them."""
+    names = (_RECORD, _ENTRY)
+    return [(m, {n: vars(m)[n] for n in names if n in vars(m)}) for m in inventory.names]
+
+
+def put(inventory: Inventory, records: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Replace all records and entries in a model by these; layers keep the modes they have."""
     for module in inventory.names:
-        vars(module).pop(_ATTRIBUTE, None)
-    for module, record in records:
-        vars(module)[_ATTRIBUTE] = record
+        vars(module).pop(_RECORD, None)
+        vars(module).pop(_ENTRY, None)
+    for module, attributes in records:
+        vars(module).update(attributes)
+        if _ENTRY in attributes:  # `unswap` may have been called in the meantime
+            attributes[_ENTRY].target_variance = getattr(module, "target_variance", None)
 
 
 def findings(model: nn.Module) -> list[str]:
-    """Return a message for each recorded layer that is lost or in another mode."""
+    """Return a message for each layer that is lost, in another mode, or bypasses a patch."""
     inventory, found = Inventory(model), []
-    for entry in _lost(inventory):
-        now = "no longer in the model"
-        if entry.now is not None:
-            now = f"now a {type(entry.now).__name__}"
-        found.append(
-            f"{shown(entry.path)}: swapped in mode {NormMode(entry.target_variance)}, {now}: "
-            "another tool rebuilt or removed the layer, and its target variance with it. Use that "
-            "tool before normplug.swap, or call normplug.unswap first. If this is intended, swap "
-            "again."
-        )
-    for layer, entry in _entries(inventory).items():
-        if isinstance(layer, TargetVarianceNorm) and layer.target_variance != entry.target_variance:
+    for tv, path, holders in _recorded(inventory):
+        layers, mode = [m for m in holders if isinstance(m, TargetVarianceNorm)], NormMode(tv)
+        if not layers:
+            now = "no longer in the model"
+            if path in inventory.modules:
+                now = f"now a {type(inventory.modules[path]).__name__}"
             found.append(
-                f"{shown(entry.path)}: in mode {layer.mode}, but swapped in mode "
-                f"{NormMode(entry.target_variance)}. Set the mode with normplug.set_mode(model, "
-                "mode), or with normplug.swap(model, mode, include=...) for some layers."
+                f"{shown(path)}: swapped in mode {mode}, {now}: another tool rebuilt or removed "
+                "the layer, and its target variance with it. Use that tool before normplug.swap, "
+                "or call normplug.unswap first. If this is intended, swap again."
             )
+        found += [
+            f"{shown(path)}: in mode {layer.mode}, but swapped in mode {mode}. Set the mode with "
+            "normplug.set_mode(model, mode), or with normplug.swap(model, mode, include=...) for "
+            "some layers."
+            for layer in layers
+            if layer.target_variance != tv
+        ]
+    found += [
+        f"{shown(path)}: the forward of its stock class was replaced by other code, which it does "
+        "not run. Call normplug.unswap(model), or patch the class before normplug.swap, which then "
+        "leaves its layers."
+        for path, layer in inventory.layers()
+        if any(c in _convert.REPLACEMENTS and is_class_patched(c) for c in type(layer).__mro__)
+    ]
     return found
 
 
@@ -96,16 +118,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _entries(inventory: Inventory) -> dict[nn.Module, _Entry]:
-    """Each recorded layer's entry; of two records, the inner one counts, which is more recent."""
-    entries = {}
+def _recorded(inventory: Inventory) -> Iterator[tuple[float, str, list[nn.Module]]]:
+    """(target variance, path, holders) of each entry: the modules that have it, or none.
+
+    Copies that share attributes share their entry. If no module has it, a layer in the recorded
+    mode under the path counts, such as a deep copy.
+    """
+    holders: dict[Entry, list[nn.Module]] = {}
+    for module in inventory.names:
+        if _ENTRY in vars(module):
+            holders.setdefault(vars(module)[_ENTRY], []).append(module)
+    entries: dict[Entry, str] = {}
     for prefix, owner in inventory.each():
-        for path, (layer, tv) in vars(owner).get(_ATTRIBUTE, {}).items():
-            full = ".".join(filter(None, (prefix, path)))
-            entries[layer] = _Entry(full, tv, inventory.modules.get(full))
-    return entries
-
-
-def _lost(inventory: Inventory) -> list[_Entry]:
-    entries = _entries(inventory).items()
-    return [entry for layer, entry in entries if layer not in inventory.names]
+        for path, entry in vars(owner).get(_RECORD, {}).items():
+            entries[entry] = ".".join(filter(None, (prefix, path)))
+    for entry, path in entries.items():
+        if (tv := entry.target_variance) is None:
+            continue
+        now: Any = inventory.modules.get(path)
+        same = isinstance(now, TargetVarianceNorm) and now.target_variance == tv
+        yield tv, path, holders.get(entry) or ([now] if same else [])

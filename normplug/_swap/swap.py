@@ -18,32 +18,35 @@ from normplug._swap.filters import Filters
 from normplug._swap.fold import Scaling
 from normplug._swap.inventory import Inventory
 from normplug._swap.layer_modes import ModesLike, read
-from normplug._swap.opacus import tell_opacus
 from normplug._swap.rollback import all_or_nothing
-from normplug._table import counts, shown
+from normplug._swap.tools import tell_tools
+from normplug._table import counts, shown, some
 from normplug._torch import is_patched
 from normplug.modules import TargetVarianceNorm
 
 
 def swap(
     model: nn.Module,
-    mode: ModesLike = "golden",
+    mode: ModesLike = "standard",
     *,
     include: Filters = None,
     exclude: Filters = None,
     track_running_stats: bool | None = None,
-    preserve_output: bool = False,
+    preserve_output: bool | None = None,
     sync: bool = False,
     autocast_output: str = "low",
     backend: str = "auto",
 ) -> nn.Module:
-    """Replace a model's norms by normplug's, which normalise to the target variance of `mode`.
+    """Replace a model's norms by normplug's: the same function in mode standard, but faster.
+
+    Other modes set the target variance that the norms normalise to.
 
     The swap is in place, by assignment to each layer's `__class__`: modules, parameters and buffers
     stay the same objects. So hooks, aliases, shared layers and existing optimizers stay valid.
     Layers that are normplug's already get the new mode. Subclasses of the torch classes stay as
-    they are, since they may have their own forward; known norms of timm, torchvision, transformers
-    and diffusers are swapped. `normplug.plan` lists which layers are swapped and which stay.
+    they are, since they may have their own forward, and so do layers whose class or instance has
+    had its forward replaced; known norms of timm, torchvision, transformers and diffusers are
+    swapped. `normplug.plan` lists which layers are swapped and which stay.
 
     On CUDA, Triton compiles a kernel for each class of shapes at the first step that needs it, and
     caches it in `~/.triton/cache` or `TRITON_CACHE_DIR`. With an empty cache the first step takes
@@ -51,7 +54,7 @@ def swap(
 
     Args:
         model: any module; it may itself be a norm layer.
-        mode: "golden" (1/phi), "standard" (1), a finite number above 0, or a `NormMode`. For a
+        mode: "standard" (1), "golden" (1/phi), a finite number above 0, or a `NormMode`. For a
             mode per layer: `normplug.by_depth(schedule)`; a callable (path, module) -> mode; or a
             mapping from filters, as for `include`, to modes. The first filter that matches a layer
             wins.
@@ -60,10 +63,11 @@ def swap(
         track_running_stats: whether LayerNorm, RMSNorm and GroupNorm get running statistics to
             watch; None gives them to LayerNorm only. BatchNorm and InstanceNorm keep their own
             setting.
-        preserve_output: divide each weight by sqrt(tv), so that the model computes what it did
-            before and only its parametrisation changes. This is for trained models. A layer without
-            a weight gets a frozen one, with the dtype and device of its own tensors or of the
-            nearest parameter.
+        preserve_output: True divides each weight by sqrt(tv), so that the model computes what it
+            did before and only its parametrisation changes. A layer without a weight gets a frozen
+            one, with the dtype and device of its own tensors or of the nearest parameter. False
+            leaves the weights. So does None, but it warns if layers that get another target
+            variance have been trained.
         sync: make every BatchNorm a `normplug.SyncBatchNorm` over all processes, until `unswap`.
             With False, SyncBatchNorms stay synchronised in their own process group.
         autocast_output: the dtype that LayerNorm, RMSNorm and GroupNorm return under autocast:
@@ -80,12 +84,15 @@ def swap(
         TypeError: `model` is not a module, or is TorchScript; an option of another type.
 
     Warns:
-        UserWarning: there is nothing to swap (the warning lists the norm layers that were seen);
-            layers of an earlier swap have been rebuilt since (`unswap` and `set_mode` warn, too).
+        UserWarning: the outputs of a trained model change (see `preserve_output`); there is
+            nothing to swap (the warning lists the norm layers that were seen); layers of an earlier
+            swap have been rebuilt since (`unswap` and `set_mode` warn, too).
 
-    Example:
-        >>> swap(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].mode.name
-        'golden'
+    Examples:
+        >>> print(swap(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].mode)
+        standard
+        >>> swap(nn.LayerNorm(8), "golden").target_variance
+        0.6180339887498949
     """
     modes = read(mode)
     _checks.module("swap", model)
@@ -105,12 +112,19 @@ def swap(
         _checks.warn(_nothing_swapped(model, planned))
         return model
     scalings = []
-    if preserve_output:
-        for row in taken:
-            now = _convert.settings(row.module).get("target_variance", 1.0)
-            factor = math.sqrt(now / targets[row.path])
-            scalings.append(Scaling(row.path, row.module, factor))
+    for row in taken:
+        now = _convert.settings(row.module).get("target_variance", 1.0)
+        scalings.append(Scaling(row.path, row.module, math.sqrt(now / targets[row.path])))
+    if preserve_output is None and (trained := _fold.trained(scalings)):
+        _checks.warn(
+            f"normplug.swap: trained norms ({some(list(map(shown, trained)))}) get another target "
+            "variance with the same weights, so the model's outputs change: preserve_output=True "
+            "keeps them, and preserve_output=False says that this is meant."
+        )
+    if not preserve_output:
+        scalings = []
     _fold.refuse_unscalable("swap(preserve_output=True)", inventory, scalings)
+    _record.warn_of_lost("swap", inventory)
 
     with all_or_nothing([row.module for row in taken]):
         _fold.scale(inventory, scalings)
@@ -126,8 +140,8 @@ def swap(
             )
             if sync:
                 _convert.synchronise(row.module)
-        _record.renew("swap", inventory)
-    tell_opacus()
+        _record.renew(inventory)
+    tell_tools()
     return model
 
 
@@ -150,8 +164,8 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     Raises:
         TypeError: `model` is not a module, or is TorchScript.
         ValueError: a weight that cannot be multiplied (parametrized, computed, or shared with a
-            layer that would change), or a forward that was replaced on the instance of a layer or
-            of a fused module. The model stays as it was.
+            layer that would change), or a forward that was replaced on the instance of a layer. The
+            model stays as it was.
 
     Warns:
         UserWarning: a layer stays because it is a user's own subclass of a normplug class.
@@ -173,20 +187,21 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         raise _checks.forward_replaced("unswap", "swap", patched)
     scalings = [Scaling(p, m, math.sqrt(m.target_variance)) for p, m in layers if fold]
     _fold.refuse_unscalable("unswap", inventory, scalings)
-    from normplug._fuse.fuse import fused_modules, releasable, release
+    from normplug._fuse.fuse import fused_modules, release
 
-    fused = releasable("unswap", fused_modules(model))
+    fused = fused_modules(model).values()
+    _record.warn_of_lost("unswap", inventory)
     with all_or_nothing([layer for _, layer in layers]):
         _fold.scale(inventory, scalings)
         for _, layer in layers:
             _convert.revert(layer)
-        _record.renew("unswap", inventory)
+        _record.renew(inventory)
     release(fused)
     return model
 
 
 @contextmanager
-def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Iterator[nn.Module]:
+def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> Iterator[nn.Module]:
     """Swap inside a `with` block, and restore every layer after it.
 
     After the block, even after an exception, each layer has its former class, attributes and
@@ -204,10 +219,9 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
         `model` itself.
 
     Raises:
-        ValueError, TypeError: as `normplug.swap` does; and after the block, as `normplug.unfuse`
-            does, if modules were fused in it. The model then stays as the block left it.
+        ValueError, TypeError: as `normplug.swap` does.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.LayerNorm(8))
         >>> with swapped(model, 0.5):
         ...     print(model[0].mode)
@@ -216,7 +230,7 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
         <class 'torch.nn.modules.normalization.LayerNorm'>
     """
     _checks.module("swapped", model)
-    from normplug._fuse.fuse import fused_modules, releasable, release
+    from normplug._fuse.fuse import fused_modules, release
 
     inventory, fused = Inventory(model), fused_modules(model)
     before = {
@@ -224,7 +238,7 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
         for path, m in inventory.each()
         if isinstance(m, TargetVarianceNorm) or _convert.replacement(m) is not None
     }
-    synchronised = {m for m, _ in before.values() if "_unsynced_class" in vars(m)}
+    synchronised = {m for m, _ in before.values() if _convert.is_synchronised(m)}
     records = _record.take(inventory)
     swap(model, mode, **options)
     scalings = [
@@ -232,14 +246,10 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
         for path, (m, settings) in before.items()
         if options.get("preserve_output") and isinstance(m, TargetVarianceNorm)
     ]
-    completed = False
     try:
         yield model
-        completed = True
     finally:
-        inside = {path: m for path, m in fused_modules(model).items() if path not in fused}
-        if completed:  # else the block's own exception is what the user has to see
-            releasable("swapped", inside)
+        inside = [m for path, m in fused_modules(model).items() if path not in fused]
         now = [s for s in scalings if isinstance(s.module, TargetVarianceNorm)]
         _fold.scale(inventory, now)
         for m, settings in before.values():
@@ -247,10 +257,11 @@ def swapped(model: nn.Module, mode: ModesLike = "golden", **options: Any) -> Ite
                 _convert.revert(m)
             elif m not in synchronised:
                 _convert.desynchronise(m)
-            for name, value in settings.items():
-                setattr(m, name, value)
+            if isinstance(m, TargetVarianceNorm):
+                for name, value in settings.items():
+                    setattr(m, name, value)
         _record.put(Inventory(model), records)
-        release([m for m in inside.values() if not is_patched(m)])
+        release(inside)
 
 
 def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
@@ -278,10 +289,10 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
             "Use normplug.swap(model, mode) first."
         )
     assigned = modes.assign("set_mode", inventory, _plan.norms_of(inventory), layers)
-    with all_or_nothing(layers):
-        for layer in layers:
-            layer.mode = assigned[layer].mode
-        _record.renew("set_mode", inventory)
+    _record.warn_of_lost("set_mode", inventory)
+    for layer in layers:
+        layer.mode = assigned[layer].mode
+    _record.renew(inventory)
     return model
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from normplug._ops.layer_norm.aten import composed_rms_norm
 from normplug._ops.spec import LayerNormSpec
-from normplug.modules.base import Options, eps_property
+from normplug.modules.eps import eps_property
 from normplug.modules.rms_norm import _RMSNorm
 
 # The attributes where libraries keep eps, with different values in a probe: the result shows which
@@ -73,21 +73,6 @@ class AdaptedRMSNorm(_RMSNorm):
     def _affine_shape(self) -> tuple[int, ...]:
         weight: Tensor | None = self.weight  # type: ignore[assignment]
         return tuple(self.dim if weight is None else weight.shape)  # type: ignore[arg-type]
-
-    def _adopt(self, options: Options) -> None:
-        # A library may keep None as a plain attribute, where normplug has a parameter.
-        self._plain_nones = tuple(name for name in ("weight", "bias") if name in vars(self))
-        for name in self._plain_nones:
-            delattr(self, name)
-            self.register_parameter(name, None)
-        super()._adopt(options)
-
-    def _leave(self) -> None:
-        super()._leave()
-        for name in vars(self).pop("_plain_nones"):
-            if self._parameters.get(name) is None:  # else `unswap` has given it a weight
-                self._parameters.pop(name, None)
-                vars(self)[name] = None
 
 
 def adapt(cls: type[nn.Module]) -> type[AdaptedRMSNorm] | str:

@@ -21,7 +21,7 @@ from normplug.modules.row_norm import RowNorm
 class _FusedActivation(modules.TargetVarianceNorm):
     """Norm and activation as one call if there is no dropout and neither module has hooks."""
 
-    fused: Callable[..., Tensor]
+    _fused: Callable[..., Tensor]
     drop: nn.Module
     act: nn.Module
 
@@ -30,8 +30,8 @@ class _FusedActivation(modules.TargetVarianceNorm):
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
         name = _fused_activation(self.drop, self.act) if self.may_fuse() else None
-        y = self.fused(input, activation=name)
-        if not self.may_fuse():  # `fused` does not measure
+        y = self._fused(input, activation=name)
+        if not self.may_fuse():  # `_fused` does not measure
             self._record(input, y)
         return self.act(self.drop(y)) if name is None else y
 

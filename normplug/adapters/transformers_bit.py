@@ -20,7 +20,7 @@ class BitGroupNormActivation(modules.GroupNorm, modeling_bit.BitGroupNormActivat
             return self._as_leaf(hidden_state)
         plain = self._probe is None and not has_global_hooks() and not has_hooks(self.activation)
         name = _activations.of_module(self.activation) if plain else None
-        y = self.fused(hidden_state, activation=name)
+        y = self._fused(hidden_state, activation=name)
         if self._probe is not None:
             self._record(hidden_state, y)
         return self.activation(y) if name is None else y

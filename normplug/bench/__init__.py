@@ -1,4 +1,6 @@
-"""A tool that measures the cost of norms on a GPU against torch (`python -m normplug.bench`).
+"""Measure what norms cost: `python -m normplug.bench`, or `measure` for a model of your own."""
 
-It imports the library and `_report`; no other part of the package imports it.
-"""
+from normplug.bench.models import measure
+from normplug.bench.rows import Rows
+
+__all__ = ["Rows", "measure"]

@@ -1,288 +1,261 @@
-"""Measure whole training steps: a model as it is, compiled, swapped, fused, and without its norms.
+"""Time whole training steps of a model: as it is, compiled, swapped and fused.
 
-All arms of a model start from the same weights, are in memory together, and take turns.
+All arms start from the same weights, are in memory together, and take turns.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import math
-import random
-import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import normplug
-from normplug.bench import native, rivals
-from normplug.bench.groups import profiled
-from normplug.bench.nets import EXTRAS, MODELS, Batch, Case, Model
-from normplug.bench.results import STEP, Results, Row, spread
-from normplug.bench.timing import StepStopwatch
+from normplug import _torch
+from normplug._results import stamp
+from normplug._table import counts
+from normplug.bench import timing
+from normplug.bench.rows import Row, Rows
 
-MODE = "golden"
-DTYPE = torch.bfloat16  # of autocast
-MOMENTUM = 0.9
-# A step's work does not depend on the learning rate. A rate of 0 keeps the weights finite: without
-# norms they would soon overflow, and infinities take a GPU less power, so it would run faster.
-LEARNING_RATE = 0.0
-WARM_UPS = 5  # steps, including compilation
-ROUNDS, TURN = 6, 2  # rounds of turns; measured steps per turn
-SEED = 0  # for weights, samples and the order of turns
-PACKAGES = tuple(EXTRAS)
-SETTINGS = {
-    "mode": MODE,
-    "autocast": str(DTYPE).removeprefix("torch."),
-    "optimizer": f"SGD, momentum {MOMENTUM}, foreach",
-    "warm_ups": WARM_UPS,
-    "steps_a_turn": TURN,
+Change = Callable[[Any], Any]  # takes a model, and returns it or another
+Loss = Callable[[nn.Module, Any], Tensor]
+
+WARM_UPS = 4  # steps after the first
+ROUNDS, TURN = 10, 5  # rounds of turns; steps in a turn
+SLOW_MS, SLOW_ROUNDS, SLOW_TURN = 500, 3, 1  # of a model with slower steps
+COLUMNS = {
+    "arm": ("arm", "{}"),
+    "median ms": ("ms", "{:.2f}"),
+    "20%": ("ms_p20", "{:.2f}"),
+    "80%": ("ms_p80", "{:.2f}"),
+    "over eager": ("over_eager", "{:.2f}"),
+    "GPU busy, ms": ("gpu_ms", "{:.2f}"),
+    "peak GiB": ("peak_gib", "{:.2f}"),
+    "first step, s": ("first_step_s", "{:.1f}"),
+    "left out": ("error", "{}"),
 }
 
-T = TypeVar("T")
-Change = Callable[[nn.Module], Any]
-Step = Callable[..., Tensor]  # calls its optional argument between forward, backward and optimizer
 
+class Arm(NamedTuple):
+    """A variant of a model.
 
-def _nothing() -> None:
-    pass
-
-
-def _swap(net: nn.Module) -> nn.Module:
-    return normplug.swap(net, MODE)
-
-
-def _fuse(net: nn.Module, recompute: bool = False) -> nn.Module:
-    return normplug.fuse(net, recompute=recompute)
-
-
-def without_norms(net: nn.Module) -> nn.Module:
-    """Replace every norm layer, subclasses too, by an `nn.Identity`."""
-    for row in normplug.plan(net):
-        for path in (row.path, *row.aliases):
-            net.set_submodule(path, nn.Identity())
-    return net
-
-
-# name -> the changes made to the stock model, in this order
-ARMS: dict[str, tuple[Change, ...]] = {
-    "eager": (),
-    "compile": (torch.compile,),
-    "swap": (_swap,),
-    "swap+fuse": (_swap, _fuse),
-    "swap+fuse+recompute": (_swap, partial(_fuse, recompute=True)),
-    "swap+fuse+compile": (_swap, _fuse, torch.compile),
-    "eager+graph": (),
-    "swap+fuse+graph": (_swap, _fuse),
-    "no-norm": (without_norms,),
-    "liger": (rivals.liger_llama,),
-}
-# Arms whose whole step, optimizer included, is one CUDA graph: the GPU never waits for the host.
-GRAPHED = ("eager+graph", "swap+fuse+graph")
-USUAL = ("eager", "swap", "swap+fuse")  # the arms that are measured unless others are named
-
-
-def run(
-    cases: Sequence[Case],
-    arms: Sequence[str],
-    rounds: int,
-    results: Results,
-    profiles: Results | None,
-) -> bool:
-    """Measure and print every case on the GPU; return whether any arm worked.
-
-    The rows go to `results`, and the GPU's time by groups of kernels to `profiles`.
-    """
-    stopwatch = StepStopwatch()
-    print(f"{results.content['device']}, {results.content['versions']}")
-    native.build()
-    done = []
-    for case in cases:
-        task = partial(measure, case, arms, rounds, stopwatch, "cuda", results, profiles)
-        done.append(attempt(str(case), task))
-        gc.collect()
-        torch.cuda.empty_cache()
-    return any(done)
-
-
-def measure(
-    case: Case,
-    arms: Sequence[str],
-    rounds: int,
-    stopwatch: StepStopwatch,
-    device: str,
-    results: Results,
-    profiles: Results | None,
-) -> bool:
-    """Add a row for each arm that works; print why the others do not. Return whether any does."""
-    steps, facts = warmed(case, arms, stopwatch, device)
-    times, host = in_turns(case, steps, rounds, stopwatch)
-    rows = []
-    for arm, ms in times.items():
-        name = {**case._asdict(), "arm": arm}
-        found = attempt(f"{case}: the profile of {arm}", partial(profiled, steps[arm])) or {}
-        row = {
-            **name,
-            **figures(case.batch, ms, host[arm]),
-            "gpu_ms": found.pop("gpu_ms", None),
-            **facts[arm],
-        }
-        rows.append(row)
-        results.update({**row, "native": native.status()}, STEP)
-        if found and profiles is not None:
-            profiles.update({**name, **found}, STEP)
-    print(line(case, rows) if rows else f"{case}: no arm", flush=True)
-    return bool(rows)
-
-
-def warmed(
-    case: Case, arms: Sequence[str], stopwatch: StepStopwatch, device: str
-) -> tuple[dict[str, Step], dict[str, Row]]:
-    """Arm -> its step after the warm-up, and arm -> its peak memory and loss."""
-    torch.compiler.reset()  # earlier cases count towards the recompilation limit
-    model = MODELS[case.model]
-    torch.manual_seed(SEED)
-    stock = model.build()
-    before = stopwatch.held_bytes()
-    batch = model.random_batch(case.batch, device)
-    batch_bytes = stopwatch.held_bytes() - before
-    # Libraries allocate workspaces in the first step and keep them: charge no arm for them.
-    eager = partial(build, stock, "eager", model, device)
-    attempt(f"{case}: the first step", lambda: make_step(eager(), model, batch)())
-
-    steps: dict[str, Step] = {}
-    facts: dict[str, Row] = {}
-    for arm in arms:
-        others = stopwatch.held_bytes() - batch_bytes
-        made = attempt(f"{case}: {arm}", partial(warm, stock, arm, model, batch, stopwatch))
-        if made is not None:
-            steps[arm], peak, loss = made
-            facts[arm] = {"peak_gib": (peak - others) / 2**30, "loss": loss}
-    return steps, facts
-
-
-def warm(
-    stock: nn.Module, arm: str, model: Model, batch: Batch, stopwatch: StepStopwatch
-) -> tuple[Step, int, float]:
-    """An arm's step after the warm-up, the bytes held at its peak (by all arms), and its loss.
-
-    Raises:
-        ArithmeticError: the loss is not finite.
-    """
-    step = make_step(build(stock, arm, model, batch.target.device.type), model, batch)
-    for _ in range(WARM_UPS):
-        loss = step()
-    if not math.isfinite(loss):
-        raise ArithmeticError(f"the loss is {loss.item()}, which would make the step faster")
-    peak = stopwatch.peak_bytes(step)  # before capture: a graph's own memory is not counted
-    return Captured(step) if arm in GRAPHED else step, peak, loss.item()
-
-
-def build(stock: nn.Module, arm: str, model: Model, device: str) -> nn.Module:
-    """A copy of `stock` on the device, with the changes of the arm."""
-    net = copy.deepcopy(stock).to(device).to(memory_format=model.memory_format).train()
-    for change in ARMS[arm]:
-        net = change(net)
-    return net
-
-
-def make_step(net: nn.Module, model: Model, batch: Batch) -> Step:
-    """Make a whole training step, which returns the loss and does not wait for the GPU."""
-    optimizer = SGD(net.parameters(), LEARNING_RATE, momentum=MOMENTUM, foreach=True)
-
-    def step(between: Callable[[], None] = _nothing) -> Tensor:
-        with torch.autocast(batch.target.device.type, DTYPE):
-            loss = model.loss(net(*batch.inputs), batch.target)
-        between()
-        loss.backward()
-        between()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-class Captured:
-    """A step as one CUDA graph, which each call replays; a replay overwrites the loss.
-
-    It keeps the step alive: the graph reads weights and optimizer state that it does not own.
+    Attributes:
+        changes: what is done to a copy of the model, in this order; each returns the model.
+        wrap: makes the step that is timed of a plain one, such as a CUDA graph's replay.
     """
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(self._graph):
-            self._loss = step()
-
-    def __call__(self, between: Callable[[], None] = _nothing) -> Tensor:
-        """Replay the graph; `between` is not called, as the replay has no parts."""
-        self._graph.replay()
-        return self._loss
+    changes: tuple[Change, ...] = ()
+    wrap: Callable[[timing.Call], timing.Call] = lambda step: step
 
 
-def in_turns(
-    case: Case, steps: Mapping[str, Step], rounds: int, stopwatch: StepStopwatch
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Arm -> milliseconds of each step, and of the host in each round; turns are shuffled."""
-    times: dict[str, list[float]] = {arm: [] for arm in steps}
-    host: dict[str, list[float]] = {arm: [] for arm in steps}
-
-    def turn(arm: str) -> bool:
-        times[arm] += stopwatch.turn_ms(steps[arm], TURN)
-        host[arm].append(stopwatch.host_ms(steps[arm]))
-        return True
-
-    shuffled = random.Random(SEED)
-    for _ in range(rounds):
-        for arm in shuffled.sample(list(times), len(times)):
-            if not attempt(f"{case}: {arm}", partial(turn, arm)):
-                del times[arm], host[arm]
-    return times, host
-
-
-def attempt(what: str, call: Callable[[], T]) -> T | None:
-    """Return `call()`; if it raises, print why and return None."""
-    try:
-        return call()
-    except Exception as error:  # of any kind: measure the other arms anyway
-        print(f"{what} is left out: {error!r}", file=sys.stderr, flush=True)
-    # Not in the except block: the traceback there keeps tensors alive.
-    gc.collect()
-    torch.cuda.empty_cache()
-    return None
-
-
-def figures(batch: int, samples_ms: list[float], host_ms: list[float]) -> Row:
-    """The best and the median of the measured steps, their spread and the speed of the median."""
-    times = spread("ms", samples_ms)
-    median = times.pop("ms")
+def arms(mode: Any) -> dict[str, Arm]:
+    """The usual arms, swapped in a mode."""
+    swap = partial(normplug.swap, mode=mode)
     return {
-        "ms": min(samples_ms),
-        "median_ms": median,
-        **times,
-        "steps": len(samples_ms),
-        "images_per_s": 1e3 * batch / median,
-        "host_ms": min(host_ms),
-        "median_host_ms": statistics.median(host_ms),
+        "eager": Arm(),
+        "compile": Arm((torch.compile,)),
+        "swap": Arm((swap,)),
+        "swap+fuse": Arm((swap, normplug.fuse)),
+        "swap+fuse+compile": Arm((swap, normplug.fuse, torch.compile)),
     }
 
 
-def line(case: Case, rows: list[Row]) -> str:
-    """The rows of a case as one line of text, with the best times."""
-    cells = [
-        f"{row['arm']} {row['ms']:.2f} ms, GPU {row['gpu_ms'] or math.nan:.2f}, "
-        f"host {row['host_ms']:.2f}, {row['peak_gib']:.2f} GiB"
-        for row in rows
+def measure(
+    model: nn.Module,
+    batch: Any,
+    step: Loss | None = None,
+    *,
+    mode: Any = "standard",
+    autocast: torch.dtype | None = None,
+    rounds: int | None = None,
+) -> Rows:
+    """Time training steps of a model: eager, compiled, swapped, fused, and fused and compiled.
+
+    A step is a forward, a backward and an SGD step with a learning rate of 0. `print` the result
+    for a table and a sentence, or call its `to_pandas()`. The model itself is not changed.
+
+    Args:
+        model: a model with stock norms, on the device to measure.
+        batch: the model's arguments: a tensor, a tuple of positional ones, or a dictionary of
+            keyword ones.
+        step: returns the loss of a model for the batch; by default the `loss` of the model's
+            output if it has one, and otherwise the mean square of all floating-point outputs.
+        mode: the mode to swap in.
+        autocast: the dtype of autocast in the forward; None for no autocast.
+        rounds: how many turns each arm gets; by default 10, and 3 for slow models.
+
+    Returns:
+        A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, the peak
+        memory, and the seconds of the first step. A row of an arm that failed has an `error`.
+    """
+    rows = list(measure_arms(model, batch, step, arms(mode), autocast=autocast, rounds=rounds))
+    for row in rows:
+        row["mode"] = str(mode)
+    return Rows(rows, COLUMNS, _notes(model, rows))
+
+
+def measure_arms(
+    model: nn.Module,
+    batch: Any,
+    step: Loss | None,
+    variants: Mapping[str, Arm],
+    *,
+    autocast: torch.dtype | None = None,
+    rounds: int | None = None,
+    profiles: dict[str, list[timing.Event]] | None = None,
+) -> Iterator[Row]:
+    """As `measure`, for any arms; `profiles` gets each arm's events on the GPU."""
+    device = next(model.parameters()).device
+    batch = _torch.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+    make = partial(make_step, model, batch, step or _loss, autocast)
+    torch.compiler.reset()  # earlier models count towards the recompilation limit
+    # Libraries allocate workspaces in the first step and keep them: charge no arm for them.
+    _attempt("the first step", lambda: make(Arm())[0]())
+    steps: dict[str, timing.Call] = {}
+    rows: dict[str, Row] = {}
+    size = sum(each.nbytes for each in _torch.tree_leaves(batch) if isinstance(each, Tensor))
+    for name, arm in variants.items():
+        rows[name] = {"arm": name, "autocast": str(autocast).removeprefix("torch.")}
+        warmed, rows[name]["error"] = _attempt(name, partial(_warmed, make, arm, device, size))
+        if warmed is not None:
+            steps[name], facts = warmed
+            rows[name] |= facts
+    for name, samples in _in_turns(steps, rounds).items():
+        rows[name] |= timing.spread("ms", samples) | {"turns": len(samples)}
+        if device.type == "cuda":
+            events, _ = _attempt(f"{name}, profile", partial(timing.gpu_events, steps[name]))
+            if events:  # a profile without events measured nothing
+                rows[name]["gpu_ms"] = timing.busy_ms(events)
+            if profiles is not None:
+                profiles[name] = events or []
+    origin = stamp(device.type == "cuda", "transformers", "timm", "diffusers", "liger-kernel")
+    for row in rows.values():
+        eager = rows.get("eager", {}).get("ms")
+        yield row | {"over_eager": eager and row.get("ms") and eager / row["ms"]} | origin
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    """The default of `measure`'s `step`."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    if isinstance(loss := getattr(output, "loss", None), Tensor):
+        return loss
+    leaves = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, Tensor)]
+    squares = [leaf.float().square().mean() for leaf in leaves if leaf.requires_grad]
+    if not squares:
+        raise ValueError(
+            "normplug.bench: the model's output has no tensor with a gradient. Pass a `step` that "
+            "takes the model and the batch, and returns a loss."
+        )
+    return torch.stack(squares).sum()
+
+
+def make_step(
+    model: nn.Module, batch: Any, loss: Loss, autocast: torch.dtype | None, arm: Arm
+) -> tuple[timing.Call, nn.Module]:
+    """A training step of a changed copy of the model, and that copy."""
+    net = copy.deepcopy(model).train()
+    for change in arm.changes:
+        net = change(net)
+    # A step's work does not depend on the rate. At 0 the weights stay finite: infinities take a GPU
+    # less power, so it would run faster.
+    optimizer = SGD([p for p in net.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
+    kind = next(model.parameters()).device.type
+
+    def step() -> Tensor:
+        with torch.autocast(kind, autocast) if autocast else nullcontext():
+            value = loss(net, batch)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach()
+
+    return step, net
+
+
+def _warmed(
+    make: Callable[[Arm], tuple[timing.Call, nn.Module]],
+    arm: Arm,
+    device: torch.device,
+    batch_bytes: int,
+) -> tuple[timing.Call, Row]:
+    """An arm's step after the warm-up, and the first fields of its row."""
+    gc.collect()
+    timing.at_rest()
+    others = torch.cuda.memory_allocated() - batch_bytes if device.type == "cuda" else 0
+    step, net = make(arm)
+    start = timing.at_rest()
+    step()
+    facts: Row = {"first_step_s": timing.at_rest() - start}
+    for _ in range(WARM_UPS):
+        value = step()
+    if not value.isfinite():
+        raise ArithmeticError(f"the loss is {value.item()}, which would make the step faster")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        facts["peak_gib"] = (torch.cuda.max_memory_allocated() - others) / 2**30
+    if normplug.fuse in arm.changes:
+        facts["fused"] = normplug.fusions(getattr(net, "_orig_mod", net)).summary()
+    return arm.wrap(step), facts | {"loss": value.item()}
+
+
+def _in_turns(steps: Mapping[str, timing.Call], rounds: int | None) -> dict[str, list[float]]:
+    """Arm -> milliseconds of a step, for each turn of steps back to back."""
+    timers = {name: timing.timer(step) for name, step in steps.items()}
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    if not steps:
+        return samples
+    slow = next(iter(timers.values())).timeit(1).median * 1e3 > SLOW_MS
+    turn = SLOW_TURN if slow else TURN
+    for done in range(rounds or (SLOW_ROUNDS if slow else ROUNDS)):
+        order = list(timers)
+        for name in order[done % len(order) :] + order[: done % len(order)]:
+            samples[name].append(timers[name].timeit(turn).median * 1e3)
+    return samples
+
+
+def _attempt(what: str, call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """The result of `call()` and None; if it raises, None and why, which is printed."""
+    try:
+        return call(), None
+    except Exception as error:  # of any kind: measure the other arms anyway
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    # Not in the except block: the traceback there keeps tensors alive.
+    print(f"normplug.bench: {what} is left out: {why}", file=sys.stderr, flush=True)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return None, why
+
+
+def _notes(model: nn.Module, rows: list[Row]) -> list[str]:
+    """What was swapped and fused, how much faster that is, and where it was measured."""
+    plan = normplug.plan(model)
+    taken = Counter(row.kind for row in plan if row.becomes)
+    notes = [f"swapped: {counts(taken)}, of {len(plan)} norm layers"]
+    notes += [
+        f"fused: {row['fused']}" for row in rows if row["arm"] == "swap+fuse" and "fused" in row
     ]
-    return f"{case} | {' | '.join(cells)}"
+    ms = {row["arm"]: row["ms"] for row in rows if row.get("ms")}
+    sentence = []
+    if ms.keys() >= {"eager", "swap+fuse"}:
+        sentence.append(f"fuse: {ms['eager'] / ms['swap+fuse']:.2f} times eager")
+    if ms.keys() >= {"compile", "swap+fuse+compile"}:
+        ratio = ms["compile"] / ms["swap+fuse+compile"]
+        sentence.append(f"with torch.compile: {ratio:.2f} times compile alone")
+    row = rows[0]
+    where = (
+        f"{row['device']}, torch {row['torch']}, {row['date'][:10]}, commit {row['commit'][:12]}"
+    )
+    return [*notes, *(["; ".join(sentence)] if sentence else []), where]

@@ -1,1 +1,10 @@
-"""Everything that `train.py` runs: data, models, training, results. It imports no other tool."""
+"""Everything that `train.py` runs: data, models, training, results, and the comparison of runs."""
+
+from importlib.util import find_spec
+
+from normplug._extras import needs
+
+with needs("normplug.experiment", "train"):
+    for _name in ("hydra", "lightning", "pydantic", "torchvision"):  # found, but not imported
+        if find_spec(_name) is None:
+            raise ModuleNotFoundError(_name, name=_name)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from normplug._report.measure import Measure
+from normplug.experiment.data import Batch
 from normplug.experiment.learner import Learner
-from normplug.experiment.memory import Batch
+from normplug.experiment.measure import Measure
 from normplug.experiment.models import GPT, Block
 
 # Test tokens, per process, on which the loss without each block is measured; rounded up to whole

@@ -1,26 +1,84 @@
-"""The LightningModule that every task shares: steps, optimizer and learning-rate schedule."""
+"""The LightningModules: steps, optimizer, learning-rate schedule, and what a run is judged by."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn import Parameter
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics.classification import MulticlassAccuracy
 
-from normplug._report.measure import Measure
-from normplug.experiment.checkpoint import steps_per_epoch
+from normplug.experiment.callbacks import is_measured
+from normplug.experiment.data import MODEL, Batch, stream_seed
+from normplug.experiment.errors import WHO
 from normplug.experiment.graph import GraphedLoss
-from normplug.experiment.memory import Batch
-from normplug.experiment.optimizing import decay_groups, make_scheduler, move_to_step
-from normplug.lightning import VarianceLogger
+from normplug.experiment.measure import ACCURACY, Measure
+from normplug.experiment.resume import steps_per_epoch
+
+
+def decay_groups(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
+    """Split parameters into groups for an optimizer: weight decay is for matrices only.
+
+    Norm weights and biases have one dimension and no decay. Frozen parameters are skipped.
+    """
+    trainable = [p for p in parameters if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trainable if p.dim() > 1]},
+        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_scheduler(
+    optimizer: Optimizer, name: str, warmup: float, steps: int, cycle_momentum: bool = False
+) -> LRScheduler:
+    """Return a learning-rate schedule, to be stepped after every optimizer step.
+
+    Args:
+        optimizer: its learning rates are the peaks of the schedule.
+        name: "one_cycle" (Smith 2018, arXiv:1803.09820), or a linear warm-up followed by "cosine"
+            annealing to 0 or a "constant" rate.
+        warmup: fraction of all steps, 0 to 1, in which the learning rate rises.
+        steps: of the whole training. Below 4 steps, "one_cycle" falls back to "cosine".
+        cycle_momentum: let "one_cycle" move the momentum, or Adam's first beta, from 0.95 to 0.85
+            and back, whatever the optimizer's own is.
+    """
+    if name == "one_cycle" and steps >= 4:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        # At least 2 steps rise, since OneCycleLR divides by their number minus 1.
+        rising = max(warmup, 2 / steps)
+        return lr_scheduler.OneCycleLR(
+            optimizer, rates, steps, pct_start=rising, cycle_momentum=cycle_momentum
+        )
+    rising = round(warmup * steps)
+    after: LRScheduler = lr_scheduler.ConstantLR(optimizer, 1.0)
+    if name != "constant":
+        after = lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - rising))
+    if rising == 0:
+        return after
+    rise = lr_scheduler.LinearLR(optimizer, 1 / rising, total_iters=max(1, rising - 1))
+    return lr_scheduler.SequentialLR(optimizer, [rise, after], [rising])
+
+
+def move_to_step(scheduler: LRScheduler, step: int) -> None:
+    """Fast-forward a new scheduler to `step`; this takes 2 us per step."""
+    with warnings.catch_warnings():
+        # torch cannot see that the optimizer took these steps, in the run that is resumed.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
+        for _ in range(step):
+            scheduler.step()
 
 
 class Learner(LightningModule):
@@ -36,8 +94,11 @@ class Learner(LightningModule):
         net: (N, ...) -> (N, ..., classes), the logits.
         measure: what the run is evaluated by.
         optimizer: parameter groups -> optimizer, e.g. a partial `torch.optim.SGD`.
+        seed: with the epoch and the process, seeds what the model draws (dropout) in an epoch, so a
+            run that resumes draws the same numbers.
         schedule: see `make_scheduler`.
         warmup: see `make_scheduler`.
+        cycle_momentum: see `make_scheduler`.
         label_smoothing: 0 to 1.
         graph: replay forward and backward of the training steps as CUDA graphs; see `GraphedLoss`.
         identity: what distinguishes the run, e.g. its arm; kept in checkpoints as "run".
@@ -52,8 +113,10 @@ class Learner(LightningModule):
         measure: Measure,
         optimizer: Callable[[Iterable[Any]], Optimizer],
         *,
+        seed: int = 0,
         schedule: str = "one_cycle",
         warmup: float = 0.2,
+        cycle_momentum: bool = False,
         label_smoothing: float = 0.1,
         graph: bool = False,
         identity: Mapping[str, Any] | None = None,
@@ -62,8 +125,10 @@ class Learner(LightningModule):
         self.net = net
         self.measure = measure
         self.optimizer = optimizer
+        self.seed = seed
         self.schedule = schedule
         self.warmup = warmup
+        self.cycle_momentum = cycle_momentum
         self.label_smoothing = label_smoothing
         self.graph = graph
         self.identity = dict(identity or {})
@@ -76,23 +141,29 @@ class Learner(LightningModule):
         """The logits."""
         return self.net(inputs)
 
+    def loss(self, inputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """The mean cross-entropy over all targets."""
+        return _cross_entropy(self(inputs), targets, label_smoothing)
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss of a batch; log it at the steps that Lightning writes or displays."""
-        graphed = self._graphed
-        if graphed is None or is_measured(self.trainer, self.trainer.global_step):
+        """Return the loss of a batch, and log it."""
+        if self._graphed is None or is_measured(self.trainer, self.trainer.global_step):
             loss = self._training_loss(*batch)
         else:
-            loss = graphed(*batch)
-        if self._is_logged(batch_idx):
-            # Lightning turns a value for the bar into a number at every step, not only at logged
-            # ones, and each time the host waits for the GPU.
+            loss = self._graphed(*batch)
+        # Each call of `log` costs the host as much as dozens of launches, and a value for the bar
+        # makes it wait for the GPU. So it is called only where the value is written or displayed.
+        if self.is_logged(batch_idx):
             bar = self.trainer.progress_bar_callback is not None
             self.log("train/loss", loss, prog_bar=bar)
         return loss
 
-    def loss(self, inputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """The mean cross-entropy over all targets."""
-        return _cross_entropy(self(inputs), targets, label_smoothing)
+    def is_logged(self, batch_idx: int) -> bool:
+        """Whether Lightning writes or displays the loss of this step."""
+        if batch_idx == 0 or self.trainer.is_last_batch:
+            return True
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return every > 0 and (self.trainer.global_step + 1) % every == 0
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log loss and measure on the validation part."""
@@ -144,8 +215,18 @@ class Learner(LightningModule):
         """Return the optimizer, with weight decay on matrices only, and its schedule by step."""
         optimizer = self.optimizer(decay_groups(self.net.parameters()))
         steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = make_scheduler(optimizer, self.schedule, self.warmup, steps)
-        self._refuse_other_epochs()
+        scheduler = make_scheduler(
+            optimizer, self.schedule, self.warmup, steps, self.cycle_momentum
+        )
+        per_epoch = math.ceil(
+            self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
+        )
+        if self._resumed_steps not in (None, per_epoch):
+            raise ValueError(
+                f"{WHO}: an epoch of the checkpoint has {self._resumed_steps} steps, an epoch of "
+                f"this run has {per_epoch}. Resume with the data, batch size and number of devices "
+                "of the checkpoint."
+            )
         self._hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
@@ -206,18 +287,13 @@ class Learner(LightningModule):
             group.update(own)
         move_to_step(scheduler, step)
 
+    def on_train_epoch_start(self) -> None:
+        """Seed torch's global generators, from which dropout draws."""
+        epoch, rank = self.trainer.current_epoch, self.trainer.global_rank
+        torch.manual_seed(stream_seed(MODEL, self.seed, epoch, rank))
+
     def _training_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self.loss(inputs, targets, self.label_smoothing)
-
-    def _is_logged(self, batch_idx: int) -> bool:
-        """Whether Lightning writes or displays the loss of this step.
-
-        Each call of `log` copies its settings, which costs the host as much as dozens of launches.
-        """
-        if batch_idx == 0 or self.trainer.is_last_batch:
-            return True
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return every > 0 and (self.trainer.global_step + 1) % every == 0
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
         inputs, targets = batch
@@ -226,30 +302,54 @@ class Learner(LightningModule):
         self.log_mean(f"{stage}/loss", loss, len(targets))
         self.log_measure(stage, logits, targets, loss)
 
-    def _refuse_other_epochs(self) -> None:
-        if self._resumed_steps is None:
-            return
-        trainer = self.trainer
-        steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-        if steps != self._resumed_steps:
-            raise ValueError(
-                f"normplug.experiment: an epoch of the checkpoint has {self._resumed_steps} steps, "
-                f"an epoch of this run has {steps}. Resume with the data, batch size and number of "
-                "devices of the checkpoint."
-            )
-
-
-def variance_loggers(trainer: Trainer) -> list[VarianceLogger]:
-    """The variance loggers among the Trainer's callbacks."""
-    return [c for c in trainer.callbacks if isinstance(c, VarianceLogger)]  # type: ignore[attr-defined]
-
-
-def is_measured(trainer: Trainer, step: int) -> bool:
-    """Whether a `VarianceLogger` measures this optimizer step, the current or the latest one."""
-    return any(logger.logged_step == step for logger in variance_loggers(trainer))
-
 
 def _cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the mean over all targets, for a batch of images or of sequences."""
-    flat = logits.flatten(0, -2)
-    return F.cross_entropy(flat, targets.flatten(), label_smoothing=label_smoothing)
+    return F.cross_entropy(
+        logits.flatten(0, -2), targets.flatten(), label_smoothing=label_smoothing
+    )
+
+
+class Classifier(Learner):
+    """Train `net` to classify images, (N, 3, H, W) -> (N, num_classes); judged by accuracy.
+
+    Args:
+        net: the network.
+        num_classes: classes, at least 2.
+        optimizer: see `Learner`.
+        channels_last: convert the images to channels_last before `net`.
+        **options: see `Learner`.
+
+    Raises:
+        ValueError: fewer than two classes; see also `Learner`.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        num_classes: int,
+        optimizer: Callable[[Iterable[Any]], Optimizer],
+        *,
+        channels_last: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(net, ACCURACY, optimizer, **options)
+        if num_classes < 2:
+            raise ValueError(
+                f"{WHO}: the data must have at least two classes; got {num_classes}. An image "
+                "folder has one directory per class."
+            )
+        self.channels_last = channels_last
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The logits."""
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return self.net(images)
+
+    def log_measure(self, stage: str, logits: Tensor, targets: Tensor, loss: Tensor) -> None:
+        """Log the accuracy."""
+        accuracy = {"val": self.val_accuracy, "test": self.test_accuracy}[stage]
+        accuracy(logits, targets)
+        self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(targets))

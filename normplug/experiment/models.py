@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torchvision
@@ -15,12 +16,15 @@ from torch.nn import functional
 from torchvision.models import VisionTransformer, get_model, list_models
 
 import normplug
+from normplug._extras import needs
 from normplug._swap.filters import Filters
-from normplug.experiment.names import mode_of
+from normplug.experiment.config import Count, Fraction, checked, mode_of
+from normplug.experiment.errors import WHO
 
 SMALL_IMAGE = 64  # pixels; up to here, an ImageNet stem (stride 4) would discard too much
 
 
+@checked
 def resnet(
     arch: str, *, num_classes: int, image_size: int, small_stem: bool | None = None
 ) -> nn.Module:
@@ -41,9 +45,7 @@ def resnet(
     """
     known = list_models(torchvision.models, include=["resne*", "wide_resnet*"])
     if arch not in known:
-        raise ValueError(
-            f"normplug.experiment: model.arch must be one of {', '.join(known)}; got {arch!r}."
-        )
+        raise ValueError(f"{WHO}: model.arch must be one of {', '.join(known)}; got {arch!r}.")
     net = get_model(arch, num_classes=num_classes)
     if small_stem or (small_stem is None and image_size <= SMALL_IMAGE):
         conv = nn.Conv2d(3, net.conv1.out_channels, 3, stride=1, padding=1, bias=False)
@@ -52,16 +54,17 @@ def resnet(
     return net
 
 
+@checked
 def vit(
     *,
     num_classes: int,
     image_size: int,
-    patch_size: int | None = None,
-    hidden_dim: int = 64,
-    depth: int = 4,
-    heads: int = 4,
-    mlp_ratio: int = 2,
-    dropout: float = 0.0,
+    patch_size: Count | None = None,
+    hidden_dim: Count = 64,
+    depth: Count = 4,
+    heads: Count = 4,
+    mlp_ratio: Count = 2,
+    dropout: Fraction = 0.0,
 ) -> VisionTransformer:
     """A small torchvision VisionTransformer (arXiv:2010.11929), pre-norm, with random weights.
 
@@ -91,13 +94,11 @@ def vit(
         patch_size = min(divisors, key=lambda d: abs(d - image_size / 8), default=1)
     if image_size % patch_size:
         raise ValueError(
-            f"normplug.experiment: model.patch_size must divide the image size {image_size}; "
-            f"got {patch_size}."
+            f"{WHO}: model.patch_size must divide the image size {image_size}; got {patch_size}."
         )
     if hidden_dim % heads:
         raise ValueError(
-            f"normplug.experiment: model.heads must divide model.hidden_dim={hidden_dim}; "
-            f"got {heads}."
+            f"{WHO}: model.heads must divide model.hidden_dim={hidden_dim}; got {heads}."
         )
     net = VisionTransformer(
         image_size=image_size,
@@ -223,24 +224,23 @@ class GPT(nn.Module):
         ValueError: `heads` does not divide `width`.
     """
 
+    @checked
     def __init__(
         self,
         *,
         vocabulary: int,
         block_size: int,
-        depth: int = 4,
-        width: int = 128,
-        heads: int = 4,
-        mlp_ratio: int = 4,
-        dropout: float = 0.0,
+        depth: Count = 4,
+        width: Count = 128,
+        heads: Count = 4,
+        mlp_ratio: Count = 4,
+        dropout: Fraction = 0.0,
         norm: Literal["layer", "rms"] = "layer",
         scaled_init: bool = False,
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(
-                f"normplug.experiment: model.heads must divide model.width={width}; got {heads}."
-            )
+            raise ValueError(f"{WHO}: model.heads must divide model.width={width}; got {heads}.")
         make_norm = partial({"layer": nn.LayerNorm, "rms": nn.RMSNorm}[norm], eps=1e-5)
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.empty(block_size, width))
@@ -284,3 +284,107 @@ def scale_norm_weights(
     mode = mode_of(gamma0) if isinstance(gamma0, str) else gamma0**2
     swapped = normplug.swap(net, mode, include=include, exclude=exclude)
     normplug.unswap(swapped)  # this folds sqrt(tv) into each weight
+
+
+@checked
+def timm_model(
+    name: str,
+    *,
+    num_classes: int,
+    image_size: int,
+    min_size: Count = 64,
+    options: dict[str, Any] | None = None,
+) -> nn.Module:
+    """Any image classifier of timm, with random weights.
+
+    Args:
+        name: e.g. "convnext_atto".
+        num_classes: outputs.
+        image_size: height and width of the images, in pixels.
+        min_size: smaller images are enlarged to this size, since most models of timm reduce an
+            image 32 times.
+        options: other arguments of `timm.create_model`.
+
+    Returns:
+        (N, 3, H, W) -> (N, num_classes).
+
+    Raises:
+        ValueError: timm has no such model.
+    """
+    with needs("normplug.experiment: model=timm", "zoo"):
+        import timm
+
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3)
+        raise ValueError(
+            f"{WHO}: model.name must be a model of timm; got {name!r}. "
+            f"{f'Near ones: {chr(44).join(near)}.' if near else 'See timm.list_models().'}"
+        )
+    size = max(image_size, min_size)
+    arguments = {"num_classes": num_classes, "pretrained": False, **(options or {})}
+    try:
+        net = timm.create_model(name, img_size=size, **arguments)
+    except TypeError:  # a network of convolutions takes images of any size
+        net = timm.create_model(name, **arguments)
+    return net if size == image_size else nn.Sequential(nn.Upsample(size, mode="bilinear"), net)
+
+
+class CausalLM(nn.Module):
+    """A causal language model of transformers that maps tokens to logits."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(N, L), int64 -> logits (N, L, vocabulary)."""
+        return self.net(input_ids=tokens, use_cache=False).logits
+
+
+@checked
+def hf_causal_lm(
+    name: str,
+    *,
+    vocabulary: int,
+    block_size: int,
+    width: Count = 128,
+    depth: Count = 4,
+    heads: Count = 4,
+    options: dict[str, Any] | None = None,
+) -> CausalLM:
+    """Any causal language model of transformers, from its configuration, with random weights.
+
+    Args:
+        name: a model type of transformers, e.g. "gpt2" or "llama".
+        vocabulary: number of tokens.
+        block_size: maximum context length, in tokens.
+        width: `hidden_size`; the MLP is 4 times as wide where the configuration has its width.
+        depth: `num_hidden_layers`.
+        heads: `num_attention_heads`, and `num_key_value_heads` where there are such.
+        options: other keys of the model's configuration.
+
+    Raises:
+        ValueError: transformers has no causal language model of this type.
+    """
+    with needs("normplug.experiment: model=hf_causal_lm", "zoo"):
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    # It is lazy, and has no `get`.
+    kind: Any = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else None  # noqa: SIM401
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{WHO}: model.name must be a type of causal language model of transformers, such as "
+            f"gpt2 or llama; got {name!r}."
+        )
+    sizes = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads}
+    more = {
+        "intermediate_size": 4 * width,
+        "num_key_value_heads": heads,
+        "head_dim": width // heads,
+        "max_position_embeddings": block_size,
+    }
+    known = kind()
+    sizes |= {key: value for key, value in more.items() if hasattr(known, key)}
+    tokens = {f"{end}_token_id": None for end in ("bos", "eos", "pad")}
+    config = kind(**{"vocab_size": vocabulary, **sizes, **tokens, **(options or {})})
+    return CausalLM(AutoModelForCausalLM.from_config(config))

@@ -1,32 +1,117 @@
-"""Hydra callbacks: check the disk before a run or a sweep, compare the arms after a sweep."""
+"""The command line of train.py, and the comparison after a sweep."""
 
 from __future__ import annotations
 
+import functools
+import os
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from normplug._report.run_files import REFUSAL
-from normplug.experiment.directory import is_first_process, probe
-from normplug.experiment.errors import WHO, UserError
+from normplug.experiment.config import KEYS, suggestion
+from normplug.experiment.errors import WHO, UserError, unwritable
+from normplug.experiment.measure import REFUSAL
+from normplug.experiment.resume import is_first_process
+
+# The packed copy of a wheel, or the directory of a checkout.
+PACKED, CHECKOUT = (Path(__file__).with_name("configs"), Path(__file__).parents[2] / "configs")
+CONFIGS = str(PACKED if PACKED.is_dir() else CHECKOUT)
+
+named: set[Path] = set()  # directories that this process has named and made itself
 
 
-class CheckDisk(Callback):
-    """Refuse a directory that cannot be written, before Hydra itself writes to it."""
+def command(application: Callable[[], Any]) -> Callable[[], Any]:
+    """Decorate a Hydra application: each mistake of its command line is one sentence.
 
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the directory of a single run."""
-        _check_disk(config, "hydra.run.dir")
+    Its command line also accepts `GROUP=null`, which Hydra knows as `GROUP=[]`, and `data=text`
+    alone takes a language model.
+    """
 
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the directory of a sweep."""
-        _check_disk(config, "hydra.sweep.dir")
+    @functools.wraps(application)
+    def wrapper() -> Any:
+        groups = "|".join(path.name for path in Path(CONFIGS).iterdir() if path.is_dir())
+        sys.argv[1:] = [
+            re.sub(r"(?<=[=,])null(?=,|$)", "[]", text)
+            if re.match(rf"(?:{groups})=", text)
+            else text
+            for text in sys.argv[1:]
+        ]
+        chosen = {text.partition("=")[0] for text in sys.argv[1:]}
+        if "data=text" in sys.argv and not {"model", "experiment"} & chosen:
+            sys.argv.append("model=gpt_tiny")
+        shows_all = os.environ.get("HYDRA_FULL_ERROR")
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
+        try:
+            return application()
+        except (HydraException, OmegaConfBaseException, OSError) as error:
+            if shows_all:
+                raise
+            print(_sentence(error), file=sys.stderr)
+            sys.exit(1)
+        finally:
+            os.environ.pop("HYDRA_FULL_ERROR")
+            if shows_all:
+                os.environ["HYDRA_FULL_ERROR"] = shows_all
+
+    return wrapper
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, OSError):  # of a directory that Hydra makes
+        return unwritable(Path(error.filename or "logs").absolute(), error)
+    if own := re.search(r"normplug.*", text):
+        return own[0]
+    if unknown := re.match(r"Could not override '([\w.]+)'", text):
+        key = unknown[1]
+        advice = "+ before it would add it." if "." in key else suggestion(key, KEYS)
+        return f"{WHO}: {key} is not a key of the configuration. {advice}"
+    return f"{WHO}: {' '.join(text.split())}"
+
+
+def is_sweep() -> bool:
+    """Whether this run is part of a sweep (`-m`)."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def as_typed(directory: Path | None = None) -> str:
+    """Return this command as a user would type it, in `directory` if that is given."""
+    arguments = list(sys.argv)
+    if directory is not None:
+        value = str(directory)
+        if not re.fullmatch(r"[\w./-]+", value):  # Hydra parses these without quotes
+            value = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        arguments = [a for a in arguments if not a.startswith("hydra.run.dir=")]
+        arguments.append(f"hydra.run.dir={value}")
+    return shlex.join(["python", *arguments])
+
+
+def new_directory(path: str) -> str:
+    """Make a directory that no other run has, with a number if `path` exists."""
+    number, place = 1, Path(path)
+    while True:
+        try:
+            place.mkdir(parents=True)
+            named.add(place.absolute())
+            return str(place)
+        except FileExistsError:
+            number += 1
+            place = Path(f"{path}_{number}")
+        except OSError as error:
+            raise UserError(unwritable(place.absolute(), error)) from None
+
+
+OmegaConf.register_new_resolver("normplug.new", new_directory, replace=True, use_cache=True)
 
 
 class CompareArms(Callback):
@@ -50,20 +135,3 @@ class CompareArms(Callback):
             refusal.unlink()
         if code:
             sys.exit(code)
-
-
-def _check_disk(config: DictConfig, key: str) -> None:
-    hydra = HydraConfig.instance()
-    before = hydra.cfg
-    try:
-        hydra.set_config(config)  # the resolvers in directory names read it
-        probe(Path(OmegaConf.select(config, key)))
-        return
-    except OmegaConfBaseException as error:
-        sentence = f"{WHO}: {key} has no value: {str(error).splitlines()[0]}."
-    except UserError as error:
-        sentence = str(error)
-    finally:
-        hydra.cfg = before
-    print(sentence, file=sys.stderr)
-    sys.exit(1)

@@ -12,36 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from normplug.experiment.config import Count, Positive, checked
+from normplug.experiment.data import Batch, MemoryPart, Source
 from normplug.experiment.language import LanguageModel
-from normplug.experiment.memory import Batch, MemoryPart
-from normplug.experiment.source import Device, Source
 
 PARTS = {"train": 0.8, "val": 0.1, "test": 0.1}  # shares of the text, in the order of the text
 # Directories of the standard library whose sources are left out.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-
-class Blocks(MemoryPart):
-    """A part of a text in blocks; the target of each token is the next token.
-
-    Args:
-        tokens: (T,), any integer dtype.
-        size: tokens per block. A last, shorter block is dropped.
-    """
-
-    held = ("tokens",)
-
-    def __init__(self, tokens: Tensor, size: int) -> None:
-        self.tokens = tokens
-        self.size = size
-
-    def __len__(self) -> int:
-        return max(len(self.tokens) - 1, 0) // self.size
-
-    def batch(self, rows: Tensor) -> Batch:
-        """Return the blocks at `rows`, and the next token of each token."""
-        places = rows[:, None] * self.size + torch.arange(self.size, device=rows.device)
-        return self.tokens[places].long(), self.tokens[places + 1].long()
 
 
 class Text(Source):
@@ -54,9 +31,7 @@ class Text(Source):
             the characters that occur in the text.
         block_size: context length, in tokens.
         megabytes: how much of the text to use, from its start; None for all of it.
-        seed: see `Source`.
-        batch_size: blocks per step on each device.
-        device: see `Source`.
+        **options: see `Source`.
 
     Attributes:
         vocabulary: number of tokens.
@@ -68,39 +43,43 @@ class Text(Source):
     gives = ("vocabulary", "block_size")
     held_out = "the last tenth of the text for the test, the tenth before it for validation"
 
+    @checked
     def __init__(
         self,
         path: str | None = None,
         unit: Literal["byte", "char"] = "byte",
-        block_size: int = 128,
-        megabytes: float | None = 4.0,
-        *,
-        seed: int = 0,
-        batch_size: int = 32,
-        device: Device = "auto",
+        block_size: Count = 128,
+        megabytes: Positive | None = 4.0,
+        **options: Any,
     ) -> None:
-        super().__init__(seed=seed, batch_size=batch_size, device=device)
+        super().__init__(**options)
         self.unit = unit
         self.block_size = block_size
         limit = None if megabytes is None else round(megabytes * 1e6)
         text = _library(limit) if path is None else self._read(Path(path).expanduser(), limit)
         self.name = "text" if path is None else Path(path).name
-        self.sha256 = hashlib.sha256(text).hexdigest()
-        self.tokens, self.vocabulary = self._tokenised(text)
-        sizes = [round(share * len(self.tokens)) for share in PARTS.values()]
-        sizes[0] += len(self.tokens) - sum(sizes)
-        self._parts = dict(zip(PARTS, self.tokens.split(sizes), strict=True))
+        sizes = [round(share * len(text)) for share in PARTS.values()]
+        if min(sizes) > 0:
+            self.tokens, self.vocabulary = self._tokenised(text)
+            sizes = [round(share * len(self.tokens)) for share in PARTS.values()]
         if min(sizes) <= block_size:
             raise ValueError(
                 f"{self.caller}: each part of the text must be longer than block_size="
-                f"{block_size}; the smallest has {min(sizes)} of {len(self.tokens)} tokens. Use a "
-                "longer text or a smaller data.block_size."
+                f"{block_size}; the smallest has {min(sizes)} tokens. Use a longer text or a "
+                "smaller data.block_size."
             )
+        sizes[0] += len(self.tokens) - sum(sizes)
+        self._parts = dict(zip(PARTS, self.tokens.split(sizes), strict=True))
+        self.sha256 = hashlib.sha256(text).hexdigest()
 
     def setup(self, stage: str) -> None:
-        """Cut the parts into blocks."""
-        train, val, test = (Blocks(part, self.block_size) for part in self._parts.values())
-        self.set_parts(train, val, test)
+        """Cut the parts into blocks; the target of each token is the next token."""
+        self.set_parts(*(_blocks(part, self.block_size) for part in self._parts.values()))
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Widen the tokens, which are stored as bytes, on their device."""
+        inputs, targets = batch
+        return inputs.long(), targets.long()
 
     def learner(self, net: nn.Module, optimizer: Any, **options: Any) -> LanguageModel:
         """Return the LightningModule that trains `net` on this text."""
@@ -156,6 +135,13 @@ class Text(Source):
         return torch.tensor([index[c] for c in characters], dtype=torch.int32), len(index)
 
 
+def _blocks(tokens: Tensor, size: int) -> MemoryPart:
+    """Views of the tokens, as (N, size), and of the tokens that follow each of them."""
+    count = (len(tokens) - 1) // size
+    inputs, targets = (tokens[start : start + count * size] for start in (0, 1))
+    return MemoryPart(inputs.view(count, size), targets.view(count, size))
+
+
 def _library(limit: int | None) -> bytes:
     """Return the sources of Python's standard library, up to `limit` bytes."""
     text = bytearray()
@@ -179,13 +165,10 @@ def _cut(text: bytes, limit: int | None) -> bytes:
     """Return the first `limit` bytes, less a last UTF-8 character that the limit would split."""
     if limit is None or len(text) <= limit:
         return text
-    text = text[:limit]
-    for tail in range(1, min(4, len(text)) + 1):  # bytes of the last character
-        first = text[-tail]
-        if first & 0xC0 != 0x80:  # not a continuation byte, 0b10xxxxxx
-            length = 1 + (first >= 0xC0) + (first >= 0xE0) + (first >= 0xF0)
-            return text if length <= tail else text[:-tail]
-    return text
+    end = limit
+    while end > max(limit - 4, 0) and text[end] & 0xC0 == 0x80:  # a byte that continues a character
+        end -= 1
+    return text[:end]
 
 
 def _per_character(tokens: Tensor, unit: str) -> float:

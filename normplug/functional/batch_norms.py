@@ -23,7 +23,7 @@ def batch_norm(
     momentum: float | None = 0.1,
     eps: float = 1e-5,
     *,
-    mode: ModeLike = "golden",
+    mode: ModeLike = "standard",
     residual: Tensor | None = None,
     activation: str | tuple[str, float] | None = None,
     num_batches_tracked: Tensor | None = None,
@@ -50,7 +50,7 @@ def batch_norm(
         training: use the batch's statistics instead of the running ones.
         momentum: weight of the new batch in the running statistics; None averages over all
             batches equally, as counted by `num_batches_tracked`.
-        eps: 0 or above, added to the variance before the root.
+        eps: added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         residual: added before the activation; shaped like `input`, or None.
         activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu". A
@@ -66,7 +66,7 @@ def batch_norm(
 
     Raises:
         ValueError: mismatched shapes or devices, one value per channel in training, evaluation
-            without running statistics, an eps below 0, an unknown mode, activation or
+            without running statistics, an unknown mode, activation or
             backend.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
@@ -77,7 +77,7 @@ def batch_norm(
     deterministic. For the backward they save `input` and two numbers per channel; with `residual`
     and relu also one bit per element, and with `residual` and another activation also `residual`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> x = torch.tensor([[1.0], [3.0]])
         >>> batch_norm(x, None, None, training=True, eps=1e-12, mode=0.25).flatten()
@@ -107,7 +107,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: `x` has no channel dimension.
         TypeError: `x` is not a tensor, or not floating point.
 
-    Example:
+    Examples:
         >>> import torch
         >>> channel_stats(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
         (tensor([2., 5.]), tensor([1., 0.]))

@@ -18,7 +18,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
-    mode: ModeLike = "golden",
+    mode: ModeLike = "standard",
     activation: str | tuple[str, float] | None = None,
     autocast_output: str = "float32",
     backend: str = "auto",
@@ -37,7 +37,7 @@ def group_norm(
         num_groups: a divisor of C.
         weight: (C,), or None for ones. May be float32 if `input` is half precision.
         bias: (C,), or None for zeros.
-        eps: 0 or above, added to the variance before the root.
+        eps: added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu". A
             pair such as ("leaky_relu", 0.2) sets the slope below 0; the default is 0.01.
@@ -54,7 +54,7 @@ def group_norm(
 
     Raises:
         ValueError: mismatched shapes or devices, a `num_groups` that does not divide C, a single
-            sample with one value per group, an eps below 0, an unknown mode, activation,
+            sample with one value per group, an unknown mode, activation,
             autocast_output or backend.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
@@ -65,7 +65,7 @@ def group_norm(
     Twice differentiable in `input`, `weight` and `bias`. The kernels are bitwise deterministic. For
     the backward they save `input` and two numbers per group of each sample.
 
-    Example:
+    Examples:
         >>> import torch
         >>> group_norm(torch.tensor([[1.0, 3.0, 5.0, 5.1]]), 2, mode="standard").round()
         tensor([[-1.,  1., -1.,  1.]])
@@ -86,7 +86,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
     *,
-    mode: ModeLike = "golden",
+    mode: ModeLike = "standard",
     activation: str | tuple[str, float] | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -109,7 +109,7 @@ def instance_norm(
         use_input_stats: use the input's statistics instead of the running ones.
         momentum: weight of the new batch in the running statistics; unlike in `batch_norm`, it must
             be a number.
-        eps: 0 or above, added to the variance before the root.
+        eps: added to the variance before the root.
         mode: as in `group_norm`.
         activation: as in `group_norm`.
         backend: as in `group_norm`.
@@ -127,7 +127,7 @@ def instance_norm(
     Precision and gradients are those of `group_norm` with one group per channel, except that the
     torch backend does not promote: PyTorch accepts float32 parameters with a half `input`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> instance_norm(torch.tensor([[[1.0, 3.0], [5.0, 5.1]]]), mode="standard").round()
         tensor([[[-1.,  1.],
@@ -138,7 +138,7 @@ def instance_norm(
     t = Tensors(input, None, weight, bias, None, running_mean, running_var)
     tv = target_variance(mode)
     if not use_input_stats:
-        constant = BatchNormSpec(False, momentum, eps, tv, activation)
+        constant = BatchNormSpec(False, momentum, eps, tv, activation, instance=True)
         return carry_out(caller, t, constant, backend)
     spec = GroupNormSpec(_channels(input), eps, tv, activation, momentum=momentum, instance=True)
     return carry_out(caller, t, spec, backend)

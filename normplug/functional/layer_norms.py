@@ -20,7 +20,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
-    mode: ModeLike = "golden",
+    mode: ModeLike = "standard",
     input_bias: Tensor | None = None,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -46,7 +46,7 @@ def layer_norm(
         normalized_shape: the trailing dimensions that form a row.
         weight: `normalized_shape`, or None for ones. May be float32 if `input` is half precision.
         bias: `normalized_shape`, or None for zeros.
-        eps: 0 or above, added to the variance before the root.
+        eps: added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         input_bias: `normalized_shape`, added to the input before it is normalised, or None.
         running_mean: scalar tensor, updated in place, or None.
@@ -68,7 +68,7 @@ def layer_norm(
 
     Raises:
         ValueError: mismatched shapes or devices, one running statistic without the other, a
-            momentum of None without a counter, an eps below 0, an unknown mode, autocast_output or
+            momentum of None without a counter, an unknown mode, autocast_output or
             backend.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
@@ -79,7 +79,7 @@ def layer_norm(
     Twice differentiable in `input`, `weight`, `bias` and `input_bias`. The kernels are bitwise
     deterministic. For the backward they save `input` and two numbers per row.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), mode="standard").round()
         tensor([[-1.,  1.]])
@@ -101,7 +101,7 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
-    mode: ModeLike = "golden",
+    mode: ModeLike = "standard",
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
@@ -141,7 +141,7 @@ def add_layer_norm(
     Twice differentiable in `x`, `residual`, `weight` and `bias`. The kernels do both steps in one
     launch, and save `total` for the backward.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, total = add_layer_norm(torch.ones(1, 2), torch.tensor([[0.0, 2.0]]), (2,))
         >>> total

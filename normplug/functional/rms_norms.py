@@ -22,7 +22,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
-    mode: ModeLike = "golden",
+    mode: ModeLike = "standard",
     weight_offset: float = 0.0,
     running_var: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
@@ -43,7 +43,7 @@ def rms_norm(
         normalized_shape: the trailing dimensions that form a row.
         weight: `normalized_shape`, or None for a factor of one. May be float32 if `input` is half
             precision.
-        eps: 0 or above, added to the second moment before the root; None for the machine epsilon
+        eps: added to the second moment before the root; None for the machine epsilon
             of float32 (of float64 for float64 `input`), as in torch since 2.7.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         weight_offset: added to `weight` in the dtype of the sums; 1 for Gemma, whose weights start
@@ -65,8 +65,8 @@ def rms_norm(
         it is contiguous.
 
     Raises:
-        ValueError: mismatched shapes or devices, a momentum of None without a counter, an eps below
-            0, an unknown mode, backend or autocast_output.
+        ValueError: mismatched shapes or devices, a momentum of None without a counter, an unknown
+            mode, backend or autocast_output.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
 
@@ -77,7 +77,7 @@ def rms_norm(
     Twice differentiable in `input` and `weight`. For the backward the kernels save `input` and one
     number per row.
 
-    Example:
+    Examples:
         >>> import torch
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), (2,), mode="standard")
         tensor([[0.8485, 1.1314]])
@@ -95,7 +95,7 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
-    mode: ModeLike = "golden",
+    mode: ModeLike = "standard",
     weight_offset: float = 0.0,
     running_var: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
@@ -133,7 +133,7 @@ def add_rms_norm(
     Twice differentiable in `x`, `residual` and `weight`. The kernels do both steps in one launch,
     and save `total` for the backward.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, total = add_rms_norm(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]), (2,))
         >>> total

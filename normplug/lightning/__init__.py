@@ -3,7 +3,7 @@
 from normplug._convert import norm_layers
 from normplug._extras import needs
 
-with needs("normplug.lightning", "train"):
+with needs("normplug.lightning", "lightning"):
     from normplug.lightning.swap_norms import SwapNorms
     from normplug.lightning.sync_norms import SyncNorms
     from normplug.lightning.variance_logger import VarianceLogger

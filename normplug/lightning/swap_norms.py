@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.utilities import rank_zero_info
 
+import normplug
 from normplug import _checks, _convert
 from normplug._swap import record
 from normplug._swap.check import refuse
@@ -23,7 +24,7 @@ _OPTIONS = [p.name for p in inspect.signature(swap).parameters.values() if p.kin
 
 
 class SwapNorms(Callback):
-    """Swap the norms of a LightningModule before its optimizer is built.
+    """Swap the norms of a LightningModule before its optimizer is built, and fuse them if asked.
 
     Checkpoints record the mode of each layer; resuming with other modes is refused. A tool that
     rebuilds norms silently drops the target variance. So at the start of fit, validate and test,
@@ -32,22 +33,37 @@ class SwapNorms(Callback):
 
     Args:
         mode: as in `normplug.swap`: one mode, or a mode for each layer.
+        fuse: run norms and the operations next to them in one kernel, as `normplug.fuse` does.
+        recompute: with `fuse`, save memory, as in `normplug.fuse`.
         **options: those of `normplug.swap`.
 
     Raises:
-        ValueError: an unknown mode, autocast_output or backend; a checkpoint of another mode.
+        ValueError: an unknown mode, autocast_output or backend; `recompute` without `fuse`; a
+            checkpoint of another mode.
         TypeError: an unknown option, or an option of the wrong type.
         RuntimeError: swapped layers were rebuilt or are bypassed, or BatchNorms would be rebuilt.
 
-    Example:
+    Examples:
+        >>> trainer = Trainer(callbacks=[SwapNorms(fuse=True)], logger=False)
         >>> trainer = Trainer(callbacks=[SwapNorms("golden", exclude="head.*")], logger=False)
     """
 
-    def __init__(self, mode: ModesLike = "golden", **options: Any) -> None:
+    def __init__(
+        self,
+        mode: ModesLike = "standard",
+        *,
+        fuse: bool = False,
+        recompute: bool = False,
+        **options: Any,
+    ) -> None:
         rule = read(mode)
         self.mode = rule.mode if isinstance(rule, One) else rule
         _refuse_unknown(options)
         _checks.swap_options("lightning.SwapNorms", **options)
+        _checks.flags("lightning.SwapNorms", fuse=fuse, recompute=recompute)
+        if recompute and not fuse:
+            raise ValueError("normplug.lightning.SwapNorms: recompute=True needs fuse=True.")
+        self.fuse, self.recompute = fuse, recompute
         self.options = options
         self._model: LightningModule | None = None
         self._targets: dict[str, float] = {}  # the target variance of each layer at the swap
@@ -110,6 +126,8 @@ class SwapNorms(Callback):
 
     def _swap(self, pl_module: LightningModule) -> None:
         swap(pl_module, self.mode, **self.options)
+        if self.fuse:
+            normplug.fuse(pl_module, recompute=self.recompute)
         self._model = pl_module
         layers = dict(_convert.normplug_layers(pl_module))
         self._targets = {path: layer.target_variance for path, layer in layers.items()}
@@ -139,5 +157,5 @@ def _refuse_unknown(options: Iterable[str]) -> None:
         if option not in _OPTIONS:
             raise TypeError(
                 f"normplug.lightning.SwapNorms: unknown option {option!r}; the options are "
-                f"{', '.join(_OPTIONS)}."
+                f"fuse, recompute, {', '.join(_OPTIONS)}."
             )

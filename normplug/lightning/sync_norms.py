@@ -20,7 +20,7 @@ class SyncNorms(LayerSync):
 
     It acts only under distributed strategies that let Lightning synchronise layers (DDP and FSDP).
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> from normplug.lightning import SwapNorms
         >>> trainer = Trainer(plugins=[SyncNorms()], callbacks=[SwapNorms("golden")], logger=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from normplug import _checks, _convert
-from normplug._report.run_files import VARIANCE
+from normplug._extras import MissingPackage, needs
 from normplug.lightning.variance_table import (
     MEASURED,
     LayerVariance,
     append,
     as_metrics,
     as_table,
-    draw_heat_map,
     keep_before,
 )
 from normplug.modules import TargetVarianceNorm
@@ -75,7 +75,7 @@ class VarianceLogger(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the directory of the files; a resumed run continues its file."""
         directory = self.dirpath or trainer.log_dir or trainer.default_root_dir
-        self.path = Path(directory) / VARIANCE
+        self.path = Path(directory) / "variance.csv"
         if trainer.is_global_zero and not trainer.ckpt_path:
             self.path.unlink(missing_ok=True)
         self.logged_step, self._rows = -1, []
@@ -128,9 +128,16 @@ class VarianceLogger(Callback):
             logger.log_metrics(as_metrics(self.last), step=self.logged_step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the heat map."""
-        if self._rows and self.path is not None:
-            draw_heat_map(self._rows, self.path.with_suffix(".png"), model=type(pl_module).__name__)
+        """Draw the heat map; without matplotlib, warn instead."""
+        if not self._rows or self.path is None:
+            return
+        try:
+            with needs("normplug.lightning.VarianceLogger: variance.png", "train"):
+                from normplug.lightning.heat_map import draw_heat_map
+        except MissingPackage as error:
+            warnings.warn(str(error), stacklevel=2)
+            return
+        draw_heat_map(self._rows, self.path.with_suffix(".png"), model=type(pl_module).__name__)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -10,43 +11,45 @@ from torch import Tensor, fx, nn
 
 from normplug import _checks
 from normplug._ops import likely, sharded
-from normplug.modes import ModeLike, NormMode, target_variance
-from normplug.modules import eps_reader
+from normplug.modes import ModeLike, NormMode
+from normplug.modes import target_variance as variance_of
+from normplug.modules.eps import HiddenEps, eps_property
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.probe import Probe
 from normplug.reference import rms_eps
 
 
-class Options(NamedTuple):
-    """The options of a swap; a layer uses those that its class declares in `_settings` or adopts.
+class Settings(NamedTuple):
+    """What normplug stores in a layer, whole, as its attribute `_normplug`.
 
     Attributes:
         target_variance: a float above 0.
         backend: as in `normplug.functional`.
         autocast_output: as in `normplug.functional.layer_norm`.
-        track_running_stats: give a stock layer running statistics for monitoring; None leaves it
-            to the layer's class.
-        device: the device of new tensors if the layer has no weight.
+        eps: the eps of the formula. The layer shows another value: see `normplug.modules.eps`.
+        momentum: the weight of a new batch in statistics that are only watched.
+        unsynced_class: the layer's class before it was synchronised; None if it was not.
     """
 
-    target_variance: float
+    target_variance: float = 1.0
     backend: str = "auto"
     autocast_output: str = "float32"
-    track_running_stats: bool | None = False
-    device: Any = None
+    eps: Any = None  # a float, or a tensor of no dimensions; RMSNorm's may be None
+    momentum: float | None = 0.1
+    unsynced_class: type[nn.Module] | None = None
 
 
-def eps_property(name: str) -> Any:
-    """A guarded property for the eps that the stock class calls `name`: see `eps_reader`."""
+def _setting(name: str, check: Callable[[str, Any], object]) -> Any:
+    """A property for one of the `Settings`; `check` takes the layer's class name and a value."""
 
-    def read(layer: TargetVarianceNorm) -> float | None:
-        return layer._eps if layer.target_variance == 1.0 else eps_reader.eps_to_reader(layer, name)
+    def read(layer: TargetVarianceNorm) -> Any:
+        return getattr(layer._normplug, name)
 
-    def write(layer: TargetVarianceNorm, eps: float | None) -> None:
-        layer._eps = vars(layer)[name] = eps
+    def write(layer: TargetVarianceNorm, value: Any) -> None:
+        check(type(layer).__name__, value)
+        layer._set(**{name: value})
 
-    doc = "As in the stock class; code that would drop the target variance is refused."
-    return property(read, write, doc=doc)
+    return property(read, write, doc=f"The `{name}` of `normplug.functional`.")
 
 
 class TargetVarianceNorm(nn.Module):
@@ -58,26 +61,22 @@ class TargetVarianceNorm(nn.Module):
     `docs/add-a-norm.md` walks through an example.
     """
 
-    target_variance: float
-    backend: str
-    # The eps that normplug's own code reads, without the cost of the guard. It is a separate
-    # attribute because Dynamo of torch 2.6 and 2.11 reads `__dict__["eps"]`, not the property.
-    _eps: Any  # a float; RMSNorm's may be None
+    # Replaced whole, so that a call in another thread reads settings of one time. Other tools set
+    # attributes of a layer under many names, and this is the only one that a call depends on.
+    _normplug: Settings = Settings()
     # For `_record` to fill while a `VarianceLogger` measures, else None.
     _probe: Probe | None = None
 
-    # The names of the `Options` that each swap sets.
-    _settings: ClassVar[tuple[str, ...]] = ("target_variance", "backend")
-    # The names of the attributes, besides its tensors, that the result of a call depends on.
+    # What the result of a call depends on besides weight and bias: the names of three buffers, the
+    # statistics, and then of attributes.
     _call_reads: ClassVar[tuple[str, ...]] = (
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
         "training",
-        "target_variance",
-        "backend",
-        "_eps",
+        "_normplug",
     )
-    # The attributes that `extra_repr` adds to the stock class's.
-    _shown: ClassVar[tuple[str, ...]] = ("mode",)
-    # The operations that `fuse` may run in one call with a layer, by its `fused*` methods.
+    # The operations that `fuse` may run in one call with a layer, by its `_fused*` methods.
     _fusion_sites: ClassVar[FusionSites | None] = None
     # The stock class's name for its eps. A class with another name defines an `eps_property` of it.
     _eps_name: ClassVar[str] = "eps"
@@ -89,14 +88,43 @@ class TargetVarianceNorm(nn.Module):
     _synchronised: ClassVar[type[TargetVarianceNorm] | None] = None
 
     def __init__(
-        self, *args: Any, mode: ModeLike = "golden", backend: str = "auto", **kwargs: Any
+        self, *args: Any, mode: ModeLike = "standard", backend: str = "auto", **kwargs: Any
     ) -> None:
         caller = type(self).__name__
         _checks.layer(caller, super().__init__, args, kwargs)
         super().__init__(*args, **kwargs)
-        self.target_variance = target_variance(mode)
-        _checks.backend(caller, backend)
         self.backend = backend
+        self.target_variance = mode
+
+    backend = _setting("backend", _checks.backend)
+    autocast_output = _setting("autocast_output", _checks.autocast_output)
+    eps = eps_property("eps")
+
+    @property
+    def target_variance(self) -> float:
+        """The variance that the layer normalises to."""
+        return self._normplug.target_variance
+
+    @target_variance.setter
+    def target_variance(self, mode: ModeLike) -> None:
+        self._set(target_variance=variance_of(mode))
+
+    @property
+    def mode(self) -> NormMode:
+        """The layer's mode; assign a name, a number or a `NormMode` to change it."""
+        return NormMode(self.target_variance)
+
+    @mode.setter
+    def mode(self, mode: ModeLike | None) -> None:
+        if mode is not None:  # from a tool that replaces a forward, such as Liger
+            self.target_variance = mode
+
+    def _set(self, **changes: Any) -> None:
+        """Change settings, and the eps that the layer shows."""
+        own = vars(self)
+        own["_normplug"] = settings = self._normplug._replace(**changes)
+        plain = settings.target_variance == 1.0
+        own[self._eps_name] = settings.eps if plain else HiddenEps(settings.eps)
 
     def _affine_shape(self) -> tuple[int, ...]:
         """The shape of weight and bias; also called with a stock layer as `self`."""
@@ -107,8 +135,15 @@ class TargetVarianceNorm(nn.Module):
         """Why a layer of the stock class has to stay as it is; None if a swap may convert it."""
         return None
 
-    def _adopt(self, options: Options) -> None:
-        """Give the layer what its stock class lacks, once a swap has changed its class."""
+    @classmethod
+    def _adopt(cls, module: nn.Module, track_running_stats: bool | None, device: Any) -> None:
+        """Give a stock layer what its class lacks, before a swap changes the class.
+
+        Args:
+            module: the stock layer.
+            track_running_stats: whether to watch statistics; None leaves it to the class.
+            device: the device of new tensors if the layer has no weight.
+        """
 
     def _likely_call(self) -> likely.Call | None:
         """How the layer will be called, as far as is known; None if it has no kernels."""
@@ -120,8 +155,9 @@ class TargetVarianceNorm(nn.Module):
         if call is not None:
             likely.note(self, call._replace(operations=operations))
 
-    def _leave(self) -> None:
-        """Remove what `_adopt` added, before `unswap` changes the class back."""
+    @classmethod
+    def _leave(cls, module: nn.Module) -> None:
+        """Remove what `_adopt` added, after `unswap` has changed the class back."""
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         """The formula in plain torch, for `check`; a subclass overrides it with its forward."""
@@ -156,26 +192,26 @@ class TargetVarianceNorm(nn.Module):
     def stop_watching(self) -> None:
         """Remove running statistics that no result depends on, for Opacus; by default, none."""
 
-    eps = eps_property("eps")
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Older pickles have no `_eps`.
-        vars(self).setdefault("_eps", vars(self).get(self._eps_name))
-
-    @property
-    def mode(self) -> NormMode:
-        """The layer's mode; assign a name, a number or a `NormMode` to change it."""
-        return NormMode(self.target_variance)
-
-    @mode.setter
-    def mode(self, mode: ModeLike) -> None:
-        self.target_variance = target_variance(mode)
+        own = vars(self)
+        if "_normplug" not in own:  # a pickle of version 0.2, with an attribute for each setting
+            eps = own.pop("_eps", own.get(self._eps_name))
+            names = ("target_variance", "backend", "autocast_output")
+            old = {name: own.pop(name) for name in names if name in own}
+            self._set(**old, eps=eps, unsynced_class=own.pop("_unsynced_class", None))
 
     def extra_repr(self) -> str:
-        """The stock class's line, and the attributes of `_shown`."""
-        shown = [f"{name}={getattr(self, name)}" for name in self._shown]
-        return ", ".join(filter(None, [super().extra_repr(), *shown]))
+        """The stock class's line, and what `_shown` adds."""
+        return ", ".join(filter(None, [super().extra_repr(), *self._shown()]))
+
+    def _shown(self) -> list[str]:
+        return [f"mode={self.mode}"]
+
+    @property
+    def _eps(self) -> Any:
+        """The eps of the formula."""
+        return as_number(self._normplug.eps)
 
     # Reading a tensor as a module's attribute takes the host ten times as long as from the dict.
 
@@ -235,7 +271,7 @@ class TargetVarianceNorm(nn.Module):
                 if self._weight_offset:
                     probe.weight += self._weight_offset
             probe.target_variance = self.target_variance
-            probe.eps = rms_eps(x.dtype, self._eps)  # RMSNorm's eps may be None
+            probe.eps = rms_eps(x.dtype, self._normplug.eps)  # RMSNorm's eps may be None
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -244,7 +280,7 @@ class TargetVarianceNorm(nn.Module):
             metadata["target_variance"] = self.target_variance
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any, **named: Any
     ) -> None:
         # Without metadata (a plain dict, safetensors) the saved mode is unknown. Metadata without a
         # target variance comes from a stock layer.
@@ -259,7 +295,12 @@ class TargetVarianceNorm(nn.Module):
                     "and then swap with preserve_output=True.",
                     stacklevel=2,
                 )
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **named)
+
+
+def as_number(value: Any) -> Any:
+    """The value of an eps or a momentum, which torch also takes as a tensor of no dimensions."""
+    return float(value) if isinstance(value, Tensor) else value
 
 
 def _depth(cls: type, name: str) -> int:

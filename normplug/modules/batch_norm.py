@@ -10,7 +10,7 @@ from normplug._activations import ActivationLike
 from normplug._ops import likely
 from normplug._ops.spec import BatchNormSpec, Pool, Tensors
 from normplug._torch import BatchNormBase
-from normplug.modules.base import TargetVarianceNorm
+from normplug.modules.base import TargetVarianceNorm, as_number
 from normplug.modules.fusion_sites import FusionSites
 
 
@@ -19,9 +19,9 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         """Normalise `input`; in training, update the running statistics."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        return self.fused(input)
+        return self._fused(input)
 
-    def fused(
+    def _fused(
         self,
         input: Tensor,
         residual: Tensor | None = None,
@@ -45,16 +45,16 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
                 output.
         """
         others = (activation, pool, keeps_residual)
+        measures = self._probe is not None  # read first: another thread may unswap the layer
         compiling = torch.compiler.is_compiling()
         y = None if compiling else native.forward(self, input, residual, None, *others)
         if y is None:
             t, spec = self._call(input, residual, *others)
-            y = functional.carry_out(
-                "functional.batch_norm", t, spec, self.backend, isolated=isolated
-            )
+            backend = self._normplug.backend
+            y = functional.carry_out("functional.batch_norm", t, spec, backend, isolated=isolated)
             if not compiling:
-                native.learn(self, spec, self.backend, t, input, residual, None, *others)
-        if self._probe is not None:
+                native.learn(self, spec, backend, t, input, residual, None, *others)
+        if measures:
             self._record(input)
         return y
 
@@ -72,10 +72,12 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         training = self.training or (mean is None and var is None)
         if self.training and not self.track_running_stats:
             mean = var = tracked = None
-        # Without its counter (a checkpoint of torch < 0.4.1) a cumulative average is not updated.
-        momentum = 0.0 if self.momentum is None and tracked is None else self.momentum
+        momentum = as_number(self.momentum)
+        if momentum is None and tracked is None:
+            momentum = 0.0  # not updated without its counter (a checkpoint of torch < 0.4.1)
         t = Tensors(input, residual, *self._affine(), None, mean, var, tracked)
-        eps, tv = self._eps, self.target_variance
+        own = self._normplug
+        eps, tv = as_number(own.eps), own.target_variance
         spec = BatchNormSpec(training, momentum, eps, tv, activation, pool, keeps_residual)
         return t, spec
 
@@ -89,7 +91,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         return (self.num_features,)
 
     def _example_shape(self) -> tuple[int, ...]:
-        input_class = vars(self).get("_unsynced_class", type(self))
+        input_class = self._normplug.unsynced_class or type(self)
         for cls, space in ((nn.BatchNorm2d, (2, 2)), (nn.BatchNorm3d, (2, 2, 2))):
             if issubclass(input_class, cls):
                 return (8, self.num_features, *space)
@@ -114,7 +116,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         return variance if self.training or self.running_var is None else self.running_var
 
     def may_fuse(self) -> bool:
-        """Always: `fused` measures as well."""
+        """Always: `_fused` measures as well."""
         return True
 
 
@@ -132,13 +134,13 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     Shape: (N, C) or (N, C, L), in and out. Details: `normplug.functional.batch_norm`.
 
     Raises:
-        ValueError: an unknown mode or backend, an eps below 0, no channels, or input of
+        ValueError: an unknown mode or backend, no channels, or input of
             another dimension.
         TypeError: an argument of another type.
 
-    Example:
+    Examples:
         >>> BatchNorm1d(8)
-        BatchNorm1d(8, eps=1e-05, momentum=0.1, affine=True, ..., mode=golden)
+        BatchNorm1d(8, eps=1e-05, momentum=0.1, affine=True, ..., mode=standard)
     """
 
 

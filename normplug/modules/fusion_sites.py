@@ -13,9 +13,9 @@ class FusionSites(NamedTuple):
         methods: the methods that the forward consists of, by name. A subclass that overrides one
             of them is not fused.
         after: operations after the layer: any of "activation", "addition" (of a residual, before
-            the activation) and "max_pool" (after relu). The layer's `fused` runs them.
-        before: operations before the layer: "addition" (of two tensors), which `fused_add` runs,
-            and "convolution_bias", which `fused_bias` runs. The latter is for layers with a
+            the activation) and "max_pool" (after relu). The layer's `_fused` runs them.
+        before: operations before the layer: "addition" (of two tensors), which `_fused_add` runs,
+            and "convolution_bias", which `_fused_bias` runs. The latter is for layers with a
             `normalized_shape`.
     """
 

@@ -9,6 +9,7 @@ from normplug import functional, native, reference
 from normplug._activations import ActivationLike
 from normplug._ops import likely
 from normplug._ops.spec import GroupNormSpec, Tensors
+from normplug.modules.base import as_number
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.watched import WatchedRows
 
@@ -18,15 +19,14 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    The running statistics, off by default, are scalars: moving averages of the groups' mean and of
-    their biased variance. As in `LayerNorm`, they are saved, no result depends on them, and a
-    strict load accepts a checkpoint without them.
+    The watched statistics, off by default, are scalars: moving averages of the groups' mean and of
+    their biased variance. See `LayerNorm`.
 
     Args:
         *args: those of `torch.nn.GroupNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the running statistics; None is False here.
+        track_running_stats: keep the watched statistics; None is False here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.group_norm`.
         **kwargs: those of `torch.nn.GroupNorm`.
@@ -34,11 +34,11 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
     Shape: (N, C) or (N, C, *space), in and out. Details: `normplug.functional.group_norm`.
 
     Raises:
-        ValueError: an unknown mode, backend or autocast_output, an eps below 0, groups that do not
+        ValueError: an unknown mode, backend or autocast_output, groups that do not
             divide the channels, or input with another number of channels.
         TypeError: an argument of another type.
 
-    Example:
+    Examples:
         >>> GroupNorm(2, 8, mode=0.5)
         GroupNorm(2, 8, eps=1e-05, affine=True, ..., mode=0.5)
     """
@@ -46,15 +46,16 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
     _watches = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, update the running statistics if there are any."""
+        """Normalise `input`; in training, update the watched statistics if there are any."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        y = self.fused(input)
-        if self._probe is not None:
+        measures = self._probe is not None  # read first: another thread may unswap the layer
+        y = self._fused(input)
+        if measures:
             self._record(input, y)
         return y
 
-    def fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
+    def _fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
         """Compute `activation(forward(input))` in one call.
 
         Args:
@@ -67,18 +68,19 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
             if known is not None:
                 return known
         t = Tensors(input, None, *self._affine(), None, *self._statistics_to_update(input))
+        own = self._normplug
         spec = GroupNormSpec(
             self.num_groups,
-            self._eps,
-            self.target_variance,
+            as_number(own.eps),
+            own.target_variance,
             activation,
             functional.autocast_dtype(input),
-            self.autocast_output,
-            self.momentum,
+            own.autocast_output,
+            own.momentum,
         )
-        y = functional.carry_out("functional.group_norm", t, spec, self.backend)
+        y = functional.carry_out("functional.group_norm", t, spec, own.backend)
         if not compiling:
-            native.learn(self, spec, self.backend, t, input, None, None, activation)
+            native.learn(self, spec, own.backend, t, input, None, None, activation)
         return y
 
     _call_reads = (*WatchedRows._call_reads, "num_groups")

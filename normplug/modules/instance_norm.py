@@ -13,7 +13,7 @@ from normplug._activations import ActivationLike
 from normplug._ops import likely
 from normplug._ops.spec import BatchNormSpec, GroupNormSpec, Tensors
 from normplug._torch import InstanceNormBase
-from normplug.modules.base import TargetVarianceNorm
+from normplug.modules.base import TargetVarianceNorm, as_number
 from normplug.modules.fusion_sites import FusionSites
 
 
@@ -29,12 +29,13 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         """Normalise `input`; in training, update the running statistics if there are any."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        y = self.fused(input)
-        if self._probe is not None:
+        measures = self._probe is not None  # read first: another thread may unswap the layer
+        y = self._fused(input)
+        if measures:
             self._record(self._batched(input), self._batched(y))
         return y
 
-    def fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
+    def _fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
         """Compute `activation(forward(input))` in one call.
 
         Args:
@@ -53,9 +54,10 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         mean, var, _ = self._statistics()
         t = Tensors(x, None, weight, bias, None, mean, var)
         spec = self._spec(x.shape[1], activation)
-        y = functional.carry_out("functional.instance_norm", t, spec, self.backend)
+        backend = self._normplug.backend
+        y = functional.carry_out("functional.instance_norm", t, spec, backend)
         if not compiling:
-            native.learn(self, spec, self.backend, t, input, None, None, activation)
+            native.learn(self, spec, backend, t, input, None, None, activation)
         return y if x is input else y.squeeze(0)
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
@@ -65,9 +67,9 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         """The spec of a call: that of a BatchNorm in evaluation with running statistics."""
         eps, tv = self._eps, self.target_variance
         if self._uses_running(self.training):
-            return BatchNormSpec(False, 0.0, eps, tv, activation)
+            return BatchNormSpec(False, 0.0, eps, tv, activation, instance=True)
         # In torch, a momentum of None leaves the statistics of an InstanceNorm unchanged.
-        momentum = 0.0 if self.momentum is None else self.momentum
+        momentum = 0.0 if self.momentum is None else as_number(self.momentum)
         return GroupNormSpec(channels, eps, tv, activation, momentum=momentum, instance=True)
 
     def _uses_running(self, training: bool) -> bool:
@@ -142,14 +144,13 @@ class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
     Shape: (N, C, L) or (C, L), in and out. Details: `normplug.functional.instance_norm`.
 
     Raises:
-        ValueError: an unknown mode or backend, an eps below 0 (or of 0, in evaluation with running
-            statistics), no channels, a single spatial position in training, or input of another
-            dimension.
+        ValueError: an unknown mode or backend, no channels, a single spatial position in training,
+            or input of another dimension.
         TypeError: an argument of another type.
 
-    Example:
+    Examples:
         >>> InstanceNorm1d(8)
-        InstanceNorm1d(8, eps=1e-05, momentum=0.1, affine=False, ..., mode=golden)
+        InstanceNorm1d(8, eps=1e-05, momentum=0.1, affine=False, ..., mode=standard)
     """
 
 

@@ -128,9 +128,8 @@ def _by_collectives(
         raise _checks.one_joined_value(dist.get_world_size(group))
     if t.running_mean is not None and t.running_var is not None:
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
-        step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum, counts=n > 1)
         unbiased = var * (n / (n - 1).clamp(min=1))
-        statistics.update(t.running_mean, t.running_var, mean, unbiased, step)
+        statistics.update(t, spec.momentum, mean, unbiased, counts=n > 1)
     return y, var
 
 

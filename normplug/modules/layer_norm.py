@@ -1,4 +1,4 @@
-"""LayerNorm with a target variance and running statistics."""
+"""LayerNorm with a target variance and watched statistics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from normplug import functional, reference
 from normplug._ops.spec import LayerNormSpec, Tensors
+from normplug.modules.base import as_number
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.row_norm import RowNorm
 
@@ -15,16 +16,16 @@ class LayerNorm(RowNorm, nn.LayerNorm):
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    The running statistics are scalars: moving averages of the rows' mean and of their biased
-    variance. They are saved, and no result depends on them. A strict load accepts a checkpoint
-    without them. They then start again, with mean 0 and variance 1, as they do when the layer
-    leaves the meta device. Inside `torch.func` transforms they are not updated.
+    The watched statistics are scalars that no result depends on: `watched_mean` and `watched_var`,
+    moving averages of the rows' mean and of their biased variance, and `watched_count`, the number
+    of batches. They are not saved: a state_dict has the keys of the stock layer's. They start with
+    mean 0 and variance 1. Inside `torch.func` transforms they are not updated.
 
     Args:
         *args: those of `torch.nn.LayerNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the running statistics; None is True here.
+        track_running_stats: keep the watched statistics; None is True here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.layer_norm`.
         **kwargs: those of `torch.nn.LayerNorm`.
@@ -32,25 +33,25 @@ class LayerNorm(RowNorm, nn.LayerNorm):
     Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.layer_norm`.
 
     Raises:
-        ValueError: an unknown mode, backend or autocast_output, an eps below 0, an empty row, or
+        ValueError: an unknown mode, backend or autocast_output, an empty row, or
             input of another trailing shape.
         TypeError: an argument of another type.
 
-    Example:
+    Examples:
         >>> LayerNorm(8, mode=0.5)
         LayerNorm((8,), eps=1e-05, elementwise_affine=True, ..., mode=0.5)
     """
 
     _function = "layer_norm"
 
-    def fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
+    def _fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
         """Compute `forward(input + input_bias)` in one call."""
         known = self._run_native(input, None, input_bias)
         if known is not None:
             return known
         statistics = self._statistics_to_update(input)
         t = Tensors(input, None, *self._affine(), input_bias, *statistics)
-        return self._run(t, self.autocast_output)
+        return self._run(t, self._normplug.autocast_output)
 
     _fusion_sites = FusionSites(
         {"forward": RowNorm.forward, "_normalise": RowNorm._normalise},
@@ -58,11 +59,12 @@ class LayerNorm(RowNorm, nn.LayerNorm):
     )
 
     def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:
+        own = self._normplug
         return LayerNormSpec(
             self.normalized_shape,
-            self.momentum,
-            self._eps,
-            self.target_variance,
+            own.momentum,
+            as_number(own.eps),
+            own.target_variance,
             functional.autocast_dtype(x),
             autocast_output,
         )

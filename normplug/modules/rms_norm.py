@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from normplug import functional, reference
 from normplug._ops.spec import LayerNormSpec
 from normplug._torch import RMS_NORM_AUTOCASTS
-from normplug.modules.base import Options
+from normplug.modules.base import as_number
 from normplug.modules.row_norm import RowNorm
 
 
@@ -22,30 +22,24 @@ class _RMSNorm(RowNorm):
     """
 
     _function = "rms_norm"
-    _watched = ("running_var", "num_batches_tracked")
+    _watched = ("watched_var", "watched_count")
     _watches = False
     _measure = "second moment"
     # Whether autocast has the stock layer compute and return float32.
     _autocasts: ClassVar[bool] = RMS_NORM_AUTOCASTS
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.register_parameter("bias", None)
-
-    def _adopt(self, options: Options) -> None:
-        super()._adopt(options)
-        self.register_parameter("bias", None)
-
-    def _leave(self) -> None:
-        super()._leave()
-        del self.bias
+    def _affine(self) -> tuple[Tensor | None, None]:
+        if "weight" in self._parameters:
+            return self._parameters["weight"], None
+        return self.weight, None  # type: ignore[return-value]  # parametrized, or sharded
 
     def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:
+        own = self._normplug
         return LayerNormSpec(
             self._affine_shape(),
-            self.momentum,
-            self._eps,
-            self.target_variance,
+            own.momentum,
+            as_number(own.eps),
+            own.target_variance,
             functional.autocast_of_rms_norm(x, autocast_output, self._autocasts),
             autocast_output,
             False,
@@ -76,15 +70,14 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
     Rows are not centred. So the target variance tv is the target of mean(y^2) where weight is 1;
     it is the variance of y where the mean of y is 0.
 
-    With `track_running_stats`, `running_var` is a scalar: a moving average of mean(x^2), the second
-    moment of the input. It is saved, and no result depends on it. There is no `running_mean`. A
-    strict load accepts a checkpoint without them; see `LayerNorm`.
+    With `track_running_stats`, `watched_var` is a scalar: a moving average of mean(x^2), the second
+    moment of the input. There is no `watched_mean`. See `LayerNorm`.
 
     Args:
         *args: those of `torch.nn.RMSNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the running statistics; None is False here.
+        track_running_stats: keep the watched statistics; None is False here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.rms_norm`.
         **kwargs: those of `torch.nn.RMSNorm`.
@@ -92,11 +85,11 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
     Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.rms_norm`.
 
     Raises:
-        ValueError: an unknown mode, backend or autocast_output, an eps below 0, an empty row, or
+        ValueError: an unknown mode, backend or autocast_output, an empty row, or
             input of another trailing shape.
         TypeError: an argument of another type.
 
-    Example:
+    Examples:
         >>> RMSNorm(8, mode=0.5)
         RMSNorm((8,), eps=None, elementwise_affine=True, ..., mode=0.5)
     """

@@ -15,7 +15,7 @@ from normplug.modules.watched import WatchedRows
 
 
 class RowNorm(WatchedRows):
-    """A norm of rows of shape `_affine_shape`, with running statistics for monitoring only.
+    """A norm of rows of shape `_affine_shape`, with statistics that are only watched.
 
     A subclass declares `_function`, `_spec`, and all that `TargetVarianceNorm` asks for. Its
     arguments are those of `WatchedRows`.
@@ -34,45 +34,46 @@ class RowNorm(WatchedRows):
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, update the running statistics."""
+        """Normalise `input`; in training, update the watched statistics."""
         known = self._run_native(input)
         if known is not None:
             return known
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        return self._normalise(input, *self._affine(), self.autocast_output)
+        return self._normalise(input, *self._affine(), self._normplug.autocast_output)
 
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
         t = Tensors(input, None, weight, bias, None, *self._statistics_to_update(input))
+        measures = self._probe is not None  # read first: another thread may unswap the layer
         y = self._run(t, autocast_output)
-        if self._probe is not None:
+        if measures:
             self._record(*(nested.rows(t, self._affine_shape()) for t in (input, y)))
         return y
 
-    def fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def _fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return `forward(input + residual)` and the sum, in one call."""
         known = self._run_native(input, residual)
         if known is not None:
             return known
         statistics = self._statistics_to_update(input)
         t = Tensors(input, residual, *self._affine(), None, *statistics)
-        return self._run(t, self.autocast_output)
+        return self._run(t, self._normplug.autocast_output)
 
     _fusion_sites = FusionSites(
         {"forward": forward, "_normalise": _normalise}, before=("addition",)
     )
 
     def _run(self, t: Tensors, autocast_output: str) -> Any:
-        spec = self._spec(t.x, autocast_output)
+        spec, backend = self._spec(t.x, autocast_output), self._normplug.backend
         add = "" if t.residual is None else "add_"
         caller = f"functional.{add}{self._function}"
-        y = functional.carry_out(caller, t, spec, self.backend, isolated=self._channels_first)
         # A subclass may override `_normalise`; C++ would then bypass its version.
         plain = type(self)._normalise is RowNorm._normalise
+        y = functional.carry_out(caller, t, spec, backend, isolated=self._channels_first)
         if plain and not torch.compiler.is_compiling():
-            native.learn(self, spec, self.backend, t, t.x, t.residual, t.input_bias)
+            native.learn(self, spec, backend, t, t.x, t.residual, t.input_bias)
         return y
 
     def _run_native(

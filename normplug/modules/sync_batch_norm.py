@@ -26,10 +26,8 @@ from normplug.modules.batch_norm import (
 
 class _SyncBatchNormForward(_BatchNorm):
     process_group: Any
-    # The layer's class before it was synchronised. The layer still takes the input of that class.
-    _unsynced_class: type[Any] = nn.SyncBatchNorm
 
-    def fused(
+    def _fused(
         self,
         input: Tensor,
         residual: Tensor | None = None,
@@ -45,7 +43,7 @@ class _SyncBatchNormForward(_BatchNorm):
         """
         group = self.group_to_join()
         if group is None:
-            return super().fused(
+            return super()._fused(
                 input, residual, activation, pool, isolated=isolated, keeps_residual=keeps_residual
             )
         reading = (input, residual, None, activation, pool, keeps_residual)
@@ -72,7 +70,9 @@ class _SyncBatchNormForward(_BatchNorm):
         return self.group_to_join() is not None
 
     def _check_input_dim(self, input: Tensor) -> None:
-        self._unsynced_class._check_input_dim(self, input)
+        # It still takes the input of the class that it had before it was synchronised.
+        before: Any = self._normplug.unsynced_class or nn.SyncBatchNorm
+        before._check_input_dim(self, input)
 
 
 class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
@@ -110,7 +110,7 @@ class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
             per channel in the joined batch.
         RuntimeError: another process has stopped, or has left the layer out.
 
-    Example:
+    Examples:
         >>> import torch
         >>> SyncBatchNorm(8, mode="standard")(torch.ones(2, 8)).sum()
         tensor(0., grad_fn=<SumBackward0>)

@@ -1,57 +1,50 @@
-"""Running statistics for monitoring only: how they start, are updated, moved and removed."""
+"""Statistics that are only watched: how they start, are updated, moved and removed."""
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normplug import _checks
 from normplug._torch import transforms_active
 from normplug.modes import ModeLike
-from normplug.modules.base import Options, TargetVarianceNorm
+from normplug.modules.base import TargetVarianceNorm
 
 # Each statistic, and its value before the first batch.
-_START = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
+_START = {"watched_mean": 0, "watched_var": 1, "watched_count": 0}
+# Their names in the checkpoints and pickles of version 0.2.
+_EARLIER = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class WatchedRows(TargetVarianceNorm):
-    """A norm of rows or groups with scalar running statistics that no result depends on.
+    """A norm of rows or groups with scalar statistics of its input that no result depends on.
 
-    So a checkpoint may lack them or have more of them, and statistics without values (on the meta
-    device) are initialised as soon as the layer's device is known.
+    They are buffers that a state_dict leaves out. A buffer is None until the layer has left the
+    meta device, and missing if it is not watched.
 
     Args:
         *args: those of the stock class.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the running statistics; None leaves it to the class.
+        track_running_stats: keep the watched statistics; None leaves it to the class.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.
         **kwargs: those of the stock class.
     """
 
-    autocast_output: str
-    track_running_stats: bool
-    momentum: float | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
-    # The statistics that the class tracks, if it tracks any; `running_var` is among them.
+    # The statistics that the class watches, if it watches any; `watched_var` is among them.
     _watched: ClassVar[tuple[str, ...]] = tuple(_START)
-    # Whether it tracks them by default.
+    # Whether it watches them by default.
     _watches: ClassVar[bool] = True
 
-    _settings = (*TargetVarianceNorm._settings, "autocast_output")
-    _shown = ("momentum", "track_running_stats", *TargetVarianceNorm._shown)
-    _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "autocast_output")
+    _call_reads = (*_START, "training", "_normplug")
 
     def __init__(
         self,
         *args: Any,
-        mode: ModeLike = "golden",
+        mode: ModeLike = "standard",
         backend: str = "auto",
         track_running_stats: bool | None = None,
         momentum: float | None = 0.1,
@@ -60,140 +53,116 @@ class WatchedRows(TargetVarianceNorm):
     ) -> None:
         caller = type(self).__name__
         _checks.momentum(caller, momentum, None, updates=False)
-        if track_running_stats is None:
-            track_running_stats = self._watches
-        _checks.flags(caller, track_running_stats=track_running_stats)
-        _checks.autocast_output(caller, autocast_output)
+        if track_running_stats is not None:
+            _checks.flags(caller, track_running_stats=track_running_stats)
         super().__init__(*args, mode=mode, backend=backend, **kwargs)
         self.autocast_output = autocast_output
-        self.track_running_stats = track_running_stats
-        self.momentum = momentum
-        self.register_statistics(kwargs.get("device"))
+        self._set(momentum=momentum)
+        self._adopt(self, track_running_stats, kwargs.get("device"))
 
-    def _adopt(self, options: Options) -> None:
-        asked = options.track_running_stats
-        self.track_running_stats = self._watches if asked is None else asked
-        self.momentum = 0.1
-        self.register_statistics(options.device)
+    @classmethod
+    def _adopt(cls, module: nn.Module, track_running_stats: bool | None, device: Any) -> None:
+        if not (cls._watches if track_running_stats is None else track_running_stats):
+            return
+        weight: Tensor | None = module.weight  # type: ignore[assignment]
+        double = weight is not None and weight.dtype == torch.float64
+        for name in cls._watched:
+            fresh = _fresh(name, double, device if weight is None else weight.device)
+            module.register_buffer(name, None if fresh.is_meta else fresh, persistent=False)
 
-    def _leave(self) -> None:
-        for name in (*_START, "track_running_stats", "momentum"):
-            delattr(self, name)
+    @classmethod
+    def _leave(cls, module: nn.Module) -> None:
+        for name in cls._watched:
+            if name in module._buffers:
+                delattr(module, name)
 
     def stop_watching(self) -> None:
-        """Track no running statistics from now on."""
-        self.track_running_stats = False
-        self.register_statistics()
-
-    def register_statistics(self, device: Any = None) -> None:
-        """Give the layer fresh running statistics, or None for each if it tracks none.
-
-        device: their device if the layer has no weight.
-        """
-        weight: Tensor | None = self.weight  # type: ignore[assignment]
-        double = weight is not None and weight.dtype == torch.float64
-        dtype = torch.float64 if double else torch.float32
-        for name in _START:
-            fresh = None
-            if self.track_running_stats and name in self._watched:
-                fresh = _fresh(name, dtype, device if weight is None else weight.device)
-            self.register_buffer(name, fresh)
+        """Watch no statistics from now on."""
+        self._leave(self)
 
     def reset_parameters(self) -> None:
-        """As in the stock class, and reset the running statistics."""
+        """As in the stock class, and reset the watched statistics."""
         super().reset_parameters()  # type: ignore[misc]
-        if "running_var" in self._buffers:  # the stock constructor calls this before there are any
-            self.reset_running_stats()
+        self.reset_watched()
 
-    def reset_running_stats(self) -> None:
-        """Set the running statistics to mean 0, variance 1, no batches."""
-        if self._lacks_values():
-            parameter = next(self.parameters(), None)
-            self._start_on("cpu" if parameter is None else parameter.device)
-            return
-        for name, start in _START.items():
-            if (buffer := getattr(self, name)) is not None:
-                buffer.fill_(start)
+    def reset_watched(self) -> None:
+        """Set the watched statistics to mean 0, variance 1, no batches."""
+        for name in self._watched:
+            if (buffer := self._buffers.get(name)) is not None:
+                buffer.fill_(_START[name])
 
     def _statistics_to_update(
         self, input: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The running statistics, on the input's device; Nones if this forward updates none."""
-        statistics = self._statistics() if self.training else (None, None, None)
-        var = statistics[1]
+        """The statistics, on the input's device; Nones if this forward updates none."""
+        own = self._buffers
         # torch.func transforms refuse writes to captured tensors; the stock layer has none.
-        if var is None or transforms_active():
+        if not self.training or "watched_var" not in own or transforms_active():
             return None, None, None
-        try:
-            device = input.device
-        except AttributeError:  # not a tensor: the checks reject it later
-            return statistics
-        if var.device != device:
-            # A layer without weight and bias learns its device only from its input.
-            self._move_statistics(device)
-            return self._statistics()
-        return statistics
+        var, device = own["watched_var"], input.device if isinstance(input, Tensor) else None
+        if device is not None and (var is None or var.device != device):
+            weight = self._parameters.get("weight")
+            if device.type == "meta" or not (weight is None or weight.device == device):
+                return None, None, None  # nothing to measure, or a call that the checks reject
+            self._move_watched(device)
+        return own.get("watched_mean"), own["watched_var"], own["watched_count"]
 
-    def _move_statistics(self, device: torch.device) -> None:
-        if self._lacks_values():
-            self._start_on(device)
-            return
+    def _move_watched(self, device: torch.device) -> None:
+        """Move the statistics to a device; they start there if they have no values."""
+        weight = self._parameters.get("weight")
+        double = weight is not None and weight.dtype == torch.float64
         with torch.inference_mode(False):
-            for name in _START:
-                if (buffer := getattr(self, name)) is not None:
-                    setattr(self, name, buffer.to(device))
-
-    def _start_on(self, device: torch.device | str) -> None:
-        """Replace statistics without values by fresh ones on a device."""
-        for name in _START:
-            if (buffer := getattr(self, name)) is not None:
-                setattr(self, name, _fresh(name, buffer.dtype, device))
-
-    def _lacks_values(self) -> bool:
-        """Whether the statistics are still on the meta device, but no parameter is."""
-        var = self._buffers.get("running_var")
-        if var is None or not var.is_meta:
-            return False
-        parameter = next(self.parameters(), None)  # reading `weight` might compute it
-        return parameter is None or not parameter.is_meta
-
-    def _is_on_meta(self) -> bool:
-        tensors = (next(self.parameters(), None), self._buffers.get("running_var"))
-        return any(t is not None and t.is_meta for t in tensors)
+            for name in self._watched:
+                t = self._buffers[name]
+                if t is None or t.is_meta:
+                    self._buffers[name] = _fresh(name, double, device)
+                else:
+                    self._buffers[name] = t.to(device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> WatchedRows:
-        # On the meta device nothing has values, and `to_empty` gives statistics arbitrary ones.
-        on_meta = self._is_on_meta()
-        if self._lacks_values():
-            self.reset_running_stats()
+        # On the meta device nothing has values, and `to_empty` would give arbitrary ones.
+        for name in self._watched:
+            if (t := self._buffers.get(name)) is not None and t.is_meta:
+                self._buffers[name] = None
         super()._apply(fn, recurse)
-        if on_meta and not self._is_on_meta():
-            self.reset_running_stats()
         return self
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        *others, missing_keys, unexpected_keys, errors = args
-        missing, unexpected = list[str](), list[str]()
-        super()._load_from_state_dict(state_dict, prefix, *others, missing, unexpected, errors)
-        # A checkpoint may lack the statistics, or have them where the layer tracks none.
-        watched = {prefix + name for name in _START}
-        missing_keys += [key for key in missing if key not in watched]
-        unexpected_keys += [key for key in unexpected if key not in watched]
-        # Statistics collected with other parameters do not describe the loaded layer.
-        own = {prefix + name for name, value in self._parameters.items() if value is not None}
-        replaced = own and own.issubset(state_dict) and watched.isdisjoint(state_dict)
-        if replaced or self._lacks_values():
-            self.reset_running_stats()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        own = vars(self)
+        if "track_running_stats" in own:  # a pickle of version 0.2
+            tracked = own.pop("track_running_stats")
+            self._set(momentum=own.pop("momentum"))
+            for name, earlier in zip(_START, _EARLIER, strict=True):
+                t = self._buffers.pop(earlier)
+                if tracked and name in self._watched:
+                    self.register_buffer(name, t, persistent=False)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # The layer is not told if a tool sets its parameters one by one, as accelerate does.
-        others = chain(self.parameters(), destination.values())
-        if self._lacks_values() and any(not getattr(t, "is_meta", True) for t in others):
-            self.reset_running_stats()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+    def _shown(self) -> list[str]:
+        watches = "watched_var" in self._buffers
+        watched = [f"momentum={self._normplug.momentum}", f"track_running_stats={watches}"]
+        return [*watched, *super()._shown()]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        unexpected = list[str]()
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected, error_msgs
+        )
+        earlier = [prefix + name for name in _EARLIER]  # checkpoints of version 0.2 have them
+        unexpected_keys += [key for key in unexpected if key not in earlier]
 
 
-def _fresh(name: str, dtype: torch.dtype, device: Any) -> Tensor:
-    kind = torch.long if name == "num_batches_tracked" else dtype
+def _fresh(name: str, double: bool, device: Any) -> Tensor:
+    floating = torch.float64 if double else torch.float32
+    dtype = torch.long if name == "watched_count" else floating
     with torch.inference_mode(False):  # training writes to it
-        return torch.full((), _START[name], device=device, dtype=kind)
+        return torch.full((), _START[name], device=device, dtype=dtype)

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import Popen
 from types import MappingProxyType, ModuleType
@@ -76,6 +76,16 @@ _groups: list[str] = []  # see `Status`
 _plans: dict[Any, Any] = {}
 
 
+def _unlock() -> None:
+    """Replace the locks in a child process: a thread that holds one has no copy there."""
+    global _callbacks_lock, _lock
+    _callbacks_lock, _lock = threading.Lock(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
+
+
 def status() -> Status:
     """Return whether calls run through C++ or Python, why, and where the kernels came from."""
     return _status._replace(kernels=dict(_kernels), groups=tuple(_groups))
@@ -92,7 +102,9 @@ def build() -> Path:
     """
     try:
         library = building.library()
-        if not _is_sound(library):
+        try:
+            building.load(library)
+        except (FileNotFoundError, NotADirectoryError, ImportError):
             building.compile_now(library)
             building.load(library)
     except (ImportError, OSError, RuntimeError) as error:
@@ -148,7 +160,7 @@ def _start() -> None:
 def _start_in_background() -> None:
     try:
         library = building.library()
-        if library.exists():
+        with suppress(FileNotFoundError, NotADirectoryError, building.Damaged):
             _load(library)
             return
         process = building.compile_in_background(library)
@@ -170,18 +182,6 @@ def _finish(process: Popen[bytes], library: Path) -> None:
 def _failed(error: Exception) -> Status:
     again = " (`python -m normplug.native build` compiles it again)"
     return Status("Python", f"{error}{again if isinstance(error, ImportError) else ''}", None)
-
-
-def _is_sound(library: Path) -> bool:
-    """Whether the file can be loaded. If it cannot, such as a truncated one, it is removed."""
-    try:
-        building.load(library)
-    except ImportError:
-        library.unlink()
-        return False
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _load(library: Path) -> None:
@@ -230,7 +230,7 @@ def forward(module: Any, *inputs: Any) -> Any:
     """Run a module call like one that `learn` has stored; None for others.
 
     Args:
-        module: its `_call_reads` names the attributes that a call depends on.
+        module: its `_call_reads` names the statistics and attributes that a call depends on.
         *inputs: the input, residual and input bias, and any other values a call depends on.
     """
     if _extension is None:
@@ -248,8 +248,9 @@ def learn(module: Any, spec: Any, backend: Any, t: Any, *inputs: Any) -> None:
         t: as in `call`.
         *inputs: as in `forward`.
     """
-    if _extension is not None:
-        _extension.learn(spec, backend, t, module, module._call_reads, *inputs)
+    reads = getattr(module, "_call_reads", None)  # None if another thread has unswapped the layer
+    if _extension is not None and reads is not None:
+        _extension.learn(spec, backend, t, module, reads, *inputs)
 
 
 def when_loaded(callback: Callable[[], None]) -> None:

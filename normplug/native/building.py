@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
@@ -28,6 +29,12 @@ _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 _STALE = 24 * 3600.0  # seconds after which a failure is retried, and a partial file removed
 _TIMEOUT = 600.0  # seconds that the compiler may take
+_DIGEST = 68  # bytes at the end of a compiled file: what `sha256sum` prints of the rest
+_loaded: dict[bytes, ModuleType] = {}  # by digest
+
+
+class Damaged(ImportError):
+    """A compiled file is not as the compiler wrote it."""
 
 
 @cache
@@ -128,15 +135,40 @@ def failure(target: Path) -> str | None:
 
 
 def load(path: Path) -> ModuleType:
-    """Import the compiled file.
+    """Import the compiled file. It is opened once: the file that is checked is the one loaded.
 
     Raises:
+        FileNotFoundError: there is none.
+        Damaged: it was cut short or changed; it has been removed.
         ImportError: it cannot be loaded.
         RuntimeError: another user could have written it.
     """
-    _check_owners(path.parent, path)
-    loader = ExtensionFileLoader(_NAME, str(path))
-    module = module_from_spec(ModuleSpec(_NAME, loader, origin=str(path)))
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _check_owner(path.parent, os.fstat(folder))
+        file = os.open(path.name, os.O_RDONLY, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        _check_owner(path, os.fstat(file))
+        content = Path(f"/proc/self/fd/{file}").read_bytes()
+        digest = content[-_DIGEST:]
+        if digest != b"%s  -\n" % hashlib.sha256(content[:-_DIGEST]).hexdigest().encode():
+            # To map a file that was cut short can kill the process.
+            with suppress(OSError):
+                path.unlink()
+            raise Damaged(f"{path}: it was cut short or changed after it was compiled")
+        if digest not in _loaded:
+            # Loaders tell files apart by path, so the number of this one must not be used again.
+            _loaded[digest] = _import(f"/proc/self/fd/{os.dup(file)}")
+    finally:
+        os.close(file)
+    return _loaded[digest]
+
+
+def _import(path: str) -> ModuleType:
+    loader = ExtensionFileLoader(_NAME, path)
+    module = module_from_spec(ModuleSpec(_NAME, loader, origin=path))
     loader.exec_module(module)
     return module
 
@@ -146,8 +178,8 @@ def _compilation(target: Path) -> subprocess.Popen[bytes]:
     part = target.with_name(f"{target.name}.{uuid4().hex}.part")
     note = _failure_file(target)
     try:
-        target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        _check_owners(target.parent)
+        _make_folder(target.parent)
+        _check_owner(target.parent, target.parent.stat())
         _remove_leftovers(target.parent)
         part.touch(mode=0o644)
         note.unlink(missing_ok=True)
@@ -155,7 +187,8 @@ def _compilation(target: Path) -> subprocess.Popen[bytes]:
         raise RuntimeError(f"{target.parent} cannot be written to: {error}") from error
     # In a session of its own, the compiler outlives this process, and Ctrl-C does not reach it.
     script = (
-        'umask 022; "$@" >"$LOG" 2>&1 && mv -f "$PART" "$TARGET" && rm -f "$LOG" && exit 0; '
+        'umask 022; { "$@" && sha256sum <"$PART" >>"$PART" && sync "$PART"; } >"$LOG" 2>&1 '
+        '&& mv -f "$PART" "$TARGET" && rm -f "$LOG" && exit 0; '
         'rm -f "$PART"; mv -f "$LOG" "$NOTE"; exit 1'
     )
     log = part.with_name(f"{part.name}.txt.part")
@@ -219,16 +252,23 @@ def _remove_leftovers(folder: Path) -> None:
             continue
 
 
-def _check_owners(*paths: Path) -> None:
-    """Refuse files that other users can write to, since loading a library runs its code."""
-    for path in paths:
-        found = path.stat()
-        if found.st_uid not in (os.getuid(), 0):
-            raise RuntimeError(f"{path} belongs to another user; set NORMPLUG_CACHE_DIR")
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise RuntimeError(
-                f"others can write to {path}; run `chmod go-w` on it, or set NORMPLUG_CACHE_DIR"
-            )
+def _make_folder(folder: Path) -> None:
+    """Create a folder and its parents, each for this user only, whatever the umask."""
+    for path in (*reversed(folder.parents), folder):
+        if not path.exists():
+            with suppress(FileExistsError):  # another process created it first
+                path.mkdir()
+                path.chmod(0o700)
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    """Refuse what other users can write to, since loading a library runs its code."""
+    if found.st_uid not in (os.getuid(), 0):
+        raise RuntimeError(f"{path} belongs to another user; set NORMPLUG_CACHE_DIR")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise RuntimeError(
+            f"others can write to {path}; run `chmod go-w` on it, or set NORMPLUG_CACHE_DIR"
+        )
 
 
 def _version(command: list[str]) -> str:

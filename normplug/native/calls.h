@@ -1,8 +1,9 @@
 // Caches of calls seen before: the key of a call, and the plan that runs it.
 //
 // The key of a function call is its spec, its backend and its tensors' layouts. The key of a module
-// call is the module's class, the attributes that the class declares, and the layouts of the
-// tensors in the module's own dicts. Everything here needs the GIL.
+// call is the module's class, the attributes that the class declares (normplug's settings are one
+// tuple among them), and the layouts of the tensors in the module's own dicts. Everything here needs
+// the GIL.
 #pragma once
 
 #include <torch/csrc/autograd/forward_grad.h>
@@ -179,16 +180,26 @@ inline void describe_autocast(const Tensor& t, Signature& signature) {
   signature.push_back(is_on ? static_cast<int64_t>(at::autocast::get_autocast_dtype(device)) : -1);
 }
 
+// A tensor in one of a module's tables. None if the module has no such tensor; nullptr if it is a
+// plain attribute, such as a weight that a hook computes.
+inline PyObject* find_tensor(PyObject* table, PyObject* own, PyObject* name) {
+  PyObject* found = PyDict_GetItemWithError(table, name);
+  if (found != nullptr) return found;
+  found = PyDict_GetItemWithError(own, name);
+  return found == nullptr || found == Py_None ? Py_None : nullptr;
+}
+
+constexpr Py_ssize_t kStatistics = 3;
+
 // Read a module call; false if it must not be cached.
-// args: module, names of its attributes, input, residual, input bias, others.
+// args: module, names of its statistics and then of its attributes, input, residual, input bias,
+// others.
 inline bool read_module(PyObject* const* args, Py_ssize_t count, ModuleReading& reading) {
   static PyObject* parameters_name = PyUnicode_InternFromString("_parameters");
   static PyObject* buffers_name = PyUnicode_InternFromString("_buffers");
-  static PyObject* const own_names[] = {
-      PyUnicode_InternFromString("weight"),       PyUnicode_InternFromString("bias"),
-      PyUnicode_InternFromString("running_mean"), PyUnicode_InternFromString("running_var"),
-      PyUnicode_InternFromString("num_batches_tracked")};
-  PyObject* input = args[2];
+  static PyObject* weight_name = PyUnicode_InternFromString("weight");
+  static PyObject* bias_name = PyUnicode_InternFromString("bias");
+  PyObject *names = args[1], *input = args[2];
   if (!THPVariable_CheckExact(input) || interposed()) return false;
   py::object own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
   if (!own) throw_python();
@@ -198,18 +209,17 @@ inline bool read_module(PyObject* const* args, Py_ssize_t count, ModuleReading& 
   auto& tensors = reading.tensors;
   tensors = {input,
              args[3],
-             PyDict_GetItemWithError(parameters, own_names[0]),
-             PyDict_GetItemWithError(parameters, own_names[1]),
+             find_tensor(parameters, own.ptr(), weight_name),
+             find_tensor(parameters, own.ptr(), bias_name),
              args[4],
-             PyDict_GetItemWithError(buffers, own_names[2]),
-             PyDict_GetItemWithError(buffers, own_names[3]),
-             PyDict_GetItemWithError(buffers, own_names[4])};
+             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names, 0)),
+             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names, 1)),
+             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names, 2))};
   for (PyObject* each : tensors) {
     if (each == nullptr || !describe(each, reading.signature)) return false;
   }
   describe_autocast(THPVariable_Unpack(input), reading.signature);
-  PyObject* names = args[1];
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+  for (Py_ssize_t i = kStatistics; i < PyTuple_GET_SIZE(names); ++i) {
     PyObject* value = PyDict_GetItemWithError(own.ptr(), PyTuple_GET_ITEM(names, i));
     reading.values.push_back(value == nullptr ? Py_None : value);
   }
@@ -234,6 +244,16 @@ inline const ModuleCall* find_module_call(PyObject* module, const ModuleReading&
   return nullptr;
 }
 
+// Whether a value is a tensor or has one, whose elements may change.
+inline bool has_tensor(PyObject* value) {
+  if (THPVariable_Check(value)) return true;
+  if (!PyTuple_Check(value)) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+    if (has_tensor(PyTuple_GET_ITEM(value, i))) return true;
+  }
+  return false;
+}
+
 // Store a module call under the plan of the function call that it makes with `tensors`.
 inline void keep_module_call(PyObject* module, const ModuleReading& reading, PyObject* tensors,
                              const std::shared_ptr<Plan>& plan) {
@@ -249,6 +269,7 @@ inline void keep_module_call(PyObject* module, const ModuleReading& reading, PyO
     kept.used |= static_cast<uint8_t>(1u << i);
   }
   for (PyObject* value : reading.values) {
+    if (has_tensor(value)) return;
     kept.values.push_back(py::reinterpret_borrow<py::object>(value));
   }
   module_calls().add(reading.hash, std::move(kept));

@@ -52,6 +52,14 @@ def test_a_documented_program_runs(name, tmp_path, monkeypatch, capsys):
         exec(compile(PROGRAMS[name], name, "exec"), {"__name__": "__main__"})
 
 
+def test_docstrings_have_sections_that_the_api_page_renders():
+    """The Google style knows Examples; Example would be a nested quote, an admonition."""
+    files = sorted((DOCS.parent / "normplug").rglob("*.py"))
+    assert files
+    wrong = [path.name for path in files if re.search(r"^ *Example:$", path.read_text(), re.M)]
+    assert wrong == []
+
+
 def as_one_process(monkeypatch):
     """Set the environment variables that `torchrun --nproc_per_node 1` sets."""
     if not torch.cuda.is_available() and torch.__version__ < "2.14":

@@ -2,14 +2,16 @@
 
 import contextlib
 import copy
+from fractions import Fraction
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import normplug
-from normplug import functional
+from normplug import functional, modes
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("lightning.pytorch")
@@ -55,20 +57,23 @@ swap, plan = on_model(normplug.swap), on_model(normplug.plan)
 set_mode, fuse = on_swapped_model(normplug.set_mode), on_swapped_model(normplug.fuse)
 unswap = on_swapped_model(normplug.unswap)
 BAD_TENSORS = [ARRAY, [1.0], 1.0, "x", 3]
-BAD_NUMBERS = ["x", True, 1j, [1.0], torch.tensor(0.5), ARRAY]
+BAD_NUMBERS = ["x", True, Fraction(1, 2), 1j, [1.0], torch.tensor(0.5), ARRAY]
 BAD_FLAGS = ["yes", 1, 0.0, None, torch.tensor(True), np.ones(2)]
 BAD_CHOICES = [v for v in BAD_FLAGS if v is not None]  # None is the class's default
 BAD_NAMES = [3, None, ["torch"], np.array(["torch", "auto"]), torch.ones(2), b"torch", True]
 BAD_SIZES = [0, -1]
 BAD_PAIRS = [("relu", 0.1), ("leaky_relu",), ("leaky_relu", -1.0), ("leaky_relu", float("inf"))]
 BAD_COUNTS = [1.5, True, "a", None, [1], 1j, torch.tensor(3), float("nan")]
-BAD_EPS = [-1e-5, float("nan"), float("inf")]
+TOO_LARGE = [10**400, -(10**5000)]
+FLOAT8 = X.to(torch.float8_e4m3fn)
+NOT_DENSE = [FLOAT8, X.to_sparse(), X.to_mkldnn()]
 TABLE = []
 
 
 def cases(call, caller, name, values, error):
     for v in values:
-        case = f"{caller}-{name}-{v!r:.20}"
+        shown = getattr(v, "__name__", modes.shown(v))  # a method shows its address
+        case = f"{caller}-{name}-{shown:.20}"
         TABLE.append(pytest.param(call, {name: v}, error, caller, name, id=case))
 
 
@@ -77,7 +82,8 @@ def number_cases(call, caller):
     cases(call, caller, "momentum", BAD_NUMBERS, TypeError)
     none = [] if call in EPS_MAY_BE_NONE else [None]
     cases(call, caller, "eps", [*none, *BAD_NUMBERS], TypeError)
-    cases(call, caller, "eps", BAD_EPS, ValueError)
+    cases(call, caller, "momentum", TOO_LARGE, ValueError)
+    cases(call, caller, "eps", TOO_LARGE, ValueError)
     cases(call, caller, "backend", BAD_NAMES, ValueError)
 
 
@@ -97,6 +103,8 @@ for call in (batch_norm, layer_norm, add_layer_norm, rms_norm, add_rms_norm):
         cases(call, caller, name, BAD_TENSORS, TypeError)
         cases(call, caller, name, [ON_META], ValueError)
         if name != "num_batches_tracked":
+            cases(call, caller, name, NOT_DENSE, TypeError)
+        if name != "num_batches_tracked":
             cases(call, caller, name, [torch.ones(6).int(), torch.ones(6) * 1j], TypeError)
     cases(call, caller, "momentum", [float("nan"), float("inf")], ValueError)
     cases(call, caller, "backend", ["cuda"], ValueError)
@@ -109,7 +117,7 @@ for call in (group_norm, instance_norm):
     caller = f"functional.{call.func.__name__}"
     cases(call, caller, "input", [None, ARRAY, X.int()], TypeError)
     cases(call, caller, "eps", ["x", True], TypeError)
-    cases(call, caller, "eps", BAD_EPS, ValueError)
+    cases(call, caller, "eps", TOO_LARGE, ValueError)
     for name in ("weight", "bias"):
         cases(call, caller, name, [ARRAY, 3], TypeError)
         cases(call, caller, name, [torch.ones(2)], ValueError)
@@ -127,7 +135,7 @@ cases(make_group_norm, "GroupNorm", "num_channels", [0, -6], ValueError)
 cases(make_group_norm, "GroupNorm", "track_running_stats", [1, "x"], TypeError)
 cases(make_group_norm, "GroupNorm", "autocast_output", ["half"], ValueError)
 cases(make_instance_norm, "InstanceNorm2d", "num_features", [1.5, None], TypeError)
-cases(make_instance_norm, "InstanceNorm2d", "eps", [-1.0], ValueError)
+cases(make_instance_norm, "InstanceNorm2d", "eps", TOO_LARGE, ValueError)
 cases(batch_norm, "functional.batch_norm", "training", BAD_FLAGS, TypeError)
 cases(batch_norm, "functional.batch_norm", "num_batches_tracked", [torch.arange(3)], ValueError)
 cases(
@@ -159,9 +167,9 @@ for make, caller in ((make_layer_norm, "LayerNorm"), (make_rms_norm, "RMSNorm"))
     cases(make, caller, "autocast_output", BAD_NAMES, ValueError)
 OPTIONS = [(swap, "swap"), (swapped, "swap"), (SwapNorms, "lightning.SwapNorms")]
 for call, caller in OPTIONS:
-    for name in ("preserve_output", "sync"):
-        cases(call, caller, name, BAD_FLAGS, TypeError)
-    cases(call, caller, "track_running_stats", BAD_CHOICES, TypeError)
+    cases(call, caller, "sync", BAD_FLAGS, TypeError)
+    for name in ("preserve_output", "track_running_stats"):
+        cases(call, caller, name, BAD_CHOICES, TypeError)
     cases(call, caller, "backend", BAD_NAMES, ValueError)
     cases(call, caller, "autocast_output", BAD_NAMES, ValueError)
 BAD_FILTERS = [3, [3], 1.5, True, ["norm", None], b"norm", ARRAY, X, {"norm": 1}, nn.LayerNorm(6)]
@@ -228,7 +236,46 @@ def test_a_layer_rejects_an_input_that_is_not_a_tensor(training, value):
     text = r"functional.layer_norm: input must be a torch.Tensor; got"
     with pytest.raises(TypeError, match=text):
         layer(value)
-    assert layer.num_batches_tracked == 0
+    assert layer.watched_count == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_weight_must_not_be_nested(layout):
+    weight = torch.nested.nested_tensor([torch.ones(6), torch.ones(3)], layout=layout)
+    with pytest.raises(TypeError, match="weight must be a dense tensor; got a nested tensor"):
+        functional.layer_norm(X, (6,), weight)
+
+
+@pytest.mark.parametrize("wrong", ["bad", None, float("nan"), -1.0, 0, 10**400, torch.ones(())])
+@pytest.mark.parametrize("cls", [normplug.BatchNorm1d, normplug.LayerNorm, normplug.RMSNorm])
+def test_a_layer_refuses_a_wrong_target_variance_and_keeps_its_own(cls, wrong):
+    layer = cls(6, mode=0.5)
+    with pytest.raises((TypeError, ValueError), match="mode must be 'golden' .* got "):
+        layer.target_variance = wrong
+    assert layer.target_variance == 0.5
+
+
+def test_a_message_shows_the_start_of_a_long_value():
+    for wrong in ({"mode": "x" * 10**5}, {"backend": "x" * 10**5}, {"activation": "x" * 10**5}):
+        with pytest.raises(ValueError, match="got 'xxx") as raised:
+            functional.batch_norm(X, None, None, training=True, **wrong)
+        assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize("eps", [-0.5, -1e-8, 0, float("inf"), float("nan")])
+@pytest.mark.parametrize("training", [True, False])
+def test_any_eps_gives_the_result_of_torch(training, eps):
+    x, vectors = X.double()[..., None], (MEAN.double(), VAR.double() * 4)
+    pairs = [
+        (functional.layer_norm(x, (6, 1), eps=eps, mode=1), F.layer_norm(x, (6, 1), eps=eps)),
+        (functional.rms_norm(x, (6, 1), eps=eps, mode=1), F.rms_norm(x, (6, 1), eps=eps)),
+    ]
+    y = functional.batch_norm(x, *map(torch.clone, vectors), training=training, eps=eps, mode=1)
+    mean, var = (x.mean(0), x.var(0, correction=0)) if training else (v[:, None] for v in vectors)
+    pairs.append((y, (x - mean) / (var + eps).sqrt()))
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
 def test_batch_norm_accepts_an_eps_of_0():

@@ -1,3 +1,4 @@
+import itertools
 import re
 from importlib.util import find_spec
 
@@ -86,8 +87,9 @@ def test_forward_and_gradients_match_the_reference():
     for name in _checks.ACTIVATIONS:
         leaves = [leaf(t) for t in (x, weight, bias, residual)]
         y = functional.batch_norm(
-            leaves[0], None, None, *leaves[1:3], training=True, residual=leaves[3], activation=name
-        )
+            leaves[0], None, None, *leaves[1:3], training=True, residual=leaves[3], activation=name,
+            mode="golden",
+        )  # fmt: skip
         got = torch.autograd.grad(y, leaves, dy)
         tv = target_variance("golden")
         plain, mean, var = reference.batch_norm(x, weight, bias, target_variance=tv)
@@ -211,3 +213,34 @@ def test_one_compiled_graph_serves_another_batch_size(shape):
     cls = getattr(normplug, f"BatchNorm{max(len(shape) - 2, 1)}d")
     inputs = [torch.randn(batch, *shape[1:]) for batch in (shape[0], 2 * shape[0])]
     check_one_graph(cls(5), cls(5), inputs, "aot_eager")
+
+
+def in_order(x, order):
+    """A copy of x whose dimensions lie in memory in another order."""
+    return x.permute(order).contiguous().permute([order.index(i) for i in range(x.dim())])
+
+
+@pytest.mark.parametrize("norm", ["batch_norm", "instance_norm"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 3, 3), (1, 4, 1, 3), (3, 4, 3, 1), (1, 3, 2, 1, 2)], ids=str
+)
+def test_a_gradient_of_any_layout_gives_the_right_gradients(shape, training, norm):
+    channels = shape[1]
+    vectors = [torch.rand(channels, dtype=torch.float64) + 0.5 for _ in range(4)]
+    mean, var, weight, bias = vectors
+    orders = [(0, 1, *range(2, len(shape))), (0, *range(2, len(shape)), 1), (2, 0, 1, 3, 4)]
+    orders = [order[: len(shape)] for order in orders]
+    for x_order, dy_order in itertools.product(orders, orders):
+        x = in_order(torch.randn(shape, dtype=torch.float64), x_order).requires_grad_()
+        dy = in_order(torch.randn(shape, dtype=torch.float64), dy_order)
+        inputs = [x, weight.requires_grad_(), bias.requires_grad_()]
+        running = (mean.clone(), var.clone())
+        y = getattr(functional, norm)(x, *running, weight, bias, training, mode="golden")
+        constants = {} if training else {"mean": mean, "var": var}
+        kind = getattr(reference, norm)
+        tv = target_variance("golden")
+        expected = kind(x, weight, bias, eps=1e-5, target_variance=tv, **constants).y
+        torch.testing.assert_close(y, expected)
+        found, right = (torch.autograd.grad(z, inputs, dy) for z in (y, expected))
+        torch.testing.assert_close(found, right)

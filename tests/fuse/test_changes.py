@@ -1,7 +1,6 @@
 """Fused modules that are changed after `fuse` run as they are written."""
 
 import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -141,11 +140,11 @@ DEEP_CHANGES = {
 
 
 @pytest.mark.parametrize("change", DEEP_CHANGES)
-@pytest.mark.parametrize("how", ["fused", "copied", "pickled"])
+@pytest.mark.parametrize("how", ["fused", "copied"])
 def test_a_changed_module_deep_inside_runs_as_it_is_written(how, change, calls):
     model, plain = twins(Nested())
-    if how != "fused":
-        model = copy.deepcopy(model) if how == "copied" else pickle.loads(pickle.dumps(model))
+    if how == "copied":
+        model = copy.deepcopy(model)
     assert_same_step(model, plain, X)
     assert calls == ["relu"] * 7
     assert_same_after(DEEP_CHANGES[change], model, plain)

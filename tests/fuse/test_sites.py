@@ -21,7 +21,7 @@ from fuse_cases import (
     twins,
 )
 from normplug import fuse, fusions
-from normplug._fuse.reasons import FROM_OUTSIDE
+from normplug._fuse.sites import FROM_OUTSIDE
 
 
 class Pooled(Parts):
@@ -298,14 +298,14 @@ def test_a_norm_that_another_module_calls_in_between_keeps_its_order():
 
 def test_a_norm_that_only_a_fused_addition_reads_is_called_as_isolated(monkeypatch):
     isolated = []
-    fused = normplug.BatchNorm2d.fused
+    fused = normplug.BatchNorm2d._fused
 
     def noted(layer, *arguments, **options):
         isolated.extend([layer] * options.get("isolated", False))
         return fused(layer, *arguments, **options)
 
     model = fuse(swapped(ZOO["resnet18"][0]()))
-    monkeypatch.setattr(normplug.BatchNorm2d, "fused", noted)
+    monkeypatch.setattr(normplug.BatchNorm2d, "_fused", noted)
     model(torch.randn(2, 3, 32, 32, dtype=torch.double))
     shortcuts = [m for n, m in model.named_modules() if n.endswith("downsample.1")]
     assert len(isolated) == len(shortcuts) > 0

@@ -80,8 +80,9 @@ def test_calls_unlike_the_traced_one_run_as_written(calls):
     assert calls == ["add, relu"]
     assert torch.equal(model(X, 1.0), plain(X, 1.0))
     assert torch.equal(model(X, shift=1.0), plain(X, shift=1.0))
-    assert torch.equal(model(x=X), plain(x=X))
     assert calls == ["add, relu"]
+    assert torch.equal(model(x=X, shift=None), plain(x=X))
+    assert calls == ["add, relu"] * 2
     with pytest.raises(TypeError):
         model()
 

@@ -382,6 +382,24 @@ def test_more_items_than_one_merge_takes_are_merged_right():
     torch.testing.assert_close(out, torch.stack(expected))
 
 
+@triton.jit
+def _constant_first(out_ptr, number):
+    tl.store(out_ptr, merging.FAN_IN * number)
+
+
+@triton.jit
+def _constant_second(out_ptr, number):
+    tl.store(out_ptr, number * merging.FAN_IN)
+
+
+def test_what_triton_3_8_refuses_is_refused_in_every_version():
+    out = torch.zeros(1, dtype=torch.int32)
+    _constant_second[(1,)](out, 3)
+    assert out.item() == 3 * merging.FAN_IN.value
+    with pytest.raises(Exception, match="put the constant right of the tensor"):
+        _constant_first[(1,)](out, 3)
+
+
 def test_more_tiles_than_one_merge_takes_are_merged_right(prepared, monkeypatch):
     def by_twos(constants):
         assert constants["KP"] > 2

@@ -278,7 +278,7 @@ def test_a_fused_norm_adds_the_bias_of_the_convolution_before_it(memory_format, 
         y = run(x.to(dtype or torch.float64))
         gradients = torch.autograd.grad(y.sigmoid().square().sum(), [*model.parameters()])
         named = zip(dict(model.named_parameters()), gradients, strict=True)
-        results.append({"y": y.detach(), **dict(named), "running_var": model.norm.running_var})
+        results.append({"y": y.detach(), **dict(named), "watched_var": model.norm.watched_var})
     ours, theirs, truth = results
     for name, value in ours.items():
         assert_no_worse(name, value, theirs[name], truth[name], spare=1e-6)

@@ -37,7 +37,7 @@ def channels_last(*shape):
 
 
 def pooled(layer, x):
-    return layer.fused(x, activation="relu", pool=POOL)
+    return layer._fused(x, activation="relu", pool=POOL)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

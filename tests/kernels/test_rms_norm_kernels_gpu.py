@@ -91,12 +91,12 @@ def test_one_compiled_graph_serves_other_numbers_of_rows(compiler):
 def test_a_known_call_of_a_layer_does_not_run_in_python(monkeypatch):
     layer, x = normplug.RMSNorm(96, backend="triton", device=GPU), torch.randn(50, 96, device=GPU)
     for _ in range(3):
-        expected, both = layer(x), layer.fused_add(x, x)
+        expected, both = layer(x), layer._fused_add(x, x)
     if native.status().way != "C++":
         pytest.skip(f"needs the C++ path: {native.status().why}")
     monkeypatch.setattr(functional, "carry_out", None)
     assert torch.equal(layer(x), expected)
-    torch.testing.assert_close(layer.fused_add(x, x), both, rtol=0, atol=0)
+    torch.testing.assert_close(layer._fused_add(x, x), both, rtol=0, atol=0)
 
 
 # torch warns of half-precision input beside a float32 weight, where autocast does not cast both.

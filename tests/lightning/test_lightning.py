@@ -1,5 +1,6 @@
 import csv
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ import normplug
 from accuracy import assert_same_bits
 from lightning_cases import trainer
 from normplug import target_variance
+from normplug._fuse.fuse import fused_modules
 from normplug.lightning import SwapNorms, VarianceLogger
 from normplug.lightning.variance_table import MEASURED
 from normplug.modules.probe import Probe, averages
@@ -88,6 +90,66 @@ def test_swap_norms_keeps_the_mode_of_each_layer_in_the_checkpoint(tmp_path):
         trainer(tmp_path, earlier).fit(Module(), loader())
 
 
+class Blocks(lightning_cases.Module):
+    """Its own forward calls a norm and an activation."""
+
+    def __init__(self):
+        super().__init__(make_net)
+        self.norm, self.relu = nn.BatchNorm1d(4), nn.ReLU()
+
+    def forward(self, x):
+        return self.relu(self.norm(self.net(x)))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("mode", ["standard", "golden"])
+def test_swap_norms_fuses_and_trains_to_the_same_weights_and_checkpoint(tmp_path, mode):
+    saved = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        module, path = Blocks(), tmp_path / "last.ckpt"
+        run = trainer(tmp_path, SwapNorms(mode, fuse=fused))
+        run.fit(module, loader())
+        assert len(fused_modules(module)) == fused
+        run.save_checkpoint(path)
+        saved.append(torch.load(path)["state_dict"])
+        resumed = trainer(tmp_path, SwapNorms(mode, fuse=not fused), max_epochs=2)
+        resumed.fit(Blocks(), loader(), ckpt_path=path)
+        normplug.unswap(module)
+        assert type(module) is Blocks
+    assert_same_bits(*saved)
+
+
+def test_swap_norms_is_standard_by_default_and_warns_of_no_run_that_starts_or_resumes(tmp_path):
+    assert str(SwapNorms().mode) == "standard"
+    path, make = tmp_path / "last.ckpt", lambda: nn.Sequential(nn.Flatten(), nn.LayerNorm(108))
+    fresh = partial(lightning_cases.Module, make)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "normplug")
+        run = trainer(tmp_path, SwapNorms("golden"))
+        run.fit(fresh(), loader())
+        run.save_checkpoint(path)
+        resumed = trainer(tmp_path, SwapNorms("golden"), max_epochs=2)
+        resumed.fit(fresh(), loader(), ckpt_path=path)
+        resumed.test(fresh(), loader(), ckpt_path=path)
+        stock = fresh()
+        trainer(tmp_path).fit(stock, loader())
+        trainer(tmp_path, SwapNorms()).fit(stock, loader())
+    with pytest.warns(UserWarning, match="normplug.swap: trained norms"):
+        trainer(tmp_path, SwapNorms("golden")).fit(stock, loader())
+
+
+def test_swap_norms_rejects_wrong_options_at_once():
+    with pytest.raises(TypeError, match="SwapNorms: fuse must be True or False; got 'yes'"):
+        SwapNorms(fuse="yes")
+    with pytest.raises(ValueError, match="recompute=True needs fuse=True"):
+        SwapNorms(recompute=True)
+    with pytest.raises(TypeError, match="options are fuse, recompute, include"):
+        SwapNorms(fused=True)
+
+
 def test_swap_norms_detects_that_another_tool_rebuilt_a_layer(tmp_path):
     module = Module()
     run = trainer(tmp_path, SwapNorms("golden"))
@@ -103,7 +165,7 @@ def expected_row(layer, x, tv):
     is_batch_norm = isinstance(layer, nn.BatchNorm2d)
     dims = (0, 2, 3) if is_batch_norm else (1,)
     var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-    before = (x - mean) / (var + vars(layer)["eps"]).sqrt() * tv**0.5
+    before = (x - mean) / (var + float(str(layer.eps))).sqrt() * tv**0.5
     shape = (1, -1, 1, 1) if is_batch_norm else (-1,)
     after = before * layer.weight.double().view(shape) + layer.bias.double().view(shape)
     variances = [z.var(dims, correction=0).mean().item() for z in (x, before, after)]
@@ -186,7 +248,7 @@ def test_the_variance_before_the_weight_is_that_of_the_output_without_it(layer, 
     """Also with running statistics (evaluation), and with an eps that matters."""
     x = torch.randn(4, 6, 5, 5) * 0.1 + 3
     if layer._eps is not None:
-        layer._eps = 1e-3
+        layer.eps = 1e-3
     layer.train(training)  # in evaluation, the running variance is 1
     layer._probe = Probe()
     y = layer(x)  # the weight is 1 and the bias 0
@@ -227,7 +289,7 @@ def test_measuring_changes_no_result(tmp_path):
 
 def test_unlogged_steps_run_no_measurement(tmp_path):
     module, measures = Module(), []
-    normplug.swap(module)
+    normplug.swap(module, "golden")
     for layer in (module.net[0], module.net[3]):
         layer.register_forward_hook(lambda layer, *_: measures.append(layer._probe is not None))
     trainer(tmp_path, VarianceLogger(3, tmp_path)).fit(module, loader())

@@ -2,12 +2,16 @@
 
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from torch import nn
 
-from normplug.lightning.variance_table import LayerVariance, draw_heat_map
+from normplug.lightning import VarianceLogger
+from normplug.lightning.heat_map import draw_heat_map
+from normplug.lightning.variance_table import LayerVariance
 
 
 def rows_of(values, steps=(0, 10, 20), world_size=1):
@@ -26,7 +30,12 @@ def rows_of(values, steps=(0, 10, 20), world_size=1):
 def draw(tmp_path, monkeypatch):
     """A function that draws rows and returns the figure."""
     made = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: made.append(figure))
+
+    def save(figure, path, **options):
+        made.append(figure)
+        Path(path).touch()
+
+    monkeypatch.setattr(Figure, "savefig", save)
 
     def call(rows):
         path = tmp_path / "resnet18" / "digits" / "golden" / "seed_0" / "variance.png"
@@ -89,8 +98,12 @@ def test_a_layer_that_never_ran_is_hatched(draw):
 
 
 def test_without_matplotlib_it_warns_and_draws_nothing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
+    monkeypatch.delitem(sys.modules, "normplug.lightning.heat_map")
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    logger = VarianceLogger()
+    logger.path = tmp_path / "variance.csv"
+    logger._rows = rows_of(lambda step, depth: (1.0, 1.0, 1.0))
     message = r'VarianceLogger: variance.png needs matplotlib.*: pip install "normplug\[train\]"'
     with pytest.warns(UserWarning, match=message):
-        draw_heat_map(rows_of(lambda step, depth: (1.0, 1.0, 1.0)), tmp_path / "v.png", "Net")
+        logger.on_fit_end(None, nn.Linear(1, 1))
     assert list(tmp_path.iterdir()) == []

@@ -88,12 +88,12 @@ def test_checkpoints_copies_pickles_and_repr_carry_the_mode(ours, stock, shape):
     state = nn.Sequential(layer).state_dict()
     nn.Sequential(ours(4, mode=0.3)).load_state_dict(state)
     with pytest.warns(UserWarning, match=r"mode 0\.3 is loaded into layers of mode golden"):
-        nn.Sequential(ours(4)).load_state_dict(state)
+        nn.Sequential(ours(4, mode="golden")).load_state_dict(state)
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), EACH)
-def test_a_tool_that_recomputes_the_norm_is_refused(ours, stock, shape):
-    layer, x = ours(4), torch.randn(shape)
+def test_a_tool_that_recomputes_the_norm_gets_nan(ours, stock, shape):
+    layer, x = ours(4, mode="golden"), torch.randn(shape)
 
     def by_groups(norm):
         return F.group_norm(x, 2, eps=norm.eps)
@@ -102,9 +102,14 @@ def test_a_tool_that_recomputes_the_norm_is_refused(ours, stock, shape):
         return F.instance_norm(x, eps=norm.eps)
 
     for tool in (by_groups, by_instances):
-        with pytest.raises(RuntimeError, match="would drop the target variance"):
-            tool(layer)
-        tool(set_mode(copy.deepcopy(layer), "standard"))
+        assert tool(layer).isnan().all()
+        assert tool(set_mode(copy.deepcopy(layer), "standard")).isfinite().all()
+
+
+def test_a_group_norm_that_is_rebuilt_gives_nan():
+    layer, x = GroupNorm(2, 4, mode="golden"), torch.randn(3, 4, 5)
+    rebuilt = nn.GroupNorm(layer.num_groups, layer.num_channels, layer.eps, layer.affine)
+    assert rebuilt(x).isnan().all()
 
 
 @pytest.mark.parametrize("momentum", [0.25, None])
@@ -121,12 +126,9 @@ def test_group_norm_tracks_the_statistics_of_its_groups_on_request(momentum):
         var += m * (groups.var(1, correction=0).mean().item() - var)
     layer.eval()(x)
     layer.train()(torch.randn(0, 4, 5))
-    assert layer.running_mean.item() == pytest.approx(mean, rel=1e-4)
-    assert layer.running_var.item() == pytest.approx(var, rel=1e-4)
-    assert layer.num_batches_tracked == 2
-    stock = nn.GroupNorm(2, 4).state_dict()
-    set_mode(layer, "standard").load_state_dict(stock)  # a strict load, which resets them
-    assert layer.running_var == 1
+    assert layer.watched_mean.item() == pytest.approx(mean, rel=1e-4)
+    assert layer.watched_var.item() == pytest.approx(var, rel=1e-4)
+    assert layer.watched_count == 2
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -159,7 +161,7 @@ def test_a_lazy_layer_is_swapped_before_and_after_its_first_forward(affine):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's, of a layer that never learns its size
                 model(x)
-        swap(model)
+        swap(model, "golden")
         if not first:
             assert type(model[0]) is LazyInstanceNorm2d
             assert "no shape yet" in str(check(model))
@@ -172,6 +174,27 @@ def test_a_lazy_layer_is_swapped_before_and_after_its_first_forward(affine):
         assert type(model[0]) is nn.InstanceNorm2d
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_an_instance_norm_takes_statistics_of_any_dtype(dtype, training, affine):
+    stock = nn.InstanceNorm2d(4, affine=affine, track_running_stats=True).train(training)
+    stock.running_mean, stock.running_var = torch.randn(4).to(dtype), torch.rand(4).to(dtype) + 0.5
+    try:
+        copy.deepcopy(stock)(torch.randn(3, 4, 5, 2))
+    except RuntimeError as error:  # as torch 2.6 to 2.10 do
+        pytest.skip(f"torch itself refuses them: {error}")
+    for mode in ("standard", "golden"):
+        layer = swap(copy.deepcopy(stock), mode)
+        root = normplug.target_variance(mode) ** 0.5
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(3, 4, 5, 2).contiguous(memory_format=memory_format)
+            y, expected = layer(x), copy.deepcopy(stock)(x)
+            torch.testing.assert_close(y, expected * root, check_stride=True)
+            assert y.view(3, -1).shape == (3, 40)
+        assert layer.running_var.dtype == dtype
+
+
 def test_invalid_arguments_are_rejected():
     for arguments, message in [((2, 5), "divisible"), ((0, 4), "num_groups must be at least 1")]:
         with pytest.raises(ValueError, match=message):
@@ -180,8 +203,8 @@ def test_invalid_arguments_are_rejected():
         GroupNorm(2, 4.0)
     with pytest.raises(TypeError, match="track_running_stats must be True or False"):
         GroupNorm(2, 4, track_running_stats=1)
-    with pytest.raises(ValueError, match="normplug.InstanceNorm2d: eps must be 0 or a finite num"):
-        normplug.InstanceNorm2d(4, eps=-1)
+    with pytest.raises(TypeError, match="normplug.InstanceNorm2d: eps must be a number"):
+        normplug.InstanceNorm2d(4, eps="1")
     with pytest.raises(NotImplementedError, match="backend='triton', but"):
         GroupNorm(2, 4, backend="triton")(torch.randn(2, 4, 3))
 

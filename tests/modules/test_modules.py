@@ -1,10 +1,13 @@
 import copy
 import math
 import pickle
+import threading
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import normplug
 from matrix import reloaded
@@ -19,6 +22,7 @@ PAIRS = [
     (LayerNorm, nn.LayerNorm, (6, 5, 4)),
     (RMSNorm, nn.RMSNorm, (6, 5, 4)),
 ]
+GROUP = (partial(normplug.GroupNorm, 2), partial(nn.GroupNorm, 2), (6, 4, 5))
 SYNC = (normplug.SyncBatchNorm, nn.SyncBatchNorm, (6, 4, 5))
 COMMON = [{}, {"dtype": torch.float64}]
 BN_OPTIONS = [{"affine": False}, {"momentum": None}, {"track_running_stats": False}]
@@ -67,19 +71,78 @@ def test_the_output_has_the_target_variance(ours, stock, shape, mode):
     torch.testing.assert_close(variance, expected, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, SYNC])
-def test_state_dict_keys_are_torchs_and_a_strict_load_works_both_ways(ours, stock, shape):
+@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, SYNC, GROUP])
+def test_state_dicts_are_the_stock_layers_key_for_key_and_load_strictly_both_ways(
+    ours, stock, shape
+):
     layer, theirs = randomise(ours(4, mode="standard")), randomise(stock(4))
-    statistics = {"running_mean", "running_var", "num_batches_tracked"}
-    extra = set(layer.state_dict()) - set(theirs.state_dict())
-    assert extra == (statistics if ours is LayerNorm else set())
+    assert list(layer.state_dict()) == list(theirs.state_dict())
     layer.load_state_dict(theirs.state_dict(), strict=True)
     assert torch.equal(layer.weight, theirs.weight)
-    takes_it = theirs
-    if ours is LayerNorm:
-        takes_it = ours(4, mode="standard", track_running_stats=False)
-        assert takes_it.state_dict().keys() == theirs.state_dict().keys()
-    takes_it.load_state_dict(layer.state_dict(), strict=True)
+    theirs.load_state_dict(randomise(layer).state_dict(), strict=True)
+    assert torch.equal(layer.weight, theirs.weight)
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, GROUP])
+def test_code_that_looks_for_attributes_finds_those_of_the_stock_layer(ours, stock, shape):
+    names = ("running_mean", "running_var", "num_batches_tracked", "track_running_stats")
+    names += ("momentum", "affine", "elementwise_affine", "bias", "weight", "num_features")
+    layer, theirs = ours(4), stock(4)
+    assert [n for n in names if hasattr(layer, n)] == [n for n in names if hasattr(theirs, n)]
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, SYNC, GROUP])
+def test_a_layer_is_loaded_by_a_call_with_keywords_only(ours, stock, shape):
+    layer, theirs, missing, unexpected, errors = ours(4), randomise(stock(4)), [], [], []
+    layer._load_from_state_dict(
+        state_dict=theirs.state_dict(), prefix="", local_metadata={}, strict=True,
+        missing_keys=missing, unexpected_keys=unexpected, error_msgs=errors,
+    )  # fmt: skip
+    assert (missing, unexpected, errors) == ([], [], [])
+    assert torch.equal(layer.weight, theirs.weight)
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, SYNC])
+def test_a_layer_rebuilt_by_its_type_is_standard_and_a_state_of_another_mode_warns(
+    ours, stock, shape
+):
+    def rebuilt(layer):
+        new = type(layer)(4)
+        new.load_state_dict(layer.state_dict())
+        return new.eval()
+
+    x, layer = torch.randn(shape), normplug.swap(randomise(stock(4)), "standard").eval()
+    torch.testing.assert_close(rebuilt(layer)(x), layer(x))
+    normplug.set_mode(layer, "golden")
+    with pytest.warns(UserWarning, match="mode golden is loaded into layers of mode standard"):
+        assert rebuilt(layer).mode == normplug.NormMode.STANDARD
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, GROUP])
+def test_other_tools_may_set_attributes_and_a_bad_setting_of_ours_is_rejected(ours, stock, shape):
+    layer, x = ours(4, mode=0.5), torch.randn(shape)
+    expected = layer(x)
+    layer.mode = None  # as Liger does
+    layer.fused = layer.settings = layer.impl = layer.row_mode = True
+    torch.testing.assert_close(layer(x), expected)
+    for name in ("mode", "target_variance", "backend", "autocast_output"):
+        with pytest.raises(ValueError, match="normplug.* must be .*'silver'"):
+            setattr(layer, name, "silver")
+    assert (layer.mode.target_variance, layer.backend) == (0.5, "auto")
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape"), PAIRS)
+def test_eps_and_momentum_may_be_tensors_of_no_dimensions(ours, stock, shape):
+    layer, theirs, x = ours(4), stock(4), torch.randn(shape)
+    for each in (layer, theirs):
+        each.eps = torch.tensor(0.5)
+        if hasattr(stock(4), "momentum"):
+            each.momentum = torch.tensor(0.3)
+    torch.testing.assert_close(layer(x), theirs(x))
+    layer.eps.fill_(2.0)
+    theirs.eps.fill_(2.0)
+    torch.testing.assert_close(layer(x), theirs(x))
+    torch.testing.assert_close(dict(layer.state_dict()), dict(theirs.state_dict()))
 
 
 def test_a_strict_load_still_rejects_other_missing_or_unexpected_keys():
@@ -101,7 +164,7 @@ def test_checkpoints_carry_the_mode_and_loading_into_another_mode_warns(ours, st
         nn.Sequential(ours(4, mode=0.5)).load_state_dict(state)
     message = r"mode standard is loaded into layers of mode golden.*set_mode\(model, 'standard'\)"
     with pytest.warns(UserWarning, match=message):
-        nn.Sequential(ours(4)).load_state_dict(nn.Sequential(stock(4)).state_dict())
+        nn.Sequential(ours(4, mode="golden")).load_state_dict(nn.Sequential(stock(4)).state_dict())
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, SYNC])
@@ -116,12 +179,37 @@ def test_copies_and_pickles_work_even_with_the_classs_earlier_module(ours, stock
         assert torch.equal(twin(x), layer(x))
 
 
-def test_a_pickle_from_before_eps_was_a_property_is_loaded():
-    layer = normplug.LayerNorm(8, eps=1e-3)
-    loaded = normplug.LayerNorm.__new__(normplug.LayerNorm)
-    loaded.__setstate__({name: value for name, value in vars(layer).items() if name != "_eps"})
-    x = torch.randn(4, 8)
-    assert torch.equal(loaded(x), layer(x))
+OF_0_2 = {"target_variance": 0.3, "backend": "torch", "_eps": 1e-3, "eps": 1e-3}
+WATCHED_0_2 = {"running_mean": torch.tensor(2.0), "running_var": torch.tensor(3.0)}
+WATCHED_0_2 |= {"num_batches_tracked": torch.tensor(7)}
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, GROUP])
+def test_a_pickle_of_version_0_2_is_loaded(ours, stock, shape):
+    theirs, x = randomise(stock(4, eps=1e-3)).eval(), torch.randn(shape)
+    state = {**vars(theirs), **OF_0_2, "_buffers": dict(theirs._buffers)}
+    if not isinstance(theirs, nn.modules.batchnorm._BatchNorm):
+        state |= {"autocast_output": "low", "momentum": 0.2, "track_running_stats": True}
+        state["_buffers"] |= WATCHED_0_2
+    layer = ours.func.__new__(ours.func) if isinstance(ours, partial) else ours.__new__(ours)
+    layer.__setstate__(state)
+    golden = normplug.swap(copy.deepcopy(theirs), 0.3)
+    assert torch.equal(layer(x), golden(x))
+    assert (layer.target_variance, layer.backend, str(layer.eps)) == (0.3, "torch", "0.001")
+    assert list(layer.state_dict()) == list(theirs.state_dict())
+    if isinstance(theirs, nn.LayerNorm):
+        assert (layer.watched_mean, layer.watched_var, layer.watched_count) == (2, 3, 7)
+        assert "momentum=0.2, track_running_stats=True" in repr(layer)
+    normplug.unswap(layer, fold=False)
+    assert vars(layer).keys() == vars(theirs).keys()
+    assert (layer.eps, list(layer._buffers)) == (1e-3, list(theirs._buffers))
+
+
+def test_a_checkpoint_of_version_0_2_has_statistics_of_layer_norms_and_loads():
+    model = nn.Sequential(LayerNorm(4), normplug.GroupNorm(2, 4))
+    state = model.state_dict() | {f"0.{name}": value for name, value in WATCHED_0_2.items()}
+    model.load_state_dict(state, strict=True)
+    assert (model[0].watched_mean, model[0].watched_var) == (0, 1)
 
 
 def test_an_empty_batch_has_no_variance_to_measure():
@@ -152,19 +240,15 @@ def test_a_single_row_is_measured():
 
 
 def test_rms_norm_tracks_the_second_moment_only_on_request():
-    model = normplug.swap(nn.Sequential(nn.RMSNorm(8), nn.LayerNorm(8)))
-    assert [m.track_running_stats for m in model] == [False, True]
-    assert not [*model[0].buffers()]
-    layer = normplug.swap(nn.RMSNorm(8), track_running_stats=True)
+    model = normplug.swap(nn.Sequential(nn.RMSNorm(8), nn.LayerNorm(8)), "golden")
+    assert [hasattr(m, "watched_var") for m in model] == [False, True]
+    layer = normplug.swap(nn.RMSNorm(8), "golden", track_running_stats=True)
     x = torch.randn(50, 8) + 3
     layer(x)
-    torch.testing.assert_close(layer.running_var, 0.9 + 0.1 * x.square().mean())
-    assert set(layer.state_dict()) == {"weight", "running_var", "num_batches_tracked"}
-    again = RMSNorm(8, track_running_stats=True)
-    again.load_state_dict(layer.state_dict())
-    assert torch.equal(again.running_var, layer.running_var)
-    again.load_state_dict(RMSNorm(8).state_dict())  # which has no statistics: they are reset
-    assert again.running_var == 1
+    torch.testing.assert_close(layer.watched_var, 0.9 + 0.1 * x.square().mean())
+    assert [name for name, _ in layer.named_buffers()] == ["watched_var", "watched_count"]
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin.watched_var, layer.watched_var)
     normplug.unswap(layer)
     assert vars(layer).keys() == vars(nn.RMSNorm(8)).keys()
     assert set(layer.state_dict()) == {"weight"}
@@ -184,22 +268,68 @@ def test_layer_norm_tracks_its_input_in_training_only(momentum):
         m = 1 / step if momentum is None else momentum
         mean = (1 - m) * mean + m * batch.mean().item()
         var = (1 - m) * var + m * batch.var(1, correction=0).mean().item()
-    assert layer.running_mean.item() == pytest.approx(mean, rel=1e-4, abs=1e-4)
-    assert layer.running_var.item() == pytest.approx(var, rel=1e-4)
-    assert layer.num_batches_tracked == 3
+    assert layer.watched_mean.item() == pytest.approx(mean, rel=1e-4, abs=1e-4)
+    assert layer.watched_var.item() == pytest.approx(var, rel=1e-4)
+    assert layer.watched_count == 3
     layer.reset_parameters()
-    assert (layer.running_mean, layer.running_var, layer.num_batches_tracked) == (0, 1, 0)
+    assert (layer.watched_mean, layer.watched_var, layer.watched_count) == (0, 1, 0)
 
 
-def test_layer_norm_without_weights_moves_to_its_inputs_device():
-    layer = LayerNorm(4, elementwise_affine=False)
-    layer(torch.randn(3, 4, device="meta"))
-    assert {buffer.device.type for buffer in layer.buffers()} == {"meta"}
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_call_on_the_meta_device_leaves_the_statistics_where_they_are(affine):
+    layer = LayerNorm(4, elementwise_affine=affine)
+    layer(torch.randn(3, 4))
+    before = [buffer.clone() for buffer in layer.buffers()]
+    x = torch.randn(3, 4, device="meta")
+    if affine:
+        with pytest.raises(ValueError, match="weight must be on the input's device meta; got cpu"):
+            layer(x)
+    else:
+        assert layer(x).is_meta
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS[:4], SYNC])
+def test_a_checkpointed_block_gets_the_stock_statistics(
+    ours, stock, shape, last, reentrant, momentum
+):
+    batches = torch.randn(3, *shape) * 2 + 1
+    found = []
+    for cls in (ours, stock):
+        norm = cls(4, momentum=momentum)
+        block = norm if last else nn.Sequential(norm, nn.Sigmoid())
+        for x in batches.clone().requires_grad_().unbind():
+            checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+        found.append(norm)
+    torch.testing.assert_close(*(dict(norm.named_buffers()) for norm in found))
+
+
+def test_a_model_is_swapped_and_unswapped_while_another_thread_runs_it():
+    model, x = nn.Sequential(*(nn.LayerNorm(8) for _ in range(20))), torch.randn(4, 8)
+    expected, failed, done = model(x), [], threading.Event()
+
+    def run():
+        try:
+            while not done.is_set():
+                torch.testing.assert_close(model(x), expected)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for _ in range(30):
+        normplug.unswap(normplug.swap(model, "standard"))
+    done.set()
+    thread.join()
+    assert not failed
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), PAIRS)
 def test_repr_shows_the_mode_and_a_new_mode_sets_the_target_variance(ours, stock, shape):
-    layer = ours(4)
+    layer = ours(4, mode="golden")
     assert "mode=golden" in repr(layer)
     layer.mode = 0.5
     assert layer.target_variance == 0.5

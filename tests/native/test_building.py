@@ -68,6 +68,7 @@ def restart(monkeypatch):
     """Reset the state to that of a new process."""
     fresh = {"_started": False, "_status": native._NOT_STARTED, "_loaded": None, "_extension": None}
     fresh["_callbacks"] = []
+    monkeypatch.setattr(building, "_loaded", {})
     for name, value in fresh.items():
         monkeypatch.setattr(native, name, value)
     building.library.cache_clear()
@@ -78,11 +79,16 @@ def loads(monkeypatch):
     """Accept what the script has written as a library."""
 
     def load(path):
-        if path.read_text() != "compiled\n":
-            raise ImportError(f"{path.name}: file too short")
+        if not Path(path).read_bytes().startswith(b"compiled\n"):
+            raise ImportError(f"{path}: invalid ELF header")
         return Mock()
 
-    monkeypatch.setattr(building, "load", load)
+    monkeypatch.setattr(building, "_import", load)
+
+
+def compiled(library):
+    """What the compiler has written to a library, without the digest after it."""
+    return library.read_bytes()[: -building._DIGEST].decode()
 
 
 def start():
@@ -231,7 +237,7 @@ def test_two_processes_may_build_at_once(compiler, folder):
     for process in processes:
         building.finish(process, library)
     assert compiler.count() == 2
-    assert library.read_text() == "halfwhole"
+    assert compiled(library) == "halfwhole"
     assert [*folder.iterdir()] == [library]
 
 
@@ -242,7 +248,7 @@ def test_one_of_two_processes_may_fail(compiler):
     compiler.does(WRITE)
     building.compile_now(library)
     building.finish(failing, library)
-    assert library.read_text() == "compiled\n"
+    assert compiled(library) == "compiled\n"
 
 
 # What is compiled, and where.
@@ -291,21 +297,44 @@ def test_the_environment_sets_where_the_library_lies(compiler, monkeypatch, fold
         monkeypatch.delenv(name)
 
 
-def test_an_existing_library_that_cannot_be_loaded_is_reported(compiler, monkeypatch, caplog):
+@pytest.mark.parametrize("damage", ["cut short", "empty", "changed", "without a digest"])
+@pytest.mark.parametrize("way", ["auto", "1", "command"])
+def test_a_damaged_library_is_compiled_again_and_never_loaded(
+    damage, way, compiler, loads, monkeypatch, capsys
+):
+    library = start().library
+    whole = library.read_bytes()
+    damaged = {"cut short": whole[:-1], "empty": b"", "changed": b"C" + whole[1:]}
+    library.write_bytes(damaged.get(damage, whole[: -building._DIGEST]))
+    restart(monkeypatch)
+    if way == "command":
+        assert __main__.main(["status"]) == 1
+        assert "cut short or changed" in capsys.readouterr().err
+        assert __main__.main(["build"]) == 0
+    else:
+        monkeypatch.setenv("NORMPLUG_NATIVE", way)
+        assert start().way == "C++"
+    assert library.read_bytes() == whole
+    assert compiler.count() == 2
+
+
+def test_the_file_that_was_checked_is_loaded(compiler, monkeypatch):
     library = building.library()
-    library.parent.mkdir(parents=True)
-    library.write_text("garbage")
-    status = start()
-    assert status.way == "Python"
-    assert status.why.startswith(f"{library}: ")
-    assert "`python -m normplug.native build` compiles it again" in status.why
-    assert len(warnings(caplog)) == 1
-    assert compiler.count() == 0
+    building.compile_now(library)
+    whole = library.read_bytes()
+
+    def load(path):
+        library.unlink()  # between the check and the load, another file takes its place
+        library.write_text("planted")
+        return Path(path).read_bytes()
+
+    monkeypatch.setattr(building, "_import", load)
+    assert building.load(library) == whole
 
 
 def test_a_new_library_that_cannot_be_loaded_is_reported(compiler):
     assert "compiles it again" in start().why
-    with pytest.raises(RuntimeError, match="cannot be compiled: .*file too short"):
+    with pytest.raises(RuntimeError, match="cannot be compiled: .*invalid ELF header"):
         native.build()
 
 
@@ -327,17 +356,32 @@ def test_a_library_in_another_users_folder_is_not_loaded(compiler, folder):
     assert f"{folder} belongs to another user" in start().why
 
 
-def test_others_cannot_write_to_the_folder_and_the_library(compiler, loads, folder):
-    before = os.umask(0)
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077, 0o277])
+def test_only_the_user_can_enter_the_folders(umask, compiler, loads, folder):
+    before = os.umask(umask)
     try:
         library = start().library
     finally:
         os.umask(before)
-    assert not folder.stat().st_mode & 0o022
+    for path in (folder, folder.parent):
+        assert path.stat().st_mode & 0o777 == 0o700
     assert not library.stat().st_mode & 0o022
 
 
 # NORMPLUG_NATIVE, the command, and the process around them.
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, with threads
+def test_a_child_forked_while_a_thread_starts_can_start_too(monkeypatch):
+    monkeypatch.setenv("NORMPLUG_NATIVE", "0")
+    restart(monkeypatch)
+    with native._lock, native._callbacks_lock:
+        if (child := os.fork()) == 0:
+            signal.alarm(20)  # ends it if it waits for a thread that it does not have
+            native.start()
+            native.when_loaded(print)
+            os._exit(0 if native.status().why == "NORMPLUG_NATIVE is 0" else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_normplug_native_0_compiles_nothing(compiler, monkeypatch, caplog):
@@ -424,7 +468,7 @@ def test_an_import_starts_nothing_and_a_build_outlives_its_process(compiler, tmp
     while not library.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert library.read_text() == "compiled\n"
+    assert compiled(library) == "compiled\n"
 
 
 def test_the_status_says_where_kernels_came_from(monkeypatch):

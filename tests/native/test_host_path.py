@@ -783,3 +783,63 @@ def test_only_y_of_a_norm_in_cpp_can_be_recomputed():
     y.sum().backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         native.recompute(node)
+
+
+# Calls of modules, which C++ stores on CUDA only.
+
+A_LAYER_NORM = partial(normplug.LayerNorm, 6, backend="triton")
+AN_RMS_NORM = partial(normplug.RMSNorm, 6, backend="triton")
+MAKERS = [
+    A_LAYER_NORM,
+    partial(A_LAYER_NORM, bias=False),
+    partial(A_LAYER_NORM, elementwise_affine=False),
+    AN_RMS_NORM,
+]
+MAKERS += [partial(AN_RMS_NORM, track_running_stats=True)]
+MAKERS += [partial(normplug.GroupNorm, 2, 6, backend="triton")]
+MAKERS += [partial(normplug.BatchNorm1d, 6, backend="triton")]
+
+
+@pytest.fixture
+def stores_calls(monkeypatch):
+    def is_cuda_or(value, name, *default):
+        return True if name == "is_cuda" else getattr(value, name, *default)
+
+    monkeypatch.setattr(functional.calls, "getattr", is_cuda_or, raising=False)
+
+
+def is_stored(layer):
+    others = {normplug.BatchNorm1d: (None, None, False), normplug.GroupNorm: (None,)}
+    return native.forward(layer, X, None, None, *others.get(type(layer), ())) is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_module_call_is_stored_for_layers_with_the_same_settings(make, stores_calls):
+    layer = make()
+    for _ in range(2):
+        layer(X)
+    assert is_stored(layer)
+    assert is_stored(make())
+    for name, other in (("mode", 0.5), ("eps", 0.25), ("training", False)):
+        before = getattr(layer, name)
+        setattr(layer, name, other)
+        assert not is_stored(layer), name
+        setattr(layer, name, before)
+    assert is_stored(layer)
+    if layer.weight is not None:  # a computed weight is not in the module's table
+        computed = nn.utils.weight_norm(make())
+        computed(X)
+        assert not is_stored(computed)
+
+
+def test_a_module_call_with_a_tensor_among_its_settings_is_not_stored(stores_calls):
+    layer, stock = normplug.BatchNorm1d(6, backend="triton"), nn.BatchNorm1d(6)
+    for each in (layer, stock):
+        each.eps, each.momentum = torch.tensor(0.5), torch.tensor(0.3)
+    for step in range(4):
+        torch.testing.assert_close(layer(X), stock(X))
+        for each in (layer, stock):
+            each.eps.fill_(step + 1)
+            each.momentum.fill_(0.1 * step)
+    torch.testing.assert_close(layer.running_var, stock.running_var)

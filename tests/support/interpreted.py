@@ -106,7 +106,24 @@ def _skip_overflow_checks():
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
+def _refuse_constants_of_tensors():
+    """Refuse a constexpr that holds a tensor, as a module's constexpr times a tensor is.
+
+    Triton 3.8 cannot use it in most of its functions; the other versions let it pass.
+    """
+    core = triton.language.core
+    make = core.constexpr.__init__
+
+    def constexpr(self, value):
+        if isinstance(value, core.tensor):
+            raise TypeError("a constexpr holds a tensor: put the constant right of the tensor")
+        make(self, value)
+
+    core.constexpr.__init__ = constexpr
+
+
 if INTERPRETED:
+    _refuse_constants_of_tensors()
     _patch_each_module_once()
     _cache_types()
     _skip_needless_broadcasts()

@@ -89,8 +89,8 @@ def numbers(rank, world, device):
         x.requires_grad_()
         residual = case.own_residual(rank, device)
         layer.backend = case.backends[rank]
-        layer.fused(x, residual, case.activation)
-        y = layer.fused(x, residual, case.activation)
+        layer._fused(x, residual, case.activation)
+        y = layer._fused(x, residual, case.activation)
         y.backward(dy)
         out = {"y": y.detach(), "dx": x.grad, "state": layer.state_dict()}
         if residual is not None:
@@ -123,7 +123,7 @@ def recomputed(rank, world, device):
     layer, x, _ = case.of_rank(rank, device)
     residual = case.own_residual(rank, device)
     layer.backend = case.backends[rank]
-    y = layer.fused(x.requires_grad_(), residual, "relu", keeps_residual=True)
+    y = layer._fused(x.requires_grad_(), residual, "relu", keeps_residual=True)
     assert recompute.will_recompute(y) == recompute.AVAILABLE
     return y.detach(), recompute._recomputation(y)()
 
@@ -215,7 +215,7 @@ def replayed(rank, world, device):
     case = Case((64, 32), (14, 14), **HALVES, **LAST, **ADD_RELU)
 
     def run(layer, x, dy, residual):
-        y = layer.fused(x, residual, "relu")
+        y = layer._fused(x, residual, "relu")
         return y, *torch.autograd.grad(y, [x, residual, *layer.parameters()], dy)
 
     results = []

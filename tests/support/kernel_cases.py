@@ -179,7 +179,7 @@ class _FusedNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.activation is None:
             return self.norm(x)
-        return self.norm.fused(x, residual=x * 0.5, activation=self.activation)
+        return self.norm._fused(x, residual=x * 0.5, activation=self.activation)
 
 
 class _Exact:

@@ -252,7 +252,7 @@ def check_compiled(residual: bool, layout: str, device: str, backend: str) -> No
     values = [torch.randn((rows, 3, 2, 24), generator=generator) for rows in (6, 13, 18)]
     inputs = [laid_out(x.to(device), 1, layout) for x in values]
     check_one_graph(*layers, inputs, backend)
-    assert layers[0].norm.num_batches_tracked == 3
+    assert layers[0].norm.watched_count == 3
 
 
 class _Block(torch.nn.Module):
@@ -266,7 +266,7 @@ class _Block(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.residual:
             return self.norm(x)
-        y, total = self.norm.fused_add(x, x * 0.5)
+        y, total = self.norm._fused_add(x, x * 0.5)
         return y + total
 
 

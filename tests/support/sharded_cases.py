@@ -243,7 +243,7 @@ def sequence_parallel(rank, world, device):
         result = SimpleNamespace(losses=losses, weights=weights, y=y)
         if first != "never swap":
             result.report, result.probe = report, probed(net.norm1)
-            result.tracked = whole(net.norm1.num_batches_tracked)
+            result.tracked = whole(net.norm1.watched_count)
             unswap(net)
             with torch.no_grad():
                 result.unswapped = whole(net(x))

@@ -245,9 +245,9 @@ def data_parallel(rank, world, device):
     wrap = nn.parallel.DistributedDataParallel
     if device == "cpu":  # where it refuses to wrap a SyncBatchNorm
         ddp = wrap(net)
-        swap(ddp, sync=True)
+        swap(ddp, "golden", sync=True, preserve_output=False)
     else:
-        ddp = wrap(swap(net, sync=True), device_ids=[rank])
+        ddp = wrap(swap(net, "golden", sync=True, preserve_output=False), device_ids=[rank])
     train(ddp, IMAGES[rank::world].to(device), LABELS[rank::world].to(device))
     return net.state_dict()
 

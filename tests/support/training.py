@@ -34,8 +34,8 @@ def run_in(directory, monkeypatch, *overrides, draws=False):
     import train
 
     if not draws:
-        monkeypatch.setattr("normplug.compare.plots.draw", lambda *_: [])
-        heat_map = "normplug.lightning.variance_logger.draw_heat_map"
+        monkeypatch.setattr("normplug.experiment.compare.draw", lambda *_: [])
+        heat_map = "normplug.lightning.heat_map.draw_heat_map"
         monkeypatch.setattr(heat_map, lambda *_, **__: None)
     monkeypatch.chdir(directory)
     monkeypatch.setattr(sys, "argv", ["train.py", *overrides])

@@ -135,7 +135,7 @@ def test_golden_is_the_layer_with_a_scaled_weight_and_unswaps_to_it(layer, train
 
 
 def test_fx_traces_the_layer_as_one_node(layer):
-    swap(layer).eval()
+    swap(layer, "golden").eval()
     graph = fx.symbolic_trace(nn.Sequential(layer, nn.Tanh()))
     assert [node.op for node in graph.graph.nodes].count("call_module") == 2
     torch.testing.assert_close(graph(X), layer(X).tanh())
@@ -151,7 +151,7 @@ class AddThenNorm(nn.Module):
 
 
 def test_fuse_keeps_what_an_adapter_adds(layer):
-    model = swap(AddThenNorm(layer)).eval()
+    model = swap(AddThenNorm(layer), "golden").eval()
     expected = model(X, X)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there may be nothing to fuse
@@ -161,9 +161,9 @@ def test_fuse_keeps_what_an_adapter_adds(layer):
 
 def test_a_norm_with_an_activation_is_synchronised_with_it(layers):
     layer = layers.BatchNormAct2d(8)
-    expected = swap(copy.deepcopy(layer))(X)
+    expected = swap(copy.deepcopy(layer), "golden")(X)
     assert [row.becomes for row in plan(layer, sync=True)] == ["SyncBatchNormAct2d"]
-    swap(layer, sync=True)
+    swap(layer, "golden", sync=True)
     assert torch.equal(layer(X), expected)
     assert check(nn.Sequential(layer), X)
     assert type(unswap(layer, fold=False)) is layers.BatchNormAct2d
@@ -171,7 +171,7 @@ def test_a_norm_with_an_activation_is_synchronised_with_it(layers):
 
 def test_a_copy_and_a_pickle_equal_the_layer(layer):
     library_class = type(layer)
-    swap(layer).eval()
+    swap(layer, "golden").eval()
     assert isinstance(layer, library_class)
     for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(again) is type(layer)
@@ -190,7 +190,7 @@ def test_a_copy_and_a_pickle_equal_the_layer(layer):
 def test_a_pickle_loads_in_a_process_that_has_swapped_nothing(make, sync, tmp_path):
     layer = make()
     module = type(layer).__module__
-    swap(layer, sync=sync)
+    swap(layer, "golden", sync=sync)
     (tmp_path / "layer").write_bytes(pickle.dumps(layer))
     code = (
         "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[0], 'rb')); "
@@ -205,7 +205,7 @@ def test_a_pickle_loads_in_a_process_that_has_swapped_nothing(make, sync, tmp_pa
     [("act", "forward"), ("act", "forward_pre"), ("act", "full_backward"), ("drop", "forward")],
 )
 def test_a_hook_on_the_activation_or_the_dropout_is_called(layers, part, hook):
-    layer = swap(layers.BatchNormAct2d(8, inplace=False))
+    layer = swap(layers.BatchNormAct2d(8, inplace=False), "golden")
     calls = []
     getattr(getattr(layer, part), f"register_{hook}_hook")(lambda *_: calls.append(1))
     layer(X).sum().backward()
@@ -213,7 +213,7 @@ def test_a_hook_on_the_activation_or_the_dropout_is_called(layers, part, hook):
 
 
 def test_a_global_hook_sees_the_activation(layers):
-    layer = swap(layers.BatchNormAct2d(8))
+    layer = swap(layers.BatchNormAct2d(8), "golden")
     seen = []
     with nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m))):
         layer(X)
@@ -225,7 +225,7 @@ FUSED = ("relu", "silu", "gelu", "relu6", "hard_swish")
 
 @pytest.mark.parametrize(("act", "calls"), [*((act, 0) for act in FUSED), ("tanh", 1)])
 def test_only_activations_that_the_kernels_know_are_fused(layers, act, calls, monkeypatch):
-    layer = swap(layers.BatchNormAct2d(8, act_layer=act))
+    layer = swap(layers.BatchNormAct2d(8, act_layer=act), "golden")
     made = []
     forward = type(layer.act).forward
     monkeypatch.setattr(type(layer.act), "forward", lambda *a: made.append(1) or forward(*a))
@@ -234,7 +234,7 @@ def test_only_activations_that_the_kernels_know_are_fused(layers, act, calls, mo
 
 
 def test_variance_is_measured_before_the_activation(layers):
-    layer = swap(layers.BatchNormAct2d(8))
+    layer = swap(layers.BatchNormAct2d(8), "golden")
     layer._probe = Probe()
     y = layer(X)
     torch.testing.assert_close(averages([layer._probe])[0][2], ROOT**2, rtol=1e-4, atol=0)
@@ -259,7 +259,7 @@ def test_float32_layers_keep_the_inputs_dtype_under_autocast(layers, mode):
 
 @pytest.mark.parametrize("act", ["relu", "tanh"])
 def test_a_compiled_layer_is_one_graph(layers, act):
-    layer = swap(layers.BatchNormAct2d(8, act_layer=act, inplace=False)).eval()
+    layer = swap(layers.BatchNormAct2d(8, act_layer=act, inplace=False), "golden").eval()
     torch.testing.assert_close(one_graph(layer)(X), layer(X))
 
 

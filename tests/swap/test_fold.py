@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn.utils import parametrize, prune
 import normplug
 from batch_norm_cases import DTYPES
 from matrix import NORMS, folded
-from normplug import BatchNorm1d, plan, swap, unswap
+from normplug import BatchNorm1d, plan, set_mode, swap, unswap
 from swap_cases import GOLDEN, X, assert_frozen, frozen, train_step
 
 
@@ -35,7 +36,7 @@ def test_preserve_output_keeps_the_output_and_unswap_restores_the_weights(net, m
 @pytest.mark.parametrize("training", [True, False])
 def test_unswap_folds_the_mode_into_the_weights(net, training):
     net.head.append(nn.LayerNorm(4, elementwise_affine=False))
-    swap(net).train(training)
+    swap(net, "golden").train(training)
     for _ in range(2):
         train_step(net)
     expected = copy.deepcopy(net)(X)
@@ -44,12 +45,12 @@ def test_unswap_folds_the_mode_into_the_weights(net, training):
     assert b"normplug" not in pickle.dumps(net)
     attributes = {key for m in net.modules() for key in vars(m)}
     assert not any("normplug" in key or key == "target_variance" for key in attributes)
-    assert "norm.running_mean" not in net.state_dict()
+    assert not hasattr(net.norm, "watched_mean")
 
 
 def test_unswap_without_folding_is_bit_exact(net):
     before = frozen(net)
-    swap(net)
+    swap(net, "golden")
     unswap(net, fold=False)
     assert_frozen(net, before)
 
@@ -59,9 +60,9 @@ def test_a_weight_shared_with_another_layer_is_not_scaled_behind_its_back():
     b.weight = a.weight
     model = nn.Sequential(a, b)
     with pytest.raises(ValueError, match="the weight of 0 is shared with 1, which would change"):
-        swap(model, include="0", preserve_output=True)
+        swap(model, "golden", include="0", preserve_output=True)
     expected = model(torch.ones(2, 4).cumsum(1))
-    swap(model, preserve_output=True)  # both: scaled once
+    swap(model, "golden", preserve_output=True)  # both: scaled once
     torch.testing.assert_close(model(torch.ones(2, 4).cumsum(1)), expected)
     unswap(model)
     torch.testing.assert_close(a.weight, torch.ones(4))
@@ -78,7 +79,7 @@ def test_a_parametrized_layer_keeps_its_parametrization():
     parametrize.register_parametrization(norm, "weight", Doubled())
     x = torch.randn(32, 4)
     expected = norm(x) * GOLDEN**0.5
-    swap(norm)
+    swap(norm, "golden")
     assert isinstance(norm, BatchNorm1d)
     assert parametrize.is_parametrized(norm, "weight")
     torch.testing.assert_close(norm(x), expected)
@@ -98,7 +99,7 @@ def test_torchs_own_parametrizations_work(name):
     getattr(nn.utils.parametrizations, name)(norm, "weight")
     x = torch.randn(5, *norm.normalized_shape)
     expected = norm(x)
-    swap(norm).eval()
+    swap(norm, "golden").eval()
     bias = norm.bias.expand_as(x)
     torch.testing.assert_close(norm(x), (expected - bias) * GOLDEN**0.5 + bias)
     normplug.check(norm)
@@ -119,7 +120,7 @@ def test_a_weight_that_a_hook_computes_is_swapped_but_not_scaled_behind_its_back
         getattr(nn.utils, how)(norm)
     x = torch.randn(5, 4, 6)
     expected = norm(x) * GOLDEN**0.5
-    swap(norm)
+    swap(norm, "golden")
     torch.testing.assert_close(norm(x), expected)
     for refused in (unswap, lambda m: swap(m, 2, preserve_output=True)):
         with pytest.raises(ValueError, match="is not a parameter but computed from one"):
@@ -136,7 +137,7 @@ def test_sgd_on_golden_equals_sgd_on_the_stock_norm_with_scaled_weights_and_lear
     """Golden is a reparametrisation, so a comparison needs this control arm."""
     scale = GOLDEN**0.5
     twin = folded(net, GOLDEN)
-    swap(net)
+    swap(net, "golden")
     weights = {id(m.weight) for m in twin.modules() if isinstance(m, NORMS)}
     groups = [
         {"params": [p for p in twin.parameters() if id(p) in weights], "lr": 0.1 * GOLDEN},
@@ -195,8 +196,8 @@ def test_a_weight_created_for_a_layer_has_its_neighbours_dtype_and_device():
         nn.Sequential(nn.Linear(6, 6, **meta), bare()),
         nn.Sequential(nn.ReLU(), bare()),
     )
-    swap(model)
-    assert [model[i][-1].running_mean.device.type for i in (3, 4, 5)] == ["cpu", "meta", "meta"]
+    swap(model, "golden")
+    assert [model[i][-1].watched_mean for i in (3, 4, 5)] == [0, None, None]
     unswap(model)
     norms = [m for m in model.modules() if isinstance(m, (nn.LayerNorm, nn.BatchNorm1d))]
     assert [(m.weight.dtype, m.weight.device.type) for m in norms] == [
@@ -210,10 +211,77 @@ def test_a_weight_created_for_a_layer_has_its_neighbours_dtype_and_device():
 
 
 def test_a_weight_created_without_neighbours_follows_buffers_or_is_float32():
-    assert unswap(swap(bare())).weight.dtype == torch.float32
+    assert unswap(swap(bare(), "golden")).weight.dtype == torch.float32
     beside = nn.Sequential(nn.BatchNorm1d(6, affine=False), bare())
-    unswap(swap(beside.double()))  # a buffer, where there is no parameter
+    unswap(swap(beside.double(), "golden"))  # a buffer, where there is no parameter
     assert {beside[0].weight.dtype, beside[1].weight.dtype} == {torch.float64}
-    lost = swap(weightless().to("meta"), preserve_output=True)
+    lost = swap(weightless().to("meta"), "golden", preserve_output=True)
     unswap(lost)  # without values, it cannot see that the weights are ones again
     assert {w.device.type for w in frozen_weights(lost)} == {"meta"}
+
+
+def trained_ways():
+    """Models whose norms have been trained, by what shows it."""
+    counted = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    counted(torch.randn(8, 4))
+    weighted, biased, half = (nn.Sequential(nn.LayerNorm(4)) for _ in range(3))
+    with torch.no_grad():
+        weighted[0].weight[1] = 1.1
+        biased[0].bias[0] = 0.1
+        half.bfloat16()[0].weight[3] = 2
+    return {"counted": counted, "weighted": weighted, "biased": biased, "half": half}
+
+
+def alone(call, *arguments, **options):
+    """The result of a call that must not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return call(*arguments, **options)
+
+
+@pytest.mark.parametrize("way", ["counted", "weighted", "biased", "half"])
+def test_a_swap_of_trained_norms_to_another_target_warns_once_with_the_ways_out(way):
+    model = trained_ways()[way]
+    before, path = frozen(model), str(len(model) - 1)
+    text = (
+        rf"normplug.swap: trained norms \({path}\) get another target variance with the same "
+        "weights, so the model's outputs change: preserve_output=True keeps them, and "
+        "preserve_output=False says that this is meant"
+    )
+    with pytest.raises(UserWarning, match=text):
+        alone(swap, model, "golden")
+    assert_frozen(model, before)
+    with pytest.warns(UserWarning, match=text) as caught:
+        swap(copy.deepcopy(model), 0.5)
+    assert [w.filename for w in caught] == [__file__]
+    with pytest.warns(UserWarning, match=text), normplug.swapped(model, 2):
+        pass
+    for preserve in (True, False):
+        alone(swap, copy.deepcopy(model), "golden", preserve_output=preserve)
+    alone(swap, model)
+    alone(set_mode, model, 0.5)  # names the change
+    alone(swap, model, 0.5)  # no change
+    with pytest.warns(UserWarning, match="trained norms"):
+        swap(model)  # standard
+
+
+def test_a_swap_of_an_untrained_model_does_not_warn():
+    layers = nn.BatchNorm2d(4), nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 4)
+    model = nn.Sequential(*layers, nn.LazyBatchNorm1d(), nn.InstanceNorm2d(4, affine=True))
+    nn.init.constant_(model[1].weight, 1e-4)  # as LayerScale starts
+    alone(swap, model, "golden")
+    with torch.device("meta"):
+        alone(swap, nn.Sequential(nn.LayerNorm(4), nn.BatchNorm1d(4)), "golden")
+    alone(swap, nn.Sequential(nn.LayerNorm(4, elementwise_affine=False)), 0.5)
+
+
+@pytest.mark.gpu
+def test_looking_for_trained_norms_waits_for_the_gpu_once():
+    model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(50))).cuda()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchronizing CUDA operation") as caught:
+            swap(model, "golden")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(caught) == 1

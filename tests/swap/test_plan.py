@@ -1,10 +1,12 @@
 """What `plan` lists, and what the filters of `swap` accept."""
 
 import pytest
+import torch
 from torch import nn
 
+from forks import forked
 from normplug import plan, swap
-from swap_cases import assert_frozen, frozen
+from swap_cases import X, assert_frozen, frozen
 
 
 @pytest.mark.parametrize(
@@ -34,11 +36,11 @@ def test_an_include_that_matches_nothing_is_an_error_and_an_exclude_warns(net):
     before = frozen(net)
     text = "include='layer9.*' matches no norm layer; the model has: stem.1, flat, norm"
     with pytest.raises(ValueError, match=text):
-        swap(net, include="layer9.*")
+        swap(net, "golden", include="layer9.*")
     with pytest.raises(ValueError, match="not a valid regular expression"):
-        swap(net, include="re:(")
+        swap(net, "golden", include="re:(")
     with pytest.raises(TypeError, match="include must be a glob"):
-        swap(net, include=[3])
+        swap(net, "golden", include=[3])
     assert_frozen(net, before)
     for call in (plan, swap):
         with pytest.warns(UserWarning, match="exclude='haed.*' matches no norm layer") as caught:
@@ -50,9 +52,9 @@ def test_nothing_to_swap_warns_with_what_was_seen():
     model = nn.Sequential(*(nn.LocalResponseNorm(n) for n in (2, 3)), nn.CrossMapLRN2d(2))
     text = r"2 LocalResponseNorm \(no normplug counterpart\), 1 CrossMapLRN2d"
     with pytest.warns(UserWarning, match=text):
-        assert swap(model) is model
+        assert swap(model, "golden") is model
     with pytest.warns(UserWarning, match="nothing to swap in Linear; norm layers seen: none"):
-        swap(nn.Linear(2, 2))
+        swap(nn.Linear(2, 2), "golden")
 
 
 def test_subclasses_and_other_norms_are_left_and_plan_says_so(net):
@@ -68,9 +70,44 @@ def test_subclasses_and_other_norms_are_left_and_plan_says_so(net):
         "odd": "a subclass of nn.BatchNorm2d, which may have a forward of its own",
         "local": "no normplug counterpart",
     }
-    swap(net)
+    swap(net, "golden")
     assert type(net.odd) is Odd
     text = str(plan(net))
     assert "swapped already, mode golden; also again; also head.1" in text
     swapped = "3 of 5 norm layers: 1 BatchNorm2d, 1 BatchNorm1d, 1 LayerNorm"
     assert f"{swapped}; left: 1 Odd (a sub" in text
+
+
+def test_a_class_that_was_patched_before_the_swap_is_left_and_plan_says_so(net, monkeypatch):
+    forward = nn.modules.batchnorm._BatchNorm.forward
+    monkeypatch.setattr(nn.BatchNorm1d, "forward", lambda self, x: forward(self, x) * 2)
+    net.eval()
+    expected = net(X)
+    swap(net)
+    assert type(net.flat) is nn.BatchNorm1d
+    torch.testing.assert_close(net(X), expected)
+    (row,) = [row for row in plan(net) if row.module is net.flat]
+    text = "the forward of its class was replaced by other code, which a swapped layer skips"
+    assert (row.becomes, row.note) == (None, text)
+    assert type(net.stem[1]).__module__ == "normplug.modules.batch_norm"
+
+
+PATCHED_FIRST = """
+import functools
+from torch import nn
+
+@functools.wraps(nn.LayerNorm.forward)
+def patch(self, x):
+    return x
+
+nn.LayerNorm.forward = patch
+import normplug
+
+model = normplug.swap(nn.Sequential(nn.LayerNorm(4), nn.RMSNorm(4)))
+print(*(type(m).__module__ for m in model))
+"""
+
+
+def test_a_class_may_have_been_patched_before_normplug_is_imported():
+    done = forked(PATCHED_FIRST)
+    assert done.stdout.split() == ["torch.nn.modules.normalization", "normplug.modules.rms_norm"]

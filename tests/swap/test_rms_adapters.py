@@ -164,7 +164,7 @@ def test_standard_is_the_librarys_layer_bit_for_bit(layer, dtype, weight):
 
 def test_every_tool_works_in_mode_golden_and_unswap_restores_the_layer(layer):
     model, stock = nn.Sequential(layer), copy.deepcopy(layer)
-    swap(model, track_running_stats=True)
+    swap(model, "golden", track_running_stats=True)
     check(model, X)
     assert [row.becomes for row in plan(model)] == [type(stock).__name__]
     assert [name for name, _ in norm_layers(model)] == ["0"]
@@ -178,7 +178,7 @@ def test_every_tool_works_in_mode_golden_and_unswap_restores_the_layer(layer):
     assert type(model[0]) is type(stock)
     assert vars(model[0]).keys() == vars(stock).keys()
     assert torch.equal(model(X), stock(X))
-    swap(model, preserve_output=True)
+    swap(model, "golden", preserve_output=True)
     torch.testing.assert_close(model(X), stock(X))
 
 
@@ -186,7 +186,7 @@ def test_a_missing_weight_is_created_if_the_forward_can_use_it():
     layer = norm_of(OptionalNorm, with_scale=False)
     before = dict(vars(layer))
     expected = layer(X) * ROOT
-    torch.testing.assert_close(swap(layer)(X), expected)
+    torch.testing.assert_close(swap(layer, "golden")(X), expected)
     assert vars(unswap(copy.deepcopy(layer), fold=False)).keys() == before.keys()
     torch.testing.assert_close(unswap(layer)(X), expected)
 
@@ -254,7 +254,7 @@ def test_a_librarys_own_norm_is_swapped_and_pickled(module, name):
 
 
 def test_a_pickle_loads_in_a_process_that_has_swapped_nothing(tmp_path):
-    (tmp_path / "layer").write_bytes(pickle.dumps(swap(library_norm(*LIBRARY[0]))))
+    (tmp_path / "layer").write_bytes(pickle.dumps(swap(library_norm(*LIBRARY[0]), "golden")))
     code = (
         "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[0], 'rb')); "
         "print(layer.mode, type(normplug.unswap(layer)).__name__)"
@@ -269,7 +269,7 @@ def test_the_additions_before_the_norms_of_a_decoder_are_fused(name):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99}
     config = transformers.AutoConfig.for_model(name, **sizes, **heads, use_cache=False)
-    model = swap(transformers.AutoModel.from_config(config)).eval()
+    model = swap(transformers.AutoModel.from_config(config), "golden").eval()
     ids = torch.arange(12).view(2, 6)
     expected = model(ids).last_hidden_state
     fuse(model)

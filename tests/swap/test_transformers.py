@@ -49,7 +49,7 @@ def test_transformer_encoder_validates_with_the_norms_it_trains(norm_first, padd
     model, x, mask = encoder(norm_first), torch.randn(3, 5, 16), None
     if padded:
         mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]])
-    swap(model)
+    swap(model, "golden")
     expected = model.train()(x, src_key_padding_mask=mask)
     real = torch.ones(3, 5, dtype=torch.bool) if mask is None else ~mask
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_transformer_encoder_validates_with_the_norms_it_trains(norm_first, padd
 @NESTS
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_transformer_encoder_accepts_nested_tensors_after_a_swap(norm_first):
-    model = swap(encoder(norm_first))
+    model = swap(encoder(norm_first), "golden")
     parts = [torch.randn(3, 16), torch.randn(5, 16)]
     expected = [model.train()(part[None])[0] for part in parts]
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_a_model_that_has_every_attribute_is_swapped_and_unswapped():
         check(layer, TOKENS)
         assert not torch.allclose(golden, stock, atol=1e-3)
         torch.testing.assert_close(unswap(model)[0](TOKENS), golden)
-        with normplug.swapped(model):
+        with normplug.swapped(model, "golden"):
             pass
         torch.testing.assert_close(layer(TOKENS), golden)
     assert [vars(m).keys() for m in model.modules()] == [b.keys() for b in before]

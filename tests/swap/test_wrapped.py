@@ -61,7 +61,7 @@ def test_a_wrapped_model_is_swapped_set_checked_and_unswapped(name, first):
 
 def test_a_layer_lost_inside_a_wrapper_is_found():
     with process_group():
-        net = swap(nn.parallel.DistributedDataParallel(make()))
+        net = swap(nn.parallel.DistributedDataParallel(make()), "golden")
         assert check(net.module).summary() == check(net).summary()
         net.module.bn = nn.BatchNorm2d(8)
         for model in (net, net.module, copy.deepcopy(net.module)):
@@ -71,7 +71,7 @@ def test_a_layer_lost_inside_a_wrapper_is_found():
 
 def test_unswap_names_accelerates_hooks_if_they_are_in_the_way():
     hooks = pytest.importorskip("accelerate.hooks")
-    net = swap(make()).eval()
+    net = swap(make(), "golden").eval()
     expected = net(X)
     hooks.attach_align_device_hook(net, execution_device="cpu")
     torch.testing.assert_close(net(X), expected)

@@ -1,54 +1,67 @@
 """The plots of a comparison: what each figure holds, not how it looks."""
 
-from collections import Counter
-from dataclasses import replace
-
 import numpy as np
+import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
-from normplug._report.figures import draw_line
-from normplug._report.measure import ACCURACY, Measure
-from normplug.compare.blocks import blocks_figure
-from normplug.compare.canvas import arm_styles
-from normplug.compare.gather import KEYS, Run, group_runs
-from normplug.compare.plots import curves_figure, seeds_figure
-from normplug.compare.targets import target_groups, targets_figure
-from normplug.compare.throughput import throughput_figure
-from normplug.compare.variance import COLUMNS, Variance
-from normplug.compare.variance_plots import variance_by_depth_figure, variance_by_step_figure
+from normplug.experiment.compare.frame import QUANTITIES, Variance, group_runs, label
+from normplug.experiment.compare.plots import (
+    arm_styles,
+    blocks_figure,
+    curves_figure,
+    seeds_figure,
+    target_groups,
+    targets_figure,
+    throughput_figure,
+    variance_by_depth_figure,
+    variance_by_step_figure,
+)
+from normplug.experiment.compare.stats import summarise
+from normplug.experiment.measure import ACCURACY, Measure
 
 
-def a_run(arm, seed, accuracy=0.9, curve=(0.5,), speed=None, hardware="", measure=ACCURACY):
-    found = {"test_score": accuracy, "scores_by_epoch": curve, "items_per_s": speed}
-    where = {"model": "resnet18", "data": "digits", "arm": arm, "seed": seed, "hardware": hardware}
-    others = {
-        "name": "run",
-        "variances": None,
-        "error": "",
-        "versions": {},
+def a_run(arm, seed, accuracy=0.9, curve=(0.5,), speed=np.nan, hardware="", **others):
+    return {
+        "model": "resnet18",
+        "data": "digits",
+        "arm": arm,
+        "seed": seed,
+        "status": "finished",
+        "learning_rate": 0.1,
+        "test_score": accuracy,
+        "test_bits_per_character": np.nan,
+        "validation_score": curve[-1] if curve else np.nan,
+        "curve": np.array(curve, dtype=float),
+        "items_per_s": speed,
+        "step_ms": np.nan,
+        "peak_memory_bytes": np.nan,
+        "norms_swapped": np.nan,
+        "graph": False,
+        "hardware": hardware,
         "date": "",
-        "measure": measure,
+        "measure": ACCURACY,
+        "block_drop": (),
+        **others,
     }
-    return Run(**dict.fromkeys(KEYS) | found | where | others | {"status": "finished"})
 
 
 def a_group(*runs):
-    (group,) = group_runs(runs)
+    (group,) = group_runs(pd.DataFrame(runs))
     return group
 
 
 def drawn(figure, *runs):
     """The axes of a figure of some runs."""
     group = a_group(*runs)
-    return figure(group, arm_styles([group])).axes
+    return figure(group, summarise(group), arm_styles([group])).axes
 
 
 def a_variance(steps, cells, target=1.0):
-    values = {name: cells * (index + 1) for index, name in enumerate(COLUMNS)}
-    values["target_variance"] = np.full_like(cells, target)
-    depths = np.arange(cells.shape[1])
-    return Variance(np.array(steps), depths, Counter(BatchNorm2d=len(depths)), values)
+    parts = {
+        name: pd.DataFrame(cells * (index + 1), steps) for index, name in enumerate(QUANTITIES)
+    }
+    parts["target_variance"][:] = target
+    return Variance(pd.concat(parts, axis=1), {"BatchNorm2d": cells.shape[1]})
 
 
 def test_accuracy_stops_where_a_seed_stops():
@@ -64,7 +77,11 @@ def test_accuracy_stops_where_a_seed_stops():
     assert lines["golden (2 seeds)"] == [[1.0, 50.0], [2.0, 70.0]]
     assert [line.get_xdata().tolist() for line in late.lines] == [[3, 4], [2]]
     band = whole.collections[1].get_paths()[0].get_extents()
-    assert (band.y0, band.y1) == (40.0, 80.0)
+    assert (band.y0, band.y1) == (45.0, 75.0)  # the quartiles of 40 and 60, and of 60 and 80
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts if text.get_text()]
 
 
 def test_seeds_shows_each_seed_and_each_pair():
@@ -72,16 +89,30 @@ def test_seeds_shows_each_seed_and_each_pair():
     golden = [a_run("golden", seed, 0.9 + 0.01 * seed) for seed in range(1, 4)]
     left, right = drawn(seeds_figure, *runs, *golden)
     names = [label.get_text() for label in left.get_yticklabels()]
-    assert names[2] == "golden\n3 of 4 seeds"
+    assert names == [f"{arm}\n3 of 4 seeds" for arm in ("baseline", "golden", "standard")]
     dots = [line for line in left.lines if line.get_linestyle() == "None" and len(line.get_xdata())]
     assert [len(line.get_xdata()) for line in dots if line.get_marker() in "soD"] == [3, 3, 3]
     (pairs,) = [line for line in right.lines if line.get_marker() == "D"]
     np.testing.assert_allclose(pairs.get_xdata(), [1.0, 2.0])
     # Paired: t = 1.5 / 0.5, and p = 0.2048 with 1 degree; the other arm equals the reference.
-    assert [text.get_text() for text in right.texts] == ["p (Holm)", "reference", "1.000", "0.410"]
+    assert texts(right) == ["reference", "0.410", "1.000", "p (Holm)"]
     # Differences 1 and 2 points: mean 1.5, and t(0.975, 1) * 0.5 = 6.3531.
-    (interval,) = right.containers[-1].lines[2]
+    (interval,) = right.containers[0].lines[2]
     np.testing.assert_allclose(interval.get_segments()[0][:, 0], [1.5 - 6.3531, 1.5 + 6.3531], 1e-5)
+
+
+def test_a_diverged_seed_is_named_and_does_not_stretch_the_axis():
+    runs = [
+        a_run(arm, seed, 0.9 + seed / 1000) for arm in ("baseline", "golden") for seed in range(8)
+    ]
+    runs[-1]["test_score"] = 0.1
+    stopped = a_run("golden", 8, np.nan, (), status="diverged")
+    left, right = drawn(seeds_figure, *runs, stopped)
+    names = [label.get_text() for label in left.get_yticklabels()]
+    assert names == ["baseline\n8 of 9 seeds", "golden\n8 of 9 seeds, 1 diverged"]
+    assert left.get_xlim()[0] > 89
+    assert "\u25c2 10" in texts(left)
+    assert right.get_xlim()[0] < 0
 
 
 @pytest.mark.parametrize(
@@ -90,14 +121,14 @@ def test_seeds_shows_each_seed_and_each_pair():
 )
 def test_seeds_says_when_there_is_no_pair(other, reference):
     _, right = drawn(seeds_figure, a_run("golden", 0), a_run(other, 1))
-    assert [text.get_text() for text in right.texts] == [f"no seed to compare with {reference}"]
+    assert texts(right) == [f"no seed to compare with {reference}"]
     assert not right.axison
 
 
 def test_the_reference_is_named_where_it_is_used():
     group = a_group(*(a_run(arm, 0, speed=100.0) for arm in ("standard", "golden")))
     for draw in (seeds_figure, throughput_figure):
-        figure = draw(group, arm_styles([group]))
+        figure = draw(group, summarise(group), arm_styles([group]))
         assert figure.get_suptitle().endswith("\nReference: standard, since baseline has no run")
         assert " standard" in figure.axes[1].get_xlabel()
 
@@ -109,14 +140,15 @@ def test_an_axis_of_accuracies_stays_within_0_and_100(accuracies):
     heights = [axes.get_ylim() for axes in drawn(curves_figure, *runs)]
     for low, high in (left.get_xlim(), *heights):
         assert 0 <= low < high <= 100
-    said = "(%; intervals are cut at 0 and 100)" in left.get_xlabel()
-    assert said == (accuracies[0] != accuracies[1])  # t(0.975, 1) = 12.7 makes them wide
 
 
 def test_a_loss_is_drawn_as_it_is_with_its_unit():
     loss = Measure("loss", "nats/byte", "lower", "tokens")
     losses = {"baseline": 1.5, "golden": 1.25}
-    runs = [a_run(arm, 0, loss_, (2.0, loss_), 9.0, "CPU", loss) for arm, loss_ in losses.items()]
+    runs = [
+        a_run(arm, 0, value, (2.0, value), 9.0, "CPU", measure=loss)
+        for arm, value in losses.items()
+    ]
     left, right = drawn(seeds_figure, *runs)
     assert left.get_xlabel() == "test loss (nats/byte)"
     assert right.get_xlabel() == "test loss minus baseline, same seed (nats/byte)"
@@ -126,31 +158,28 @@ def test_a_loss_is_drawn_as_it_is_with_its_unit():
     assert drawn(throughput_figure, *runs)[0].get_xlabel() == "tokens/s"
 
 
-def test_throughput_shows_each_run_and_each_pair_by_hardware():
-    gpu, ratio, cpu, nothing = drawn(
+def test_throughput_shows_each_run_and_each_pair_on_one_hardware():
+    speeds, ratio = drawn(
         throughput_figure,
         *(a_run("baseline", seed, speed=100.0, hardware="GPU") for seed in range(3)),
         a_run("golden", 0, speed=80.0, hardware="GPU"),
-        a_run("golden", 1, speed=125.0, hardware="GPU"),
-        a_run("golden", 2, speed=5.0, hardware="CPU"),
-        a_run("golden", 3, speed=None, hardware="GPU"),
+        a_run("golden", 1, speed=200.0, hardware="GPU"),
+        a_run("golden", 2, speed=90.0, hardware="CPU"),
+        a_run("golden", 3, speed=np.nan, hardware="GPU"),
     )
-    assert [axes.get_title("left") for axes in (gpu, cpu)] == ["GPU", "CPU"]
-    rows = [[text.get_text() for text in axes.get_yticklabels()] for axes in (gpu, cpu)]
-    assert rows == [["baseline\n3 of 4 seeds", "golden\n2 of 4 seeds"], ["golden\n1 of 4 seeds"]]
+    names = [text.get_text() for text in speeds.get_yticklabels()]
+    assert names == ["baseline\n3 of 4 seeds", "golden\n4 of 4 seeds"]
 
     def dots(axes, marker):
         (line,) = [line for line in axes.lines if line.get_marker() == marker]
         return list(line.get_xdata())
 
-    assert dots(gpu, "s") == [100, 100, 100]
-    assert dots(gpu, "D") == [80, 125]
-    assert dots(cpu, "D") == [5]
-    assert dots(ratio, "D") == [0.8, 1.25]
-    # 0.8 and 1.25 are inverses: their geometric mean is 1.
-    assert [text.get_text() for text in ratio.texts] == ["reference", "1.000"]
-    assert [text.get_text() for text in nothing.texts] == ["no seed to compare with baseline"]
-    assert gpu.get_xlabel() == "images/s"
+    assert dots(speeds, "s") == [100, 100, 100]
+    assert dots(speeds, "D") == [80, 200, 90]
+    assert dots(ratio, "D") == [0.8, 2]
+    assert texts(ratio) == ["reference", "1.265 (0.800 to 2.000)"]  # sqrt(0.8 * 2)
+    assert "GPU and CPU" in speeds.figure.get_suptitle()
+    assert speeds.get_xlabel() == "images/s"
     assert ratio.get_xlabel() == "images/s over baseline's, same seed"
 
 
@@ -170,14 +199,6 @@ def test_any_ratio_of_speeds_is_drawn():
         drawn(throughput_figure, *both)
 
 
-def test_a_point_between_two_gaps_has_a_marker():
-    axes = Figure().subplots()
-    y = np.ones(60)
-    y[[6, 8]] = np.nan
-    draw_line(axes, np.arange(60), y, arm_styles([])["golden"], "golden")
-    assert axes.lines[0].get_markevery() == sorted({*range(0, 60, 3), 7})
-
-
 def test_no_text_of_a_plot_lies_on_another_or_outside():
     long = "a-tag-that-goes-on_and_on_without_a_place_to_break_it_at_all_until_somebody_stops"
     arms = ["standard", "golden", "0.5", *(f"{i}.5-{long}" for i in range(5))]
@@ -191,11 +212,11 @@ def test_no_text_of_a_plot_lies_on_another_or_outside():
     cells = np.random.default_rng(0).uniform(0.5, 2.0, (6, 60))
     cells[:, 7] = np.nan
     variances = {arm: a_variance([*range(0, 60, 10)], cells) for arm in arms}
-    styles = arm_styles([group])
+    styles, table = arm_styles([group]), summarise(group)
     for figure in (
-        curves_figure(group, styles),
-        seeds_figure(group, styles),
-        throughput_figure(group, styles),
+        curves_figure(group, table, styles),
+        seeds_figure(group, table, styles),
+        throughput_figure(group, table, styles),
         variance_by_depth_figure(group.title, variances, styles),
         variance_by_step_figure(group.title, variances),
     ):
@@ -231,8 +252,8 @@ def test_variance_by_depth_shows_the_last_step_and_each_target():
 def test_targets_have_a_line_for_each_model_on_a_log_axis():
     modes = {"standard": 0.0, "golden": 0.02, "0.5": 0.01, "standard-gamma0_0.786": 0.5}
     runs = [a_run(arm, seed, 0.9 + gain) for arm, gain in modes.items() for seed in range(2)]
-    vit = [replace(run, model="vit", test_score=run.test_score - 0.3) for run in runs]
-    groups = group_runs([*runs, *vit])
+    vit = [run | {"model": "vit", "test_score": run["test_score"] - 0.3} for run in runs]
+    groups = group_runs(pd.DataFrame([*runs, *vit]))
     assert target_groups([a_group(a_run("standard", 0), a_run("golden", 0))]) == []
     (together,) = target_groups(groups)
     right, *left = targets_figure(together).axes
@@ -253,7 +274,7 @@ def test_targets_have_a_line_for_each_model_on_a_log_axis():
 def test_blocks_show_what_each_of_them_is_worth():
     drops = {"standard": [(0.5, 0.1), (0.3, 0.3)], "golden": [(0.2, 0.4)]}
     runs = [
-        replace(a_run(arm, seed), block_drop=losses)
+        a_run(arm, seed, block_drop=losses)
         for arm, of_seeds in drops.items()
         for seed, losses in enumerate(of_seeds)
     ]
@@ -272,7 +293,7 @@ def test_variance_by_step_has_one_scale_for_all_arms():
     variances = {arm: a_variance(steps, cells * scale) for scale, arm in enumerate(arms, start=1)}
     *panels, bar = variance_by_step_figure("resnet18", variances).axes
     meshes = [axes.collections[0] for axes in panels]
-    assert [axes.get_title() for axes in panels] == [f"{arm} (1 seed)" for arm in arms]
+    assert [axes.get_title() for axes in panels] == [f"{label(arm)} (1 seed)" for arm in arms]
     assert len({mesh.get_clim() for mesh in meshes}) == 1
     np.testing.assert_array_equal(meshes[0].get_array(), 4 * cells.T)
     # Cells are centred on their steps: the border between 80 and 160 is at 120.
@@ -296,13 +317,9 @@ def test_degenerate_variances_are_drawn(value):
     variance_by_step_figure("golden", variances).canvas.draw()
 
 
-def test_arms_are_told_apart_without_colour():
-    group = a_group(*(a_run(arm, 0) for arm in ("baseline", "standard", "golden", *"1234567")))
-    styles = arm_styles([group])
-    assert len({style.marker for style in styles.values()}) == len(group.arms) == 10
-    assert len({(style.colour, style.dash) for style in styles.values()}) == 10
-
-
-def test_no_two_arms_look_alike():
-    groups = [a_group(a_run(f"{i / 10}", 0), a_run("golden", 0)) for i in range(15)]
-    assert len(set(arm_styles(groups).values())) == 3 + 15
+@pytest.mark.parametrize("others", [8, 30])
+def test_no_two_arms_have_one_colour_and_arms_differ_without_colour(others):
+    groups = [a_group(a_run(f"{i / 10}", 0), a_run("golden", 0)) for i in range(others)]
+    styles = arm_styles(groups).values()
+    assert len({style.colour for style in styles}) == 3 + others
+    assert len({(style.marker, style.dash) for style in styles}) == min(3 + others, 3 + 21)

@@ -16,17 +16,22 @@ from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
 from torch import nn
 
-from normplug.experiment.augment import Augment, crop_and_flip, normalise
-from normplug.experiment.data import Cifar10, Digits, Fake, FashionMnist, ImageFolder
-from normplug.experiment.images import (
-    FileImages,
-    MemoryImages,
+from normplug.experiment.data import (
+    AUGMENTATION,
+    Digits,
+    Fake,
+    FilePart,
+    ImageFolder,
+    MemoryPart,
+    Source,
+    Torchvision,
     channel_statistics,
+    crop_and_flip,
     decode,
-    stratified_split,
+    decode_parts,
+    normalise,
+    stream_seed,
 )
-from normplug.experiment.source import Source
-from normplug.experiment.streams import epoch_sampler, stream
 from normplug.experiment.text import Text, _sources
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -65,7 +70,7 @@ def fit(data, *, epochs=2, ckpt_path=None, **kwargs):
 
 def parts(data):
     data.setup("fit")
-    return [part.decoded() for part in (data.train_part, data.val_part, data.test_part)]
+    return data.train_part, data.val_part, data.test_part
 
 
 def paths(images):
@@ -98,24 +103,23 @@ def single_process_group():
 class TestParts:
     def test_are_disjoint_stratified_and_the_same_for_every_seed(self):
         first, second = (parts(Digits(seed=seed)) for seed in range(2))
-        images = torch.cat([part.images for part in first])
+        images = torch.cat([part.inputs for part in first])
         assert len(torch.unique(images, dim=0)) == 1797  # no two digits are equal
         for part, other, share in zip(first, second, [0.72, 0.08, 0.2], strict=True):
-            assert torch.equal(part.images, other.images)
+            assert torch.equal(part.inputs, other.inputs)
             # 178 images a class, on average; the rounding of two splits moves at most one
             torch.testing.assert_close(
-                part.labels.bincount() / 1797, torch.full((10,), share / 10), atol=5e-3, rtol=0
+                part.targets.bincount() / 1797, torch.full((10,), share / 10), atol=5e-3, rtol=0
             )
 
-    def test_stratified_split_takes_its_share_of_every_class(self):
+    def test_a_split_takes_its_share_of_every_class_and_not_the_first(self):
         labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 20)[torch.randperm(100)]
-        kept, held = stratified_split(labels, 0.1)
-        assert labels[held].bincount().tolist() == [5, 3, 2]
-        assert sorted(kept.tolist() + held.tolist()) == list(range(100))
-
-    def test_stratified_split_does_not_take_the_first_of_each_class(self):
-        _, held = stratified_split(torch.zeros(100, dtype=torch.int64), 0.2)
-        assert held.tolist() != list(range(20))
+        rows = MemoryPart(torch.arange(100), labels)
+        kept, held = Fake().hold_out(rows, 0.1)
+        assert held.targets.bincount().tolist() == [5, 3, 2]
+        assert sorted(kept.inputs.tolist() + held.inputs.tolist()) == list(range(100))
+        _, held = Fake().hold_out(MemoryPart(torch.arange(100), torch.zeros(100).long()), 0.2)
+        assert held.inputs.tolist() != list(range(20))
 
     def test_an_empty_part_is_refused(self):
         with pytest.raises(ValueError, match=r"Fake: both parts .* val_fraction \(it is 0.1\)"):
@@ -124,9 +128,9 @@ class TestParts:
     def test_fake_images_show_their_class(self):
         data = Fake(num_classes=4, image_size=8, num_images=200)
         train, _, test = parts(data)
-        means = torch.stack([train.images[train.labels == c].float().mean(0) for c in range(4)])
-        distance = torch.cdist(test.images.float().flatten(1), means.flatten(1))
-        assert (distance.argmin(1) == test.labels).float().mean() > 0.9
+        means = torch.stack([train.inputs[train.targets == c].float().mean(0) for c in range(4)])
+        distance = torch.cdist(test.inputs.float().flatten(1), means.flatten(1))
+        assert (distance.argmin(1) == test.targets).float().mean() > 0.9
 
 
 class TestStreams:
@@ -151,16 +155,8 @@ class TestStreams:
         assert torch.equal(torch.get_rng_state(), before)
 
     def test_near_seeds_share_no_order(self):
-        images = MemoryImages(torch.empty(50, 3, 1, 1), torch.zeros(50, dtype=torch.int64))
-        orders = {tuple(epoch_sampler(images, s, epoch=e)) for s in range(4) for e in range(4)}
-        assert len(orders) == 16
-
-    def test_shards_deal_out_one_order(self):
-        images = MemoryImages(torch.empty(11, 3, 1, 1), torch.zeros(11, dtype=torch.int64))
-        whole = list(epoch_sampler(images, 0, epoch=3))
-        shards = [list(epoch_sampler(images, 0, epoch=3, shards=2, shard=s)) for s in range(2)]
-        assert sorted(whole) == list(range(11))
-        assert shards == [whole[0:10:2], whole[1:10:2]]
+        orders = {stream_seed(0, seed, epoch) for seed in range(9) for epoch in range(9)}
+        assert len(orders) == 81
 
     def test_the_batches_of_all_shards_are_those_of_one_process(self, monkeypatch):
         def batches(shards, shard):
@@ -179,7 +175,7 @@ class TestStreams:
         self, monkeypatch, samples, shards
     ):
         data = Fake(image_size=4, batch_size=1)
-        data.test_part = MemoryImages(torch.zeros(samples, 3, 4, 4), torch.arange(samples))
+        data.test_part = MemoryPart(torch.zeros(samples, 3, 4, 4), torch.arange(samples))
         batches = []
         for shard in range(shards):
             monkeypatch.setattr(data, "shards", lambda shard=shard: (shards, shard))
@@ -191,8 +187,7 @@ class TestStreams:
             data.test_dataloader()
 
     def test_shards_augment_differently(self):
-        draws = [torch.rand(4, generator=stream(1, 0, 0, shard=s)) for s in range(2)]
-        assert not torch.equal(*draws)
+        assert stream_seed(AUGMENTATION, 0, 0, 0) != stream_seed(AUGMENTATION, 0, 0, 1)
 
     @pytest.mark.parametrize(("batch_size", "batches"), [(64, 11), (720, 1), (1000, 1)])
     def test_only_a_remainder_is_dropped(self, batch_size, batches):
@@ -201,14 +196,18 @@ class TestStreams:
         assert len(data.train_dataloader()) == batches
 
 
+def drawn():
+    return torch.Generator().manual_seed(1)
+
+
 class TestPixels:
     @pytest.mark.parametrize("flip", [False, True])
     @pytest.mark.parametrize("pad", [0, 2])
     def test_crop_and_flip_matches_a_loop_over_images(self, pad, flip):
         images = torch.randn(16, 3, 5, 7)
-        out = crop_and_flip(images, Augment(pad, flip), stream(1, 0, 0))
+        out = crop_and_flip(images, pad, flip, drawn())
 
-        generator = stream(1, 0, 0)
+        generator = drawn()
         offsets = torch.randint(2 * pad + 1, (2, 16), generator=generator)
         mirrored = torch.randint(2, (16,), generator=generator).bool()
         for i, image in enumerate(images):
@@ -223,27 +222,27 @@ class TestPixels:
     def test_crops_reach_every_offset_and_flips_half(self):
         images = torch.zeros(2000, 1, 5, 5)
         images[:, :, 2, 1] = 1
-        out = crop_and_flip(images, Augment(pad=1), stream(1, 0, 0)).sum((0, 1))
+        out = crop_and_flip(images, 1, False, drawn()).sum((0, 1))
         assert (out[1:4, :3] > 150).all()  # 222 each of 9 offsets
         assert out.sum() == 2000
-        mirrored = crop_and_flip(images, Augment(flip=True), stream(1, 0, 0)).sum((0, 1))
+        mirrored = crop_and_flip(images, 0, True, drawn()).sum((0, 1))
         assert 900 < mirrored[2, 3] < 1100
 
     def test_training_images_have_mean_0_and_std_1(self):
         data = Fake(num_images=500, image_size=8)
         train, _, _ = parts(data)
-        images, _ = data.on_after_batch_transfer((train.images, train.labels), 0)
+        images, _ = data.on_after_batch_transfer((train.inputs, train.targets), 0)
         var, mean = torch.var_mean(images.double(), (0, 2, 3), correction=0)
         torch.testing.assert_close(mean, torch.zeros(3).double(), atol=1e-6, rtol=0)
         torch.testing.assert_close(var, torch.ones(3).double(), atol=1e-6, rtol=0)
 
     def test_a_constant_channel_is_0(self):
         images = torch.full((2, 3, 4, 4), 7, dtype=torch.uint8)
-        mean, std = channel_statistics(MemoryImages(images, torch.zeros(2)))
+        mean, std = channel_statistics(MemoryPart(images, torch.zeros(2)))
         assert normalise(images, mean, std).abs().max() < 1e-12
 
     def test_grey_digits_become_three_equal_channels_of_the_full_range(self):
-        images = parts(Digits())[0].images
+        images = parts(Digits())[0].inputs
         assert images.shape[1:] == (3, 8, 8)
         assert images.amax((0, 2, 3)).tolist() == [255] * 3
 
@@ -256,7 +255,7 @@ class TestDevice:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (8192, 8192))
         data = Fake(device=device)
         data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=runs_on))
-        kib = MemoryImages(torch.empty(1016, dtype=torch.uint8), torch.empty(1, dtype=torch.int64))
+        kib = MemoryPart(torch.empty(1016, dtype=torch.uint8), torch.empty(1, dtype=torch.int64))
         return data._storage([kib] * parts)
 
     def test_auto_is_the_gpu_up_to_a_quarter_of_its_free_memory(self, monkeypatch):
@@ -272,12 +271,6 @@ class TestDevice:
             self.keeper("cuda", monkeypatch, runs_on=torch.device("cpu"))
         with pytest.raises(ValueError, match="are decoded for every batch. Use data.device=auto"):
             self.keeper("cuda", monkeypatch, parts=0)
-
-    def test_a_part_moves_with_all_its_tensors(self):
-        part = MemoryImages(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.zeros(2))
-        moved = part.to(torch.device("meta"))
-        assert {moved.images.device.type, moved.labels.device.type} == {"meta"}
-        assert part.device.type == "cpu"
 
 
 class TestTrainer:
@@ -314,7 +307,7 @@ class TestTrainer:
         data = self.data()
         model = fit(data, epochs=1, val_check_interval=2)
         _, val, _ = parts(data)
-        expected, _ = data.on_after_batch_transfer((val.images, val.labels), 0)
+        expected, _ = data.on_after_batch_transfer((val.inputs, val.targets), 0)
         assert torch.equal(torch.cat(model.val)[: len(expected)], expected)
         undisturbed = fit(self.data(), epochs=1, limit_val_batches=0)
         assert torch.equal(torch.cat(model.batches[0]), torch.cat(undisturbed.batches[0]))
@@ -347,8 +340,8 @@ class TestImageFolder:
         demand = ImageFolder(str(tree), SIZE, batch_size=4, memory_gib=0, num_workers=0)
         for data in (memory, demand):
             data.setup("fit")
-        assert isinstance(memory.train_part, MemoryImages)
-        assert isinstance(demand.train_part, FileImages)
+        assert isinstance(memory.train_part, MemoryPart)
+        assert isinstance(demand.train_part, FilePart)
         assert torch.equal(memory.mean, demand.mean)
         assert torch.equal(memory.std, demand.std)
         for part in ("train", "val", "test"):
@@ -363,20 +356,44 @@ class TestImageFolder:
         def images():
             data = ImageFolder(str(tree), SIZE, cache=str(file))
             data.setup("fit")
-            return data.train_part.images
+            return data.train_part.inputs
 
         decoded = images()
         assert file.is_file()
         with monkeypatch.context() as no_decoder:
             fails = Mock(side_effect=AssertionError)
-            no_decoder.setattr("normplug.experiment.images._decode_all", fails)
+            no_decoder.setattr("normplug.experiment.data._decode_all", fails)
             assert torch.equal(images(), decoded)
         changed = min((tree / "train" / "cat").iterdir())
         Image.new("RGB", (SIZE, SIZE), (9, 9, 9)).save(changed)
         assert not torch.equal(images(), decoded)
         file.write_text("mine")
-        with pytest.raises(ValueError, match=r"pets.pt holds no decoded images .* Delete it, or"):
+        with pytest.raises(
+            ValueError, match=r"pets.pt holds no decoded images .* Name another file"
+        ):
             images()
+        assert file.read_text() == "mine"
+
+    def test_a_cache_that_cannot_be_is_refused_at_once(self, tree, tmp_path):
+        for cache, words in [
+            (tmp_path, f"must be a file; {tmp_path} is none. Name another file"),
+            (Path("/proc/x"), "cannot be written: "),
+            (tree / "train/cat/00.png/x", "cannot be written: "),
+        ]:
+            with pytest.raises(ValueError, match="data.cache") as caught:
+                ImageFolder(str(tree), SIZE, cache=str(cache)).setup("fit")
+            assert words in str(caught.value)
+
+    def test_a_disk_that_fills_leaves_no_half_cache(self, tree, tmp_path):
+        limits = pytest.importorskip("resource")
+        soft, hard = limits.getrlimit(limits.RLIMIT_FSIZE)
+        limits.setrlimit(limits.RLIMIT_FSIZE, (1000, hard))
+        try:
+            with pytest.raises(ValueError, match="pets.pt cannot be written: File too large"):
+                ImageFolder(str(tree), SIZE, cache=str(tmp_path / "pets.pt")).setup("fit")
+        finally:
+            limits.setrlimit(limits.RLIMIT_FSIZE, (soft, hard))
+        assert not (tmp_path / "pets.pt").exists()
 
     def test_decodes_every_file_to_its_own_row(self, tmp_path):
         for name, value in [("black", 0), ("white", 250)]:
@@ -386,8 +403,8 @@ class TestImageFolder:
         data = ImageFolder(str(tmp_path), 4)
         train, test = data.load()
         assert len(train) == 160
-        assert test.labels.bincount().tolist() == [20, 20]
-        images = train.decoded().images
+        assert test.targets.bincount().tolist() == [20, 20]
+        images = decode_parts([train])[0].inputs
         expected = [
             250 * (path.parent.name == "white") + int(path.stem) % 5 for path in paths(train)
         ]
@@ -412,10 +429,12 @@ class TestImageFolder:
         assert not set(paths(train)) & set(paths(test))
 
     def test_refuses_a_tree_of_another_layout(self, tree):
-        with pytest.raises(ValueError, match="must hold one directory per class"):
+        with pytest.raises(
+            ValueError, match="must hold a directory of images for every class; got none"
+        ):
             ImageFolder(str(tree / "train" / "cat"), SIZE)
         (tree / "test" / "emu").mkdir()
-        with pytest.raises(ValueError, match="emu is not"):
+        with pytest.raises(ValueError, match="emu is only in"):
             ImageFolder(str(tree), SIZE)
         (tree / "train").rename(tree.parent / "elsewhere")
         with pytest.raises(ValueError, match="needs a train directory beside it"):
@@ -442,10 +461,10 @@ class TestImageFolder:
 
 class TestTorchvision:
     @pytest.mark.parametrize(
-        ("source", "name", "shape"),
-        [(Cifar10, "CIFAR10", (32, 32, 3)), (FashionMnist, "FashionMNIST", (28, 28))],
+        ("name", "size", "shape"),
+        [("CIFAR10", 32, (32, 32, 3)), ("FashionMNIST", 28, (28, 28))],
     )
-    def test_reads_the_official_parts(self, monkeypatch, source, name, shape):
+    def test_reads_the_official_parts(self, monkeypatch, name, size, shape):
         downloads = []
         images = torch.randint(256, (40, *shape), dtype=torch.uint8)
 
@@ -456,14 +475,14 @@ class TestTorchvision:
             return SimpleNamespace(data=images[:count].numpy(), targets=[0, 1] * (count // 2))
 
         monkeypatch.setattr(torchvision.datasets, name, dataset)
-        data = source()
+        data = Torchvision(name, 10, size)
         data.prepare_data()
         train, val, test = parts(data)
         assert downloads == [True, False]
         assert (len(train), len(val)) == (36, 4)
         colours = images if images.ndim == 4 else images[..., None].expand(-1, -1, -1, 3)
-        assert torch.equal(test.images, colours[:20].permute(0, 3, 1, 2))
-        assert test.labels.tolist() == [0, 1] * 10
+        assert torch.equal(test.inputs, colours[:20].permute(0, 3, 1, 2))
+        assert test.targets.tolist() == [0, 1] * 10
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "data").glob("*.yaml")), ids=lambda p: p.stem)
@@ -476,7 +495,7 @@ def test_configs_build_their_source(path, tmp_path):
     data = instantiate(cfg.data)
     assert isinstance(data, Source)
     assert data.seed == 3
-    assert data.name in (path.stem, tmp_path.name)
+    assert data.name in (path.stem, path.stem.replace("_", ""), tmp_path.name)
 
 
 class TestText:
@@ -489,7 +508,8 @@ class TestText:
         data.setup("fit")
         rows = {}
         for name in ("train", "val", "test"):
-            batches = list(getattr(data, f"{name}_dataloader")())
+            loader = getattr(data, f"{name}_dataloader")()
+            batches = [data.on_after_batch_transfer(batch, 0) for batch in loader]
             assert all(torch.equal(y, x + 1) for x, y in batches)
             rows[name] = sorted(torch.cat([x for x, _ in batches]).flatten().tolist())
         # 80, 10 and 10 bytes; the last token of a part is a target only.
@@ -534,5 +554,7 @@ class TestText:
             Text("no.txt")
         with pytest.raises(ValueError, match="unit=char needs a text in UTF-8; byte 1 of 100 is"):
             self.text(tmp_path, b"a\xff" * 50, unit="char")
-        with pytest.raises(ValueError, match="longer than block_size=4; the smallest has 4 of 40"):
+        with pytest.raises(ValueError, match="longer than block_size=4; the smallest has 4 tokens"):
             self.text(tmp_path, b"a" * 40)
+        with pytest.raises(ValueError, match="longer than block_size=4; the smallest has 0 tokens"):
+            self.text(tmp_path, b"")

@@ -10,11 +10,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 import normplug
-from normplug.experiment import building
-from normplug.experiment.classifier import Classifier
 from normplug.experiment.errors import UserError
 from normplug.experiment.graph import GraphedLoss, refuse_graph
-from normplug.lightning import variance_logger
+from normplug.experiment.learner import Classifier
+from normplug.lightning import heat_map
 from training import SMALL
 
 WARM_UPS = 3
@@ -47,8 +46,8 @@ def replays(monkeypatch):
 def test_a_run_with_graphs_reaches_the_numbers_of_one_without(
     trains, replays, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(building, "refuse_graph", lambda trainer: None)
-    monkeypatch.setattr(variance_logger, "draw_heat_map", lambda *rows, **names: None)
+    monkeypatch.setattr("normplug.experiment.run.refuse_graph", lambda trainer: None)
+    monkeypatch.setattr(heat_map, "draw_heat_map", lambda *rows, **names: None)
     # 5 steps an epoch; steps 0, 4 and 8 are measured.
     options = [*SMALL, "data.num_images=112", "model.dropout=0.1", "trainer.max_epochs=2"]
     for graph in ("true", "false"):

@@ -1,12 +1,8 @@
-"""What the tools share: whole files, Markdown tables, intervals."""
+"""How results are written: whole files."""
 
-import numpy as np
 import pytest
-from scipy import stats
 
-from normplug._report import markdown
-from normplug._report.files import replace_file, write_file
-from normplug._report.intervals import t_interval
+from normplug._results import replace_file, write_file
 
 
 @pytest.mark.parametrize("content", ["ä\r\nb\n", b"\x00\xff"], ids=["text", "bytes"])
@@ -32,22 +28,3 @@ def test_a_write_that_is_cut_off_leaves_the_old_file_and_nothing_else(stop, tmp_
         cut_off()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_table_aligns_numbers_to_the_right_and_keeps_its_columns():
-    rows = [("a|b", "x", "1.5"), ("c", "yy", "10")]
-    assert markdown.table(("arm", "kind", "ms"), rows, text=2) == (
-        "| arm | kind | ms |\n| --- | --- | ---: |\n| a/b | x | 1.5 |\n| c | yy | 10 |\n"
-    )
-    assert markdown.table(("arm", "kind", "ms"), rows, text=2, padded=True) == (
-        "| arm | kind |  ms |\n|-----|------|----:|\n| a/b | x    | 1.5 |\n| c   | yy   |  10 |\n"
-    )
-
-
-@pytest.mark.parametrize("n", [2, 3, 10])
-def test_an_interval_is_scipys(n):
-    values = np.random.default_rng(n).normal(0.9, 0.01, n)
-    expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-    found = t_interval(values)
-    assert found.mean - found.half_width == pytest.approx(expected.low, rel=1e-12)
-    assert found.mean + found.half_width == pytest.approx(expected.high, rel=1e-12)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,12 +13,11 @@ import pytest
 import torch
 from filelock import FileLock
 
-import train
 import training
-from normplug.compare.gather import find_runs
-from normplug.experiment import directory
-from normplug.experiment.directory import FORMER, LOCK, RunDirectory
+from normplug.experiment import resume
+from normplug.experiment.compare.frame import find_runs
 from normplug.experiment.errors import UserError
+from normplug.experiment.resume import FORMER, LAST, LOCK, RunDirectory
 from training import GOLDEN, PLAIN, result_of
 
 SMALL = [*training.SMALL, PLAIN]
@@ -91,34 +91,66 @@ def test_other_processes_of_a_run_share_its_directory(tmp_path, monkeypatch):
     first = RunDirectory(tmp_path)
     first.take()
     (tmp_path / "metrics.csv").write_text("of this run")
-    monkeypatch.setattr(directory.rank_zero_only, "rank", 1)
+    monkeypatch.setattr(resume.rank_zero_only, "rank", 1)
     second = RunDirectory(tmp_path)
     second.take()
-    second.set_aside(None)
     second.write("config.yaml", "")
     second.release()
     assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "metrics.csv"]
-    monkeypatch.setattr(directory.rank_zero_only, "rank", 0)
+    monkeypatch.setattr(resume.rank_zero_only, "rank", 0)
     with pytest.raises(UserError, match="still running"):
         RunDirectory(tmp_path).take()
     first.release()
 
 
-def test_what_a_dead_run_left_is_not_mixed_with_a_new_run(trains, tmp_path):
+def test_what_a_dead_run_left_is_kept_and_found_again(trains, tmp_path):
     run = tmp_path / "run"
-    record(run, status="running")
-    old = {"metrics.csv": "step\n", "variance.csv": "step\n", "checkpoints/old.ckpt": "weights"}
-    for name, text in old.items():
-        (run / name).parent.mkdir(exist_ok=True)
-        (run / name).write_text(text)
+    options = [*training.SMALL, f"hydra.run.dir={run}", "trainer.max_epochs=2"]
+    trains(*options)
+    record(run, status="interrupted")
+    last = (run / LAST).read_bytes()
     (run / "notes.txt").write_text("mine")
-    output = trains(*training.SMALL, f"hydra.run.dir={run}", "callbacks=minimal")
-    assert f"set aside: {run / FORMER} has the files of a run that did not finish" in output
-    assert {name: (run / FORMER / name).read_text() for name in old} == old
-    assert not (run / "variance.csv").exists()
-    assert not (run / "checkpoints").exists()
+    for number, typo in enumerate(["warmup=0.3", "warmup=0.4"], start=1):
+        output = trains(*options, typo)
+        aside = run / FORMER / str(number)
+        assert f"set aside: {aside} has the files of an earlier run" in output
+        record(run, status="interrupted")
+    assert (run / FORMER / "1" / LAST).read_bytes() == last
+    assert (run / FORMER / "1/variance.csv").exists()
+    output = trains(*options)  # the first command again
+    assert f"resuming: nothing is left to train: {run / FORMER / '1' / LAST}" in output
+    assert (run / FORMER / "1" / LAST).read_bytes() == last
     assert (run / "notes.txt").read_text() == "mine"
     assert result_of(run)["status"] == "finished"
+
+
+def test_a_folder_of_the_users_own_keeps_what_it_has(trains, refuses, tmp_path):
+    mine = {"checkpoints/best.ckpt": "weights", "former/a": "b", "metrics.csv": "c", "x.txt": "d"}
+    own = tmp_path / "own"
+    for name, text in mine.items():
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text(text)
+    output = refuses(*SMALL, f"hydra.run.dir={own}")
+    assert (
+        f"{own} has metrics.csv, checkpoints, but no result.json of a run, so they stay" in output
+    )
+    assert contents(own) == {name: text.encode() for name, text in mine.items()}
+    (tmp_path / "empty").mkdir()
+    refuses(*SMALL, "data.batch_size=0", f"hydra.run.dir={tmp_path}/empty")
+    assert (tmp_path / "empty").is_dir()
+    (own / "metrics.csv").unlink()
+    (own / "checkpoints").rename(own / "weights")
+    trains(*SMALL, f"hydra.run.dir={own}")
+    assert (own / "former/a").read_text() == "b"
+
+
+def test_runs_can_be_moved(trains, tmp_path):
+    one = [*SMALL, "mode=golden", "trainer.max_epochs=2", "-m"]
+    trains(*one)
+    (tmp_path / "logs").rename(tmp_path / "elsewhere")
+    assert "skipped: " in trains(
+        *one[:-1], f"hydra.sweep.dir={tmp_path}/elsewhere/sweeps/smoke", "-m"
+    )
 
 
 def test_a_run_that_resumes_keeps_the_files_that_it_continues(trains, tmp_path):
@@ -133,25 +165,26 @@ def test_a_run_that_resumes_keeps_the_files_that_it_continues(trains, tmp_path):
 
 
 def test_a_refused_run_leaves_no_directory(refuses, tmp_path):
-    sentence = "normplug.experiment: data.batch_size must be an integer >= 1; got 0.\n"
+    sentence = "normplug.experiment: data.batch_size should be greater than or equal to 1; got 0.\n"
     assert refuses(*SMALL, "data.batch_size=0") == sentence
     assert not list((tmp_path / "logs/runs").iterdir())
 
 
-def test_the_default_directory_tells_overrides_apart_and_leaves_logs_by_no_way(
-    refuses, tmp_path, monkeypatch
+def test_default_directories_are_short_and_new_and_leave_logs_by_no_way(
+    trains, refuses, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(RunDirectory, "remove_traces", lambda self: None)
-    overrides = ["tag=../../x", "mode=..", "optimizer.lr=0.01", "+swap.foo='a/b=c'"]
-    refuses("experiment=smoke", "trainer.max_epochs=1", *overrides)
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
-    (run,) = (tmp_path / "logs/runs").iterdir()
-    assert run.name.endswith("_trainer.max_epochs-1")
-    assert "_optimizer.lr-0.01_" in run.name
-    assert "=" not in run.name
-    long = [f"swap.include=[{','.join(f'layer{i}.*' for i in range(99))}]"]
-    refuses(*SMALL, *long, "data.batch_size=0")
-    assert all(len(path.name.encode()) < 200 for path in (tmp_path / "logs/runs").iterdir())
+    class Noon(datetime):
+        @classmethod
+        def now(cls, *_):
+            return cls(2026, 11, 24, 23, 20, 52)
+
+    monkeypatch.setattr("hydra.core.utils.datetime", Noon)  # two runs of one second
+    for _ in range(2):
+        trains(*training.SMALL, "callbacks=null", "optimizer.lr=0.01")
+    name = "2026-11-24_23-20-52_vit_tiny_golden_seed_0"
+    names = sorted(path.name for path in (tmp_path / "logs/runs").iterdir())
+    assert names == [name, f"{name}_2"]
+    refuses(*SMALL, "tag=../../x", "mode=..", "+swap.foo='a/b=c'")
     refuses(*SMALL, "study=../../y", "seed=/../../../z", "-m")
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
@@ -162,7 +195,7 @@ def test_a_mistaken_arm_fails_and_the_others_are_trained_and_compared(refuses, t
     assert len(lines) == 3
     assert "gold/seed_0: normplug: mode must be 'golden'" in lines[1]
     assert "gold, seed 0: failed: normplug: mode must be 'golden'" in output
-    assert "seed_x/result.json: normplug.experiment: seed must be an integer; got 'x'" in output
+    assert "gold/seed_x: normplug.experiment: seed should be a valid integer; got 'x'" in lines[0]
     root = tmp_path / GOLDEN.parents[1]
     for failed in ("gold/seed_x", "gold/seed_0", "golden/seed_x"):
         assert result_of(root / failed)["status"] == "failed"
@@ -171,7 +204,7 @@ def test_a_mistaken_arm_fails_and_the_others_are_trained_and_compared(refuses, t
 
 def test_damaged_results_are_failed_arms_of_a_sweep_and_stay(refuses, tmp_path):
     bad = [
-        (b"[1, 2]", "it is not a JSON object"),
+        (b"[1, 2]", "it is not the result of a run"),
         (b'{"arm": "\xff"}', "'utf-8' codec can't decode"),
         (b'{"arm": ', "Expecting value"),
     ]
@@ -182,8 +215,8 @@ def test_damaged_results_are_failed_arms_of_a_sweep_and_stay(refuses, tmp_path):
     output = refuses(*SMALL, "seed=0,1,2,3", "-m")
     lines = [line for line in output.splitlines() if line.startswith("failed: ")]
     for path, (content, why), line in zip(paths, bad, lines, strict=True):
-        assert f"{path.relative_to(tmp_path)} cannot be read: {why}" in line
-        assert "Delete it to train this run again." in line
+        assert f"{path} cannot be read: {why}" in line
+        assert "Move it away, or choose another directory" in line
         assert f"{path.relative_to(tmp_path / GOLDEN.parents[3])}: " in output
         assert path.read_bytes() == content
     assert "1 of 1" in output  # seed 3
@@ -212,7 +245,7 @@ def test_a_finished_result_of_another_configuration_is_a_failed_arm_and_stays(
     assert "| baseline |" in output
     assert (arm / "result.json").read_bytes() == result
     runs, unreadable = find_runs([tmp_path])
-    assert [run.status for run in runs] == ["finished", "finished"]  # no refusal is left
+    assert list(runs.status) == ["finished", "finished"]  # no refusal is left
     assert not unreadable
     (arm / "config.yaml").write_bytes(config)
     assert "skipped: " in trains(*again)
@@ -249,7 +282,7 @@ def test_a_disk_that_fills_while_a_run_trains_leaves_no_result_that_says_running
         real(place, name, text)
 
     monkeypatch.setattr(RunDirectory, "write", write)
-    monkeypatch.setattr(train, "instantiate", Mock(side_effect=full))
+    monkeypatch.setattr("normplug.experiment.train.instantiate", Mock(side_effect=full))
     run = tmp_path / "run"
     output = refuses(*SMALL, f"hydra.run.dir={run}")
     assert "metrics.csv cannot be written: No space left on device" in output
@@ -257,17 +290,23 @@ def test_a_disk_that_fills_while_a_run_trains_leaves_no_result_that_says_running
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_a_disk_that_is_full_from_the_start_is_one_line(refuses, tmp_path, monkeypatch, single):
-    refuse = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
-    monkeypatch.setattr(directory.tempfile, "TemporaryFile", refuse)
+def test_a_disk_that_cannot_be_written_is_one_line(refuses, tmp_path, monkeypatch, single):
+    real = os.mkdir
+
+    def mkdir(path, *arguments, **options):
+        if "logs" in str(path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
     output = refuses(*SMALL, *([] if single else ["-m"]))
-    (line,) = output.splitlines()
-    assert line.startswith(f"normplug.experiment: {tmp_path}/logs/")
+    line = output.splitlines()[-1]
+    assert line.startswith(f"normplug.experiment: {tmp_path}/logs")
     assert "cannot be written: Read-only file system. Free up space or make it" in line
     assert not list(tmp_path.iterdir())
 
 
 def test_a_place_that_can_be_no_directory_is_refused(refuses, tmp_path):
     (tmp_path / "file").write_text("")
-    sentence = "file/run cannot be written: Not a directory"
+    sentence = "cannot be written: Not a directory"
     assert sentence in refuses(*SMALL, f"hydra.run.dir={tmp_path}/file/run")

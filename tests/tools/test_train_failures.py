@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 import normplug
 from forks import forked
 from normplug.compare import compare
-from normplug.experiment.checkpoint import LAST
-from normplug.experiment.classifier import Classifier
-from normplug.experiment.divergence import Diverged, FiniteLoss
+from normplug.experiment.callbacks import Diverged, FiniteLoss
+from normplug.experiment.learner import Classifier
+from normplug.experiment.resume import LAST
 from training import PLAIN, SWEEP, TWO_PROCESSES, result_of, results
 
 TINY = [*SWEEP, "trainer.max_epochs=1", PLAIN]
@@ -37,12 +37,40 @@ def test_a_wrong_checkpoint_ends_in_one_sentence_before_anything_starts(refuses,
         (sweep.golden, f"A run's checkpoint is {good}"),
         *((path, unreadable) for path in (text, cut, module)),
         (weights, "not from weights alone"),
-        (split, "held out other data for validation. Train again from the start."),
+        (split, "the checkpoint has split None, this run has"),
     ]:
         output = refuses(*SWEEP, f"ckpt_path='{path}'", f"hydra.run.dir={run}")
         assert sentence in output
         assert "weights_only" not in output
         assert not (run / "result.json").exists()
+
+
+def spoilt(content, change):
+    content["run"]  # a checkpoint of train.py
+    exec(change, {"content": content, "state": content["optimizer_states"][0]["state"]})
+    return content
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("content['epoch'] = 'x'", "has no epoch as train.py writes them"),
+        ("content['loops'] = [1]", "has no loops as train.py writes them"),
+        ("content['loops']['fit_loop'] = {}", "the checkpoint's loops are damaged"),
+        ("content['loops']['fit_loop']['state_dict'] = 5", "the checkpoint cannot be restored"),
+        ("content['optimizer_states'] = []", "lacks part of the optimizer's state"),
+        ("state.clear()", "lacks part of the optimizer's state"),
+        ("state[0].pop('exp_avg')", "lacks part of the optimizer's state"),
+        ("state[1]['exp_avg'] = 'x'", "lacks part of the optimizer's state"),
+    ],
+)
+def test_a_checkpoint_with_wrong_types_inside_is_one_sentence(
+    refuses, sweep, tmp_path, change, sentence
+):
+    path = tmp_path / "spoilt.ckpt"
+    torch.save(spoilt(torch.load(sweep.golden / LAST, weights_only=True), change), path)
+    more = [f"ckpt_path='{path}'", "trainer.max_epochs=4", f"hydra.run.dir={tmp_path}/run"]
+    assert sentence in refuses(*SWEEP, PLAIN, *more)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +97,7 @@ def test_another_runs_checkpoint_is_refused(refuses, sweep, tmp_path, options, s
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_recorded(refuses, tmp_path):
     run = tmp_path / "run"
-    output = refuses(*TINY, "optimizer.lr=1e30", "warmup=0", f"hydra.run.dir={run}")
+    output = refuses(*TINY, "optimizer.lr=1e10", "warmup=0", f"hydra.run.dir={run}")
     result = result_of(run)
     assert result["status"] == "diverged"
     assert result["step"] == 1
@@ -96,11 +124,11 @@ def spoil(monkeypatch):
 def test_a_sweep_with_a_diverged_arm_goes_on_and_leaves_it_out(refuses, tmp_path, spoil):
     spoil(lambda model: model.identity["arm"] == "0.5")
     output = refuses(*TINY, "mode=0.5,golden", "-m")
-    rows = {row.arm: row.n_finished for row in compare(tmp_path / "logs").rows}
-    assert rows == {"0.5": 0, "golden": 1}
+    table = compare(tmp_path / "logs").table
+    assert dict(zip(table.arm, table.n_finished, strict=True)) == {"0.5": 0, "golden": 1}
     found = {result["arm"]: result["status"] for result in results(tmp_path)}
     assert found == {"0.5": "diverged", "golden": "finished"}
-    assert "0.5, seed 0: diverged: normplug.experiment: the training loss is nan" in output
+    assert "target 0.5, seed 0: diverged: normplug.experiment: the training loss is nan" in output
 
 
 class Net(nn.Module):
@@ -174,7 +202,7 @@ def test_parameters_that_an_update_spoilt_are_named():
 
     error = diverge(Spoilt(Net(step=99)))
     assert error.step == 5
-    assert "not finite before this forward (1 of 8, the first is net.second.weight)" in str(error)
+    assert "not finite before this forward (1, first net.second.weight)" in str(error)
     assert "The first norm whose input is not finite is net.third" in str(error)
 
 
@@ -207,7 +235,7 @@ def test_an_evaluation_whose_loss_is_not_finite_is_no_result(refuses, tmp_path, 
 
 SPOILT = """
 import train
-from normplug.experiment.classifier import Classifier
+from normplug.experiment.learner import Classifier
 
 forward = Classifier.forward
 def spoilt(self, images):
@@ -228,6 +256,6 @@ def test_all_processes_stop_where_one_diverges(tmp_path):
     (result,) = results(tmp_path)
     assert result["status"] == "diverged"
     assert result["step"] == 1
-    assert "(epoch 1) in process 1" in result["error"]
-    assert "The first norm whose input is not finite is net.encoder.layers" in result["error"]
+    assert "(epoch 1)" in result["error"]
+    assert "The loss of this process is finite; look at the others." in result["error"]
     assert "Traceback" not in done.stderr

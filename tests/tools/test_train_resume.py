@@ -1,5 +1,6 @@
 """Runs of train.py that stop and go on: the same numbers as one that never stopped."""
 
+import json
 import signal
 from pathlib import Path
 from unittest.mock import Mock
@@ -9,9 +10,9 @@ import torch
 
 import train
 from forks import forked
-from normplug.experiment import checkpoint, signals
-from normplug.experiment.checkpoint import LAST
-from normplug.experiment.classifier import Classifier
+from normplug.experiment import resume
+from normplug.experiment.learner import Classifier
+from normplug.experiment.resume import LAST
 from training import GOLDEN, PLAIN, SMALL, SWEEP, one_thread, result_of, run_in, variance_rows
 
 TINY = [*SWEEP, PLAIN]  # no variance
@@ -73,7 +74,7 @@ def interrupted(command, step, signum, *overrides):
 
 KILLED = """
 import os, signal, train
-from normplug.experiment.classifier import Classifier
+from normplug.experiment.learner import Classifier
 
 training_step = Classifier.training_step
 def killing(self, batch, batch_idx):
@@ -94,7 +95,7 @@ def test_a_sweep_that_is_killed_goes_on_to_the_same_numbers(sweep, tmp_path, mon
     assert result_of(run)["status"] == "running"
     assert variance_rows(run)[-1]["step"] == "8"
     assert run_in(tmp_path, monkeypatch, *sweep_of_one) == 0
-    assert "resuming: after epoch 1" in capsys.readouterr().err
+    assert "resuming: after epoch 1" in capsys.readouterr().out
     assert_same_run(run, sweep.golden)
 
 
@@ -102,7 +103,7 @@ def test_a_sweep_that_is_interrupted_skips_and_resumes(command, trains, tmp_path
     arms = [*TINY, "trainer.max_epochs=2", "mode=baseline,golden", "-m"]
     first = tmp_path / GOLDEN.parents[1] / "baseline/seed_0"
     output = interrupted(command, 9, signal.SIGINT, *arms)
-    assert "The same sweep skips finished runs and resumes this one from" in output
+    assert "The same sweep skips what has finished and resumes this run: python train.py" in output
     assert "Traceback" not in output
     assert result_of(tmp_path / GOLDEN)["status"] == "interrupted"
     written = (first / "result.json").stat().st_mtime_ns
@@ -121,7 +122,7 @@ def test_a_run_resumes_with_more_epochs_on_the_curve_of_the_new_total(trains, tm
 
 
 def rates(run):
-    rows = checkpoint.whole_rows(run / "metrics.csv")
+    rows = resume.whole_rows(run / "metrics.csv")
     names = [name for name in rows[0] if name.startswith("lr-")]
     return {int(row["step"]): [row[n] for n in names] for row in rows if row[names[0]]}
 
@@ -141,38 +142,16 @@ def test_an_interrupted_run_says_how_to_resume_and_resumes(
 ):
     options = [*SWEEP, "mode=golden"]
     output = interrupted(command, 9, signum, *options, f"hydra.run.dir={tmp_path / 'cut'}")
-    found = result_of(tmp_path / "cut")
-    last = tmp_path / "cut/checkpoints/last.ckpt"
+    cut = tmp_path / "cut"
+    found = result_of(cut)
     assert found["status"] == "interrupted"
-    assert f"{signum.name}. Resume with: python train.py experiment=smoke" in found["error"]
+    assert f"{signum.name}. Go on with: python train.py experiment=smoke" in found["error"]
     assert found["error"] in output
-    assert found["error"].endswith(f"ckpt_path={last}")
-    trains(*options, f"ckpt_path={last}", f"hydra.run.dir={tmp_path / 'rest'}")
-    assert_same_run(tmp_path / "rest", sweep.golden)
+    assert found["error"].endswith(f"hydra.run.dir={cut}")
+    trains(*options, f"hydra.run.dir={cut}")
+    assert_same_run(cut, sweep.golden)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_without_a_checkpoint_the_advice_is_to_start_again(command, tmp_path):
-    output = interrupted(command, 2, signal.SIGINT, *TINY, f"hydra.run.dir={tmp_path / 'cut'}")
-    assert "There is no checkpoint yet. Start again with: python train.py" in output
-    assert "ckpt_path" not in output
-
-
-def test_a_second_signal_ends_the_process_at_once():
-    code = f"""
-import runpy, signal
-names = runpy.run_path({signals.__file__!r})
-names["Signals"]().install()
-try:
-    signal.raise_signal(signal.SIGINT)
-except names["Interrupted"]:
-    signal.raise_signal(signal.SIGINT)
-print("still here")
-"""
-    done = forked(code, imported="train")
-    assert done.returncode == -signal.SIGINT
-    assert not done.stdout
 
 
 class Kill(BaseException):
@@ -219,12 +198,12 @@ def test_a_checkpoint_of_more_epochs_is_refused(refuses, tmp_path, more):
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_former_one(tmp_path, monkeypatch):
-    io = checkpoint.AtomicCheckpoints()
+    io = resume.AtomicCheckpoints()
     path = tmp_path / "checkpoints/last.ckpt"
     io.save_checkpoint({"a": torch.ones(3)}, path)
 
     def half(content, file):
-        Path(file).write_bytes(b"half a file")
+        file.write(b"half a file")
         raise Kill
 
     monkeypatch.setattr(torch, "save", half)
@@ -238,11 +217,43 @@ def test_the_runs_checkpoints_are_written_in_their_own_directory(trains, tmp_pat
     monkeypatch.setattr(torch, "save", save)
     trains(*SMALL, PLAIN, f"hydra.run.dir={tmp_path / 'run'}")
     save.assert_called_once()
-    assert Path(save.call_args.args[1]).parent == tmp_path / "run/checkpoints"
+    assert Path(save.call_args.args[1].name).parents[1] == tmp_path / "run/checkpoints"
+
+
+def test_a_disk_that_fills_leaves_the_former_checkpoint_and_one_line(refuses, trains, tmp_path):
+    limits = pytest.importorskip("resource")
+    run = tmp_path / "run"
+    trains(*SMALL, PLAIN, f"hydra.run.dir={run}")
+    before = (run / LAST).read_bytes()
+    soft, hard = limits.getrlimit(limits.RLIMIT_FSIZE)
+    more = [f"ckpt_path={run / LAST}", f"hydra.run.dir={run}", "trainer.max_epochs=2"]
+    write = result_of(run) | {"status": "interrupted"}
+    (run / "result.json").write_text(json.dumps(write))
+    limits.setrlimit(limits.RLIMIT_FSIZE, (2**16, hard))  # less than a checkpoint
+    try:
+        output = refuses(*SMALL, PLAIN, *more)
+    finally:
+        limits.setrlimit(limits.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot be written: File too large. Free up space or make it writable" in output
+    assert "Traceback" not in output
+    assert (run / LAST).read_bytes() == before
+    assert result_of(run)["status"] == "failed"
+    assert "resuming: after epoch 1" in trains(*SMALL, PLAIN, *more)
+
+
+def test_the_last_checkpoint_is_found_tested_and_the_best_one_kept(trains, tmp_path):
+    best = [*SMALL, "trainer.max_epochs=2", "callbacks=best", PLAIN]
+    trains(*best, f"hydra.run.dir={tmp_path}/runs/one")
+    assert (tmp_path / "runs/one/checkpoints/best.ckpt").is_file()
+    trained = result_of(tmp_path / "runs/one")
+    tested = ["train=false", "ckpt_path=last", f"hydra.run.dir={tmp_path}/runs/two"]
+    output = trains(*SMALL, "trainer.max_epochs=2", PLAIN, *tested)
+    assert f"resuming: nothing is left to train: {tmp_path}/runs/one/{LAST}" in output
+    assert result_of(tmp_path / "runs/two")["accuracy_by_epoch"] == trained["accuracy_by_epoch"]
 
 
 def test_rows_that_a_kill_cut_off_are_not_continued(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text("step,loss\r\n1,0.5\r\n12,0.25\r\n1")
     rows = [{"step": "1", "loss": "0.5"}, {"step": "12", "loss": "0.25"}]
-    assert checkpoint.whole_rows(path) == rows
+    assert resume.whole_rows(path) == rows

@@ -5,20 +5,25 @@ The target variance folds into the weight: see `normplug._ops.weights`.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _activations
 from normplug._ops import statistics
 from normplug._ops.spec import BatchNormSpec, Route, Tensors
 from normplug._ops.weights import scaled
-from normplug._torch import transforms_active
-from normplug.reference import accumulator_dtype
+from normplug._torch import interposed, transforms_active
+from normplug.reference import accumulator_dtype, channel_dims
 
 
 def batch_norm(t: Tensors, spec: BatchNormSpec) -> Tensor:
     """`functional.batch_norm`, then the pooling, for a call that has passed the checks."""
-    x, weight = t.x, scaled_weight(t, spec.target_variance)
+    like = None if spec.instance else t.running_mean
+    x, weight = t.x, scaled_weight(t, spec.target_variance, like)
     if x.numel() == 0:
         y = empty_norm(x, weight, t.bias)
     elif spec.training and t.running_mean is not None and t.running_var is not None:
@@ -42,25 +47,26 @@ class _Aten(Route):
 ATEN = _Aten()
 
 
-def scaled_weight(t: Tensors, target_variance: float) -> Tensor | None:
-    """The weight of each channel times sqrt(target_variance)."""
-    like = t.bias if t.bias is not None else t.running_mean
+def scaled_weight(t: Tensors, target_variance: float, like: Tensor | None) -> Tensor | None:
+    """The weight of each channel times sqrt(target_variance).
+
+    like: where there is neither weight nor bias, it gives the dtype, if it is not None.
+    """
+    like = like if t.bias is None else t.bias
     dtype = accumulator_dtype(t.x.dtype) if like is None else like.dtype
     return scaled(t.weight, target_variance, (t.x.shape[1],), dtype, t.x.device)
 
 
 def _training(t: Tensors, weight: Tensor | None, spec: BatchNormSpec) -> Tensor:
     """Normalise by the batch's statistics, and update the running ones."""
-    assert t.running_mean is not None
-    assert t.running_var is not None
-    step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum)
-    if not isinstance(step, Tensor):
-        return _aten(t, weight, t.running_mean, t.running_var, spec, step)
-    # With momentum=1, the same kernel writes the batch's statistics to these buffers.
-    mean, var = torch.zeros_like(t.running_mean), torch.zeros_like(t.running_var)
-    y = _aten(t, weight, mean, var, spec, 1.0)
-    statistics.update(t.running_mean, t.running_var, mean, var, step)
-    return y
+    if spec.momentum is None:  # before the norm, which saves the last tensors for the backward
+        x = t.x.detach()
+        var, mean = torch.var_mean(x.to(accumulator_dtype(x.dtype)), channel_dims(x))
+        statistics.update(t, None, mean, var)
+        return _aten(t, weight, None, None, spec, 0.0)
+    if t.tracked is not None:
+        t.tracked.add_(1)
+    return _aten(t, weight, t.running_mean, t.running_var, spec, spec.momentum)
 
 
 def _aten(
@@ -72,10 +78,30 @@ def _aten(
     momentum: float,
 ) -> Tensor:
     """ATen's operator; `torch.nn.functional.batch_norm` would refuse an eps of 0."""
+    if spec.instance:  # it is contiguous, and takes statistics of any dtype
+        return realigned(F.instance_norm(t.x, mean, var, weight, t.bias, False, 0.0, spec.eps))
     cudnn = torch.backends.cudnn.enabled
-    return torch.batch_norm(
-        t.x, weight, t.bias, mean, var, spec.training, momentum, spec.eps, cudnn
-    )
+    y = torch.batch_norm(t.x, weight, t.bias, mean, var, spec.training, momentum, spec.eps, cudnn)
+    return realigned(y)
+
+
+def realigned(y: Tensor) -> Tensor:
+    """Return y, which takes its gradient in its own strides if it is on the CPU.
+
+    Where a dimension has size 1, PyTorch's CPU kernels (2.6 to 2.15) mistake the strides of one
+    memory format for those of another, and return wrong gradients.
+    """
+    traced = torch.compiler.is_compiling() or interposed()
+    if not traced and y.device.type == "cpu" and y.grad_fn is not None:
+        y.grad_fn.register_prehook(partial(_in_strides, y.stride()))
+    return y
+
+
+def _in_strides(strides: tuple[int, ...], gradients: Any) -> Any:
+    dy, *rest = gradients
+    if dy is None or dy.stride() == strides:
+        return None
+    return (dy.new_empty_strided(dy.shape, strides).copy_(dy), *rest)
 
 
 def empty_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ def check(caller: str, t: Tensors, spec: BatchNormSpec, *, joined: bool = False)
     _checks.tensors(caller, t.x, **others(t))
     _checks.flags(caller, training=spec.training)
     _checks.eps(caller, spec.eps)
+    _checks.variance(caller, spec.target_variance)
     running = {"running_mean": t.running_mean, "running_var": t.running_var}
     _checks.channels(caller, t.x, **running, weight=t.weight, bias=t.bias)
     _checks.running_pair(caller, t.running_mean, t.running_var, spec.training)

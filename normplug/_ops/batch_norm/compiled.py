@@ -132,8 +132,7 @@ class _Compiled(Route):
                 else:
                     counts, n = None, t.x.numel() // c
                     batch_var *= n / (n - 1)
-                step = statistics.count_batch(mean, t.tracked, spec.momentum, counts)
-                statistics.update(mean, var, stats[:c], batch_var, step)
+                statistics.update(t, spec.momentum, stats[:c], batch_var, counts)
         return y, stats
 
 

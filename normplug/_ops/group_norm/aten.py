@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _activations
-from normplug._ops.batch_norm.aten import empty_norm, scaled_weight
+from normplug._ops.batch_norm.aten import empty_norm, realigned, scaled_weight
 from normplug._ops.group_norm.updates import update_running
 from normplug._ops.spec import GroupNormSpec, Route, Tensors
 from normplug._ops.weights import promoted, scaled
@@ -32,12 +32,12 @@ ATEN = _Aten()
 
 
 def _instance_norm(t: Tensors, spec: GroupNormSpec) -> Tensor:
-    x, weight = t.x, scaled_weight(t, spec.target_variance)
+    x, weight = t.x, scaled_weight(t, spec.target_variance, None)
     if x.numel() == 0:
         return empty_norm(x, weight, t.bias)
     momentum = 0.0 if spec.momentum is None else spec.momentum
     running = (t.running_mean, t.running_var)
-    return F.instance_norm(x, *running, weight, t.bias, True, momentum, spec.eps)
+    return realigned(F.instance_norm(x, *running, weight, t.bias, True, momentum, spec.eps))
 
 
 def _group_norm(t: Tensors, spec: GroupNormSpec) -> Tensor:

@@ -15,6 +15,7 @@ def check(caller: str, t: Tensors, spec: GroupNormSpec) -> None:
     """
     _checks.tensors(caller, t.x, **others(t))
     _checks.eps(caller, spec.eps)
+    _checks.variance(caller, spec.target_variance)
     _checks.channels(caller, t.x, weight=t.weight, bias=t.bias)
     running = {"running_mean": t.running_mean, "running_var": t.running_var}
     if spec.instance:

@@ -21,15 +21,12 @@ def update_running(t: Tensors, spec: GroupNormSpec, mean: Tensor, var: Tensor) -
         mean: of the groups, (N, groups), without gradients.
         var: biased, likewise.
     """
-    assert t.running_mean is not None
-    assert t.running_var is not None
     if spec.instance:
         values = t.x.numel() // mean.numel()
         mean, var = mean.mean(0), var.mean(0) * (values / (values - 1))
     else:
         mean, var = mean.mean(), var.mean()
-    step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum)
-    statistics.update(t.running_mean, t.running_var, mean, var, step)
+    statistics.update(t, spec.momentum, mean, var)
 
 
 def moments(t: Tensors, spec: GroupNormSpec, stats: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,8 +47,7 @@ def _layer_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
         # an ExportedProgram with one cannot be saved.
         mean, rstd = mean.detach(), rstd.detach()
         mean, var = _row_statistics(h.detach(), len(shape), mean, rstd, eps)
-        step = statistics.count_batch(t.running_mean, t.tracked, spec.momentum)
-        statistics.update(t.running_mean, t.running_var, mean, var, step)
+        statistics.update(t, spec.momentum, mean, var)
     if autocast is None:
         return y.to(total.dtype)
     return y.to(autocast) if spec.autocast_output == "low" else y
@@ -59,8 +58,7 @@ def _rms_norm(total: Tensor, t: Tensors, spec: LayerNormSpec) -> Tensor:
     if t.running_var is not None and total.numel() > 0:
         rows = nested.rows(h.detach(), shape)
         moment = rows.to(accumulator_dtype(h.dtype)).square().mean()
-        step = statistics.count_batch(t.running_var, t.tracked, spec.momentum)
-        statistics.update_one(t.running_var, moment, step)
+        statistics.update(t, spec.momentum, None, moment)
     if spec.weight_offset or spec.rounding is not None:
         return composed_rms_norm(h, weight, spec)
     autocast, eps = None if total.dtype == torch.float64 else spec.autocast, spec.eps

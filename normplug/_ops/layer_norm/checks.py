@@ -19,6 +19,7 @@ def check(caller: str, t: Tensors, spec: LayerNormSpec) -> None:
     _checks.tensors(caller, t.x, **others(t))
     _checks.shape(caller, spec.normalized_shape)
     _checks.eps(caller, spec.eps, none=not spec.centred)
+    _checks.variance(caller, spec.target_variance)
     if spec.centred:
         _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
     else:

@@ -1,0 +1,174 @@
+"""Time whole training steps: the tables of docs/speed.md.
+
+    python benchmarks/models.py --rows resnet50 gpt2 --arms eager swap swap+fuse --json models.json
+
+Models run under bfloat16 autocast, swapped in mode golden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import nets
+import normplug
+import rivals
+from normplug.bench import models
+from normplug.bench.models import Arm
+from normplug.bench.rows import Row, Rows, add_to_file
+from normplug.bench.timing import STEPS, Call, Event
+
+MODE = "golden"
+USUAL = ("eager", "swap", "swap+fuse")
+ALL = "all"
+OTHER = "other"
+# Groups of kernels, by name: the first rule that matches wins. Attention counts as its products.
+LIBRARIES = {
+    "optimizer": r"multi_tensor_apply",
+    "norm": r"norm(?!al)|\bbn_|GammaBeta|RowwiseMoments",
+    "copy": r"copy|memcpy|memset|transpose|convertTensor|nchwToNhwc|nhwcToNchw",
+    "conv/gemm": (
+        r"conv(?!ert)|gemm|gemv|cutlass|xmma|nvjet|wgrad|dgrad|fprop|splitK|fmha|flash|sdpa"
+    ),
+    "elementwise": r"elementwise",
+}
+# Inductor names a kernel after all the ops in it: a kernel with a norm counts wholly as `norm`.
+INDUCTOR = {
+    "conv/gemm": r"^triton_tem_",
+    "norm": r"norm|var_mean",
+    "copy": r"_fused(_(_to_copy|clone|copy|cat|permute|transpose|view|t|convolution))+_\d+$",
+    "elementwise": r"^triton_poi_",
+}
+GROUPS = ("norm", "conv/gemm", "elementwise", "copy", "optimizer", OTHER)
+
+
+def group(kernel: str) -> str:
+    """The group of `GROUPS` that a kernel belongs to, by its name."""
+    rules = INDUCTOR if kernel.startswith("triton_") else LIBRARIES
+    found = (name for name, rule in rules.items() if re.search(rule, kernel, re.IGNORECASE))
+    return next(found, OTHER)
+
+
+def groups_ms(events: Iterable[Event]) -> dict[str, float]:
+    """The GPU's milliseconds a step, by groups of kernels."""
+    ms = Counter(dict.fromkeys(GROUPS, 0.0))
+    for event in events:
+        ms[group(event["name"])] += event["dur"] / 1e3 / STEPS
+    return dict(ms)
+
+
+def without_norms(net: nn.Module) -> nn.Module:
+    """Replace every norm layer by an `nn.Identity`."""
+    for row in normplug.plan(net):
+        for path in (row.path, *row.aliases):
+            net.set_submodule(path, nn.Identity())
+    return net
+
+
+def _swap(net: nn.Module) -> nn.Module:
+    return normplug.swap(net, MODE)
+
+
+def _recompute(net: nn.Module) -> nn.Module:
+    return normplug.fuse(net, recompute=True)
+
+
+class Captured:
+    """A step, optimizer included, as one CUDA graph, which each call replays.
+
+    It keeps the step alive: the graph reads weights and optimizer state that it does not own.
+    """
+
+    def __init__(self, step: Call) -> None:
+        self._step = step
+        self._graph = torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(self._graph):
+            step()
+
+    def __call__(self) -> None:
+        """Replay the graph."""
+        self._graph.replay()
+
+
+ARMS = models.arms(MODE) | {
+    "swap+fuse+recompute": Arm((_swap, _recompute)),
+    "eager+graph": Arm(wrap=Captured),
+    "swap+fuse+graph": Arm((_swap, normplug.fuse), Captured),
+    "no-norm": Arm((without_norms,)),
+    "liger": Arm((rivals.liger_llama,)),
+}
+
+
+def selected(names: Sequence[str], batch: int | None) -> Iterator[tuple[str, int]]:
+    """Each network whose library is installed, with each of its batch sizes, or with `batch`."""
+    for name in nets.NETS if ALL in names else names:
+        library = nets.NETS[name].library
+        if library and find_spec(library) is None:
+            print(f"{name} is left out: it needs {library}", file=sys.stderr, flush=True)
+            continue
+        for size in nets.NETS[name].batches if batch is None else (batch,):
+            yield name, size
+
+
+def measure(name: str, batch: int, names: Sequence[str], rounds: int | None, device: str) -> Rows:
+    """A row for each arm, with the GPU's time by groups of kernels."""
+    torch.manual_seed(0)
+    model, data, loss = nets.NETS[name].make(batch=batch)
+    profiles: dict[str, list[Event]] = {}
+    variants = {arm: ARMS[arm] for arm in names}
+    found = models.measure_arms(
+        model.to(device),
+        data,
+        loss,
+        variants,
+        autocast=torch.bfloat16,
+        rounds=rounds,
+        profiles=profiles,
+    )
+    rows: list[Row] = []
+    for row in found:
+        facts: Row = {"model": name, "batch": batch, "mode": MODE}
+        if row["arm"] in profiles:
+            facts["groups_ms"] = groups_ms(profiles[row["arm"]])
+        rows.append(facts | row)
+    shown = {"model": ("model", "{}"), "batch": ("batch", "{}"), **models.COLUMNS}
+    return Rows(rows, shown)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add: Any = parser.add_argument
+    add("--rows", nargs="+", choices=(ALL, *nets.NETS), default=[ALL], metavar="NAME")
+    add("--arms", nargs="+", choices=(ALL, *ARMS), default=USUAL, metavar="NAME")
+    add("--batch", type=int, help="samples a step; default: each model's own")
+    add("--rounds", type=int)
+    add("--device", default="cuda")
+    add("--json", type=Path, metavar="FILE", help="append the rows to this file")
+    a = parser.parse_args(argv)
+    if a.device == "cuda":
+        subprocess.run([sys.executable, "-m", "normplug.native", "build"])
+    for name, batch in selected(a.rows, a.batch):
+        rows = measure(name, batch, list(ARMS) if ALL in a.arms else a.arms, a.rounds, a.device)
+        print(rows, flush=True)
+        if a.json:
+            add_to_file(a.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,669 @@
+"""Copies of forwards in which a norm and the operation next to it are one call.
+
+A trace can replace a forward only while everything that it depends on is unchanged, and many
+forwards cannot be traced: they take keyword arguments and masks, keep caches, or test the type of a
+value. An edited forward is the original forward except for the statements of these patterns:
+
+    y = self.norm(a + b)              x = a + b
+                                      y = self.norm(x)
+
+    y = self.act(self.norm(x))        x = self.norm(x)
+                                      x = self.act(x)
+
+Nothing with a side effect may run between the two, and nothing but the activation may read the
+norm's result. The second statement may be inside or after an `if` whose test has no side effect:
+the first one then evaluates the test, too. So an edited forward takes any arguments, and depends on
+nothing but the function that it was made from. Each call decides at run time whether it does both.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from normplug import _activations
+from normplug._activations import ActivationLike
+from normplug._fuse import calls
+from normplug._fuse.definitions import SCOPES, Untraceable, compiled, definition, is_name
+from normplug._ops import recompute as _recompute
+from normplug._ops.likely import Operations
+
+# Why a norm is not edited, for a report.
+REASON = "no plain addition or activation is next to it"
+# The functions that edited statements call, under the names in the edited source.
+_CALLED = {
+    "_normplug_add_norm": calls.add_norm,
+    "_normplug_sum_norm": calls.sum_norm,
+    "_normplug_activated_norm": calls.activated_norm,
+    "_normplug_norm_then": calls.norm_then,
+    "_normplug_recompute": _recompute.call,
+}
+_ADD_NORM, _SUM_NORM, _ACTIVATED_NORM, _NORM_THEN, _RECOMPUTE = _CALLED
+# The variables that hold, from the first statement to the second, the norm's result, and whether
+# the activation has been applied.
+_RESULT, _DONE = "_normplug_result", "_normplug_done"
+# How many tests may lie between a value and its reader.
+_MAX_TESTS = 4
+# `except*` came with Python 3.11.
+_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
+# Python's functions, and C++'s.
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+
+
+class Parts(NamedTuple):
+    """The children of a module that edits concern, by name.
+
+    Attributes:
+        summed: the norms that can be fused with an addition before them.
+        activated: the norms that can be fused with an activation after them.
+        activations: the activations.
+    """
+
+    summed: tuple[str, ...]
+    activated: tuple[str, ...]
+    activations: tuple[str, ...]
+
+
+# The tests of the `if` statements around a statement, each with the result that it must have.
+Branch = tuple[tuple[ast.expr, bool], ...]
+
+
+class Place(NamedTuple):
+    """An edited call of a norm.
+
+    Attributes:
+        branch: the branches that contain it.
+        child: the name of the activation if it is a child of the module; else "".
+        function: the name of the activation if it is a function; None with an addition, too.
+    """
+
+    branch: Branch
+    child: str = ""
+    function: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Edited:
+    """An edited forward.
+
+    Attributes:
+        cls: the class whose forward it is.
+        original: the class's forward.
+        forward: that function, edited.
+        me: the name of the module itself in it, usually "self".
+        found: the edited calls of each norm, by its name.
+    """
+
+    cls: type[nn.Module]
+    original: Any
+    forward: Any
+    me: str
+    found: dict[str, list[Place]]
+
+    def holds(self) -> bool:
+        """Whether the class still has the forward that was edited."""
+        return self.cls.forward is self.original
+
+    def operations(self, norm: str, module: nn.Module) -> Operations | None:
+        """The operations that run in one call with a norm, given by name; None if none do."""
+        for place in self.found.get(norm, ()):
+            if not all(_may_be(*each, self.me, vars(module)) for each in place.branch):
+                continue
+            if not place.child and place.function is None:
+                return Operations(residual=True)
+            child = module._modules.get(place.child)
+            name: ActivationLike = place.function
+            if child is not None:
+                name = _activations.of_module(child)
+            if name is not None:
+                return Operations(name)
+        return None
+
+    def label(self, norm: str, module: nn.Module) -> str:
+        """The label of a norm, given by name, in a report; "" if it is not fused."""
+        operations = self.operations(norm, module)
+        if operations is None:
+            return ""
+        activation = operations.activation
+        return "add before it" if activation is None else _activations.label(activation)
+
+
+def edit(cls: type[nn.Module], parts: Parts, recompute: bool) -> Edited:
+    """Edit the forward of a class.
+
+    Args:
+        cls: the class.
+        parts: the children that the edits concern.
+        recompute: let the modules that read the results of the calls recompute them.
+
+    Raises:
+        Untraceable: the source of the forward is not certain.
+    """
+    if cls.__getattribute__ is not nn.Module.__getattribute__:
+        raise Untraceable("its class defines __getattribute__")
+    known: Any = cls  # to mypy, a class of modules has no hash
+    return _edit(known, inspect.getattr_static(cls, "forward"), parts, recompute)
+
+
+@functools.cache
+def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> Edited:
+    chain = [forward]
+    while hasattr(chain[-1], "__wrapped__"):
+        chain.append(chain[-1].__wrapped__)
+    if not all(isinstance(function, types.FunctionType) for function in chain):
+        raise Untraceable("its forward is not a plain function")
+    written = chain[-1]
+    editor = _Editor(cls, parts, written, definition(written))
+    editor.edit()
+    if recompute:
+        editor.recompute(editor.definition.body)
+    code = compiled(written, editor.definition, _CALLED)
+    edited = _function(written, code, written.__closure__ or ())
+    for outer, inner in zip(chain[-2::-1], chain[:0:-1], strict=True):
+        edited = _rewrapped(outer, inner, edited)
+    return Edited(cls, forward, edited, editor.me, editor.found)
+
+
+class _Next(NamedTuple):
+    """The calls of which one reads a value next, depending on tests in between.
+
+    Attributes:
+        chosen: an expression for the function that is called next; it is `None` if none is.
+        readers: each call, its statement, and the branches that contain it.
+    """
+
+    chosen: ast.expr
+    readers: tuple[tuple[Any, ast.stmt, Branch], ...] = ()
+
+
+class _Rest(NamedTuple):
+    """The statements that run after one that computes a value.
+
+    Attributes:
+        following: the statements.
+        branch: the branches that contain the first of them.
+        held: the variables that have the value.
+        stale: the variables assigned since, which no test may read.
+        tests: how many tests may come before a reader.
+    """
+
+    following: tuple[ast.stmt, ...]
+    branch: Branch
+    held: frozenset[str]
+    stale: frozenset[str]
+    tests: int = _MAX_TESTS
+
+
+# (statement, call, variables) -> whether the call reads one of the variables.
+_Reads = Callable[[ast.stmt, Any, frozenset[str]], bool]
+
+
+class _Pair(NamedTuple):
+    """A statement that computes a value, and what reads it next."""
+
+    statement: Any
+    next: _Next
+
+
+@dataclass
+class _Editor:
+    """Edits the statements of a forward.
+
+    Attributes:
+        cls: the class whose forward it is.
+        parts: the children that edits concern.
+        function: the forward.
+        definition: its definition, which `edit` changes.
+        found: the edited calls of each norm, by its name.
+    """
+
+    cls: type[nn.Module]
+    parts: Parts
+    function: types.FunctionType
+    definition: ast.FunctionDef
+    found: dict[str, list[Place]] = field(default_factory=dict)
+    _results: list[ast.expr] = field(default_factory=list)  # of edited calls
+    _sums: list[_Pair] = field(default_factory=list)
+    _norms: list[_Pair] = field(default_factory=list)
+    _bodies: dict[ast.stmt, list[ast.stmt]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        arguments = [*self.definition.args.posonlyargs, *self.definition.args.args]
+        if not arguments:
+            raise Untraceable("its forward takes only *args")
+        self.me = arguments[0].arg
+        # After an exception, the second statement may not run.
+        self._has_try = any(isinstance(node, _TRIES) for node in ast.walk(self.definition))
+        for node in ast.walk(self.definition):
+            if is_name(node, {self.me}) and not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+                raise Untraceable(f"its forward assigns to {self.me}")
+
+    def edit(self) -> None:
+        """Edit the body of the forward."""
+        self._look(self.definition.body, [], ())
+        if self._norms:
+            self._merge(self._norms, _DONE, ast.Constant(False))
+        for statement, found in self._norms:
+            norm, x = statement.value.func, statement.value.args[0]
+            done = ast.Name(_DONE, ast.Store())
+            statement.targets = [ast.Tuple([statement.targets[0], done], ast.Store())]
+            statement.value = _call(_NORM_THEN, norm, x, found.chosen)
+            _located(statement, statement)
+        if self._sums:
+            self._merge(self._sums, _RESULT, ast.Constant(None))
+        for statement, found in self._sums:
+            target, total = _assigned(statement)
+            both = _call(_SUM_NORM, total.left, total.right, found.chosen)
+            body = self._bodies[statement]
+            body[body.index(statement)] = _assignment([_RESULT, target], both, statement)
+
+    def _look(self, body: list[ast.stmt], after: list[ast.stmt], branch: Branch) -> None:
+        """Edit the norms inside statements, and note the values that a later statement reads.
+
+        after: the statements that run after the body; branch: the branches that contain it.
+        """
+        for i, statement in enumerate(body):
+            self._bodies[statement] = body
+            following = [*body[i + 1 :], *after]
+            for node in _expressions(statement):
+                self._nested(statement, node, branch)
+            if not self._has_try:
+                self._pair(statement, following, branch)
+            for block in _blocks(statement):
+                if isinstance(statement, ast.If):
+                    inside = (*branch, (statement.test, block is statement.body))
+                    self._look(block, following, inside)
+                else:
+                    self._look(block, [], branch)
+
+    def _nested(self, statement: ast.stmt, node: Any, branch: Branch) -> None:
+        """Edit a norm of a sum, or an activation of a norm."""
+        inner: Any = node.args[0] if isinstance(node, ast.Call) and node.args else None
+        if (name := self._child(node, self.parts.summed)) and _is_sum(inner):
+            both = _call(_ADD_NORM, node.func, inner.left, inner.right)
+            made: Any = ast.Subscript(both, ast.Constant(0), ast.Load())
+            self._found(name, Place(branch))
+        elif (name := self._child(inner, self.parts.activated)) and self._is_activation(node):
+            made = _call(_ACTIVATED_NORM, node.func, inner.func, inner.args[0])
+            self._found(name, self._place(node, branch))
+        else:
+            return
+        self._results.append(made)
+        _replace(statement, node, made)
+
+    def _pair(self, statement: ast.stmt, following: list[ast.stmt], branch: Branch) -> None:
+        """Note a statement that computes a sum or a norm, if a norm or an activation comes next."""
+        target, value = _assigned(statement)
+        if target is None or isinstance(statement, ast.AugAssign):
+            return
+        rest = _Rest(tuple(following), branch, frozenset((target,)), frozenset((target,)))
+        if _is_sum(value):
+            found = self._next(rest, self._norms_sum)
+            if found.readers:
+                self._sums.append(_Pair(statement, found))
+            for call, _, where in found.readers:
+                self._found(call.func.attr, Place(where))
+        elif isinstance(statement, ast.Assign) and self._child(value, self.parts.activated):
+            found = self._next(rest, self._activates)
+            if found.readers:
+                self._norms.append(_Pair(statement, found))
+            for call, _, where in found.readers:
+                self._found(value.func.attr, self._place(call, where))
+
+    def _found(self, name: str, place: Place) -> None:
+        self.found.setdefault(name, []).append(place)
+
+    def _place(self, activation: ast.Call, branch: Branch) -> Place:
+        function: Any = activation.func
+        if self._is_own(function):
+            return Place(branch, function.attr)
+        return Place(branch, function=self._named(function))
+
+    def _merge(self, pairs: list[_Pair], name: str, unset: ast.Constant) -> None:
+        """Replace the calls that read the values by a variable, where it is set."""
+        computing = [pair.statement for pair in pairs]
+        readers = {call: reader for pair in pairs for call, reader, _ in pair.next.readers}
+        for call, reader in readers.items():
+            if name == _DONE:
+                value = ast.IfExp(_load(_DONE), call.args[0], call)
+            else:
+                missing = ast.Compare(_load(_RESULT), [ast.Is()], [ast.Constant(None)])
+                value = ast.IfExp(missing, copy.copy(call), _load(_RESULT))
+            self._results.append(value)
+            _replace(reader, call, value)
+            if reader not in computing:  # else it sets the variable again
+                body = self._bodies[reader]
+                body.insert(body.index(reader) + 1, _assignment([name], unset, reader))
+        first = self.definition.body[0]
+        self.definition.body.insert(0, _assignment([name], unset, first))
+
+    def _next(self, rest: _Rest, reads: _Reads) -> _Next:
+        """The calls of which one reads a value next, if nothing before it has a side effect."""
+        following, branch, held, stale, tests = rest
+        for i, statement in enumerate(following):
+            first = self._first_effect(getattr(statement, "value", None))
+            if first is not None:
+                if not reads(statement, first, held):
+                    break
+                return _Next(copy.deepcopy(first.func), ((first, statement, branch),))
+            if isinstance(statement, ast.If) and tests and self._is_plain(statement.test, stale):
+                inside = rest._replace(held=held, stale=stale, tests=tests - 1)
+                return self._choice(statement, following[i + 1 :], inside, reads)
+            name, value = _assigned(statement)
+            if name is None or isinstance(statement, ast.AugAssign):
+                break
+            if reads == self._activates and any(is_name(part, held) for part in ast.walk(value)):
+                break
+            held = held | {name} if is_name(value, held) else held - {name}
+            stale = stale | {name}
+        return _Next(ast.Constant(None))
+
+    def _choice(
+        self, statement: ast.If, after: tuple[ast.stmt, ...], rest: _Rest, reads: _Reads
+    ) -> _Next:
+        """`_next` from an `if` on; after: the statements after it."""
+        blocks = {True: statement.body, False: statement.orelse}
+        true, false = (
+            self._next(
+                rest._replace(
+                    following=(*block, *after), branch=(*rest.branch, (statement.test, result))
+                ),
+                reads,
+            )
+            for result, block in blocks.items()
+        )
+        readers = true.readers + false.readers
+        if not readers:
+            return _Next(ast.Constant(None))
+        test = copy.deepcopy(statement.test)
+        return _Next(ast.IfExp(test, true.chosen, false.chosen), readers)
+
+    def _is_plain(self, test: ast.expr, stale: frozenset[str]) -> bool:
+        """Whether a test may also be evaluated earlier, with the same result.
+
+        It may read variables that are not in `stale`, attributes and constants, and compare with
+        None or a string.
+        """
+        parts: list[ast.expr] = []
+        if isinstance(test, ast.BoolOp):
+            parts = test.values
+        elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            parts = [test.operand]
+        elif isinstance(test, ast.Compare) and len(test.ops) == 1:
+            value = getattr(test.comparators[0], "value", 0)
+            same = isinstance(test.ops[0], (ast.Is, ast.IsNot))
+            equal = isinstance(test.ops[0], (ast.Eq, ast.NotEq)) and isinstance(value, str)
+            parts = [test.left, test.comparators[0]] if same or equal else []
+        elif isinstance(test, ast.Name):
+            return test.id not in stale
+        elif isinstance(test, ast.Attribute):
+            # A class's own `__getattr__` may have effects, such as a warning about an old name.
+            looks: Any = self.cls.__getattr__
+            return self._is_stored(test) and looks is nn.Module.__getattr__
+        else:
+            return isinstance(test, ast.Constant)
+        return bool(parts) and all(self._is_plain(part, stale) for part in parts)
+
+    def _first_effect(self, node: Any) -> Any:
+        """The first part of an expression that may have a side effect; None if it has none."""
+        if node is None or isinstance(node, (ast.Name, ast.Constant)) or self._is_stored(node):
+            return None
+        parts: list[Any] = []
+        if isinstance(node, ast.Call):
+            named = self._named(node.func) is not None  # reading its name has no effect
+            parts = [*([] if named else [node.func]), *_arguments(node)]
+        elif isinstance(node, ast.BinOp):
+            parts = [node.left, node.right]
+        elif isinstance(node, ast.Tuple):
+            parts = node.elts
+        for part in parts:
+            if (found := self._first_effect(part)) is not None:
+                return found
+        return None if isinstance(node, ast.Tuple) else node
+
+    def _is_stored(self, node: ast.expr) -> bool:
+        """Whether an expression is an attribute of the module, and not a property."""
+        if not self._is_own(node):
+            return False
+        found = inspect.getattr_static(self.cls, node.attr, None)  # type: ignore[attr-defined]
+        return found is None or isinstance(found, (types.FunctionType, bool))
+
+    def _is_own(self, node: ast.expr) -> bool:
+        """Whether an expression is an attribute of the module."""
+        return isinstance(node, ast.Attribute) and is_name(node.value, {self.me})
+
+    def _child(self, node: Any, names: tuple[str, ...]) -> str:
+        """The child in `names` that a node calls with one argument; "" if it calls none."""
+        plain = _has_one_argument(node) and self._is_own(node.func)
+        return node.func.attr if plain and node.func.attr in names else ""
+
+    def _norms_sum(self, statement: ast.stmt, node: Any, held: frozenset[str]) -> bool:
+        return bool(self._child(node, self.parts.summed)) and is_name(node.args[0], held)
+
+    def _is_activation(self, node: Any) -> bool:
+        if not _has_one_argument(node):
+            return False
+        return bool(self._child(node, self.parts.activations)) or self._named(node.func) is not None
+
+    def _activates(self, statement: ast.stmt, node: Any, held: frozenset[str]) -> bool:
+        """Whether a node activates a norm's result, in the variable that only this node reads."""
+        if not self._is_activation(node) or not is_name(node.args[0], held):
+            return False
+        name = node.args[0].id
+        if len(_reads(statement, name)) != 1:
+            return False
+        if _assigned(statement)[0] == name or len(_reads(self.definition, name)) == 1:
+            return True
+        # After a return, functions that captured the variable may run.
+        return isinstance(statement, ast.Return) and not any(
+            isinstance(part, SCOPES) and part is not self.definition
+            for part in ast.walk(self.definition)
+        )
+
+    def _named(self, node: ast.expr) -> str | None:
+        """The activation's name if a node refers to a global that is one; else None."""
+        value = self._global(node)
+        return _activations.of_function(value) if isinstance(value, _FUNCTIONS) else None
+
+    def _global(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            code = self.function.__code__
+            local = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+            return None if node.id in local else self.function.__globals__.get(node.id)
+        if isinstance(node, ast.Attribute):
+            base = self._global(node.value)
+            return getattr(base, node.attr, None) if isinstance(base, types.ModuleType) else None
+        return None
+
+    def recompute(self, body: list[ast.stmt]) -> None:
+        """Let each call that is the only reader of an edited call's result recompute it."""
+        for i, statement in enumerate(body):
+            for node in _expressions(statement):
+                if self._is_reader(node):
+                    for y in _arguments(node):
+                        if y in self._results:
+                            stored = y.orelse if isinstance(y, ast.IfExp) else y
+                            if isinstance(stored, ast.Name):
+                                _let_recompute(node, stored.id)
+            name, value = _assigned(statement)
+            if name is not None and value in self._results:
+                reader = self._only_reader(body[i + 1 :], name)
+                if reader is not None:
+                    _let_recompute(reader, name)
+            for block in _blocks(statement):
+                self.recompute(block)
+
+    def _only_reader(self, following: list[ast.stmt], name: str) -> ast.Call | None:
+        """The only call that reads a variable before its next assignment; None if there is none."""
+        readers = list[ast.Call]()
+        for statement in following:
+            places = _reads(statement, name)
+            if places:
+                called = [n for n in _expressions(statement) if self._is_reader(n)]
+                readers += [n for n in called if all(p in _arguments(n) for p in places)]
+                if len(readers) != 1:
+                    break
+            if isinstance(statement, ast.Return) or _assigned(statement)[0] == name:
+                return readers[0] if readers else None
+        return None
+
+    def _is_reader(self, node: Any) -> bool:
+        return isinstance(node, ast.Call) and self._is_own(node.func)
+
+
+def _may_be(test: Any, result: bool, me: str, state: dict[str, Any]) -> bool:
+    """Whether a test may have a result, given the module's `__dict__`."""
+    if isinstance(test, ast.BoolOp):
+        parts = [_may_be(part, result, me, state) for part in test.values]
+        return all(parts) if isinstance(test.op, ast.And) == result else any(parts)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _may_be(test.operand, not result, me, state)
+    equal, value = True, None
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Eq, ast.NotEq)):
+        equal, value = isinstance(test.ops[0], ast.Eq), test.comparators[0]
+        test = test.left if len(test.ops) == 1 else None
+    if not isinstance(test, ast.Attribute) or not is_name(test.value, {me}):
+        return True
+    now = state.get(test.attr, state)  # a child may be anything
+    if not isinstance(now, (bool, int, str, type(None))):
+        return True
+    if value is None:
+        return bool(now) == result
+    return not isinstance(value, ast.Constant) or (now == value.value) == (equal == result)
+
+
+def _let_recompute(reader: ast.Call, y: str) -> None:
+    reader.args = [_located(_load(y), reader), reader.func, *reader.args]
+    reader.func = _located(_load(_RECOMPUTE), reader)
+
+
+# Python's syntax trees: find, build and replace nodes.
+
+
+def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """The lists of statements in a compound statement."""
+    if isinstance(statement, SCOPES):
+        return
+    for name in ("body", "orelse", "finalbody"):
+        if block := getattr(statement, name, None):
+            yield block
+    for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+        yield part.body
+
+
+def _expressions(statement: ast.stmt) -> Iterator[Any]:
+    """The expressions of a statement, without those of statements and functions inside it."""
+    waiting: list[ast.AST] = [statement]
+    while waiting:
+        children = ast.iter_child_nodes(waiting.pop())
+        parts = [c for c in children if not isinstance(c, (ast.stmt, *SCOPES))]
+        waiting += parts
+        yield from parts
+
+
+def _assigned(statement: ast.stmt) -> tuple[Any, Any]:
+    """The variable that a statement assigns to, None if not exactly one; and the value."""
+    targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+    value = getattr(statement, "value", None)
+    single = len(targets) == 1 and isinstance(targets[0], ast.Name) and value is not None
+    return (targets[0].id, value) if single else (None, value)
+
+
+def _reads(statement: ast.AST, name: str) -> list[ast.AST]:
+    """Where a statement reads a variable."""
+    nodes = list(ast.walk(statement))
+    updated = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
+    named = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    return [node for node in named if node in updated or isinstance(node.ctx, ast.Load)]
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _has_one_argument(node: Any) -> bool:
+    """Whether a node is a call with one argument, neither named nor starred."""
+    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
+        return False
+    return not isinstance(node.args[0], ast.Starred)
+
+
+def _is_sum(node: Any) -> bool:
+    """Whether an expression adds two values, neither of them a constant."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
+        return False
+    return not any(isinstance(part, ast.Constant) for part in (node.left, node.right))
+
+
+def _load(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
+
+
+def _call(name: str, *values: Any) -> ast.Call:
+    return ast.Call(_load(name), list(values), [])
+
+
+def _assignment(names: list[str], value: ast.expr, old: ast.AST) -> ast.stmt:
+    """An assignment to one variable or several, with an old node's source location."""
+    targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in names]
+    target = targets[0] if len(targets) == 1 else ast.Tuple(targets, ast.Store())
+    made: ast.stmt = _located(ast.Assign([target], value), old)
+    return made
+
+
+def _located(made: Any, old: ast.AST) -> Any:
+    return ast.fix_missing_locations(ast.copy_location(made, old))
+
+
+class _Replacement(ast.NodeTransformer):
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> Any:
+        return self.new if node is self.old else self.generic_visit(node)
+
+
+def _replace(statement: ast.stmt, old: ast.AST, new: ast.AST) -> None:
+    _Replacement(old, _located(new, old)).visit(statement)
+
+
+# Functions with other code.
+
+
+def _function(
+    like: types.FunctionType, code: types.CodeType, cells: tuple[types.CellType, ...]
+) -> types.FunctionType:
+    """Copy a function, with other code or other closure cells."""
+    known = {name: types.CellType(f) for name, f in _CALLED.items()}
+    known |= zip(like.__code__.co_freevars, cells, strict=True)
+    closure = tuple(known[name] for name in code.co_freevars)
+    made = types.FunctionType(code, like.__globals__, like.__name__, like.__defaults__, closure)
+    made.__kwdefaults__ = like.__kwdefaults__
+    functools.update_wrapper(made, like)
+    return made
+
+
+def _rewrapped(outer: types.FunctionType, inner: Any, edited: Any) -> types.FunctionType:
+    """Copy a decorator's wrapper, so that it calls `edited` instead of `inner`."""
+    cells = outer.__closure__ or ()
+    if not any(_content(cell) is inner for cell in cells):
+        raise Untraceable("its forward is decorated")
+    replaced = tuple(types.CellType(edited) if _content(c) is inner else c for c in cells)
+    made = _function(outer, outer.__code__, replaced)
+    made.__wrapped__ = edited  # type: ignore[attr-defined]
+    return made
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None

@@ -1,0 +1,125 @@
+"""Models by name, with random weights and a random batch."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normplug.bench.models import Loss
+
+Target = tuple[nn.Module, Any, Loss | None]
+Source = Callable[..., Target]
+TOKENS = 512  # of a text
+IMAGE = 224  # pixels, unless the model says otherwise
+
+
+def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
+    """A model, a batch, and a function that returns the loss (None for the default).
+
+    `target` is `file.py:function`; or the name of a model of torchvision or timm, or of a type of
+    model of transformers, also as `library:name`. `options` are keyword arguments of the function,
+    of the model's constructor, or of its config. A wrong target is a ValueError.
+    """
+    place, _, name = target.rpartition(":")
+    if place.endswith(".py"):
+        return _from_file(Path(place), name, batch, options)
+    if place and place not in _LIBRARIES:
+        raise ValueError(f"{place!r} is no library to take a model from: {', '.join(_LIBRARIES)}.")
+    known: list[str] = []
+    for library in [place] if place else _LIBRARIES:
+        if importlib.util.find_spec(library) is None:
+            if place:
+                raise ValueError(f"{place} is not installed.")
+            continue
+        module, names, source = _LIBRARIES[library]
+        known += names(import_module(module))
+        if name in known:
+            return source(name, 8 if batch is None else batch, **options)
+    near = difflib.get_close_matches(name, dict.fromkeys(known), 3, 0.5)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(f"no model {target!r} in torchvision, timm or transformers.{hint}")
+
+
+def _from_file(path: Path, name: str, batch: int | None, options: dict[str, Any]) -> Target:
+    spec = importlib.util.spec_from_file_location(f"normplug_target_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise ValueError(f"there is no file {path}.")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if function is None:
+        raise ValueError(f"{path} has no function {name!r}.")
+    if batch is not None:
+        if "batch" not in inspect.signature(function).parameters:
+            raise ValueError(f"{path}:{name} takes no `batch`; leave out --batch.")
+        options = {**options, "batch": batch}
+    made = function(**options)
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ValueError(f"{path}:{name} must return (model, batch) or (model, batch, step).")
+    model, data, *step = made
+    return model, data, step[0] if step else None
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """The loss of logits (..., classes) for the last tensor of the batch."""
+    *inputs, target = batch
+    return F.cross_entropy(model(*inputs).flatten(0, -2), target.flatten())
+
+
+def _images(model: nn.Module, batch: int, size: int) -> Target:
+    with torch.no_grad():
+        classes = model.eval()(torch.zeros(1, 3, size, size)).shape[-1]
+    images, labels = torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))
+    return model.train(), (images, labels), cross_entropy
+
+
+def _torchvision(name: str, batch: int, size: int = IMAGE, **options: Any) -> Target:
+    if name in ("googlenet", "inception_v3"):  # in training they return several outputs, else
+        options |= {"init_weights": False, "aux_logits": False}
+    model = import_module("torchvision.models").get_model(name, weights=None, **options)
+    return _images(model, batch, size)
+
+
+def _timm(name: str, batch: int, size: int | None = None, **options: Any) -> Target:
+    model = import_module("timm").create_model(name, **options)
+    return _images(model, batch, size or model.default_cfg.get("input_size", (IMAGE,))[-1])
+
+
+def _transformers(name: str, batch: int, length: int = TOKENS, **options: Any) -> Target:
+    auto = import_module("transformers.models.auto.modeling_auto")
+    config = import_module("transformers").AutoConfig.for_model(name, **options)
+    for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "MASKED_LM", "CAUSAL_LM"):
+        mapping = getattr(auto, f"MODEL_FOR_{kind}_MAPPING")
+        if type(config) not in mapping:
+            continue
+        model = mapping[type(config)](config)
+        if kind == "IMAGE_CLASSIFICATION":
+            size = getattr(config, "image_size", IMAGE)
+            images = torch.randn(batch, getattr(config, "num_channels", 3), size, size)
+            labels = torch.randint(config.num_labels, (batch,))
+            return model, {"pixel_values": images, "labels": labels}, None
+        length = min(length, getattr(config, "max_position_embeddings", length))
+        tokens = torch.randint(config.vocab_size, (batch, length))
+        data = {"input_ids": tokens, "labels": tokens.clone()}
+        if kind.startswith("SEQ"):
+            data["decoder_input_ids"] = tokens
+        return model, data, None
+    raise ValueError(f"{name!r} of transformers is no language model and no classifier of images.")
+
+
+# library -> the module that lists its models, how, and what makes one
+_LIBRARIES: dict[str, tuple[str, Callable[[Any], Any], Source]] = {
+    "torchvision": ("torchvision.models", lambda module: module.list_models(module), _torchvision),
+    "timm": ("timm", lambda module: module.list_models(), _timm),
+    "transformers": ("transformers", lambda module: list(module.CONFIG_MAPPING), _transformers),
+}

@@ -1,0 +1,74 @@
+"""Compare the runs of a study: print the table, write it and the plots.
+
+    python -m normplug.compare RUNS [--out DIR]         table and plots
+    python -m normplug.compare RUNS --best FILE         the best learning rate of each arm
+    python -m normplug.compare RUNS --collect FILE      all runs in one small file
+
+RUNS are directories, searched at any depth for result.json, or files that --collect wrote.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from normplug._results import write_file
+from normplug.experiment.compare import PLOTS, compare
+from normplug.experiment.compare.frame import collect, find_runs, refuse_unreadable
+from normplug.experiment.compare.report import rates_report
+from normplug.experiment.compare.stats import best_rates
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status is 1 if a run is missing, unfinished or failed."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.collect:
+            count = collect(arguments.sources, arguments.collect)
+            print(f"{count} runs in {arguments.collect}")
+            return 0
+        if arguments.best:
+            return _best(arguments.sources, arguments.best)
+        comparison = compare(arguments.sources, arguments.out, arguments.plots, arguments.reference)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(comparison.markdown)
+    print("\n".join(str(path) for path in comparison.paths))
+    return 0 if comparison.complete else 1
+
+
+def _best(sources: Sequence[Path], path: Path) -> int:
+    """Write the options of each arm with its best rate, one line per arm."""
+    runs, unreadable = find_runs(sources)
+    refuse_unreadable(unreadable)
+    choices = best_rates(runs)
+    chosen = choices.options[choices.best.notna()]
+    write_file(path, "".join(f"{shlex.join(options)}\n" for options in chosen))
+    print(f"{rates_report(choices)}\n{path}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m normplug.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("sources", metavar="RUNS", nargs="+", type=Path)
+    out = "directory for tables and plots (default: RUNS, if it is one directory)"
+    add("--out", metavar="DIR", help=out)
+    only = f"draw only these, of {', '.join(PLOTS)}"
+    add("--plots", metavar="NAME", nargs="*", choices=PLOTS, help=only)
+    reference = "arm to compare the others with (default: baseline, else standard)"
+    add("--reference", metavar="ARM", help=reference)
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--best", metavar="FILE", type=Path, help="write each arm's options with its best rate")
+    add("--collect", metavar="FILE", type=Path, help="write all runs to this file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

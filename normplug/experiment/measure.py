@@ -1,0 +1,93 @@
+"""What a run is judged by, and the names that runs and their comparison share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Files in the directory of a run.
+RESULT = "result.json"
+REFUSAL = "refused.txt"  # next to a finished result: why the current sweep could not use it
+METRICS = "metrics.csv"
+VARIANCE = "variance.csv"
+
+BASELINE = "baseline"  # the arm whose model is not swapped
+# Arms to compare the others with: the first that has a finished run. Both compute stock norms.
+REFERENCES = (BASELINE, "standard")
+ARM_ORDER = (*REFERENCES, "golden")  # in tables; other arms follow
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The metric that judges a run; `result.json` stores these four fields under "measure".
+
+    Attributes:
+        name: `result.json` has the values as `test_<name>` and `<name>_by_epoch`.
+        unit: the unit for display; values in "%" are stored as fractions.
+        better: "higher" or "lower".
+        items: what the speed counts; `result.json` has the speed as `<items>_per_s`.
+    """
+
+    name: str
+    unit: str
+    better: str
+    items: str
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> Measure:
+        """The measure of a `result.json`; a file without one measures accuracy.
+
+        Raises:
+            TypeError: the measure lacks a field, or has an unknown one.
+        """
+        return cls(**result["measure"]) if result.get("measure") else ACCURACY
+
+    @property
+    def best(self) -> str:
+        """The word for the best of several values."""
+        return "highest" if self.better == "higher" else "lowest"
+
+    @property
+    def test_key(self) -> str:
+        """The key of the test value in `result.json`."""
+        return f"test_{self.name}"
+
+    @property
+    def curve_key(self) -> str:
+        """The key of the validation values by epoch in `result.json`."""
+        return f"{self.name}_by_epoch"
+
+    @property
+    def speed_key(self) -> str:
+        """The key of the speed in `result.json`."""
+        return f"{self.items}_per_s"
+
+    @property
+    def speed_unit(self) -> str:
+        """The unit of the speed."""
+        return f"{self.items}/s"
+
+    @property
+    def scale(self) -> float:
+        """The factor from a stored value to a displayed one."""
+        return 100.0 if self.unit == "%" else 1.0
+
+    @property
+    def difference_unit(self) -> str:
+        """The unit of the difference of two displayed values."""
+        return "points" if self.unit == "%" else self.unit
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The smallest and the largest displayed value that is possible."""
+        return (0.0, 100.0) if self.unit == "%" else (0.0, float("inf"))
+
+    def number(self, value: float, sign: str = "") -> str:
+        """Format a value or a difference without its unit; `sign="+"` always shows the sign."""
+        digits = 2 if self.unit == "%" else 4
+        rounded = round(self.scale * value, digits) + 0.0  # which turns -0.0 into 0.0
+        return f"{rounded:{sign}.{digits}f}"
+
+
+ACCURACY = Measure("accuracy", "%", "higher", "images")

@@ -1,0 +1,58 @@
+"""The training of one run, from its configuration to its result."""
+
+from __future__ import annotations
+
+import hydra
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch import seed_everything
+from omegaconf import DictConfig
+
+import normplug
+from normplug.experiment.config import mode_of
+from normplug.experiment.measure import BASELINE
+from normplug.experiment.models import scale_norm_weights
+from normplug.experiment.run import Run, task
+from normplug.experiment.sweep import CONFIGS, command
+
+
+@command
+@hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
+@task
+def main(cfg: DictConfig, run: Run) -> float | None:
+    """Train and test one arm; return its last validation."""
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    data = instantiate(cfg.data, _convert_="all")
+    net = instantiate(cfg.model, **data.sizes, _convert_="all")
+    if cfg.gamma0 is not None:
+        filters = {name: cfg.swap.get(name) for name in ("include", "exclude")}
+        scale_norm_weights(net, cfg.gamma0, **filters)
+    if cfg.mode != BASELINE:  # after init, so that all arms start with the same weights
+        normplug.swap(net, mode_of(cfg.mode), **cfg.swap)
+        if run.fuses:
+            normplug.fuse(net, recompute=cfg.recompute)
+    if cfg.channels_last:
+        net.to(memory_format=torch.channels_last)
+    if cfg.compile:
+        net.compile()
+
+    model = data.learner(
+        net,
+        instantiate(cfg.optimizer, _convert_="all"),  # weights_only=True loads only plain lists
+        seed=cfg.seed,
+        schedule=cfg.schedule,
+        warmup=cfg.warmup,
+        cycle_momentum=cfg.cycle_momentum,
+        label_smoothing=cfg.label_smoothing,
+        graph=cfg.graph,
+        identity=run.identity,
+        channels_last=cfg.channels_last,
+    )
+    loggers = run.build("logger")
+    trainer = run.trainer(run.build("callbacks"), loggers)
+    checkpoint = run.resume(model, loggers)
+    if cfg.train:
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+        checkpoint = run.best(trainer)
+    trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+    return run.finish(trainer, model, data)

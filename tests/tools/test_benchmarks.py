@@ -1,0 +1,236 @@
+"""The scripts of `benchmarks/`, briefly on the CPU, and the documentation that they write."""
+
+import json
+import socket
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import first_step
+import host
+import kernels
+import models
+import nets
+import normplug
+import rivals
+import sync
+import tables
+from forks import forked
+from normplug.bench import targets, timing
+from normplug.bench.ops import OPS, Case, Problem
+from normplug.bench.rows import read_file
+
+CPU = torch.device("cpu")
+TINY = {
+    "encoder_6x256": {"length": 4, "width": 16},
+    "nnunet3d": {"size": 8, "widths": (4, 8)},
+    "resnet18-cifar": {},
+    "gpt2": {"length": 8, "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50},
+    "t5_small": {"length": 8, "target": 4, "num_layers": 1, "d_model": 16, "vocab_size": 50},
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(timing, "TURN_MS", 0.1)
+
+
+@pytest.mark.parametrize("page", sorted(tables.DOCS.glob("*_h100.md")), ids=lambda page: page.stem)
+def test_a_committed_page_is_that_of_its_committed_results(page):
+    assert tables.text_of(page) == page.read_text()
+
+
+def test_every_committed_result_and_picture_is_linked_from_a_page():
+    pages = "".join(page.read_text() for page in tables.DOCS.glob("*.md"))
+    for path in (*(tables.DOCS / "results").iterdir(), *tables.DOCS.rglob("*.png")):
+        assert f"({path.relative_to(tables.DOCS).as_posix()})" in pages, path
+
+
+def test_new_rows_make_a_table_too():
+    row = {"device": "a GPU", "torch": "2.15", "commit": "abc", "date": "2026-11-25T01:02:03"}
+    row |= {"op": "layer_norm", "layout": "rows", "shape": "9x8", "dtype": "float32"}
+    row |= {"direction": "F", "floor_passes": 2, "copy_gbps": 2000.0, "wall_us": 9.0}
+    rows = [row | {"provider": "normplug", "us": 4.0, "gbps": 1000.0, "max_rel": 2e-7}]
+    rows.append(row | {"provider": "eager", "us": 6.0, "gbps": 500.0, "date": "2026-11-26T01"})
+    lines = tables.render(rows).splitlines()
+    assert lines[0].startswith("a GPU, torch 2.15, commit abc, 2026-11-25 to 2026-11-26. Copy: 20")
+    assert "| layer_norm | F | rows | 9x8 | float32 | 50% (4.0) | 25% (6.0) | 1.50x |" in lines
+    assert lines[-1].endswith("| float32 | **2.0e-07** |")
+    step = {**row, "model": "net", "batch": 8, "mode": "golden", "autocast": "bfloat16"}
+    del step["floor_passes"]
+    times = {"ms": 20.0, "gpu_ms": 9.0, "groups_ms": {"norm": 4.0, "copy": 5.0}}
+    lines = tables.render([step | times | {"arm": "eager"}]).splitlines()
+    assert "bfloat16 autocast, SGD, momentum 0.9; swapped in mode golden." in lines[0]
+    assert "| net | 8 | 20.00 ms, 400/s |" in lines
+    assert "| net | 8 | eager | 4.00 | 5.00 | 9.00 | - |" in lines
+
+
+def test_every_case_of_a_suite_fits_its_operation():
+    for cases in kernels.SUITES.values():
+        assert len(set(cases)) == len(cases)
+        for case in cases:
+            assert OPS[case.op].refusal(case.shape) is None
+            assert case.layout in OPS[case.op].layouts(case.shape)
+
+
+def test_a_suite_writes_rows(tmp_path, capsys):
+    words = ["--suite", "small", "--only", "layer_norm rows 32x128 float32", "--device", "cpu"]
+    path = tmp_path / "rows.json"
+    kernels.main([*words, "--provider", "normplug", "--provider", "eager", "--json", str(path)])
+    rows = read_file(path)
+    assert {row["op"] for row in rows} == {"layer_norm", "add_layer_norm"}
+    assert {row["suite"] for row in rows} == {"small"}
+    with pytest.raises(SystemExit):
+        kernels.main(["--only", "nonsense", "--device", "cpu"])
+    assert "no case of suite headline has 'nonsense'" in capsys.readouterr().err
+
+
+def test_a_rival_is_timed_if_it_is_installed(monkeypatch):
+    monkeypatch.setitem(rivals.MODULES, "liger", "torch")
+    monkeypatch.setitem(rivals.MODULES, "quack", "no_such_module")
+    assert "liger" in rivals.of("layer_norm")
+    assert "quack" not in rivals.of("layer_norm")
+    assert list(rivals.of("rms_norm", ("liger",))) == ["liger"]
+    problem = Problem(Case("batch_norm_add_relu", "NCHW", (2, 4, 3, 3), "float32"), CPU)
+    monkeypatch.setattr(
+        torch,
+        "cudnn_batch_norm",
+        lambda x, w, b, m, v, *rest: [torch.batch_norm(x, w, b, m, v, *rest, False)],
+    )
+    through = problem.results(rivals.of("batch_norm_add_relu")["cudnn"])
+    for name, value in problem.results(problem.op.theirs).items():
+        torch.testing.assert_close(through[name], value)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_users_command_takes_a_network_of_the_docs(name):
+    if library := nets.NETS[name].library:
+        pytest.importorskip(library)
+    assert isinstance(getattr(nets, name), partial)  # it has a batch of its own
+    model, batch, loss = targets.load(f"{nets.__file__}:{name}", 2, TINY[name])
+    value = loss(model, batch)
+    value.backward()
+    assert value.isfinite()
+    assert all(row.module.weight.grad is not None for row in normplug.plan(model))
+
+
+def test_every_network_says_which_library_it_needs(monkeypatch, capsys):
+    monkeypatch.setattr(models, "find_spec", lambda library: None)
+    found = [name for name, _ in models.selected(["all"], None)]
+    assert found == ["encoder_6x256", "nnunet3d"]
+    assert "resnet50 is left out: it needs torchvision" in capsys.readouterr().err
+
+
+def test_other_arms_differ_from_the_usual_as_their_names_say(tmp_path, monkeypatch):
+    body = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
+    net = nn.Sequential(*body, nn.Linear(4 * 30**2, 10))
+    make = partial(nets.images, "", size=32, model=net)
+    monkeypatch.setitem(nets.NETS, "nnunet3d", nets.Net(make, (2,), None))
+    path = tmp_path / "rows.json"
+    words = ["--rows", "nnunet3d", "--device", "cpu", "--rounds", "1", "--json", str(path)]
+    models.main([*words, "--arms", "eager", "swap+fuse", "no-norm", "swap+fuse+recompute", "liger"])
+    rows = {row["arm"]: row for row in read_file(path)}
+    assert rows["liger"]["error"]  # it is no Llama
+    assert all(row["error"] is None for name, row in rows.items() if name != "liger")
+    assert rows["no-norm"]["loss"] != pytest.approx(rows["eager"]["loss"])
+    losses = [rows[name]["loss"] for name in ("swap+fuse", "swap+fuse+recompute")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    net = models.without_norms(nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)))
+    assert type(net[0]) is nn.Identity
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("void cudnn::bn_fw_tr_1C11_singleread_kernel_NCHW", "norm"),
+        ("normalize_channels", "other"),
+        ("_norm_rows_forward", "norm"),
+        ("sm90_xmma_fprop_implicit_gemm_bf16", "conv/gemm"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "elementwise"),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+        ("void multi_tensor_apply_kernel", "optimizer"),
+        ("triton_poi_fused__to_copy_3", "copy"),
+        ("triton_red_fused_native_layer_norm_1", "norm"),
+        ("triton_poi_fused_relu_2", "elementwise"),
+        ("triton_tem_fused_mm_0", "conv/gemm"),
+    ],
+)
+def test_kernels_are_grouped_by_name(kernel, group):
+    assert models.group(kernel) == group
+    ms = models.groups_ms([{"name": kernel, "dur": 6000.0}])
+    assert ms == {**dict.fromkeys(models.GROUPS, 0.0), group: 6.0 / timing.STEPS}
+
+
+def test_a_first_step_is_timed_in_a_process_of_its_own(tmp_path, monkeypatch):
+    make = partial(nets.encoder, length=4, width=16)
+    monkeypatch.setitem(nets.NETS, "encoder_6x256", nets.Net(make, (2,), None))
+    row = first_step.measured("encoder_6x256", 2, "swap", "cpu")
+    assert row["first_step_s"] > 0
+    assert row["first_step_kernels"]["distinct"] == 0  # torch's own run on a CPU
+    asked = []
+    monkeypatch.setattr(first_step, "in_a_process", lambda *words: asked.append(words) or row)
+    path = tmp_path / "rows.json"
+    first_step.main(["--rows", "encoder_6x256", "--device", "cpu", "--json", str(path)])
+    assert asked == [("encoder_6x256", 2, arm, "cpu") for arm in ("eager", "swap+fuse")]
+    assert len(read_file(path)) == 2
+
+
+def test_single_calls_are_compared_before_they_are_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "CASES", [Case("add_ln", "rows", (4, 8), "float32")])
+    path = tmp_path / "rows.json"
+    host.main(["--device", "cpu", "--json", str(path)])
+    rows = read_file(path)
+    assert [row["provider"] for row in rows] == 2 * [host.EAGER, host.OURS, host.PYTHON]
+    assert [row["direction"] for row in rows] == 3 * ["F"] + 3 * ["F+B"]
+    assert all(row["wall_us"] > 0 for row in rows)
+    wrong = host.LAYERS["bn"]._replace(ours=lambda norm, x: 1.1 * norm(x))
+    monkeypatch.setitem(host.LAYERS, "bn", wrong)
+    with pytest.raises(AssertionError, match="a result differs from eager's by 0.1"):
+        list(host.measure(Case("bn", "NC", (4, 8), "float32"), CPU))
+
+
+BOTH = """
+import os, sys, torch
+from functools import partial
+
+def process(rank, path):
+    import nets, sync
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten(),
+        torch.nn.Linear(64, 1000),
+    )
+    nets.NETS["resnet50"] = nets.Net(partial(nets.images, "", model=net), (2,))
+    short = ["--batch", "3", "--size", "6", "--warm-ups", "1", "--rounds", "1", "--turn", "1"]
+    sync.main([*short, "--json", path])
+
+sys.path.insert(0, sys.argv[1])
+torch.multiprocessing.start_processes(process, (sys.argv[0],), nprocs=2, start_method="fork")
+"""
+
+
+def test_steps_over_two_processes_have_a_row_for_each_arm(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = {"MASTER_PORT": str(server.getsockname()[1])}
+    path = tmp_path / "rows.json"
+    done = forked(BOTH, path, tables.DOCS.parent / "benchmarks", environment=port)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())
+    # torch's SyncBatchNorm needs CUDA.
+    assert {row["arm"] for row in rows} == set(sync.ARMS) - {"torch"}
+    assert {(row["batch"], row["processes"]) for row in rows} == {(3, 2)}
+    assert all(row["ms"] > 0 for row in rows)
+
+
+@pytest.mark.gpu
+def test_a_step_may_be_one_cuda_graph(monkeypatch):
+    make = partial(nets.encoder, length=4, width=16)
+    monkeypatch.setitem(nets.NETS, "encoder_6x256", nets.Net(make, (2,), None))
+    rows = models.measure(
+        "encoder_6x256", 2, ["eager", "eager+graph", "swap+fuse+graph"], 2, "cuda"
+    )
+    assert all(row["error"] is None for row in rows)
+    assert all(sum(row["groups_ms"].values()) > 0 for row in rows)

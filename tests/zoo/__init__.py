@@ -1,1 +1,0 @@
-"""Check that a swap is right in the architectures of other libraries: `python tests/zoo`."""
