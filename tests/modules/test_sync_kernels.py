@@ -114,6 +114,15 @@ def test_a_process_that_stops_is_named_and_no_wrong_result_is_used(pair):
     assert error.endswith("than the timeout of the process group.")
 
 
+def test_a_process_that_is_too_late_does_not_use_what_the_other_made_of_its_absence(pair):
+    first, late = (result["later"] for result in pair)
+    assert first[0].isnan().all()
+    assert late[0].isfinite().all()  # process 0 had sent its statistics before it gave up
+    assert "for rank 1 in the forward" in first[2]
+    assert late[1].isnan().all()
+    assert "for rank 0 in the backward" in late[2]
+
+
 def test_processes_that_call_different_layers_all_fail(pair):
     for rank, result in enumerate(pair):
         y, error = result["other_layers"]

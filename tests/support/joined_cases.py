@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -193,6 +194,28 @@ def stopped(rank, world, device):
 
 
 @quiet
+def later(rank, world, device):
+    """What process 1 gets after process 0 has waited for it in vain: y, dx and the next error."""
+    dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    layer = SyncBatchNorm(CHANNELS, process_group=group, backend="triton", device=device)
+    x = torch.randn(4, CHANNELS, device=device, requires_grad=True)
+    layer(x)  # the group's processes meet
+    if rank == 1:
+        dist.barrier()
+    with patch.object(peers.Peers, "check", lambda self: None):  # as if all were in the queue
+        y = layer(x)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        own, dx = y.detach().cpu(), dx.cpu()
+    if rank == 0:
+        dist.barrier()
+    try:
+        layer(x)
+    except RuntimeError as error:
+        return own, dx, str(error)
+
+
+@quiet
 def other_layers(rank, world, device):
     """What each process gets while they call layers of different sizes: y and the next error."""
     dist.barrier()  # to make a group takes all processes at a time, within its timeout
@@ -325,7 +348,7 @@ def exchange_us(rank, world, device):
     return times
 
 
-STOPPING = [stopped, other_layers]
+STOPPING = [stopped, later, other_layers]
 SHARED = [numbers, messages, recomputed, measured, fused, sync_cases.refuses_a_second_derivative]
 ON_GPU = [
     *SHARED, sync_cases.without_waiting, replayed, many_steps, data_parallel, exchange_us, compiled,
@@ -335,7 +358,7 @@ ON_GPU = [
 
 def _stand_in(group, device):
     """Peers whose inboxes are memory that the processes share, on a machine without GPUs."""
-    timeout = 60.0 if len(SPARE) == 3 else 1.0
+    timeout = 60.0 if len(SPARE) == 4 else 1.0
     inboxes = SPARE.pop()
     addresses = [each.data_ptr() for each in inboxes]
     return peers._Agreement(peers.Peers(group.rank(), addresses, device, timeout, inboxes), "")
@@ -344,7 +367,7 @@ def _stand_in(group, device):
 # Allocated before the processes are forked, so that it has the same address in each.
 SPARE = []
 if INTERPRETED:
-    SPARE += [torch.zeros(2, room(2), dtype=torch.int64).share_memory_() for _ in range(3)]
+    SPARE += [torch.zeros(2, room(2), dtype=torch.int64).share_memory_() for _ in range(4)]
 
 
 def process(rank, world, directory, on_gpu=False):

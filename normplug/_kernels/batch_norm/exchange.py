@@ -16,7 +16,8 @@ before they sent these.
 Every wait ends if no process stops: programs start in the order of their channels, and publish
 before they wait. So wherever the lowest unpublished channel is, its programs can run. If a process
 does stop, a wait ends after some time. Then the statistics are nan, the running statistics
-are left as they are, and the host finds a mark: see `normplug._ops.batch_norm.peers`.
+are left as they are, and the host finds a mark: see `normplug._ops.batch_norm.peers`. The process
+sends nothing more. So the others do not merge its nan; their next waits end too.
 """
 
 import os
@@ -116,12 +117,14 @@ def _exchange(
     tag = 4 * C + 2 * BACKWARD + 1
     flag = (((number & 0x7FFF) << 16) | tag) << 32
     slot = (number & 1) * WORLD * _WORDS * CHANNELS + channels
+    # A process that has stopped waiting sends nothing more: a slot may still be read.
+    sends = tl.load(table + 2 + 0 * channels, mask=there, other=1, volatile=True) == 0
     for r in tl.static_range(WORLD):
         inbox = tl.load(table + _INBOXES + r).to(tl.pointer_type(tl.int64))
         message = inbox + slot + rank * _WORDS * CHANNELS
-        _write(message, 0, a, flag, there, ACC)
-        _write(message, 1, b, flag, there, ACC)
-        tl.store(message + 2 * CHANNELS, count | flag, mask=there)
+        _write(message, 0, a, flag, sends, ACC)
+        _write(message, 1, b, flag, sends, ACC)
+        tl.store(message + 2 * CHANNELS, count | flag, mask=sends)
     messages = tl.load(table + _INBOXES + rank).to(tl.pointer_type(tl.int64)) + slot
     rows = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
     mask = (rows < WORLD) & there[None, :]
@@ -131,7 +134,7 @@ def _exchange(
     start = tl.full([], 0, tl.int64)
     rounds = tl.full([], 0, tl.int64)
     waits = tl.full([], True, tl.int1)
-    late = tl.full([], 1, tl.int32)
+    state = tl.full([], 1, tl.int64)
     while waits:
         ended = tl.load(table + 2, volatile=True)
         missing = _missing(all_ptr, mask, flag[None, :], ACC)
@@ -144,17 +147,16 @@ def _exchange(
         rounds += 1
         state = _agreed(place, late, ended, rounds)
         start = tl.where(start == 0, state, start)
-        late = (state & 1).to(tl.int32)
         # After one wait has ended, none waits any more.
         waits = ((state & 3) == 1) & (state - start < patience)
     tl.store(numbers_ptr, number, mask=there)
-    if late > 0:
+    if (state & 3) == 1:  # the first wait that has ended
         missing = _missing(all_ptr, mask, flag[None, :], ACC)
         first = tl.min(tl.min(tl.where(missing > 0, rows, WORLD - 1), axis=1), axis=0)
         tl.store(table + 2, 1)
         mark = tl.load(table + 3).to(tl.pointer_type(tl.int64))
         tl.store(mark, (first.to(tl.int64) << 32) | tag)
-    return messages, late == 0
+    return messages, (state & 1) == 0
 
 
 @triton.jit
