@@ -27,19 +27,18 @@ from normplug.bench.models import Arm, Change, make_step
 from normplug.bench.rows import Row, add_to_file
 from normplug.bench.timing import Call, at_rest, spread
 
-MODE, MODEL = "golden", "resnet50"
+MODE, MODEL = "standard", "resnet50"
+_alone = partial(normplug.swap, mode=MODE)
+_joined = partial(normplug.swap, mode=MODE, sync=True)
 
-
-def _joined(net: nn.Module) -> nn.Module:
-    return normplug.swap(net, MODE, sync=True)
-
-
-# name -> the changes to the stock model; "local" does not synchronise
+# name -> the changes to the stock model; those named "local" do not synchronise
 ARMS: dict[str, tuple[Change, ...]] = {
     "local": (),
     "torch": (nn.SyncBatchNorm.convert_sync_batchnorm,),
     "normplug": (_joined,),
     "normplug+fuse": (_joined, normplug.fuse),
+    "normplug-local": (_alone,),
+    "normplug-local+fuse": (_alone, normplug.fuse),
 }
 
 
@@ -133,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             for row in rows:
                 print(f"batch {batch} a process | {row['arm']} {row['ms']:.2f} ms", flush=True)
+            print(normplug.native.status(), flush=True)  # how the batches were joined
             if a.json:
                 add_to_file(a.json, rows)
     finally:

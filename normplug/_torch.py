@@ -194,6 +194,26 @@ top_saved_tensors_hooks: Callable[[bool], Any] | None = _private(
 )
 
 
+# --- Distributed ---
+
+
+def symmetric_memory() -> Any:
+    """The module of memory that the GPUs of a host share, which imports Triton; None without it."""
+    try:
+        from torch.distributed import _symmetric_memory
+    except ImportError:
+        return None
+    return _symmetric_memory if hasattr(_symmetric_memory, "rendezvous") else None
+
+
+def _world(name: str) -> Any:
+    """The group of all processes, whatever the name."""
+    return torch.distributed.group.WORLD
+
+
+# The process group of a name. Without distributed, nothing calls it.
+group_of_name = _private("_C._distributed_c10d._resolve_process_group", _world)
+
 # --- Modules, functions and results ---
 
 # Global module hooks. If they cannot be read, assume one: modules are then called one by one.

@@ -29,6 +29,12 @@ def arrive(counter_ptr):
 
 
 @triton.jit
+def is_last(arrived, programs):
+    """Whether a program is the last of `programs`, given what its `arrive` returned."""
+    return (arrived & _ARRIVALS) == programs - 1
+
+
+@triton.jit
 def wait(counter_ptr, arrivals, readers):
     """Return once `arrivals` programs have arrived; the last of `readers` leaves the counter at 0.
 

@@ -45,6 +45,8 @@ class BasePlan:
     state: ClassVar[tuple[str, ...]]
     # What the launches depend on, besides the call: facts about the GPU.
     _machine: Any
+    # The address of the mark by which kernels say that they have given up; 0 if they never do.
+    mark = 0
     # Whether the forward returns (y, x + residual).
     has_total = False
     # Whether y can be recomputed, bit for bit, from the tensors that the forward saved.
@@ -80,6 +82,8 @@ class BasePlan:
 
     def workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
         """The current stream, and a workspace on it of `scratch`: (counters, partial results)."""
+        if self.mark:
+            self.spec.peers.check()
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
         if stream != 0 or self.gpu is None:
             return stream, Workspace(self.device, self.acc, *scratch)

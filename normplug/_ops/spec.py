@@ -79,6 +79,7 @@ class BatchNormSpec(NamedTuple):
     """The non-tensor arguments of a BatchNorm call.
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
+    peers: the `peers.Peers` of the processes over whose joined batch the norm is; None if alone.
     instance: whether it is an InstanceNorm in evaluation with running statistics.
     """
 
@@ -89,6 +90,7 @@ class BatchNormSpec(NamedTuple):
     activation: ActivationLike = None
     pool: Pool | None = None
     keeps_residual: bool = False
+    peers: Any = None
     instance: bool = False
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
@@ -101,8 +103,9 @@ class BatchNormSpec(NamedTuple):
         """The spec of the norm alone."""
         # torch.compile of torch 2.6 cannot trace `_replace`.
         return BatchNormSpec(
-            self.training, self.momentum, self.eps, self.target_variance, self.activation
-        )
+            self.training, self.momentum, self.eps, self.target_variance, self.activation,
+            peers=self.peers,
+        )  # fmt: skip
 
 
 class LayerNormSpec(NamedTuple):

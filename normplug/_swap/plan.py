@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from normplug import _checks, _convert
+from normplug import _checks, _convert, native
 from normplug._swap.filters import Filters, matching
 from normplug._swap.inventory import Inventory
 from normplug._swap.layer_modes import Assigned, LayerModes, ModesLike, Norms, read
@@ -81,7 +81,10 @@ class Plan:
             for row in self.rows
         ]
         rows = [tuple(columns), *zip(*columns.values(), strict=True)]
-        return f"{table(rows)}\n{self.summary()}"
+        lines = [table(rows), self.summary()]
+        if any("Sync" in (row.becomes or "") for row in self.rows):
+            lines += [f"SyncBatchNorm of {group}." for group in native.status().groups]
+        return "\n".join(lines)
 
     def summary(self) -> str:
         """One line: how many layers of each class are swapped, and how many stay."""

@@ -1,16 +1,16 @@
-"""BatchNorm over the joined batch of a group of processes: one message forward, one backward.
+"""BatchNorm over the joined batch of a group of processes.
 
-Where the kernels can run it, `normplug._ops.batch_norm.joined` does; otherwise the torch operations
-here do. Both send the same messages (`normplug._ops.batch_norm.messages`).
+Where they can, the kernels exchange the statistics: see `normplug._ops.batch_norm.peers`. Otherwise
+the torch operations here send one collective in each direction.
 
-Forward, one all-gather collects n_r, mean_r and var_r of each process r. With w_r = n_r / sum n_r:
+Forward, an all-gather collects n_r, mean_r and var_r of each process r. With w_r = n_r / sum n_r:
 
     mean = sum_r w_r * mean_r        var = sum_r w_r * (var_r + (mean_r - mean)^2)
 
 which is Chan's merge. All processes add the same numbers in the order of the ranks, and so get the
 same bits. A process without data takes part with n_r = 0.
 
-Backward, one all-reduce sums sum(dy) and sum(dy * (x - mean)) over the processes; the rest is the
+Backward, an all-reduce sums sum(dy) and sum(dy * (x - mean)) over the processes; the rest is the
 formula of `normplug.reference` with the n of the joined batch. The gradients of weight and bias
 stay sums over the process's own batch, which DDP averages, as in `torch.nn.SyncBatchNorm`.
 
@@ -20,7 +20,6 @@ Source of the merge: Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.104
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,14 +28,17 @@ from torch import Tensor
 
 from normplug import _activations, _checks, functional
 from normplug._layouts import dense, is_channels_last, laid_out_like
-from normplug._ops import cache, statistics
-from normplug._ops.batch_norm import checks, messages, route
+from normplug._ops import eligible, statistics
+from normplug._ops.batch_norm import checks, peers, route
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._torch import dispatch_modes
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
-# Returns the mean and biased variance of the joined batch.
-Moments = Callable[[], tuple[Tensor, Tensor]]
+_CALLER = "SyncBatchNorm"
+# torch 2.14 deprecated the second for the first; a build without distributed has neither.
+_all_gather = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
+)
 
 
 def group_to_join(group: Any) -> Any:
@@ -44,52 +46,81 @@ def group_to_join(group: Any) -> Any:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = group or dist.group.WORLD
+    if not torch.compiler.is_compiling() and peers.is_known(group):
+        return group
     return group if dist.get_world_size(group) > 1 else None
 
 
-def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> tuple[Tensor, Moments]:
+def batch_norm(
+    t: Tensors, spec: BatchNormSpec, backend: str, group: Any, measured: bool
+) -> tuple[Tensor, Tensor | None]:
     """`functional.batch_norm` in training, over the batches of all processes of `group`.
 
-    Max pooling, if `spec` has one, is a separate call after it.
+    Args:
+        t: the tensors of the call.
+        spec: its other arguments.
+        backend: "auto", "triton" or "torch".
+        group: the processes.
+        measured: whether the second result is needed.
 
     Returns:
-        y, and a function that returns the (C,) mean and biased variance of the joined batch.
+        y, and the (C,) biased variance of the joined batch, or None if not `measured`.
 
     Raises:
         ValueError: mismatched shapes; an unknown activation or backend; on the CPU, one value per
             channel in the joined batch. On other devices the host would have to wait to find out,
             so y is `bias` (plus `residual`) instead.
         TypeError: tensors that are not floating point.
+        RuntimeError: a process of the group has stopped.
     """
-    pool = spec.pool
-    if pool is not None:
-        y, moments = batch_norm(t, spec.without_pool(), backend, group)
-        return pool(y), moments
-    eager = getattr(t.x, "is_cuda", False) and not torch.compiler.is_compiling()
-    processes = group.size()
-    plan = None
-    if eager:
-        plan = cache.find(cache.key_of(t, spec, (backend, processes)))
-    if plan is None:
-        checks.check(_CALLER, t, spec, joined=True)
-        plan = route.joined(_CALLER, backend, t, spec, processes)
-    if plan is not None:
-        y, stats = plan.run(t, group)
-        return y, lambda: plan.moments(stats)
-    y, mean, var = _by_torch(t, spec, backend, group)
+    checks.check(_CALLER, t, spec, joined=True)
+    asked = eligible.is_asked_for(_checks.backend(_CALLER, backend), t.x)
+    if asked and eligible.refusal_now() is None:
+        others: peers.Peers | int | None
+        if eligible.is_compiling():
+            others = peers.number_of(group.group_name, t.x.device)
+        else:
+            others = peers.of(group, t.x.device)
+        if others and (found := _by_kernels(t, spec, backend, others, measured)) is not None:
+            return found
+    y, var = _by_collectives(t, spec, backend, group)
     if t.residual is not None:
         y = y + t.residual
     y = _activations.apply(spec.activation, y)
-    return y, lambda: (mean, var)
+    return y if spec.pool is None else spec.pool(y), var
 
 
-_CALLER = "SyncBatchNorm"
+def _by_kernels(
+    t: Tensors, spec: BatchNormSpec, backend: str, others: Any, measured: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """As `batch_norm`, by kernels that exchange the statistics themselves; None if they cannot.
+
+    others: the `Peers`, or for a compiler their number.
+    """
+    numbers = (spec.training, spec.momentum, spec.eps, spec.target_variance, spec.activation)
+    ours = BatchNormSpec(*numbers, spec.pool, spec.keeps_residual, others)
+    if route.kernels(ours).refusal(t, ours) is not None:
+        if spec.pool is None:
+            return None
+        found = _by_kernels(t, spec.without_pool(), backend, others, measured)
+        return None if found is None else (spec.pool(found[0]), found[1])
+    if isinstance(others, int):
+        from normplug._ops.batch_norm.compiled import COMPILED
+
+        y, stats = COMPILED.joined(t, spec, others)
+    elif measured:
+        plan, ready = route.kernels(ours).plan_of(t, ours)
+        y, (stats, *_) = plan.run_with_state(ready)
+    else:
+        return functional.carry_out(_CALLER, t, ours, backend), None
+    channels = t.x.shape[1]
+    return y, statistics.variance_of(stats[channels : 2 * channels], spec.eps)
 
 
-def _by_torch(
+def _by_collectives(
     t: Tensors, spec: BatchNormSpec, backend: str, group: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm without residual and activation; mean and biased variance of the joined batch."""
+) -> tuple[Tensor, Tensor]:
+    """The norm without residual and activation; the biased variance of the joined batch."""
     y, mean, var, n = _SyncBatchNorm.apply(
         t.x, t.weight, t.bias, spec.eps, spec.target_variance, backend, group
     )
@@ -99,7 +130,7 @@ def _by_torch(
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
         unbiased = var * (n / (n - 1).clamp(min=1))
         statistics.update(t, spec.momentum, mean, unbiased, counts=n > 1)
-    return y, mean, var
+    return y, var
 
 
 class _SyncBatchNorm(torch.autograd.Function):
@@ -128,7 +159,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             backend=backend,
         )
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), n)
-        ctx.eps, ctx.scale, ctx.group = eps, math.sqrt(target_variance), group
+        ctx.scale, ctx.group = math.sqrt(target_variance), group
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, var, n)
         ctx.set_materialize_grads(False)
@@ -138,27 +169,25 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         """The gradients of x, weight and bias."""
         x, weight, mean, rstd, n = ctx.saved_tensors
-        n = n.clamp(min=1)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
         if dy is None:
             dy = torch.zeros_like(x)
-        # For a second derivative, recompute the statistics from x, in torch operations only.
-        twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if twice:
-            mean, rstd = messages.differentiable_statistics(x, n, ctx.eps, ctx.group)
-        fused = _has_kernels(x) and not twice
-        if fused:
+        by_operators = _has_operators(x)
+        if by_operators:
             x = dense(x)
             dy = laid_out_like(dy, x)
-        sums = _own_sums(dy, x, mean, rstd, fused)
+        sums = _own_sums(dy, x, mean, rstd, by_operators)
+        sum_dy, sum_dy_centred = sums.chunk(2)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            add = messages.Sum.apply if twice else messages.total
-            means = add(sums, ctx.group) / n
+            total = sums.clone()
+            dist.all_reduce(total, group=ctx.group)
             scale = torch.full_like(rstd, ctx.scale)
             if weight is not None:
                 scale = weight.to(rstd.dtype) * scale
-            dx = _input_gradient(dy, x, mean, rstd, scale, means, fused)
-        sum_dy, sum_dy_centred = sums.chunk(2)
+            means = total / n.clamp(min=1)
+            dx = _input_gradient(dy, x, mean, rstd, scale, means, by_operators)
         if ctx.needs_input_grad[1]:
             dweight = (sum_dy_centred * rstd * ctx.scale).to(weight.dtype)
         if ctx.needs_input_grad[2]:
@@ -166,9 +195,20 @@ class _SyncBatchNorm(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None, None
 
 
-def _own_sums(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, fused: bool) -> Tensor:
+def _has_operators(x: Tensor) -> bool:
+    """Whether torch's operators for a synchronised backward can take x: only in eager CUDA."""
+    tracing = torch.compiler.is_compiling() or dispatch_modes() > 0
+    if tracing or not x.is_cuda or x.numel() == 0:
+        return False
+    # For contiguous half input they round the mean to half: an error of 1e-3 (torch 2.11).
+    # They read channels_last of 4 and 5 dimensions only.
+    channels_last = x.dim() in (4, 5) and is_channels_last(x.shape, x.stride())
+    return channels_last or x.dtype == accumulator_dtype(x.dtype)
+
+
+def _own_sums(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, by_operators: bool) -> Tensor:
     """(2C,): sum(dy), then sum(dy * (x - mean)), over this process's batch."""
-    if fused:
+    if by_operators:
         sums = torch.batch_norm_backward_reduce(dy, x, mean, rstd, None, True, False, False)[:2]
         return torch.cat(sums)
     dy, dims = dy.to(mean.dtype), channel_dims(x)
@@ -176,11 +216,17 @@ def _own_sums(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, fused: bool) ->
 
 
 def _input_gradient(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, means: Tensor, fused: bool
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    scale: Tensor,
+    means: Tensor,
+    by_operators: bool,
 ) -> Tensor:
     """dx, given the means over the joined batch of dy and dy * (x - mean)."""
     mean_dy, mean_dy_centred = means.chunk(2)
-    if fused:
+    if by_operators:
         # The operator divides sums by int32 counts of values. These are means already: divide by 1.
         one = torch.ones(1, dtype=torch.int32, device=x.device)
         return torch.batch_norm_backward_elemt(
@@ -202,21 +248,12 @@ def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
         count = x.new_full((1,), x.numel() // channels, dtype=acc)
         own = torch.cat([*functional.channel_stats(x), count])
     processes = dist.get_world_size(group)
-    gathered = messages.gather(own, processes, group)
+    gathered = own.new_empty(processes * own.shape[0])
+    assert _all_gather is not None
+    _all_gather(gathered, own, group)
     means, variances, counts = gathered.view(processes, -1).split([channels, channels, 1], dim=1)
     n = counts.sum()
     weights = counts / n.clamp(min=1)
     mean = (weights * means).sum(0)
     var = (weights * (variances + (means - mean).square())).sum(0)
     return mean, var, n
-
-
-def _has_kernels(x: Tensor) -> bool:
-    """Whether torch's operators for a synchronised backward can take x: only in eager CUDA."""
-    tracing = torch.compiler.is_compiling() or dispatch_modes() > 0
-    if tracing or not x.is_cuda or x.numel() == 0:
-        return False
-    # For contiguous half input they round the mean to half: an error of 1e-3 (torch 2.11).
-    # They read channels_last of 4 and 5 dimensions only.
-    channels_last = x.dim() in (4, 5) and is_channels_last(x.shape, x.stride())
-    return channels_last or x.dtype == accumulator_dtype(x.dtype)

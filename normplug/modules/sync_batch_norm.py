@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from normplug import native
 from normplug._activations import ActivationLike
+from normplug._ops.batch_norm import peers
 from normplug._ops.spec import Pool
 from normplug._torch import BatchNormBase, LazyNormBase
 from normplug.modules import joined
@@ -36,17 +39,26 @@ class _SyncBatchNormForward(_BatchNorm):
     ) -> Tensor:
         """As in `_BatchNorm`, but over the joined batch of all processes in training.
 
-        There `isolated` has no effect, and max pooling is torch's.
+        There `isolated` has no effect.
         """
         group = self.group_to_join()
         if group is None:
             return super()._fused(
                 input, residual, activation, pool, isolated=isolated, keeps_residual=keeps_residual
             )
-        call = self._call(input, residual, activation, pool, keeps_residual)
-        y, moments = joined.batch_norm(*call, self.backend, group)
-        if self._probe is not None:
-            self._record(input, divisor=moments()[1])
+        reading = (input, residual, None, activation, pool, keeps_residual)
+        measured, compiling = self._probe is not None, torch.compiler.is_compiling()
+        if not (measured or compiling):
+            others = peers.known(group, input.device)
+            y = native.forward(self, *reading, others) if others else None
+            if y is not None:
+                return y
+        t, spec = self._call(input, residual, activation, pool, keeps_residual)
+        y, variance = joined.batch_norm(t, spec, self.backend, group, measured)
+        if measured:
+            self._record(input, divisor=variance)
+        elif not compiling and (others := peers.known(group, input.device)):
+            native.learn(self, spec._replace(peers=others), self.backend, t, *reading, others)
         return y
 
     def group_to_join(self) -> Any:
@@ -70,9 +82,10 @@ class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
 
     In training, mean and var are those of the joined batch of all processes of the group, and so
     are the gradients and the running statistics. The processes' batches may differ in size, and
-    some may be empty; each process must call the layers in the same order. One message is sent
-    forward and one backward, and every process gets the same statistics, bit for bit. The
-    gradients of weight and bias are sums over the process's own batch, which
+    some may be empty; each process must call the layers in the same order. Every process gets the
+    same statistics, bit for bit. On GPUs of one host the kernels exchange the statistics
+    themselves; elsewhere a collective is sent in each direction: `normplug.native.status()` says
+    which, and why. The gradients of weight and bias are sums over the process's own batch, which
     `DistributedDataParallel` averages, as with torch's. In eval, in one process, or where no
     process group is initialised, it computes as `BatchNorm1d`, `2d` and `3d` do, and sends nothing.
 
@@ -85,16 +98,17 @@ class SyncBatchNorm(_SyncBatchNormForward, nn.SyncBatchNorm):
     Args:
         *args: those of `torch.nn.SyncBatchNorm`.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        backend: "auto", "triton" or "torch", as in `BatchNorm1d`. In several processes, "triton"
-            falls back to torch where the kernels cannot run, as in a compiled layer's backward.
+        backend: "auto", "triton" or "torch", as in `BatchNorm1d`, the same in all processes. In
+            several processes, "triton" falls back to torch where the kernels cannot run.
         **kwargs: those of `torch.nn.SyncBatchNorm`; `process_group` None is all processes.
 
     Shape: (N, C) or (N, C, *space), in and out. A layer converted from a `BatchNorm2d` still takes
-    (N, C, H, W) only. Twice differentiable, if all processes do it.
+    (N, C, H, W) only. Over several processes the gradient cannot be differentiated again.
 
     Raises:
         ValueError: an unknown mode or backend, input of another dimension, and on the CPU one value
             per channel in the joined batch.
+        RuntimeError: another process has stopped, or has left the layer out.
 
     Examples:
         >>> import torch

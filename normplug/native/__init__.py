@@ -35,6 +35,7 @@ class Status(NamedTuple):
         way: "C++" or "Python".
         why: the reason, in one sentence.
         library: the compiled file, or None.
+        groups: how SyncBatchNorm joins the batches of each group of processes.
         kernels: how many kernels this process has launched, by origin: "here", compiled by the
             process itself; "workers", by its worker processes; "cache", found in Triton's cache.
     """
@@ -42,11 +43,13 @@ class Status(NamedTuple):
     way: str
     why: str
     library: Path | None
+    groups: tuple[str, ...] = ()
     kernels: Mapping[str, int] = MappingProxyType({})
 
     def __str__(self) -> str:
         file = "" if self.library is None else f" ({self.library})"
         line = f"normplug: calls run through {self.way}: {self.why}{file}."
+        line += "".join(f" SyncBatchNorm of {group}." for group in self.groups)
         if not any(self.kernels.values()):
             return line
         here, workers, cache = (self.kernels[name] for name in ("here", "workers", "cache"))
@@ -68,6 +71,7 @@ _callbacks_lock = threading.Lock()
 _callbacks: list[Callable[[], None]] = []  # to run once the C++ path is loaded
 _lock = threading.Lock()  # one thread starts
 _kernels: Mapping[str, int] = MappingProxyType({})  # see `Status`
+_groups: list[str] = []  # see `Status`
 # From a Python plan to its C++ counterpart.
 _plans: dict[Any, Any] = {}
 
@@ -84,7 +88,7 @@ if hasattr(os, "register_at_fork"):
 
 def status() -> Status:
     """Return whether calls run through C++ or Python, why, and where the kernels came from."""
-    return _status._replace(kernels=dict(_kernels))
+    return _status._replace(kernels=dict(_kernels), groups=tuple(_groups))
 
 
 def build() -> Path:
@@ -203,6 +207,11 @@ def counts_in(kernels: Mapping[str, int]) -> None:
     """Set the mapping in which the kernels of this process are counted: see `Status`."""
     global _kernels
     _kernels = kernels
+
+
+def say_group(text: str) -> None:
+    """Add a group of processes to the status."""
+    _groups.append(text)
 
 
 def call(spec: Any, backend: Any, t: Any) -> Any:

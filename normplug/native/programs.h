@@ -79,6 +79,8 @@ struct Plan {
   at::Device device = at::kCPU;
   at::ScalarType accumulator;
   bool has_total, is_recomputable;
+  // By which kernels say that they have given up waiting for another process; null if none waits.
+  const volatile int64_t* mark;
   std::vector<uint8_t> saved_slots;
   std::mutex mutex;  // of the programs, and of the workspaces that they keep
   std::unordered_map<std::string, std::shared_ptr<Program>> programs;
@@ -146,6 +148,7 @@ inline std::shared_ptr<Plan> plan_of(py::handle python) {
   plan->accumulator = dtype_of(python.attr("acc"));
   plan->has_total = attribute<bool>(python, "has_total");
   plan->is_recomputable = attribute<bool>(python, "is_recomputable");
+  plan->mark = reinterpret_cast<const int64_t*>(attribute<uintptr_t>(python, "mark"));
   plan->saved_slots = attribute<std::vector<uint8_t>>(python, "saved_slots");
   return plan;
 }
@@ -251,6 +254,10 @@ inline void launch(const Plan& plan, Step& step, void* stream, const Slots& slot
 }
 
 inline void run(Plan& plan, Program& program, Slots& slots) {
+  if (plan.mark != nullptr && *plan.mark != 0) {
+    py::gil_scoped_acquire gil;
+    plan.python.attr("spec").attr("peers").attr("check")();
+  }
   for (const auto& [slot, strides] : program.copies) {
     Tensor& t = slots[slot];
     Tensor copy = at::empty_strided(t.sizes(), strides, t.options());

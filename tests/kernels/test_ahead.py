@@ -178,17 +178,16 @@ def test_a_job_that_no_worker_has_started_is_compiled_by_this_process(mine):
 def every_kernel(dtype):
     """A launch of each kernel, some with 64-bit sizes."""
     acc, every = accumulator_dtype(dtype), (True, True, True, False)
-    flags = launches.Flags(running=True, activation="relu")
+    flags = launches.Flags(running=True, activation="relu", world=2, peers=1 << 40)
     for n in (64, 1 << 14):
         for channels_last in (False, True):
             shape = schedule.geometry(n, 512, 400, channels_last, dtype.itemsize, 2, 132, True)
             yield launches.forward_launch(shape, dtype, flags, 0.1, 1e-5, 0.6)
             yield launches.backward_launch(shape, dtype, flags, every, 0.6)
-    yield launches.merge_launch(2, 64, dtype, flags, 0.1, 1e-5)
     pixels = schedule.pixels(64, 56, 64, dtype.itemsize)
     window = ((3, 3), (2, 2), (1, 1)), (112, 112), (56, 56)
     yield pool.forward_launch(pixels, dtype, *window, True, True, True, True, 1e-5, 0.6)
-    yield pool.backward_launch(pixels, dtype, *window, True, True, 0.6)
+    yield pool.backward_launch(pixels, dtype, *window, True, True, 0.6, True)
     for width in (768, 1 << 17):
         sizes, strides = (4096, width, 8, dtype.itemsize), rows.Strides(width, dy=width)
         forward = row_schedule.layer_norm_forward(*sizes, True, 132)
@@ -234,7 +233,7 @@ def test_a_job_is_the_kernel_that_triton_compiles_for_the_call(dtype, monkeypatc
         kernel.warmup(*tensors, *made._numbers, grid=(1,), **made._constants)
         job = made.job(dtypes)
         assert hashes(ASTSource(*job[:4]), job.options) == wanted[-1]
-    assert len(kernels) == 15
+    assert len(kernels) == 14
 
 
 def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):

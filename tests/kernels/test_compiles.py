@@ -4,7 +4,6 @@ The interpreter accepts Python that the compiler of an older Triton rejects.
 """
 
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -138,28 +137,12 @@ def test_batch_norm_compiles(name, dtype):
         check(made, dtype)
 
 
-def joined_launches(shape, dtype):
-    """The launches of a norm over two processes; those that read no sign bits are given none."""
-    once, twice = (
-        bn.geometry(*shape, dtype.itemsize, tensors, SMS, launch.COOPERATIVE) for tensors in (1, 2)
-    )
-    own = batch_norm.Flags(weight=False, bias=False, normalize=False, variance=True, joined=True)
-    yield batch_norm.forward_launch(once, dtype, own, 0.0, 1e-5, 0.6)
-    flags = batch_norm.Flags(residual=True, running=True, tracked=True, activation="relu")
-    yield batch_norm.merge_launch(2, shape[1], dtype, flags, 0.1, 1e-5)
-    given = replace(flags, training=False, given=True, joined=True)
-    yield batch_norm.forward_launch(once, dtype, given, 0.0, 1e-5, 0.6)
-    sums, dx = replace(flags, joined=True), replace(flags, given=True, joined=True)
-    yield batch_norm.backward_launch(twice, dtype, sums, (False, True, True, False), 0.6)
-    yield batch_norm.backward_launch(twice, dtype, dx, (True, False, False, True), 0.6)
-
-
-@pytest.mark.parametrize("name", ["planes", "columns, items in phases"])
-def test_batch_norm_over_processes_compiles(name):
-    _, _, _, sums, _ = made = list(joined_launches(BATCH_NORMS[name], BFLOAT16))
-    for one in made:
-        others = {"dx_ptr": FLOAT32} if one is sums else {}
-        check(one, BFLOAT16, **others)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_batch_norm_that_exchanges_its_statistics_compiles(name, dtype):
+    others = {"world": 2, "peers": 1 << 40, "activation": "relu"}
+    for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, **others):
+        check(made, dtype)
 
 
 def row_launches(rows, width, itemsize, dtype, spacing, sms=SMS, shared=SHARED):

@@ -6,8 +6,8 @@ import torch
 import joined_cases
 from accuracy import assert_no_worse
 from interpreted import INTERPRETS, NEEDS_SINGLE_MASKS
-from joined_cases import CASES, CHANNELS, MEASURED, TWICE
-from normplug import SyncBatchNorm, functional, target_variance
+from joined_cases import CASES, CHANNELS, MEASURED
+from normplug import SyncBatchNorm, functional
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 from sync_cases import ran
 
@@ -65,11 +65,10 @@ MARKS = {case: NEEDS_SINGLE_MASKS for case in CASES if sum(case.batches) == 0}
 )
 def test_two_processes_are_as_close_to_float64_as_torch_on_the_joined_batch(case, pair):
     parts = [result["numbers"][CASES.index(case)] for result in pair]
-    by_kernels = [backend == "triton" for backend in case.backends]
-    assert [part["by_kernels"] for part in parts] == by_kernels
-    if all(by_kernels):  # the same bits everywhere
-        for name, value in parts[0]["state"].items():
-            assert torch.equal(value, parts[1]["state"][name]), name
+    for part in parts:
+        assert part["node"].endswith("NormBackward")
+    for name, value in parts[0]["state"].items():
+        assert torch.equal(value, parts[1]["state"][name]), name
     if sum(case.batches) == 0:
         assert torch.equal(parts[0]["state"]["running_var"], torch.ones(CHANNELS))
         assert parts[0]["state"]["num_batches_tracked"] == 0
@@ -94,34 +93,76 @@ def test_two_processes_are_as_close_to_float64_as_torch_on_the_joined_batch(case
         assert_no_worse(name, value, theirs[name], truth[name], terms.get(name), spare + each)
 
 
-def test_the_messages_are_those_of_the_torch_backend(pair):
+def test_kernels_that_exchange_statistics_send_no_message(pair):
     for result in pair:
-        training, fixed_input, evaluation = result["messages"]
-        assert training == [("gather", 2 * CHANNELS + 1), ("reduce", 2 * CHANNELS)]
-        assert fixed_input == training[:1]
-        assert evaluation == []
+        assert result["messages"] == ([], [], [])
 
 
-@NEEDS_SINGLE_MASKS
-def test_one_value_in_the_joined_batch_is_refused_on_every_process(interpreted):
-    for result in interpreted:
-        text, state = result["too_few"]
-        assert "the joined batch of 2 processes has 1. Use .eval()" in text
-        assert torch.equal(state["running_var"], torch.ones(CHANNELS))
-        assert state["num_batches_tracked"] == 0
+def test_a_second_derivative_is_refused(pair):
+    for result in pair:
+        assert "cannot be differentiated again" in result["refuses_a_second_derivative"]
 
 
-def test_second_derivatives_are_those_of_the_joined_batch(pair):
-    x, dy, weight, bias = (t.requires_grad_() for t in TWICE.joined())
-    residual = TWICE.joined_residual().detach().requires_grad_()
-    scaled = weight * target_variance("golden") ** 0.5
-    y = torch.nn.functional.batch_norm(x, None, None, scaled, bias, True) + residual
-    (dx,) = torch.autograd.grad(y.relu().square(), x, dy.detach(), create_graph=True)
-    dx.square().sum().backward()
-    got = [result["second_derivatives"] for result in pair]
-    torch.testing.assert_close(torch.cat([part["x"] for part in got]), x.grad)
-    torch.testing.assert_close(torch.cat([part["residual"] for part in got]), residual.grad)
-    torch.testing.assert_close(sum(part["weight"] for part in got), weight.grad)
+def test_a_process_that_stops_is_named_and_no_wrong_result_is_used(pair):
+    y, state, before, seconds, error = pair[0]["stopped"]
+    assert y.isnan().all()
+    torch.testing.assert_close(state, before, rtol=0, atol=0)
+    assert "rank 0 of 2 has waited" in error
+    assert "for rank 1 in the forward" in error
+    assert f"of a layer of {CHANNELS} channels" in error
+    assert seconds < 120  # in the interpreter
+    assert error.endswith("than the timeout of the process group.")
+
+
+def test_a_process_that_is_too_late_does_not_use_what_the_other_made_of_its_absence(pair):
+    first, late = (result["later"] for result in pair)
+    assert first[0].isnan().all()
+    assert late[0].isfinite().all()  # process 0 had sent its statistics before it gave up
+    assert "for rank 1 in the forward" in first[2]
+    assert late[1].isnan().all()
+    assert "for rank 0 in the backward" in late[2]
+
+
+def test_processes_that_call_different_layers_all_fail(pair):
+    for rank, result in enumerate(pair):
+        y, error = result["other_layers"]
+        assert y.isnan().all()
+        assert f"rank {rank} of 2" in error
+        assert f"for rank {1 - rank} in the forward of a layer of {CHANNELS - rank}" in error
+
+
+@pytest.mark.gpu
+def test_a_captured_step_computes_the_same_as_an_eager_one(two_gpus):
+    for result in two_gpus:
+        eager, captured = result["replayed"]
+        torch.testing.assert_close(captured, eager, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_processes_agree_bit_for_bit_after_many_steps_with_late_processes(two_gpus):
+    one, other = (result["many_steps"] for result in two_gpus)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert all(state["num_batches_tracked"] > 290 for state in one)
+
+
+@pytest.mark.gpu
+def test_losses_under_data_parallel_are_those_of_torchs_layers(two_gpus):
+    for result in two_gpus:
+        ours, theirs = result["data_parallel"]
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_an_exchange_takes_at_most_ten_microseconds(two_gpus):
+    joined, alone = two_gpus[0]["exchange_us"]
+    assert joined - alone < 10
+
+
+@pytest.mark.gpu
+def test_a_compiled_layer_is_one_graph_and_computes_the_same(two_gpus):
+    for result in two_gpus:
+        ours, eager = result["compiled"]
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
 
 
 def test_a_joined_norm_can_be_recomputed(pair):
@@ -146,7 +187,7 @@ def test_one_process_can_measure_alone(pair):
 def test_a_fused_model_computes_the_same_and_runs_each_norm_as_one_call(pair):
     for result in pair:
         (plain, *others), node = result["fused"]
-        assert node == "_JoinedNormBackward"  # with the addition and relu in it
+        assert node.endswith("NormBackward")  # with the addition and relu in it
         for other in others:
             for name, value in plain.items():
                 torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-4, msg=name)

@@ -149,7 +149,7 @@ def check_operators(case: Case, device: str) -> None:
     running = {} if case.training else tensors.running(tracked=False)
     t = routes.Tensors(**tensors.inputs(case.needs), **running)
     activation = _activations.parts(case.activation)
-    numbers = (case.training, case.eps, target_variance(case.mode), *activation, [])
+    numbers = (case.training, case.eps, target_variance(case.mode), *activation, [], 0)
     routes.check_operators(PLAIN, t, numbers, tensors.dy)
 
 

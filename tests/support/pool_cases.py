@@ -101,7 +101,7 @@ def check_operators(case: Case, device: str) -> None:
     tensors = make(case, device)
     running = {} if case.training else tensors.running(tracked=False)
     window = [*case.kernel, *case.stride, *case.padding, int(case.ceil_mode)]
-    numbers = (case.training, case.eps, target_variance(case.mode), "relu", 0.0, window)
+    numbers = (case.training, case.eps, target_variance(case.mode), "relu", 0.0, window, 0)
     t = routes.Tensors(**tensors.inputs(case.needs), **running)
     routes.check_operators(POOLED, t, numbers, tensors.dy)
 

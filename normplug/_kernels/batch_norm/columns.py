@@ -24,6 +24,7 @@ from normplug._kernels.activation import (
     positive,
     unpack_bits,
 )
+from normplug._kernels.batch_norm.exchange import joined_moments, joined_sums
 from normplug._kernels.batch_norm.slabs import (
     assignment,
     bit_columns,
@@ -32,7 +33,6 @@ from normplug._kernels.batch_norm.slabs import (
     coefficients,
     column_moments,
     dx_terms,
-    joined_dx_terms,
     slab_columns,
 )
 from normplug._kernels.merging import after_parts, publish_part, ready_flag
@@ -51,6 +51,8 @@ from normplug._kernels.waiting import arrive, wait
 #   GROUP, HEAD          slabs of a group; items of the next group that come before its writes
 # Scalars.
 #   root                 square root of the target variance
+# The processes over whose joined batch the norm is: see `exchange`.
+#   WORLD, PEERS         how many, or 1; the address of this one's table
 # Constants: how the work is cut.
 #   UNIT                 divides the widths of tensor and slab, so the compiler sees the alignment
 #   U, BT, BC            a tile: U steps of BT rows, of BC columns
@@ -65,41 +67,52 @@ from normplug._kernels.waiting import arrive, wait
 # BITS: relu's mask is saved, one bit per value. ACTIVATION: see `activation`.
 _SIZES = [
     "ROWS", "C", "HW", "CHANNELS", "LIVE_UNITS", "WIDTH_UNITS", "SLABS", "GATHERS", "WRITES",
-    "ROWS_EACH", "GROUP", "HEAD",
+    "ROWS_EACH", "GROUP", "HEAD", "PEERS",
 ]  # fmt: skip
 
 
 @triton.jit
-def _finish_forward(
+def finish_forward(
     mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, HW,
-    CHANNELS, momentum, eps, BCH: tl.constexpr, ACC: tl.constexpr, VARIANCE: tl.constexpr,
-    COUNT: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr, TRACKED: tl.constexpr,
+    CHANNELS, PEERS, momentum, eps, BCH: tl.constexpr, ACC: tl.constexpr, VARIANCE: tl.constexpr,
+    RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr, TRACKED: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Save a slab's statistics, update its running statistics, and count the batch."""
+    """Save a slab's statistics, update its running statistics, and count the batch.
+
+    A joined batch with fewer than two values per channel updates nothing, and is not counted.
+    """
     places = tl.arange(0, BCH)
     channels = slab * CHANNELS + places
     there = (places < CHANNELS) & (channels < C)
     n = ROWS.to(ACC) * HW
+    updated = there
+    counted = 1
+    if WORLD > 1:
+        n, mean, m2 = joined_moments(mean, m2, ROWS * HW, channels, there, C, PEERS, WORLD, ACC)
+        updated = there & (n > 1)
+        counted = tl.where(tl.max(n, axis=0) > 1, 1, 0)
+        tl.store(stats_ptr + 2 * C + 0 * channels, n, mask=channels == 0)
+        n = tl.maximum(n, 1.0)
     var = m2 / n
     rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
     tl.store(stats_ptr + channels, mean, mask=there)
     tl.store(stats_ptr + C + channels, var if VARIANCE else rstd, mask=there)
-    if COUNT:
-        if slab == 0:
-            tl.store(stats_ptr + 2 * C, n)
     if RUNNING:
         step = scalar(momentum, ACC)
         if CUMULATIVE:
             step = 1.0 / tl.load(tracked_ptr).to(ACC)
-        old = tl.load(running_mean_ptr + channels, mask=there, other=0.0).to(ACC)
+            if WORLD > 1:
+                if slab == 0:  # the host has counted the batch
+                    tl.store(tracked_ptr, tl.load(tracked_ptr) + counted - 1)
+        old = tl.load(running_mean_ptr + channels, mask=updated, other=0.0).to(ACC)
         new = (old + step * (mean - old)).to(running_mean_ptr.dtype.element_ty)
-        tl.store(running_mean_ptr + channels, new, mask=there)
-        old = tl.load(running_var_ptr + channels, mask=there, other=0.0).to(ACC)
+        tl.store(running_mean_ptr + channels, new, mask=updated)
+        old = tl.load(running_var_ptr + channels, mask=updated, other=0.0).to(ACC)
         new = (old + step * (m2 / (n - 1.0) - old)).to(running_var_ptr.dtype.element_ty)
-        tl.store(running_var_ptr + channels, new, mask=there)
+        tl.store(running_var_ptr + channels, new, mask=updated)
     if TRACKED:
         if slab == 0:
-            tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
+            tl.store(tracked_ptr, tl.load(tracked_ptr) + counted)
 
 
 @triton.jit
@@ -130,19 +143,20 @@ def batch_norm_columns_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, tracked_ptr,
     y_ptr, bits_ptr, stats_ptr, partial_ptr, counters_ptr,
     ROWS, C, HW, CHANNELS, LIVE_UNITS, WIDTH_UNITS, SLABS, GATHERS, WRITES, ROWS_EACH, GROUP, HEAD,
-    momentum, eps, root,
+    PEERS, momentum, eps, root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BCH: tl.constexpr,
     STAGES: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr,
     TRAINING: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, VARIANCE: tl.constexpr,
-    COUNT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    BITS: tl.constexpr, ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
     TRACKED: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    WORLD: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
     TRAINING: mean and rstd are the batch's. Otherwise they are those of the running statistics or,
     if GIVEN, read from stats. Without NORMALIZE, only statistics are written. VARIANCE: stats are
-    (mean, var). COUNT: the number of values per channel follows them. RUNNING: the running
+    (mean, var). With WORLD, the number of values per channel follows them. RUNNING: the running
     statistics are updated, with CUMULATIVE as averages over `tracked` batches (the host has counted
     this one), and else by momentum. TRACKED: `tracked` is incremented.
     """
@@ -171,10 +185,10 @@ def batch_norm_columns_forward(
                 HW, BCH, ACC, MOMENTS=True, SINGLE=SOLO,
             )  # fmt: skip
             if last:
-                _finish_forward(
+                finish_forward(
                     mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr,
-                    stats_ptr, HW, CHANNELS, momentum, eps, BCH, ACC, VARIANCE, COUNT, RUNNING,
-                    CUMULATIVE, TRACKED,
+                    stats_ptr, HW, CHANNELS, PEERS, momentum, eps, BCH, ACC, VARIANCE, RUNNING,
+                    CUMULATIVE, TRACKED, WORLD,
                 )  # fmt: skip
                 if NORMALIZE and not SOLO:
                     arrive(flag_ptr)
@@ -230,15 +244,12 @@ def batch_norm_columns_forward(
 
 
 @triton.jit
-def _finish_backward(
-    sum_dz, sum_dz_centred, slab, C, ROWS, HW, CHANNELS, stats_ptr, dweight_ptr, dbias_ptr,
-    means_ptr, sums_ptr, root, BCH: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, SHARE: tl.constexpr, LATE: tl.constexpr,
+def finish_backward(
+    sum_dz, sum_dz_centred, slab, C, ROWS, HW, CHANNELS, PEERS, stats_ptr, dweight_ptr, dbias_ptr,
+    means_ptr, root, BCH: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr, TERMS: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Write a slab's dweight and dbias and, if LATE, the mean of dz and the slope for its dx.
-
-    SHARE: write the sums, too, from which dx is computed where there are several processes.
-    """
+    """Write a slab's dweight and dbias and, if TERMS, the mean of dz and the slope for its dx."""
     places = tl.arange(0, BCH)
     channels = slab * CHANNELS + places
     there = (places < CHANNELS) & (channels < C)
@@ -248,11 +259,13 @@ def _finish_backward(
         tl.store(dweight_ptr + channels, dweight, mask=there)
     if DBIAS:
         tl.store(dbias_ptr + channels, sum_dz.to(dbias_ptr.dtype.element_ty), mask=there)
-    if SHARE:
-        tl.store(sums_ptr + channels, sum_dz, mask=there)
-        tl.store(sums_ptr + C + channels, sum_dz_centred, mask=there)
-    if LATE:
-        n = ROWS.to(ACC) * HW
+    n = ROWS.to(ACC) * HW
+    if WORLD > 1:  # dweight and dbias remain sums over this process's batch
+        sum_dz, sum_dz_centred = joined_sums(
+            sum_dz, sum_dz_centred, channels, there, C, PEERS, WORLD, ACC
+        )
+        n = tl.maximum(tl.load(stats_ptr + 2 * C), 1.0)
+    if TERMS:
         tl.store(means_ptr + channels, sum_dz / n, mask=there)
         tl.store(means_ptr + C + channels, sum_dz_centred * rstd * rstd / n, mask=there)
 
@@ -341,13 +354,14 @@ def batch_norm_columns_backward(
     dy_ptr, x_ptr, residual_ptr, bits_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dresidual_ptr,
     dweight_ptr, dbias_ptr, partial_ptr, counters_ptr,
     ROWS, C, HW, CHANNELS, LIVE_UNITS, WIDTH_UNITS, SLABS, GATHERS, WRITES, ROWS_EACH, GROUP, HEAD,
-    root,
+    PEERS, root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BCH: tl.constexpr,
     STAGES: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr,
-    SUMS: tl.constexpr, SHARE: tl.constexpr, GIVEN: tl.constexpr, LATE: tl.constexpr,
+    SUMS: tl.constexpr, SHARE: tl.constexpr, LATE: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
     ACTIVATION: tl.constexpr, DX: tl.constexpr, DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    WORLD: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `batch_norm_columns_forward` that DX, DRESIDUAL, DWEIGHT, DBIAS ask for.
 
@@ -356,22 +370,22 @@ def batch_norm_columns_backward(
 
     LATE: dx depends on these means over the batch, so it is written after them. Else statistics are
     constants, dx = scale * dz, and the first read gives it. SUMS: the sums are needed, for LATE,
-    dweight, dbias or SHARE.
-
-    Over several processes, one launch SHAREs: it writes its sums to dx, in ACC. In another they are
-    GIVEN: all processes' sums are read from partial, the number of values from the end of stats.
+    dweight, dbias or SHARE: another kernel writes dx, and reads mean(dz) and slope from dx, in ACC.
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
-    if (LATE and not OWN) and not GIVEN:
+    if LATE and not OWN:
         slab, item, late = assignment(t, SLABS, GATHERS, WRITES, GROUP, HEAD)
     else:
-        slab, item, late = t % SLABS, t // SLABS, GIVEN
+        slab, item, late = t % SLABS, t // SLABS, False
     columns, live, own, channels = slab_columns(
         slab, LIVE_UNITS * UNIT, W, HW, CHANNELS, BC, SEGMENTS
     )
     # For each channel: the mean of dz, and the slope of dx in x - mean.
-    means_ptr = after_parts(partial_ptr, SLABS, GATHERS, BCH)
+    if SHARE:
+        means_ptr = dx_ptr
+    else:
+        means_ptr = after_parts(partial_ptr, SLABS, GATHERS, BCH)
     flag_ptr = ready_flag(counters_ptr, slab, SLABS, GATHERS)
     R: tl.constexpr = U * BT
     if slab < SLABS:
@@ -412,9 +426,9 @@ def batch_norm_columns_backward(
                     HW, BCH, ACC, MOMENTS=False, SINGLE=SOLO,
                 )  # fmt: skip
                 if last:
-                    _finish_backward(
-                        a, b, slab, C, ROWS, HW, CHANNELS, stats_ptr, dweight_ptr, dbias_ptr,
-                        means_ptr, dx_ptr, root, BCH, ACC, DWEIGHT, DBIAS, SHARE, LATE,
+                    finish_backward(
+                        a, b, slab, C, ROWS, HW, CHANNELS, PEERS, stats_ptr, dweight_ptr,
+                        dbias_ptr, means_ptr, root, BCH, ACC, DWEIGHT, DBIAS, LATE or SHARE, WORLD,
                     )  # fmt: skip
                     if LATE and not SOLO:
                         arrive(flag_ptr)
@@ -442,16 +456,10 @@ def batch_norm_columns_backward(
                         WHOLE=True, SUM=False, LATE=True, WRITE=True, WAIT=False,
                     )  # fmt: skip
         else:
-            joined_mean = 0
-            joined_slope = 0
-            if GIVEN:
-                joined_mean, joined_slope = joined_dx_terms(
-                    partial_ptr, stats_ptr, channels, live, C
-                )
             _tile_gradients(
-                0, 0, joined_mean, joined_slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
+                0, 0, 0, 0, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
                 dresidual_ptr, means_ptr, flag_ptr, item * R, ROWS, columns, live, channels, slab,
                 mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION,
                 DX, DRESIDUAL, EVEN, WIDE,
-                WHOLE=False, SUM=False, LATE=True, WRITE=True, WAIT=not GIVEN,
+                WHOLE=False, SUM=False, LATE=True, WRITE=True, WAIT=True,
             )  # fmt: skip

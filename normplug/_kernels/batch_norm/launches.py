@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from normplug._activations import ActivationLike, backward_reads_input, kernel_code
-from normplug._kernels.batch_norm import columns, merge, planes
+from normplug._kernels.batch_norm import columns, planes
 from normplug._kernels.batch_norm.schedule import Columns, Geometry, Planes
 from normplug._kernels.device import power_of_2
 from normplug._kernels.launch import Launch, scalars
@@ -24,9 +24,6 @@ _BACKWARD = (
     "dy", "x", "residual", "bits", "weight", "bias", "stats", "dx", "dresidual", "dweight", "dbias",
     "partial", "counters",
 )  # fmt: skip
-_MERGE = ("parts", "running_mean", "running_var", "tracked", "stats")
-_MERGE_PARTS = 8  # processes' rows that are read at a time
-_MERGE_CHANNELS = 256  # channels that a program takes at a time: 1 KiB of a row
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,10 @@ class Flags:
     kernel's RUNNING, CUMULATIVE, TRACKED. normalize: without it, only statistics are computed.
     variance: these are saved as (mean, var), not as (mean, rstd).
 
-    joined: the batch is spread over several processes. Without normalize, a forward also saves the
-    number of values. A backward saves the sums of this process or, with given, reads those of all.
+    peers, world: over how many processes the kernels join the batch, and the address of this
+    process's table: see `exchange`.
+
+    share: a backward without dx saves the terms by which another kernel computes it.
     """
 
     training: bool = True
@@ -52,13 +51,14 @@ class Flags:
     tracked: bool = False
     normalize: bool = True
     variance: bool = False
-    joined: bool = False
+    share: bool = False
+    world: int = 1
+    peers: int = 0
 
     @property
     def bits(self) -> bool:
         """Whether the forward saves relu's signs, so that the residual need not be kept."""
-        saves = self.joined or not self.given
-        return self.residual and self.activation == "relu" and saves
+        return self.residual and self.activation == "relu" and not self.given
 
 
 def forward_launch(
@@ -76,7 +76,6 @@ def forward_launch(
         "GIVEN": flags.given,
         "NORMALIZE": flags.normalize,
         "VARIANCE": flags.variance,
-        "COUNT": flags.joined and not flags.normalize,
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
         "RESIDUAL": flags.residual,
@@ -86,18 +85,19 @@ def forward_launch(
         "CUMULATIVE": flags.cumulative,
         "TRACKED": flags.tracked,
     }
+    group = (flags.peers, flags.world)
     if isinstance(shape, Planes):
         lag = shape.lag if both else 0
         grid = shape.tiles + lag
         if not flags.normalize:
             lag, grid = shape.tiles, shape.tiles + shape.c
         return _planes(
-            planes.batch_norm_planes_forward, _FORWARD, shape, lag, grid, numbers, constants
+            planes.batch_norm_planes_forward, _FORWARD, shape, lag, grid, numbers, constants, group
         )
     alone = shape.gathers if flags.training else shape.writes
     grid = shape.grid if both else shape.slabs * alone
     return _columns(
-        columns.batch_norm_columns_forward, _FORWARD, shape, grid, both, numbers, constants
+        columns.batch_norm_columns_forward, _FORWARD, shape, grid, both, numbers, constants, group
     )
 
 
@@ -112,14 +112,12 @@ def backward_launch(
     double = dtype == torch.float64
     dx, dweight, dbias, dresidual = needs
     late = flags.training and dx
-    share = flags.joined and not flags.given
-    sums = late or dweight or dbias or share
+    sums = late or dweight or dbias or flags.share
     numbers = scalars(double, root=math.sqrt(tv))
     constants: dict[str, Any] = {
         "ACC": tl.float64 if double else tl.float32,
         "SUMS": sums,
-        "SHARE": share,
-        "GIVEN": flags.given,
+        "SHARE": flags.share,
         "LATE": late,
         "WEIGHT": flags.weight,
         "BIAS": flags.bias,
@@ -131,44 +129,26 @@ def backward_launch(
         "DWEIGHT": dweight,
         "DBIAS": dbias,
     }
+    group = (flags.peers, flags.world) if late or flags.share else (0, 1)
     if isinstance(shape, Planes):
+        del constants["SHARE"]  # the windows of a pooling are columns
         if late:
-            lag = 0 if flags.given else shape.lag
-            grid = shape.tiles + lag
+            lag, grid = shape.lag, shape.tiles + shape.lag
         else:
             lag, grid = shape.tiles, shape.tiles + (shape.c if sums else 0)
         return _planes(
-            planes.batch_norm_planes_backward, _BACKWARD, shape, lag, grid, numbers, constants
+            planes.batch_norm_planes_backward,
+            _BACKWARD,
+            shape,
+            lag,
+            grid,
+            numbers,
+            constants,
+            group,
         )
-    both = late and not flags.given
-    alone = shape.writes if flags.given else shape.gathers
-    grid = shape.grid if both else shape.slabs * alone
+    grid = shape.grid if late else shape.slabs * shape.gathers
     return _columns(
-        columns.batch_norm_columns_backward, _BACKWARD, shape, grid, both, numbers, constants
-    )
-
-
-def merge_launch(
-    parts: int, channels: int, dtype: torch.dtype, flags: Flags, momentum: float, eps: float
-) -> Launch:
-    """Set up the merge of the statistics of `parts` processes."""
-    double = dtype == torch.float64
-    bc = min(power_of_2(channels), _MERGE_CHANNELS)
-    return Launch(
-        merge.batch_norm_merge,
-        1 if flags.cumulative else -(-channels // bc),
-        pointers=_MERGE,
-        sizes={"PARTS": parts, "C": channels},
-        scalars=scalars(double, momentum=momentum, eps=eps),
-        constants={
-            "FAN_IN": min(power_of_2(parts), _MERGE_PARTS),
-            "BC": bc,
-            "ACC": tl.float64 if double else tl.float32,
-            "RUNNING": flags.running,
-            "CUMULATIVE": flags.cumulative,
-            "TRACKED": flags.tracked,
-        },
-        warps=4,
+        columns.batch_norm_columns_backward, _BACKWARD, shape, grid, late, numbers, constants, group
     )
 
 
@@ -180,6 +160,7 @@ def _planes(
     grid: int,
     numbers: dict[str, float | int],
     constants: dict[str, Any],
+    group: tuple[int, int],
 ) -> Launch:
     sizes = {
         "N": shape.n,
@@ -188,13 +169,14 @@ def _planes(
         "TILES_A_CHANNEL": shape.tiles_a_channel,
         "TILES": shape.tiles,
         "LAG": lag,
+        "PEERS": group[0],
     }
     head = {
         "UNIT": shape.unit,
         "BLOCK": shape.block,
         "KP": min(power_of_2(shape.tiles_a_channel), 1024),
     }
-    constants = {**head, **constants, "WIDE": shape.wide}
+    constants = {**head, **constants, "WIDE": shape.wide, "WORLD": group[1]}
     return Launch(
         kernel,
         grid,
@@ -214,6 +196,7 @@ def _columns(
     both: bool,
     numbers: dict[str, float | int],
     constants: dict[str, Any],
+    group: tuple[int, int],
 ) -> Launch:
     """Set up a kernel of `columns`. both: it gathers each slab and then writes it."""
     sizes = {
@@ -229,6 +212,7 @@ def _columns(
         "ROWS_EACH": shape.rows_each,
         "GROUP": shape.group,
         "HEAD": shape.head,
+        "PEERS": group[0],
     }
     own = both and shape.programs > 0
     head = {
@@ -241,7 +225,12 @@ def _columns(
         "OWN": own,
         "SOLO": shape.solo,
     }
-    tail = {"SEGMENTS": shape.hw > 1, "EVEN": shape.even, "WIDE": shape.wide}
+    tail = {
+        "SEGMENTS": shape.hw > 1,
+        "EVEN": shape.even,
+        "WIDE": shape.wide,
+        "WORLD": group[1],
+    }
     return Launch(
         kernel,
         grid,
@@ -257,6 +246,6 @@ def _columns(
 def scratch(shape: Geometry) -> tuple[int, int]:
     """How many counters and partial results a launch needs."""
     if isinstance(shape, Planes):
-        return shape.c, 2 * shape.tiles
+        return shape.c, 2 * shape.tiles + 2 * shape.c
     counters, parts = room_for_parts(shape.slabs, shape.gathers, shape.bch)
     return counters, parts + 2 * shape.c  # and the terms of dx that depend on sums

@@ -17,10 +17,11 @@ from normplug._kernels.activation import (
     positive,
     unpack_bits,
 )
+from normplug._kernels.batch_norm.columns import finish_backward, finish_forward
 from normplug._kernels.merging import merge_tile_moments, merge_tile_sums, tile_counts
 from normplug._kernels.primitives import SCALARS, scalar
 from normplug._kernels.tiles import load, store
-from normplug._kernels.waiting import arrive, wait
+from normplug._kernels.waiting import arrive, is_last, wait
 
 # The arguments of both kernels.
 # Sizes. They are not compiled in, so another batch size needs no other kernel.
@@ -31,6 +32,8 @@ from normplug._kernels.waiting import arrive, wait
 #   LAG                  programs between a tile's first read and its second
 # Scalars.
 #   root                 square root of the target variance
+# PEERS, WORLD: as in `columns`. With WORLD, the last program of a channel to publish merges it,
+# and the others wait for that.
 # Constants: how the work is cut.
 #   UNIT                 divides HW, so that the compiler sees the alignment of planes
 #   BLOCK                values of a tile
@@ -39,7 +42,7 @@ from normplug._kernels.waiting import arrive, wait
 #   WIDE                 offsets need 64 bits
 # Constants: what the call has or asks for. WEIGHT, BIAS, RESIDUAL: there is one, and it is needed.
 # BITS: relu's mask is saved, one bit per value. ACTIVATION: see `activation`.
-_SIZES = ["N", "C", "HW_UNITS", "TILES_A_CHANNEL", "TILES", "LAG"]
+_SIZES = ["N", "C", "HW_UNITS", "TILES_A_CHANNEL", "TILES", "LAG", "PEERS"]
 
 
 @triton.jit
@@ -63,20 +66,20 @@ def _tile(channel, k, N, C, HW, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 def batch_norm_planes_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, tracked_ptr,
     y_ptr, bits_ptr, stats_ptr, partial_ptr, counters_ptr,
-    N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG,
+    N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG, PEERS,
     momentum, eps, root,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr,
     TRAINING: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, VARIANCE: tl.constexpr,
-    COUNT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    BITS: tl.constexpr, ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
-    TRACKED: tl.constexpr, WIDE: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
+    TRACKED: tl.constexpr, WIDE: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
     TRAINING: mean and rstd are the batch's. Otherwise they are those of the running statistics or,
     if GIVEN, read from stats. Without NORMALIZE, only statistics are written, by one program per
-    channel after the TILES programs: LAG = TILES. VARIANCE: stats are (mean, var). COUNT: the
-    number of values per channel follows them. RUNNING: the running statistics are updated, with
+    channel after the TILES programs: LAG = TILES. VARIANCE: stats are (mean, var). With WORLD,
+    the number of values per channel follows them. RUNNING: the running statistics are updated, with
     CUMULATIVE as averages over `tracked` batches (the host has counted this one), and else by
     momentum. TRACKED: `tracked` is incremented.
     """
@@ -98,7 +101,19 @@ def batch_norm_planes_forward(
             x = tl.where(inside, x - mean, 0.0)
             tl.store(partial_ptr + 2 * t, first + mean)
             tl.store(partial_ptr + 2 * t + 1, tl.sum(x * x))
-            arrive(counters_ptr + channel)
+            seen = arrive(counters_ptr + channel)
+            if WORLD > 1:
+                if is_last(seen, TILES_A_CHANNEL):
+                    mean, m2 = merge_tile_moments(
+                        partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, total, BLOCK,
+                        KP, ACC,
+                    )  # fmt: skip
+                    finish_forward(
+                        mean, m2, channel, C, N, running_mean_ptr, running_var_ptr, tracked_ptr,
+                        stats_ptr, HW, 1, PEERS, momentum, eps, 1, ACC, VARIANCE, RUNNING,
+                        CUMULATIVE, TRACKED, WORLD,
+                    )  # fmt: skip
+                    arrive(counters_ptr + channel)
     u = t - LAG
     if u >= 0:
         if NORMALIZE:
@@ -109,16 +124,17 @@ def batch_norm_planes_forward(
         else:
             channel = u
             k = 0
-        if TRAINING:
+        if TRAINING and WORLD > 1:
+            wait(counters_ptr + channel, TILES_A_CHANNEL + 1, TILES_A_CHANNEL)
+            mean = tl.load(stats_ptr + channel, cache_modifier=".cg")
+            rstd = tl.load(stats_ptr + C + channel, cache_modifier=".cg")
+        elif TRAINING:
             wait(counters_ptr + channel, TILES_A_CHANNEL, TILES_A_CHANNEL if NORMALIZE else 1)
             mean, m2 = merge_tile_moments(
                 partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, total, BLOCK, KP, ACC
             )
             n = total.to(ACC)
             var = m2 / n
-            if COUNT:
-                if u == 0:
-                    tl.store(stats_ptr + 2 * C, n)
             if RUNNING:
                 if k == 0:
                     step = scalar(momentum, ACC)
@@ -139,7 +155,7 @@ def batch_norm_planes_forward(
         else:
             mean = tl.load(running_mean_ptr + channel).to(ACC)
             var = tl.load(running_var_ptr + channel).to(ACC)
-        if not GIVEN:
+        if not GIVEN and WORLD == 1:
             rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
             if k == 0:
                 tl.store(stats_ptr + channel, mean)
@@ -210,23 +226,19 @@ def _gradient(
 def batch_norm_planes_backward(
     dy_ptr, x_ptr, residual_ptr, bits_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dresidual_ptr,
     dweight_ptr, dbias_ptr, partial_ptr, counters_ptr,
-    N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG,
+    N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG, PEERS,
     root,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr,
-    SUMS: tl.constexpr, SHARE: tl.constexpr, GIVEN: tl.constexpr, LATE: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+    SUMS: tl.constexpr, LATE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, BITS: tl.constexpr,
     ACTIVATION: tl.constexpr, DX: tl.constexpr, DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, WIDE: tl.constexpr,
+    DBIAS: tl.constexpr, WIDE: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `batch_norm_planes_forward` that DX, DRESIDUAL, DWEIGHT, DBIAS ask for.
 
     LATE: dx depends on sums over the batch, so tiles are written LAG programs later. Otherwise
     statistics are constants, and the first read gives dx; with SUMS, one program per channel after
     the TILES programs writes dweight and dbias: LAG = TILES.
-
-    Over several processes, one launch SHAREs: it writes its sums to dx, in ACC. In another they are
-    GIVEN: all processes' sums are read from partial, the number of values from the end of stats.
-    That one has SUMS and LATE, and LAG = 0.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT
@@ -234,7 +246,7 @@ def batch_norm_planes_backward(
         total = N.to(tl.int64) * HW
     else:
         total = N * HW
-    if t < TILES and not GIVEN:
+    if t < TILES:
         channel = t // TILES_A_CHANNEL
         k = t - channel * TILES_A_CHANNEL
         offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
@@ -252,7 +264,17 @@ def batch_norm_planes_backward(
         if SUMS:
             tl.store(partial_ptr + 2 * t, tl.sum(dz))
             tl.store(partial_ptr + 2 * t + 1, tl.sum(dz * centred))
-            arrive(counters_ptr + channel)
+            seen = arrive(counters_ptr + channel)
+            if WORLD > 1:
+                if is_last(seen, TILES_A_CHANNEL):
+                    a, b = merge_tile_sums(
+                        partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, KP, ACC
+                    )
+                    finish_backward(
+                        a, b, channel, C, N, HW, 1, PEERS, stats_ptr, dweight_ptr, dbias_ptr,
+                        partial_ptr + 2 * TILES, root, 1, ACC, DWEIGHT, DBIAS, LATE, WORLD,
+                    )  # fmt: skip
+                    arrive(counters_ptr + channel)
         if not LATE:
             if DX:
                 store(dx_ptr, offsets, dz * scale, inside, FULL=False, LAST=True)
@@ -273,26 +295,28 @@ def batch_norm_planes_backward(
                     residual_ptr, bits_ptr, offsets, inside, channel, k, total, BLOCK, RESIDUAL,
                     BITS,
                 )  # fmt: skip
-            if not GIVEN:
+            if WORLD > 1:
+                wait(counters_ptr + channel, TILES_A_CHANNEL + 1, TILES_A_CHANNEL)
+            else:
                 wait(counters_ptr + channel, TILES_A_CHANNEL, TILES_A_CHANNEL if LATE else 1)
             mean = tl.load(stats_ptr + channel)
             rstd = tl.load(stats_ptr + C + channel)
-            if GIVEN:
-                sum_dz = tl.load(partial_ptr + channel)
-                sum_dz_centred = tl.load(partial_ptr + C + channel)
+            if WORLD > 1:
+                mean_dz = tl.load(partial_ptr + 2 * TILES + channel, cache_modifier=".cg")
+                slope = tl.load(partial_ptr + 2 * TILES + C + channel, cache_modifier=".cg")
             else:
                 sum_dz, sum_dz_centred = merge_tile_sums(
                     partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, KP, ACC
                 )
-            if k == 0:
-                if DWEIGHT:
-                    dweight = sum_dz_centred * rstd * scalar(root, ACC)
-                    tl.store(dweight_ptr + channel, dweight.to(dweight_ptr.dtype.element_ty))
-                if DBIAS:
-                    tl.store(dbias_ptr + channel, sum_dz.to(dbias_ptr.dtype.element_ty))
-                if SHARE:
-                    tl.store(dx_ptr + channel, sum_dz)
-                    tl.store(dx_ptr + C + channel, sum_dz_centred)
+                if k == 0:
+                    if DWEIGHT:
+                        dweight = sum_dz_centred * rstd * scalar(root, ACC)
+                        tl.store(dweight_ptr + channel, dweight.to(dweight_ptr.dtype.element_ty))
+                    if DBIAS:
+                        tl.store(dbias_ptr + channel, sum_dz.to(dbias_ptr.dtype.element_ty))
+                n = total.to(ACC)
+                mean_dz = sum_dz / n
+                slope = sum_dz_centred * rstd * rstd / n
             if LATE:
                 dz, centred, scale = _gradient(
                     dy, x, extra, weight_ptr, bias_ptr, channel, mean, rstd, root, BLOCK, ACC,
@@ -300,10 +324,5 @@ def batch_norm_planes_backward(
                 )  # fmt: skip
                 if DRESIDUAL:
                     store(dresidual_ptr, offsets, dz, inside, FULL=False, LAST=True)
-                if GIVEN:
-                    n = tl.load(stats_ptr + 2 * C)
-                else:
-                    n = total.to(ACC)
-                slope = sum_dz_centred * rstd * rstd / n
-                dx = (dz - sum_dz / n - centred * slope) * scale
+                dx = (dz - mean_dz - centred * slope) * scale
                 store(dx_ptr, offsets, dx, inside, FULL=False, LAST=True)

@@ -56,9 +56,10 @@ def backward_launch(
     training: bool,
     weight: bool,
     tv: float,
+    joined: bool,
 ) -> Launch:
     """Set up the backward over blocks of the input, of one stride each; sizes as above."""
-    constants = {"TRAINING": training, "WEIGHT": weight}
+    constants = {"TRAINING": training, "JOINED": joined, "WEIGHT": weight}
     steps = max(math.prod(window[0]), math.prod(window[1]))
     numbers = scalars(dtype == torch.float64, root=math.sqrt(tv))
     kernel = windows.batch_norm_pool_backward

@@ -84,12 +84,13 @@ class Columns:
     @property
     def rows_each(self) -> int:
         """Rows that a program gathers."""
-        return self.gather_rows or -(-self.rows // (self.programs * self.tile)) * self.tile
+        each = self.gather_rows or -(-self.rows // (self.programs * self.tile)) * self.tile
+        return max(each, 1)
 
     @property
     def gathers(self) -> int:
         """Programs that gather a slab."""
-        return -(-self.rows // self.rows_each)
+        return max(-(-self.rows // self.rows_each), 1)
 
     @property
     def solo(self) -> bool:
@@ -181,7 +182,7 @@ def geometry(
         sms: The GPU's multiprocessors.
         cooperative: A cooperative launch is possible: all its programs run at once.
     """
-    if channels_last:
+    if channels_last or n * hw == 0:  # nothing is read of an empty batch
         return _columns(n * hw, c, 1, itemsize, tensors, sms, cooperative)
     if hw <= _SMALL_PLANE:
         return _columns(n, c, hw, itemsize, tensors, sms, cooperative)

@@ -149,17 +149,7 @@ def coefficients(
 
 @triton.jit
 def dx_terms(means_ptr, channels, live, C):
-    """Each column's mean of dz, and slope of dx in x - mean, as `_finish_backward` stored them."""
+    """Each column's mean of dz, and slope of dx in x - mean, as `finish_backward` stored them."""
     mean_dz = tl.load(means_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
     slope = tl.load(means_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
-    return mean_dz, slope
-
-
-@triton.jit
-def joined_dx_terms(sums_ptr, stats_ptr, channels, live, C):
-    """As `dx_terms`, but from sums over all processes and the number of values of all of them."""
-    each = 1.0 / tl.load(stats_ptr + 2 * C)
-    rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0)
-    mean_dz = tl.load(sums_ptr + channels, mask=live, other=0.0) * each
-    slope = tl.load(sums_ptr + C + channels, mask=live, other=0.0) * rstd * rstd * each
     return mean_dz, slope

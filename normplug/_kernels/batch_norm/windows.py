@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.activation import activate
+from normplug._kernels.batch_norm.slabs import dx_terms
 from normplug._kernels.primitives import SCALARS, affine, scalar
 
 LARGEST_WINDOW = 255  # values: a place is a byte, of which one value is NOWHERE
@@ -205,9 +206,12 @@ def batch_norm_pool_backward(
     root,
     UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, ACC: tl.constexpr,
-    TRAINING: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr,
+    TRAINING: tl.constexpr, JOINED: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Compute dx. In TRAINING its sums are read from dweight and dbias, which are in ACC.
+
+    JOINED: dweight holds the terms of dx over all processes, which the sums' launch has written.
 
     A program takes SH rows, BP blocks of SH * SW values at a time.
     """
@@ -227,7 +231,9 @@ def batch_norm_pool_backward(
     )
     mean_dz = zeros
     slope = zeros
-    if TRAINING:
+    if TRAINING and JOINED:
+        mean_dz, slope = dx_terms(dweight_ptr, channels, live, C)
+    elif TRAINING:
         each = 1.0 / ((tl.num_programs(0) // SLABS // rows).to(ACC) * H * W)
         mean_dz = tl.load(dbias_ptr + channels, mask=live, other=0.0) * each
         dweight = tl.load(dweight_ptr + channels, mask=live, other=0.0)

@@ -25,7 +25,7 @@ def check(caller: str, t: Tensors, spec: BatchNormSpec, *, joined: bool = False)
     _checks.scalars(caller, num_batches_tracked=t.tracked)
     updates = spec.training and t.running_mean is not None
     _checks.momentum(caller, spec.momentum, t.tracked, updates)
-    if spec.training and not joined:
+    if spec.training and not joined and spec.peers is None:
         _checks.more_than_one_value(caller, t.x)
     _checks.activation(caller, spec.activation)
     _checks.same_shape(caller, t.x, residual=t.residual)

@@ -12,17 +12,21 @@ from torch import Tensor
 from normplug import native
 from normplug._activations import backward_reads_input
 from normplug._kernels.batch_norm import launches, schedule
+from normplug._kernels.batch_norm.exchange import CHANNELS
 from normplug._kernels.device import processors
 from normplug._kernels.launch import COOPERATIVE
 from normplug._layouts import dense, laid_out_like, lies_like
 from normplug._ops import cache, eligible, likely
 from normplug._ops.batch_norm import aten
+from normplug._ops.batch_norm.peers import NO_SECOND_DERIVATIVE
 from normplug._ops.plans import BLANKS, BasePlan, KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, RUNNING, SLOT, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
 from normplug._ops.statistics import variance_of
 from normplug._torch import interposed
 from normplug.reference import accumulator_dtype
+
+_MOST_JOINED: int = CHANNELS.value  # channels of a layer over several processes
 
 
 class BatchNormPlan(Plan):
@@ -50,11 +54,14 @@ class BatchNormPlan(Plan):
             running=t.running_mean is not None,
             cumulative=updates and spec.momentum is None,
             tracked=updates and t.tracked is not None and spec.momentum is not None,
+            **group_of(spec),
         )
+        self.mark = 0 if spec.peers is None else spec.peers.mark
         self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
         self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self._keeps_residual or not self._flags.residual
+        self.is_recomputable &= x.numel() > 0
         self._machine = machine_of(x)
 
     @classmethod
@@ -65,6 +72,10 @@ class BatchNormPlan(Plan):
         running = (t.running_mean, t.running_var)
         if len({r.dtype for r in running if r is not None}) > 1:
             return "running_mean and running_var differ in dtype"
+        if spec.peers is not None and t.x.shape[1] > _MOST_JOINED:
+            return f"it has more than {_MOST_JOINED} channels"
+        if spec.peers is not None and t.x.numel() == 0:  # the kernels do not read it
+            t = t._replace(x=t.x.new_empty(1, *t.x.shape[1:2]), residual=None)
         why = super().refusal(t, spec)
         if why is None and t.x.shape[0] * math.prod(t.x.shape[2:]) >= 2**31:
             why = "a channel has 2^31 values or more"
@@ -91,7 +102,7 @@ class BatchNormPlan(Plan):
         )
         empties = {
             "y": (x.shape, x.stride(), x.dtype),
-            "stats": ((2 * self._channels,), (1,), self.acc),
+            "stats": ((2 * self._channels + (spec.peers is not None),), (1,), self.acc),
         }
         if self._mask_bytes:
             empties["bits"] = ((self._mask_bytes,), (1,), torch.uint8)
@@ -176,6 +187,8 @@ class BatchNormPlan(Plan):
         """The inputs that have gradients, y computed from them by torch operations, and its dy."""
         x, residual, weight, bias, _, stats, bits = saved
         spec, activation = self.spec, self.spec.activation
+        if spec.peers is not None:
+            raise NotImplementedError(NO_SECOND_DERIVATIVE)
         if bits is not None:
             # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
             needs = (False, True, False, False, False)
@@ -193,6 +206,12 @@ class BatchNormPlan(Plan):
 
 
 KERNELS = KernelRoute(BatchNormPlan)
+
+
+def group_of(spec: BatchNormSpec) -> dict[str, Any]:
+    """The flags of a call's launches over several processes."""
+    peers = spec.peers
+    return {} if peers is None else {"world": peers.world, "peers": peers.table}
 
 
 def shape_of(x: Tensor) -> tuple[int, int, int, bool, int]:
@@ -232,18 +251,14 @@ def likely_plans(
         yield BatchNormPlan(other, its), other
 
 
-def statistics_program(x: Tensor, joined: bool = False) -> Program:
-    """The program of stats: mean and biased variance of the channels of a dense x.
-
-    joined: whether the number of values per channel follows them.
-    """
+def _statistics_program(x: Tensor) -> Program:
+    """The program of stats: mean and biased variance of the channels of a dense x."""
     geometry = schedule.geometry(*shape_of(x), 1, *machine_of(x))
-    flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True, joined=joined)
+    flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True)
     launch = launches.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
-    size = 2 * x.shape[1] + joined
     return Program(
         {"x": x},
-        empties={"stats": ((size,), (1,), accumulator_dtype(x.dtype))},
+        empties={"stats": ((2 * x.shape[1],), (1,), accumulator_dtype(x.dtype))},
         launches=[(launch, {})],
         results=[Result(SLOT["stats"])],
         scratch=launches.scratch(geometry),
@@ -257,7 +272,7 @@ class StatisticsPlan(BasePlan):
 
     def __init__(self, t: Tensors) -> None:
         super().__init__(t, None)
-        self._program = statistics_program(t.x)
+        self._program = _statistics_program(t.x)
 
     def forward_of(self, t: Sequence[Tensor | None], keep: bool) -> Program:
         """The program, whatever the arguments. The host path in C++ calls this by name."""

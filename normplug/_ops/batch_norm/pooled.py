@@ -20,7 +20,14 @@ from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
 from normplug._ops import likely
 from normplug._ops.batch_norm import aten
-from normplug._ops.batch_norm.eager import BatchNormPlan, constants_of, likely_plans, machine_of
+from normplug._ops.batch_norm.eager import (
+    BatchNormPlan,
+    constants_of,
+    group_of,
+    likely_plans,
+    machine_of,
+)
+from normplug._ops.batch_norm.peers import NO_SECOND_DERIVATIVE
 from normplug._ops.plans import KernelRoute, Needs, Plan
 from normplug._ops.program import NOTHING, RUNNING, SLOT, Layout, Program, Result, named
 from normplug._ops.spec import BatchNormSpec, Tensors
@@ -49,6 +56,8 @@ class PooledPlan(Plan):
         self._machine = machine_of(x)
         self._weight, self._bias = t.weight is not None, t.bias is not None
         self._running_dtype = None if t.running_mean is None else t.running_mean.dtype
+        self._joined = spec.peers is not None
+        self.mark = spec.peers.mark if self._joined else 0
         self._cumulative = spec.training and spec.momentum is None and t.running_mean is not None
 
     @classmethod
@@ -93,6 +102,7 @@ class PooledPlan(Plan):
             cumulative=self._cumulative,
             tracked=running and t.tracked is not None and spec.momentum is not None,
             normalize=False,
+            **group_of(spec),
         )
         launch = launches.forward_launch(
             geometry, self._dtype, flags, spec.momentum or 0.0, spec.eps, spec.target_variance
@@ -114,7 +124,8 @@ class PooledPlan(Plan):
         )  # fmt: skip
         steps.append((forward, {}))
         output = (self._output_shape, _channels_last(self._output_shape))
-        empties = {"stats": ((2 * self._channels,), (1,), self.acc), "y": (*output, self._dtype)}
+        size = 2 * self._channels + self._joined
+        empties = {"stats": ((size,), (1,), self.acc), "y": (*output, self._dtype)}
         if keep:
             empties |= {"peaks": (*output, self._dtype), "places": (*output, torch.uint8)}
         return Program(
@@ -143,26 +154,34 @@ class PooledPlan(Plan):
             geometry = self._columns(self._pooled, 2)
             scratch = launches.scratch(geometry)
             flags = launches.Flags(
-                training=training, weight=self._weight, bias=self._bias, activation="relu"
+                training=training,
+                weight=self._weight,
+                bias=self._bias,
+                activation="relu",
+                share=self._joined and through,
+                **group_of(self.spec),
             )
             wanted = (False, *summed, False)
             launch = launches.backward_launch(geometry, self._dtype, flags, wanted, tv)
-            steps.append((launch, {"x": "peaks"}))
+            steps.append((launch, {"x": "peaks", "dx": "message"}))
         if needs[0]:
             sh, sw = self._window[1]  # a pixel of the schedule is a square of sh * sw inputs
             rows, columns = self._n * -(-self._size[0] // sh), -(-self._size[1] // sw)
             pixels = schedule.pixels(rows, columns, self._channels, self._dtype.itemsize)
             launch = pool_launches.backward_launch(
                 pixels, self._dtype, self._window, self._size, self._pooled, training, self._weight,
-                tv,
+                tv, self._joined,
             )  # fmt: skip
-            steps.append((launch, {}))
+            sums = {"dweight": "message"} if self._joined and training else {}
+            steps.append((launch, sums))
         x, channels = saved["x"], ((self._channels,), (1,), self.acc)
         empties: dict[str, Layout] = {
             f"d{n}": channels for n, s in zip(("weight", "bias"), summed, strict=True) if s
         }
         if needs[0]:
             empties["dx"] = (x.shape, x.stride(), x.dtype)
+        if self._joined and through:
+            empties["message"] = ((2 * self._channels,), (1,), self.acc)
         return Program(
             {**saved, "dy": dy},
             empties=empties,
@@ -187,6 +206,8 @@ class PooledPlan(Plan):
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         """The inputs that have gradients, y computed from them by torch operations, and its dy."""
         x, _, weight, bias, _, stats, *_ = saved
+        if self._joined:
+            raise NotImplementedError(NO_SECOND_DERIVATIVE)
         mean, var = constants_of(stats, self.spec, self._running_dtype)
         t = Tensors(x, None, weight, bias, None, mean, var)
         return (

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops import cache, eligible
+from normplug._ops import eligible
 from normplug._ops.batch_norm.aten import ATEN
 from normplug._ops.batch_norm.compiled import COMPILED
 from normplug._ops.spec import BatchNormSpec, Route, Tensors
-from normplug._torch import interposed
+
+if TYPE_CHECKING:
+    from normplug._ops.plans import KernelRoute
 
 # Bytes of input from which torch.compile calls a fused norm as an operator. That takes the host
 # some 80 us more, in both directions together, than the code that Inductor generates.
@@ -35,7 +37,7 @@ def choose(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, isolated:
     """
     if not eligible.is_asked_for(backend, t.x):
         return ATEN
-    why = eligible.refusal_now() or _kernels(spec).refusal(t, spec)
+    why = eligible.refusal_now() or kernels(spec).refusal(t, spec)
     if why is not None:
         if spec.pool is not None:  # there may be kernels for the norm alone
             return _PoolingApart(choose(caller, backend, t, spec.without_pool(), isolated))
@@ -48,7 +50,7 @@ def choose(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, isolated:
         # pays only if it fuses more itself, or if there is nothing to fuse the norm with.
         worth = (fuses or isolated) and eligible.size_of(t.x) >= _OPERATOR_BYTES
         return COMPILED if backend == "triton" or worth else ATEN
-    return _kernels(spec)
+    return kernels(spec)
 
 
 class _PoolingApart(Route):
@@ -67,23 +69,6 @@ class _PoolingApart(Route):
         return lambda t: pool(norm(t))
 
 
-def joined(caller: str, backend: str, t: Tensors, spec: BatchNormSpec, processes: int) -> Any:
-    """The plan of a call over several processes by kernels; None if torch operations run it.
-
-    The messages are the same either way, so processes may differ in this.
-    """
-    if not eligible.is_asked_for(_checks.backend(caller, backend), t.x):
-        return None
-    if eligible.is_compiling() or interposed() or eligible.refusal_now() is not None:
-        return None
-    from normplug._ops.batch_norm.joined import JoinedPlan
-
-    if JoinedPlan.refusal(t, spec) is not None:
-        return None
-    key = cache.key_of(t, spec, (backend, processes))
-    return cache.made_once(key, JoinedPlan, t, spec, processes)
-
-
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """`functional.channel_stats` by kernel; None if it cannot run, or a gradient is required."""
     if not x.is_cuda or (x.requires_grad and torch.is_grad_enabled()):
@@ -95,7 +80,8 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor] | None:
     return eager.channel_stats(x)
 
 
-def _kernels(spec: BatchNormSpec) -> Route:
+def kernels(spec: BatchNormSpec) -> KernelRoute:
+    """The route to the kernels of a call."""
     if spec.pool is None:
         from normplug._ops.batch_norm.eager import KERNELS
     else:

@@ -1,0 +1,209 @@
+"""Exchange statistics with other processes inside a kernel, through memory that all GPUs can write.
+
+Each process has an inbox in its own memory. One program per channel, the one that merges the
+process's own parts of it, writes a message to the inboxes of all processes, waits until its own
+inbox has a message from each, and merges them in the order of the ranks. So all processes get the
+same bits.
+
+A message has three words of 64 bits per channel: two numbers and the count of values; or five in
+float64, whose numbers take two words. Half of a word is data. The other half is a flag: the number
+of the exchange on this channel, and a tag of the call. A word is never seen in part, so it is its
+own signal, and plain stores suffice. Exchanges are counted in device memory, so a captured CUDA
+graph can be replayed. An inbox has two slots, used in turn: a process writes to a slot again only
+after it has received the messages of the exchange in between, and their senders had read the slot
+before they sent these.
+
+Every wait ends if no process stops: programs start in the order of their channels, and publish
+before they wait. So wherever the lowest unpublished channel is, its programs can run. If a process
+does stop, a wait ends after some time. Then the statistics are nan, the running statistics
+are left as they are, and the host finds a mark: see `normplug._ops.batch_norm.peers`. The process
+sends nothing more. So the others do not merge its nan; their next waits end too.
+"""
+
+import os
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+
+CHANNELS = tl.constexpr(8192)  # most channels of a layer
+_WORDS = tl.constexpr(5)  # room for a message, per channel
+_LOW = tl.constexpr((1 << 32) - 1)
+
+# The table of a process has words of 64 bits: its rank; the nanoseconds after which a wait ends;
+# whether one has ended so; the address of the host's mark; the addresses of all inboxes, in the
+# order of the ranks; and, for each channel, the number of exchanges so far, then the time.
+_INBOXES = tl.constexpr(4)
+_POLLS = tl.constexpr(1024)  # after which the threads of a program agree whether to wait on
+# The interpreter has no clock. A poll there takes about a millisecond.
+_CLOCK = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
+
+
+def table(rank: int, inboxes: Sequence[int], mark: int, seconds: float) -> list[int]:
+    """The words of a process's table, where a wait ends after `seconds`."""
+    return [rank, int(seconds * 1e9), 0, mark, *inboxes] + [0] * (2 * CHANNELS.value)
+
+
+def room(processes: int) -> int:
+    """Words of an inbox."""
+    return 2 * processes * _WORDS.value * CHANNELS.value
+
+
+@triton.jit
+def _write(message_ptr, word: tl.constexpr, value, flag, there, ACC: tl.constexpr):
+    """Write a number of each channel."""
+    if ACC == tl.float64:
+        bits = value.to(tl.int64, bitcast=True)
+        tl.store(message_ptr + (word + 3) * CHANNELS, ((bits >> 32) & _LOW) | flag, mask=there)
+    else:
+        bits = value.to(tl.int32, bitcast=True).to(tl.int64)
+    tl.store(message_ptr + word * CHANNELS, (bits & _LOW) | flag, mask=there)
+
+
+@triton.jit
+def _read(message_ptr, word: tl.constexpr, there, ACC: tl.constexpr):
+    """Read what `_write` has written, once it has arrived."""
+    low = tl.load(message_ptr + word * CHANNELS, mask=there, other=0, volatile=True) & _LOW
+    if ACC == tl.float64:
+        high = tl.load(message_ptr + (word + 3) * CHANNELS, mask=there, other=0, volatile=True)
+        number = (low | (high << 32)).to(tl.float64, bitcast=True)
+    else:
+        number = low.to(tl.int32).to(tl.float32, bitcast=True)
+    return number
+
+
+@triton.jit
+def _missing(messages_ptr, mask, flag, ACC: tl.constexpr):
+    """For each process and channel, how many words have not arrived."""
+    missing = tl.where(mask, 0, 0)
+    for word in tl.static_range(5 if ACC == tl.float64 else 3):
+        words = tl.load(messages_ptr + word * CHANNELS, mask=mask, other=0, volatile=True)
+        missing += tl.where(mask & ((words & ~_LOW) != flag), 1, 0)
+    return missing
+
+
+@triton.jit
+def _agreed(place_ptr, late, ended, rounds):
+    """The time in nanoseconds. Its low bits say if words are late, and if a wait has ended before.
+
+    Warps may hold copies of one tensor, and see a word arrive at different times. Whatever decides
+    how often they loop must be equal for all, so one thread decides.
+    """
+    if _CLOCK:
+        time = tl.extra.cuda.globaltimer()
+    else:
+        time = rounds * (_POLLS * 1000000)
+    state = (time & ~3) | tl.where(late > 0, 1, 0) | tl.where(ended != 0, 2, 0)
+    tl.debug_barrier()  # all threads have read the earlier state
+    tl.store(place_ptr, state)
+    tl.debug_barrier()
+    return tl.load(place_ptr, volatile=True)
+
+
+@triton.jit
+def _exchange(
+    a, b, count, channels, there, C, PEERS, BACKWARD: tl.constexpr, WORLD: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """Send a message to all processes, and wait for theirs.
+
+    Returns:
+        The address of the messages, WORDS * CHANNELS apart, and whether all have arrived.
+    """
+    table = PEERS.to(tl.int64).to(tl.pointer_type(tl.int64))
+    rank = tl.load(table)
+    numbers_ptr = table + _INBOXES + WORLD + channels
+    number = tl.load(numbers_ptr, mask=there, other=0) + 1
+    tag = 4 * C + 2 * BACKWARD + 1
+    flag = (((number & 0x7FFF) << 16) | tag) << 32
+    slot = (number & 1) * WORLD * _WORDS * CHANNELS + channels
+    # A process that has stopped waiting sends nothing more: a slot may still be read.
+    sends = tl.load(table + 2 + 0 * channels, mask=there, other=1, volatile=True) == 0
+    for r in tl.static_range(WORLD):
+        inbox = tl.load(table + _INBOXES + r).to(tl.pointer_type(tl.int64))
+        message = inbox + slot + rank * _WORDS * CHANNELS
+        _write(message, 0, a, flag, sends, ACC)
+        _write(message, 1, b, flag, sends, ACC)
+        tl.store(message + 2 * CHANNELS, count | flag, mask=sends)
+    messages = tl.load(table + _INBOXES + rank).to(tl.pointer_type(tl.int64)) + slot
+    rows = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
+    mask = (rows < WORLD) & there[None, :]
+    all_ptr = messages[None, :] + rows * _WORDS * CHANNELS
+    place = table + _INBOXES + WORLD + CHANNELS + tl.min(channels, axis=0)
+    patience = tl.load(table + 1)
+    start = tl.full([], 0, tl.int64)
+    rounds = tl.full([], 0, tl.int64)
+    waits = tl.full([], True, tl.int1)
+    state = tl.full([], 1, tl.int64)
+    while waits:
+        ended = tl.load(table + 2, volatile=True)
+        missing = _missing(all_ptr, mask, flag[None, :], ACC)
+        late = tl.sum(tl.sum(missing, axis=1), axis=0)
+        polls = tl.full([], 0, tl.int32)
+        while (late > 0) & (polls < _POLLS):
+            missing = _missing(all_ptr, mask, flag[None, :], ACC)
+            late = tl.sum(tl.sum(missing, axis=1), axis=0)
+            polls += 1
+        rounds += 1
+        state = _agreed(place, late, ended, rounds)
+        start = tl.where(start == 0, state, start)
+        # After one wait has ended, none waits any more.
+        waits = ((state & 3) == 1) & (state - start < patience)
+    tl.store(numbers_ptr, number, mask=there)
+    if (state & 3) == 1:  # the first wait that has ended
+        missing = _missing(all_ptr, mask, flag[None, :], ACC)
+        first = tl.min(tl.min(tl.where(missing > 0, rows, WORLD - 1), axis=1), axis=0)
+        tl.store(table + 2, 1)
+        mark = tl.load(table + 3).to(tl.pointer_type(tl.int64))
+        tl.store(mark, (first.to(tl.int64) << 32) | tag)
+    return messages, (state & 1) == 0
+
+
+@triton.jit
+def joined_moments(
+    mean, m2, values, channels, there, C, PEERS, WORLD: tl.constexpr, ACC: tl.constexpr
+):
+    """Each channel's count, mean and m2 over all processes, given this one's.
+
+    A process whose batch is empty has 0 `values`. Counts below 1 are raised to 1 before they
+    divide. The formula is Chan's: doi:10.1080/00031305.1983.10483115.
+    """
+    some = values > 0
+    count = values + 0 * channels.to(tl.int64)
+    mean = tl.where(some, mean, 0.0)
+    messages, arrived = _exchange(
+        mean, tl.where(some, m2, 0.0), count, channels, there, C, PEERS, False, WORLD, ACC
+    )
+    n = tl.zeros_like(mean)
+    mean = tl.zeros_like(mean)
+    m2 = tl.zeros_like(mean)
+    for r in tl.static_range(WORLD):
+        message = messages + r * _WORDS * CHANNELS
+        more = tl.load(message + 2 * CHANNELS, mask=there, other=0, volatile=True) & _LOW
+        fraction = more.to(ACC) / tl.maximum(n + more.to(ACC), 1.0)
+        difference = _read(message, 0, there, ACC) - mean
+        m2 += _read(message, 1, there, ACC) + difference * difference * (n * fraction)
+        mean += difference * fraction
+        n += more.to(ACC)
+    nothing = float("nan")
+    return (
+        tl.where(arrived, n, 0.0),
+        tl.where(arrived, mean, nothing),
+        tl.where(arrived, m2, nothing),
+    )
+
+
+@triton.jit
+def joined_sums(a, b, channels, there, C, PEERS, WORLD: tl.constexpr, ACC: tl.constexpr):
+    """Two sums of each channel over all processes, given this one's."""
+    messages, arrived = _exchange(
+        a, b, 0 * channels.to(tl.int64), channels, there, C, PEERS, True, WORLD, ACC
+    )
+    a = tl.zeros_like(a)
+    b = tl.zeros_like(b)
+    for r in tl.static_range(WORLD):
+        message = messages + r * _WORDS * CHANNELS
+        a += _read(message, 0, there, ACC)
+        b += _read(message, 1, there, ACC)
+    nothing = float("nan")
+    return tl.where(arrived, a, nothing), tl.where(arrived, b, nothing)

@@ -1,0 +1,206 @@
+"""How a norm joins the batches of a group of processes: inside its kernels, or by collectives.
+
+The kernels exchange statistics through memory that the GPUs of a host share: see
+`normplug._kernels.batch_norm.exchange`. All processes of a group agree once, at their first call,
+whether they can. If not, `normplug.native.status()` says why, and each call sends collectives.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from normplug import native
+from normplug._torch import group_of_name, symmetric_memory
+
+NO_SECOND_DERIVATIVE = (
+    "normplug.SyncBatchNorm: over several processes its gradient cannot be differentiated again. "
+    "Leave create_graph=True out, or train without sync=True."
+)
+_MOST_PROCESSES = 16
+_TIMEOUT = timedelta(minutes=10)  # of a group that does not say
+
+
+class Peers:
+    """What the kernels of one process need to join the batches of a group.
+
+    Args:
+        rank: of this process in the group.
+        inboxes: the addresses of all processes' inboxes, zeros at first, in the order of the ranks.
+        device: of this process.
+        timeout: after how many seconds a wait for another process ends.
+        keep: what the addresses belong to.
+    """
+
+    def __init__(
+        self, rank: int, inboxes: Sequence[int], device: torch.device, timeout: float, keep: Any
+    ) -> None:
+        from normplug._kernels.batch_norm.exchange import table
+
+        self.number = len(_numbered)  # an operator cannot take an object
+        _numbered.append(self)
+        self.world = len(inboxes)
+        self._rank, self._timeout, self._keep = rank, timeout, keep
+        self._mark = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.mark = self._mark.data_ptr()
+        words = table(rank, inboxes, self.mark, timeout)
+        self._table = torch.tensor(words, dtype=torch.int64).to(device)
+        self.table = self._table.data_ptr()
+
+    def check(self) -> None:
+        """Raise an error if a kernel has stopped waiting for another process.
+
+        Raises:
+            RuntimeError: it has. All results since then are nan.
+        """
+        mark = int(self._mark)
+        if mark:
+            first, tag = mark >> 32, mark & 0xFFFFFFFF
+            direction = "backward" if tag & 2 else "forward"
+            raise RuntimeError(
+                f"normplug.SyncBatchNorm: rank {self._rank} of {self.world} has waited "
+                f"{self._timeout:.0f} s for rank {first} in the {direction} of a layer of "
+                f"{tag >> 2} channels, and its results since are nan. All ranks of the group must "
+                "call the same layers in the same order. See whether that rank has stopped, has "
+                "skipped the layer, or is slower than the timeout of the process group."
+            )
+
+
+_numbered: list[Peers | None] = [None]
+
+
+def by_number(number: int) -> Peers | None:
+    """The peers of a number; None for 0."""
+    return _numbered[number]
+
+
+def number_of(group: str, device: torch.device) -> int:
+    """The number of what `of` returns, for compilers; 0 for None. They take the group's name."""
+    peers = of(group_of_name(group), device)
+    return 0 if peers is None else peers.number
+
+
+# What `torch.compiler.assume_constant_result` does, which would import the whole compiler.
+number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _Agreement(NamedTuple):
+    peers: Peers | None
+    why: str
+
+
+_agreements: dict[tuple[Any, torch.device], _Agreement] = {}
+_groups: set[Any] = set()
+
+
+def is_known(group: Any) -> bool:
+    """Whether `of` has been called for a group."""
+    return group in _groups
+
+
+def known(group: Any, device: torch.device) -> Peers | None:
+    """As `of`, but None before the first call."""
+    found = _agreements.get((group, device))
+    return None if found is None else found.peers
+
+
+def of(group: Any, device: torch.device) -> Peers | None:
+    """The peers of a process; None if its group uses collectives. Waits for all at the first call.
+
+    group: with more than one process.
+    """
+    found = _agreements.get((group, device))
+    if found is None:
+        found = _agreements[group, device] = _agree(group, device)
+        _groups.add(group)
+        way = "inside the kernels" if found.peers else f"collectives, as {found.why}"
+        native.say_group(f"{group.size()} processes: {way}")
+    return found.peers
+
+
+def _agree(group: Any, device: torch.device) -> _Agreement:
+    if device.type != "cuda":
+        return _Agreement(None, f"the tensors are on {device.type}")
+    if dist.get_backend(group) == "gloo":
+        return _Agreement(None, "the group's backend is gloo")
+    facts = (_host(), str(torch.cuda.get_device_properties(device).uuid))
+    told = _tell(group, (_refusal(group), *facts))
+    why = next((each for each, *_ in told if each), None) or _apart(told, device)
+    peers = None
+    if not any(_tell(group, why)):
+        try:
+            peers = _meet(group, device)
+        except Exception as error:  # whatever private code of torch raises
+            why = f"symmetric memory failed on rank {group.rank()}: {error}"
+        why = next(filter(None, _tell(group, why)), None)
+    return _Agreement(None, why or "another rank refused") if why else _Agreement(peers, "")
+
+
+def _refusal(group: Any) -> str | None:
+    """Why the kernels of this process cannot join the group; None if they can."""
+    from normplug._kernels.launch import BUILDS, INTERPRETED
+
+    if INTERPRETED or not BUILDS:
+        return "kernels do not run on this Triton"
+    if symmetric_memory() is None:
+        return f"torch {torch.__version__} has no symmetric memory"
+    if group.size() > _MOST_PROCESSES:
+        return f"there are more than {_MOST_PROCESSES} processes"
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        # A waiting kernel would hold up the collectives that another process waits for.
+        return "CUDA_DEVICE_MAX_CONNECTIONS is 1"
+    return None
+
+
+def _host() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return platform.node()
+
+
+def _apart(told: list[Any], device: torch.device) -> str | None:
+    """Why the GPUs of the processes cannot share memory; None if they may."""
+    hosts, gpus = ([each[place] for each in told] for place in (1, 2))
+    if len(set(hosts)) > 1:
+        return "the group spans several hosts"
+    if len(set(gpus)) < len(gpus):
+        return "two processes use one GPU"
+    for other in range(torch.cuda.device_count()):
+        beside = other != device.index and str(torch.cuda.get_device_properties(other).uuid) in gpus
+        if beside and not torch.cuda.can_device_access_peer(device, other):
+            return f"{device} cannot read the memory of cuda:{other}"
+    return None
+
+
+def _tell(group: Any, own: Any) -> list[Any]:
+    """What each process says."""
+    told = [None] * group.size()
+    dist.all_gather_object(told, own, group=group)
+    return told
+
+
+def _meet(group: Any, device: torch.device) -> Peers:
+    from normplug._kernels.batch_norm.exchange import room
+
+    memory = symmetric_memory()
+    inbox = memory.empty(room(group.size()), dtype=torch.int64, device=device)
+    inbox.zero_()
+    handle = memory.rendezvous(inbox, group)
+    shift = inbox.data_ptr() - handle.buffer_ptrs[group.rank()]
+    if shift not in (0, getattr(handle, "offset", 0)):
+        raise RuntimeError("its addresses are not as expected")
+    inboxes = [address + shift for address in handle.buffer_ptrs]
+    options = getattr(group._get_backend(device), "options", None)
+    # Before the collectives time out, which may end the process without our error.
+    timeout = 0.9 * getattr(options, "_timeout", _TIMEOUT).total_seconds()
+    peers = Peers(group.rank(), inboxes, device, timeout, (inbox, handle))
+    torch.cuda.synchronize(device)
+    return peers
