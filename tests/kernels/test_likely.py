@@ -77,7 +77,7 @@ def step(monkeypatch):
     monkeypatch.setattr(native, "_started", True)
     monkeypatch.setattr(eligible, "refusal_of_device", lambda *tensors: None)
     for module in (eager, pooled):
-        monkeypatch.setattr(module, "machine_of", lambda x: (132, True))
+        monkeypatch.setattr(module, "machine_of", lambda x, alone=True: (132, True))
     monkeypatch.setattr(
         nn.Conv2d, "_conv_forward", lambda self, x, w, bias: Convolution.apply(x, w, self)
     )

@@ -62,7 +62,7 @@ class BatchNormPlan(Plan):
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self._keeps_residual or not self._flags.residual
         self.is_recomputable &= x.numel() > 0
-        self._machine = machine_of(x)
+        self._machine = machine_of(x, spec.peers is None)
 
     @classmethod
     def refusal(cls, t: Tensors, spec: BatchNormSpec) -> str | None:
@@ -220,9 +220,14 @@ def shape_of(x: Tensor) -> tuple[int, int, int, bool, int]:
     return x.shape[0], x.shape[1], planes, not x.is_contiguous(), x.element_size()
 
 
-def machine_of(x: Tensor) -> tuple[int, bool]:
-    """The number of multiprocessors, and whether cooperative launches are available."""
-    return processors(x.device), COOPERATIVE and x.is_cuda
+def machine_of(x: Tensor, alone: bool = True) -> tuple[int, bool]:
+    """The number of multiprocessors, and whether cooperative launches may be used.
+
+    alone: whether the call exchanges nothing with other processes. A cooperative launch needs all
+        multiprocessors at once. While it waited for a peer, NCCL's kernels could not start here,
+        and NCCL's kernels there would keep the peer's launch from starting.
+    """
+    return processors(x.device), COOPERATIVE and x.is_cuda and alone
 
 
 def constants_of(

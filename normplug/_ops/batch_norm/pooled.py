@@ -53,7 +53,7 @@ class PooledPlan(Plan):
         self._pooled = pool.size(height, width)
         self._output_shape = (self._n, self._channels, *self._pooled)
         self._window = (pool.kernel, pool.stride, pool.padding)
-        self._machine = machine_of(x)
+        self._machine = machine_of(x, spec.peers is None)
         self._weight, self._bias = t.weight is not None, t.bias is not None
         self._running_dtype = None if t.running_mean is None else t.running_mean.dtype
         self._joined = spec.peers is not None
