@@ -182,6 +182,7 @@ def test_every_tool_works_in_mode_golden_and_unswap_restores_the_layer(layer):
     torch.testing.assert_close(model(X), stock(X))
 
 
+@pytest.mark.filterwarnings("ignore:normplug. .* gets a weight of")
 def test_a_missing_weight_is_created_if_the_forward_can_use_it():
     layer = norm_of(OptionalNorm, with_scale=False)
     before = dict(vars(layer))
