@@ -231,6 +231,13 @@ def test_a_wrong_call_is_refused_before_a_message_is_sent(monkeypatch):
             layer(torch.randn(4, 3))
 
 
+def let_kernels_join(monkeypatch):
+    """Have this torch and its Triton look as if kernels could exchange statistics."""
+    launch = pytest.importorskip("normplug._kernels.launch", reason="needs Triton")
+    monkeypatch.setattr(launch, "BUILDS", True)
+    monkeypatch.setattr(peers, "symmetric_memory", lambda: SimpleNamespace())
+
+
 @pytest.mark.parametrize(
     ("others", "why"),
     [
@@ -246,6 +253,7 @@ def test_the_processes_of_a_group_agree_on_one_way(others, why, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    let_kernels_join(monkeypatch)
     monkeypatch.setattr(peers, "_host", lambda: "host")
     monkeypatch.setattr(peers, "_meet", lambda group, device: "the peers")
     told = {tuple: others, str: None, type(None): None}
@@ -256,6 +264,7 @@ def test_the_processes_of_a_group_agree_on_one_way(others, why, monkeypatch):
 
 
 def test_a_group_falls_back_where_a_waiting_kernel_could_block_it(monkeypatch):
+    let_kernels_join(monkeypatch)
     group = SimpleNamespace(size=lambda: 2)
     assert peers._refusal(group) is None
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")

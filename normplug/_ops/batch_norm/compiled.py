@@ -61,7 +61,7 @@ class _BatchNorm(NormOperators):
 
         x = dense(t.x)
         n, c, planes = x.shape[0], x.shape[1], math.prod(x.shape[2:])
-        stats = x.new_empty(2 * c + (spec.peers is not None), dtype=accumulator_dtype(x.dtype))
+        stats = x.new_empty(2 * c + int(spec.peers is not None), dtype=accumulator_dtype(x.dtype))
         count = 0
         if t.residual is not None and spec.activation == "relu":
             channels_last = not x.is_contiguous()
@@ -87,7 +87,7 @@ class _BatchNormMaxPool(_BatchNorm):
             torch.empty(shape, dtype=dtype, device=x.device, memory_format=torch.channels_last)
             for dtype in (x.dtype, x.dtype, torch.uint8)
         )
-        size = 2 * c + (spec.peers is not None)
+        size = 2 * c + int(spec.peers is not None)
         return y, x.new_empty(size, dtype=accumulator_dtype(x.dtype)), peaks, places
 
     def fake_dx(self, x: Tensor, spec: BatchNormSpec) -> Tensor:
