@@ -54,6 +54,9 @@ def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]
 
     Raises:
         ValueError: there is such a weight; the message names the layer and the way out.
+
+    Warns:
+        UserWarning: no tensor tells the dtype of a weight that is to be created.
     """
     factors = {id(s.module): s.factor for s in scalings}
     owners: dict[int, list[tuple[str, float]]] = {}
@@ -83,6 +86,19 @@ def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]
                 "first, or exclude both."
             )
 
+    _warn_of_unknown_dtypes(inventory, scalings)
+
+
+def _warn_of_unknown_dtypes(inventory: Inventory, scalings: list[Scaling]) -> None:
+    """Warn, before anything changes, of weights to create whose dtype no tensor tells."""
+    for path, module, factor in scalings:
+        if factor != 1.0 and module.weight is None and neighbour(inventory, path) is _NO_TENSOR:
+            _checks.warn(
+                f"normplug: {shown(path)} gets a weight of {torch.get_default_dtype()}, as no "
+                "tensor of the model tells the dtype of its input. Call .to(dtype) on the model "
+                "for another one."
+            )
+
 
 def scale(inventory: Inventory, scalings: Iterable[Scaling]) -> None:
     """Multiply each weight in place, once even if it is shared.
@@ -98,12 +114,6 @@ def scale(inventory: Inventory, scalings: Iterable[Scaling]) -> None:
             offset = _convert.weight_offset(module)
             if weight is None:
                 like = neighbour(inventory, path)
-                if like is _NO_TENSOR:
-                    _checks.warn(
-                        f"normplug: {shown(path)} gets a weight of {torch.get_default_dtype()}, as "
-                        "no tensor of the model tells the dtype of its input. Call .to(dtype) on "
-                        "the model for another one."
-                    )
                 module.weight = _frozen_weight(module, factor - offset, like)
             elif _made_here(module) and _is_constant(weight, 1.0 / factor - offset):
                 module.weight = None  # type: ignore[assignment]
