@@ -101,6 +101,12 @@ def no_kernel(caller: str, why: str) -> NotImplementedError:
     )
 
 
+def not_explained(function: Any, known: Sequence[str]) -> ValueError:
+    """Return the error for a call that `functional.explain` cannot explain."""
+    rule = f"a function of normplug.functional: {', '.join(known)}"
+    return ValueError(_must("functional.explain", "function", rule, _shown(function)))
+
+
 def flags(caller: str, **values: Any) -> None:
     """Reject anything but True and False: values such as "no" and 0.0 are ambiguous."""
     for name, value in values.items():

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from normplug._kernels import ahead
-from normplug._kernels.launch import Launch
 from normplug._ops.spec import Tensors
+
+if TYPE_CHECKING:
+    from normplug._kernels import ahead
+    from normplug._kernels.launch import Launch
 
 SLOTS = (
     *Tensors._fields,
@@ -157,6 +159,8 @@ class Program:
         Returns:
             Whether any of them is being compiled.
         """
+        from normplug._kernels import ahead
+
         begun = [ahead.expect(job) for job in self.jobs(accumulator, after)]
         return any(begun)
 

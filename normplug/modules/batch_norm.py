@@ -8,7 +8,9 @@ from torch import Tensor, fx, nn
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
 from normplug._ops import likely
-from normplug._ops.spec import BatchNormSpec, Pool, Tensors
+from normplug._ops.batch_norm import BatchNormSpec
+from normplug._ops.call import call
+from normplug._ops.spec import Pool, Tensors
 from normplug._torch import BatchNormBase
 from normplug.modules.base import TargetVarianceNorm, as_number
 from normplug.modules.fusion_sites import FusionSites
@@ -51,7 +53,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         if y is None:
             t, spec = self._call(input, residual, *others)
             backend = self._normplug.backend
-            y = functional.carry_out("functional.batch_norm", t, spec, backend, isolated=isolated)
+            y = call("functional.batch_norm", t, spec, backend, isolated=isolated)
             if not compiling:
                 native.learn(self, spec, backend, t, input, residual, None, *others)
         if measures:

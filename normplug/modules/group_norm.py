@@ -8,7 +8,9 @@ from torch import Tensor, fx, nn
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
 from normplug._ops import likely
-from normplug._ops.spec import GroupNormSpec, Tensors
+from normplug._ops.call import call
+from normplug._ops.group_norm import GroupNormSpec
+from normplug._ops.spec import Tensors
 from normplug.modules.base import as_number
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.watched import WatchedRows
@@ -78,7 +80,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
             own.autocast_output,
             own.momentum,
         )
-        y = functional.carry_out("functional.group_norm", t, spec, own.backend)
+        y = call("functional.group_norm", t, spec, own.backend)
         if not compiling:
             native.learn(self, spec, own.backend, t, input, None, None, activation)
         return y

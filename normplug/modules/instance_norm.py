@@ -8,10 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from normplug import functional, native, reference
+from normplug import native, reference
 from normplug._activations import ActivationLike
 from normplug._ops import likely
-from normplug._ops.spec import BatchNormSpec, GroupNormSpec, Tensors
+from normplug._ops.batch_norm import BatchNormSpec
+from normplug._ops.call import call
+from normplug._ops.group_norm import GroupNormSpec
+from normplug._ops.spec import Tensors
 from normplug._torch import InstanceNormBase
 from normplug.modules.base import TargetVarianceNorm, as_number
 from normplug.modules.fusion_sites import FusionSites
@@ -55,7 +58,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         t = Tensors(x, None, weight, bias, None, mean, var)
         spec = self._spec(x.shape[1], activation)
         backend = self._normplug.backend
-        y = functional.carry_out("functional.instance_norm", t, spec, backend)
+        y = call("functional.instance_norm", t, spec, backend)
         if not compiling:
             native.learn(self, spec, backend, t, input, None, None, activation)
         return y if x is input else y.squeeze(0)

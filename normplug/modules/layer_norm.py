@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from normplug import functional, reference
-from normplug._ops.spec import LayerNormSpec, Tensors
+from normplug._ops.row_norms import LayerNormSpec
+from normplug._ops.spec import Tensors
 from normplug.modules.base import as_number
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.row_norm import RowNorm

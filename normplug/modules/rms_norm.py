@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from normplug import functional, reference
-from normplug._ops.spec import LayerNormSpec
+from normplug._ops.row_norms import LayerNormSpec
 from normplug._torch import RMS_NORM_AUTOCASTS
 from normplug.modules.base import as_number
 from normplug.modules.row_norm import RowNorm

@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from normplug import functional, native
+from normplug import native
 from normplug._ops import likely, nested
-from normplug._ops.spec import LayerNormSpec, Tensors
+from normplug._ops.call import call
+from normplug._ops.row_norms import LayerNormSpec
+from normplug._ops.spec import Tensors
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.watched import WatchedRows
 
@@ -71,7 +73,7 @@ class RowNorm(WatchedRows):
         caller = f"functional.{add}{self._function}"
         # A subclass may override `_normalise`; C++ would then bypass its version.
         plain = type(self)._normalise is RowNorm._normalise
-        y = functional.carry_out(caller, t, spec, backend, isolated=self._channels_first)
+        y = call(caller, t, spec, backend, isolated=self._channels_first)
         if plain and not torch.compiler.is_compiling():
             native.learn(self, spec, backend, t, t.x, t.residual, t.input_bias)
         return y

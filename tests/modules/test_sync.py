@@ -15,7 +15,7 @@ import normplug
 import sync_cases
 from accuracy import assert_no_worse, assert_same_bits
 from normplug import SyncBatchNorm, plan, set_mode, swap, target_variance, unswap
-from normplug._ops.batch_norm import peers
+from normplug._ops import peers
 from normplug.lightning import SwapNorms, SyncNorms
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 from sync_cases import CHANNELS, Case, ran

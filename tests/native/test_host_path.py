@@ -32,7 +32,9 @@ from accuracy import assert_same_bits
 from calls import case_id
 from normplug import functional, native
 from normplug._kernels.launch import Launch
-from normplug._ops.spec import LayerNormSpec, Tensors
+from normplug._ops import call as calls
+from normplug._ops.row_norms import LayerNormSpec
+from normplug._ops.spec import Tensors
 from normplug.modules.probe import Probe, averages
 from pool_cases import PoolCase
 from routes import both_ways, is_cpp
@@ -634,7 +636,7 @@ def test_a_forked_process_can_go_on():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# The cache of calls. Without a GPU, only these tests look calls up in it.
+# The cache of calls.
 
 SPEC = LayerNormSpec((6,), 0.1, 1e-5, 1.0, None, "float32")
 ROWS = Tensors(X, None, WEIGHT, BIAS)
@@ -679,7 +681,7 @@ def cached():
     """A plan's bound call, which is the only one in the cache."""
     native.start()
     native.forget()
-    bound = routes.kernels_of("layer_norm").bind(ROWS, SPEC)
+    bound = calls.choose("test", ROWS, SPEC, "triton").run
     assert native.call(SPEC, "triton", ROWS) is None
     native.keep(SPEC, "triton", ROWS, bound)
     yield bound
@@ -785,7 +787,7 @@ def test_only_y_of_a_norm_in_cpp_can_be_recomputed():
         native.recompute(node)
 
 
-# Calls of modules, which C++ stores on CUDA only.
+# Calls of modules.
 
 A_LAYER_NORM = partial(normplug.LayerNorm, 6, backend="triton")
 AN_RMS_NORM = partial(normplug.RMSNorm, 6, backend="triton")
@@ -800,14 +802,6 @@ MAKERS += [partial(normplug.GroupNorm, 2, 6, backend="triton")]
 MAKERS += [partial(normplug.BatchNorm1d, 6, backend="triton")]
 
 
-@pytest.fixture
-def stores_calls(monkeypatch):
-    def is_cuda_or(value, name, *default):
-        return True if name == "is_cuda" else getattr(value, name, *default)
-
-    monkeypatch.setattr(functional.calls, "getattr", is_cuda_or, raising=False)
-
-
 def is_stored(layer):
     others = {normplug.BatchNorm1d: (None, None, False), normplug.GroupNorm: (None,)}
     return native.forward(layer, X, None, None, *others.get(type(layer), ())) is not None
@@ -815,7 +809,7 @@ def is_stored(layer):
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_module_call_is_stored_for_layers_with_the_same_settings(make, stores_calls):
+def test_a_module_call_is_stored_for_layers_with_the_same_settings(make):
     layer = make()
     for _ in range(2):
         layer(X)
@@ -833,7 +827,7 @@ def test_a_module_call_is_stored_for_layers_with_the_same_settings(make, stores_
         assert not is_stored(computed)
 
 
-def test_a_module_call_with_a_tensor_among_its_settings_is_not_stored(stores_calls):
+def test_a_module_call_with_a_tensor_among_its_settings_is_not_stored():
     layer, stock = normplug.BatchNorm1d(6, backend="triton"), nn.BatchNorm1d(6)
     for each in (layer, stock):
         each.eps, each.momentum = torch.tensor(0.5), torch.tensor(0.3)

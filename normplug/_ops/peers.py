@@ -73,6 +73,16 @@ class Peers:
             )
 
 
+def most_channels() -> int:
+    """The most channels of a layer whose statistics the kernels exchange."""
+    from normplug._kernels.batch_norm.exchange import CHANNELS
+
+    return CHANNELS.value
+
+
+# What `torch.compiler.assume_constant_result` does, which would import the whole compiler.
+most_channels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 _numbered: list[Peers | None] = [None]
 
 
@@ -87,7 +97,6 @@ def number_of(group: str, device: torch.device) -> int:
     return 0 if peers is None else peers.number
 
 
-# What `torch.compiler.assume_constant_result` does, which would import the whole compiler.
 number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
