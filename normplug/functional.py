@@ -218,7 +218,9 @@ def layer_norm(
     t = Tensors(
         input, None, weight, bias, input_bias, running_mean, running_var, num_batches_tracked
     )
-    tv, shape = target_variance(mode), _row_shape(caller, normalized_shape)
+    tv, shape = target_variance(mode), normalized_shape
+    if type(shape) is not tuple:
+        shape = _row_shape(caller, shape)
     spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(input), autocast_output)
     return call(caller, t, spec, backend)
 
@@ -279,7 +281,9 @@ def add_layer_norm(
     """
     caller = "functional.add_layer_norm"
     t = Tensors(x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
-    tv, shape = target_variance(mode), _row_shape(caller, normalized_shape)
+    tv, shape = target_variance(mode), normalized_shape
+    if type(shape) is not tuple:
+        shape = _row_shape(caller, shape)
     spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(x), autocast_output)
     return call(caller, t, spec, backend)
 
@@ -617,7 +621,9 @@ def _spec(
     autocast_output: str,
     weight_offset: float,
 ) -> LayerNormSpec:
-    tv, shape = target_variance(mode), _row_shape(caller, normalized_shape)
+    tv, shape = target_variance(mode), normalized_shape
+    if type(shape) is not tuple:
+        shape = _row_shape(caller, shape)
     _checks.autocast_output(caller, autocast_output)  # before the next line reads it
     autocast = autocast_of_rms_norm(x, autocast_output)
     return LayerNormSpec(shape, momentum, eps, tv, autocast, autocast_output, False, weight_offset)

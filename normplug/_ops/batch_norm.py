@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _activations, _checks, native
@@ -121,11 +120,10 @@ class BatchNormSpec(NamedTuple):
         momentum: float,
     ) -> Tensor:
         """ATen's operator; `torch.nn.functional.batch_norm` would refuse an eps of 0."""
-        x, bias, eps = t.x, t.bias, self.eps
+        x, bias, eps, cudnn = t.x, t.bias, self.eps, torch.backends.cudnn.enabled
         if self.instance:  # it is contiguous, and takes statistics of any dtype
-            y = F.instance_norm(x, mean, var, weight, bias, False, 0.0, eps)
+            y = torch.instance_norm(x, weight, bias, mean, var, False, 0.0, eps, cudnn)
         else:
-            cudnn = torch.backends.cudnn.enabled
             y = torch.batch_norm(x, weight, bias, mean, var, self.training, momentum, eps, cudnn)
         return stock.realigned(y)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from normplug import _checks, native
 from normplug._ops import eligible, nested, sharded
@@ -56,24 +57,38 @@ def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = F
     """
     key: tuple[Any, ...] = ()
     if not torch.compiler.is_compiling():
-        if (found := native.call(spec, backend, t)) is not None:
-            return found
+        if native._extension is not None:
+            found = native.call(spec, backend, t)
+            if found is not None:
+                return found
         if not interposed():
             key = key_of(t, spec, backend)
-            if (run := _find(key)) is not None:
-                native.keep(spec, backend, t, run)
+            try:
+                run = _stored.get(key)
+            except TypeError:  # an unhashable setting, which the checks will refuse
+                run = None
+            if run is not None:
+                if native._extension is not None:
+                    native.keep(spec, backend, t, run)
                 return run(t)
+    return _new_call(caller, t, spec, backend, isolated, key)
+
+
+def _new_call(
+    caller: str, t: Tensors, spec: Any, backend: Any, isolated: bool, key: tuple[Any, ...]
+) -> Any:
+    """Check a call, choose how to run it, run it, and store that; arguments as in `choose`."""
     spec.check(caller, t)
+    if isinstance(backend, Explained):
+        return _explanation(caller, t, spec, backend.backend)
 
     def again(t: Tensors) -> Any:
         return call(caller, t, spec, backend, isolated=isolated)
 
-    if sharded.is_sharded(t.x):  # a DTensor: make the same call on this process's own shard
+    if type(t.x) is not Tensor and sharded.is_sharded(t.x):
         return sharded.run(caller, t, spec.free_dims(t), again)
-    if nested.is_strided(t.x):
+    if t.x.is_nested and nested.is_strided(t.x):
         return nested.run(t, spec.normalized_shape, again)
-    if isinstance(backend, Explained):
-        return _explanation(caller, choose(caller, t, spec, backend.backend, isolated))
     way = choose(caller, t, spec, backend, isolated, key)
     _checks.devices(caller, t.x, **others(t))
     result = way.run(way.t)
@@ -135,15 +150,16 @@ def key_of(t: Tensors, spec: Hashable, backend: Hashable) -> tuple[Any, ...]:
 
     () if an argument has no shape: a nested tensor, or not a tensor, which the checks refuse.
     """
-    # In one expression: this runs before every call.
+    key = [backend, spec]
     try:
-        kinds = [
-            None if a is None else (a.shape, a.stride(), a.dtype, a.device, type(a), a.is_neg())
-            for a in t
-        ]
+        for a in t:
+            if a is None:
+                key.append(None)
+            else:
+                key.append((a.shape, a.stride(), a.dtype, a.device, type(a), a.is_neg()))
     except (AttributeError, RuntimeError):
         return ()
-    return (backend, spec, *kinds)
+    return tuple(key)
 
 
 def made_once(key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -> Any:
@@ -155,13 +171,6 @@ def made_once(key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -
     return value
 
 
-def _find(key: tuple[Any, ...]) -> Any:
-    try:
-        return _stored.get(key)
-    except TypeError:  # an unhashable setting, which the checks will refuse
-        return None
-
-
 def _store(key: tuple[Any, ...], value: Any) -> None:
     if len(_stored) >= _MOST:
         _stored.clear()
@@ -169,11 +178,18 @@ def _store(key: tuple[Any, ...], value: Any) -> None:
     _stored[key] = value
 
 
-def _explanation(caller: str, way: Way) -> str:
+def _explanation(caller: str, t: Tensors, spec: Any, backend: str) -> str:
+    """A sentence on how a checked call would run."""
     name = caller.removeprefix("functional.")
+    if sharded.is_sharded(t.x):
+        return f"{name}: on each process's own shard; explain a call with x.to_local()"
+    if nested.is_strided(t.x):
+        return f"{name}: on the rows of all components; explain a call with torch.cat(x.unbind())"
+    way = choose(caller, t, spec, backend)
     if way.plan is None:
         return f"{name}: PyTorch's kernels, as {way.why}"
     kernels = ", ".join(way.plan.kernels(way.t))
+    copied = "" if way.t is t else "copies to a layout that the kernels read, "
     status = native.status()
     host = "C++" if status.way == "C++" else f"Python, as {status.why}"
-    return f"{name}: {type(way.plan).__name__}, {kernels}, launched by {host}"
+    return f"{name}: {type(way.plan).__name__}, {copied}{kernels}, launched by {host}"

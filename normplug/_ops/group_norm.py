@@ -79,8 +79,10 @@ class GroupNormSpec(NamedTuple):
         if x.numel() == 0:
             return stock.empty_norm(x, weight, t.bias)
         momentum = 0.0 if self.momentum is None else self.momentum
-        statistics = (t.running_mean, t.running_var)
-        y = F.instance_norm(x, *statistics, weight, t.bias, True, momentum, self.eps)
+        y = torch.instance_norm(
+            x, weight, t.bias, t.running_mean, t.running_var, True, momentum, self.eps,
+            torch.backends.cudnn.enabled,
+        )  # fmt: skip
         return stock.realigned(y)
 
     def _group_norm(self, t: Tensors) -> Tensor:
@@ -91,7 +93,7 @@ class GroupNormSpec(NamedTuple):
         if self.target_variance != 1.0:
             dtype = x.dtype if bias is None else bias.dtype
             weight = stock.scaled(weight, self.target_variance, (x.shape[1],), dtype, x.device)
-        y = F.group_norm(x, self.groups, weight, bias, self.eps)
+        y = torch.group_norm(x, self.groups, weight, bias, self.eps, torch.backends.cudnn.enabled)
         if t.running_mean is not None and x.numel() > 0:
             self._watch(t)
         if autocast is None:

@@ -33,7 +33,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 Needs = tuple[bool, ...]  # which of these to compute
 _INPUTS = 5
 BLANKS = [None] * (len(SLOTS) - len(Tensors._fields))
-_DY, _DTOTAL = SLOT["dy"], SLOT["dtotal"]
+_Y, _TOTAL, _DY, _DTOTAL = (SLOT[name] for name in ("y", "total", "dy", "dtotal"))
 
 
 class BasePlan:
@@ -125,7 +125,7 @@ class Plan(BasePlan, ABC):
     def kernels(self, t: Tensors) -> list[str]:
         """The name and the number of warps of each kernel that a forward launches."""
         jobs = self.forward_program(t, torch.is_grad_enabled()).jobs(self.acc)
-        return [f"{job.kernel.__name__} of {job.options['num_warps']} warps" for job in jobs]
+        return [f"{job.kernel.__name__} with num_warps={job.options['num_warps']}" for job in jobs]
 
     @abstractmethod
     def forward_program(self, t: Tensors, keep: bool) -> Program:
@@ -227,9 +227,10 @@ class Plan(BasePlan, ABC):
 
     def run(self, t: Tensors) -> Any:
         """Run a call, and record it for autograd if gradients are enabled."""
-        t = unwrapped(t)
-        if (result := native.run(self, t)) is not None:
-            return result
+        if unwrap_if_dead(t.x) is not t.x or t.residual is not None:
+            t = unwrapped(t)
+        if native._extension is not None:
+            return native.run(self, t)
         if self.gpu is not None and self.gpu != current_device_index():
             with torch.cuda.device(self.gpu):
                 return self.run(t)
@@ -247,12 +248,12 @@ class Plan(BasePlan, ABC):
 
     def forward(self, t: Tensors, keep: bool) -> tuple[Any, tuple[Any, ...]]:
         """The result, and the tensors to save if `keep`."""
-        program = self.forward_of(t, keep)
+        program = self._programs.get(keep) or self.forward_of(t, keep)
         slots = [*t, *BLANKS]
         program.run(slots, self.device, self.workspace)
-        results = program.results_of(slots)
-        saved = tuple([slots[slot] for slot in program.saved])
-        return (tuple(results) if self.has_total else results[0]), saved
+        saved = tuple(map(slots.__getitem__, program.saved)) if keep else ()
+        y = slots[_Y]
+        return ((y, slots[_TOTAL]) if self.has_total else y), saved
 
     def backward(
         self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs

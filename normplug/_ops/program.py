@@ -8,6 +8,7 @@ and names the slots of its results and of the tensors that the backward will nee
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import filterfalse
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -139,7 +140,8 @@ class Program:
             for launch, _, pick in self.steps:
                 launch(stream, *pick(slots))
         if self.updates:
-            increment_versions([slots[slot] for slot in self.updates])
+            updated = map(slots.__getitem__, self.updates)
+            increment_version(list(filterfalse(Tensor.is_inference, updated)))
 
     def jobs(self, accumulator: torch.dtype, after: int = 0) -> list[ahead.Job]:
         """The jobs that compile the kernels.
@@ -170,16 +172,6 @@ class Program:
             t if t is None or dtype is None else t.to(dtype)
             for t, dtype in ((slots[slot], dtype) for slot, dtype in self.results)
         ]
-
-
-def increment_versions(updated: Sequence[Tensor]) -> None:
-    """Tell autograd, by the version counters, that kernels have updated these tensors in place."""
-    increment_version([t for t in updated if not t.is_inference()])
-
-
-def layout_of(t: Tensor) -> Layout:
-    """The layout of a tensor."""
-    return t.shape, t.stride(), t.dtype
 
 
 def named(t: Tensors) -> dict[str, Tensor]:

@@ -50,12 +50,12 @@ def promoted(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Cast all three to their common dtype, since not every device's kernel mixes dtypes."""
     dtype = h.dtype
-    for affine in (weight, bias):
-        # Only if they differ: torch.export of torch 2.6 cannot save a graph with `promote_types`.
-        if affine is not None and affine.dtype != dtype:
-            dtype = torch.promote_types(dtype, affine.dtype)
-    if dtype == h.dtype and (weight is None or weight.dtype == dtype):
-        return h, weight, None if bias is None else bias.to(dtype)
+    # Only if they differ: torch.export of torch 2.6 cannot save a graph with `promote_types`.
+    others = [v.dtype for v in (weight, bias) if v is not None and v.dtype != dtype]
+    if not others:
+        return h, weight, bias
+    for other in others:
+        dtype = torch.promote_types(dtype, other)
     return (
         h.to(dtype),
         None if weight is None else weight.to(dtype),
