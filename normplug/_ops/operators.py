@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from normplug import native
 from normplug._ops.call import plan_of
 from normplug._ops.spec import Tensors
 
@@ -71,11 +70,6 @@ class NormOperators:
         self._states = len(state)
         self.forward = self._define(f"{name}_forward", forward, self._forward)
         self.backward = self._define(f"{name}_backward", backward, self._backward)
-        # Once loaded, C++ implements these two, and falls back to Python under other names.
-        self._define(f"{name}_forward_python", forward, self._forward)
-        self._define(f"{name}_backward_python", backward, self._backward)
-        native.when_loaded(partial(native.implement, f"{name}_forward", True, len(state)))
-        native.when_loaded(partial(native.implement, f"{name}_backward", False, len(state)))
         torch.library.register_fake(self.forward._name, self._fake_forward, lib=_library)
         torch.library.register_fake(self.backward._name, self._fake_backward, lib=_library)
         apply = partial(_Differentiable.apply, self)
@@ -91,8 +85,9 @@ class NormOperators:
 
     def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         t, spec = Tensors(*arguments[:_TENSORS]), self.spec(*arguments[_TENSORS:])
-        plan, t = self._plan_of(t, spec)
-        result, saved = plan.forward(t, True)
+        plan, t = plan_of(t, spec)
+        with torch.cuda.device_of(t.x):
+            result, saved = plan.forward(t, True)
         results, state = result if self.has_total else (result,), saved[_INPUTS:]
         none = t.x.new_empty(0, dtype=torch.uint8)
         return (*results, *(none if each is None else each for each in state))
@@ -105,10 +100,11 @@ class NormOperators:
         # The residual is saved only if the backward reads it; otherwise x is its placeholder.
         is_placeholder = has_residual and residual is None
         t = Tensors(x, x if is_placeholder else residual, *vectors)
-        plan, t = self._plan_of(t, spec)
+        plan, t = plan_of(t, spec)
         found = (None if each.numel() == 0 else each for each in state)
         saved = (t.x, None if is_placeholder else t.residual, *vectors, *found)
-        gradients = plan.backward(saved, dy, dtotal, tuple(needs))
+        with torch.cuda.device_of(t.x):
+            gradients = plan.backward(saved, dy, dtotal, tuple(needs))
         return tuple(x.new_empty(0) if g is None else g for g in gradients)
 
     def _fake_backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> Any:
@@ -119,13 +115,6 @@ class NormOperators:
             torch.empty_like(t) if need and t is not None else x.new_empty(0)
             for t, need in zip(like, needs, strict=True)
         )
-
-    @staticmethod
-    def _plan_of(t: Tensors, spec: Any) -> tuple[Any, Tensors]:
-        plan, ready = plan_of(t, spec)
-        if ready is t:  # no tensor was copied, so C++ can run such calls by the plan
-            native.note(plan)
-        return plan, ready
 
     def _parts(self, arguments: Sequence[Any]) -> tuple[Any, Any, bool, Any, Sequence[bool]]:
         """Inputs, state, has_residual, spec and needs of a backward."""

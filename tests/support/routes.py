@@ -34,7 +34,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_stored", {})
     # Disable the C++ path: its own cache would mix these calls with those before and after.
     native.forget()
-    for name in ("call", "keep", "forward", "learn", "note"):
+    for name in ("call", "keep", "forward", "learn"):
         monkeypatch.setattr(native, name, lambda *arguments: None)
 
 
