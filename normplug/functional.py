@@ -67,7 +67,7 @@ def batch_norm(
         input: (N, C) or (N, C, *space); float16, bfloat16, float32 or float64. The kernels read
             contiguous and channels_last tensors (of any number of dimensions) without a copy, and
             copy tensors with other strides once. They also copy dy and `residual` once if their
-            layout differs from that of `input`.
+            layout differs from `input`'s.
         running_mean: (C,), updated in place in training, or None.
         running_var: (C,), updated in place in training, or None.
         weight: (C,), or None for ones. May be float32 if `input` is half precision.
@@ -163,7 +163,7 @@ def layer_norm(
 
         y = weight * sqrt(tv) * (h - mean) / sqrt(var + eps) + bias        h = input + input_bias
 
-    mean and biased var are those of the row. The running statistics, if given, are for monitoring
+    mean and biased var belong to the row. The running statistics, if given, are for monitoring
     only: they are updated with the averages over rows of mean and var, and no result depends on
     them. An empty batch leaves them unchanged.
 
@@ -248,7 +248,7 @@ def add_layer_norm(
     Args:
         x: (*rows, *normalized_shape), a block's output.
         residual: shaped like `x`: the stream that `x` is added to. If the rows of both have two
-            strides, the kernels copy `residual` unless its layout is that of `x`.
+            strides, the kernels copy `residual` unless it is laid out as `x`.
         normalized_shape: as in `layer_norm`.
         weight: as in `layer_norm`.
         bias: as in `layer_norm`.
@@ -433,7 +433,7 @@ def group_norm(
 
         y = activation(weight * sqrt(tv) * (input - mean) / sqrt(var + eps) + bias)
 
-    The C channels form `num_groups` groups of adjacent channels. mean and biased var are those of
+    The C channels form `num_groups` groups of adjacent channels. mean and biased var belong to
     a group of one sample, over its channels and space, both in training and in evaluation.
 
     Args:
@@ -500,7 +500,7 @@ def instance_norm(
 
         y = activation(weight * sqrt(tv) * (input - mean) / sqrt(var + eps) + bias)
 
-    With `use_input_stats`, mean and biased var are those of a channel of one sample. The running
+    With `use_input_stats`, mean and biased var belong to a channel of one sample. The running
     statistics, if given, are updated with the averages over samples of mean and *unbiased*
     variance, as in `torch.nn.functional.instance_norm`. Otherwise mean and var are the running
     statistics, as in `batch_norm` in evaluation. An empty batch leaves the running statistics
@@ -530,8 +530,8 @@ def instance_norm(
         TypeError: as in `group_norm`.
         NotImplementedError: as in `group_norm`.
 
-    Precision and gradients are those of `group_norm` with one group per channel, except that the
-    torch backend does not promote: PyTorch accepts float32 parameters with a half `input`.
+    Precision and gradients: see `group_norm`, with one group per channel. But the torch backend
+    does not promote, since PyTorch accepts float32 parameters with a half `input`.
 
     Examples:
         >>> import torch

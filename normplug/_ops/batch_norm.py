@@ -46,7 +46,7 @@ class BatchNormSpec(NamedTuple):
     instance: bool = False
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
-        """In evaluation, all dimensions but that of the channels; with pooling, the samples."""
+        """In evaluation, all dimensions but the channels; with pooling, the samples."""
         if self.training:
             return ()
         return (0,) if self.pool is not None else channel_dims(t.x)
@@ -493,30 +493,26 @@ def likely_plans(
         yield BatchNormPlan(other, its), other
 
 
-def _statistics_program(x: Tensor) -> Program:
-    """The program of stats: mean and biased variance of the channels of a dense x."""
-    from normplug._kernels.batch_norm import launches, schedule
-
-    geometry = schedule.geometry(*shape_of(x), 1, *machine_of(x))
-    flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True)
-    launch = launches.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
-    return Program(
-        {"x": x},
-        empties={"stats": ((2 * x.shape[1],), (1,), accumulator_dtype(x.dtype))},
-        launches=[(launch, {})],
-        results=[Result(SLOT["stats"])],
-        scratch=launches.scratch(geometry),
-    )
-
-
 class StatisticsPlan(BasePlan):
-    """The plan of `channel_stats` for a dense x."""
+    """The launch of `channel_stats` for a dense x: mean and biased variance of its channels."""
 
     state = ()
 
     def __init__(self, t: Tensors) -> None:
+        from normplug._kernels.batch_norm import launches, schedule
+
         super().__init__(t, None)
-        self._program = _statistics_program(t.x)
+        x = t.x
+        geometry = schedule.geometry(*shape_of(x), 1, *machine_of(x))
+        flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True)
+        launch = launches.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
+        self._program = Program(
+            {"x": x},
+            empties={"stats": ((2 * x.shape[1],), (1,), accumulator_dtype(x.dtype))},
+            launches=[(launch, {})],
+            results=[Result(SLOT["stats"])],
+            scratch=launches.scratch(geometry),
+        )
 
     def forward_of(self, t: Sequence[Tensor | None], keep: bool) -> Program:
         """The program, whatever the arguments. The host path in C++ calls this by name."""

@@ -94,7 +94,7 @@ def batch_norm(
 def _by_kernels(
     t: Tensors, spec: BatchNormSpec, backend: str, others: Any, measured: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """As `batch_norm`, by kernels that exchange the statistics themselves; None if they cannot.
+    """Y and variance by kernels that exchange the statistics; None if they cannot run.
 
     others: the `Peers`, or for a compiler their number.
     """

@@ -77,7 +77,7 @@ def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = F
 def _new_call(
     caller: str, t: Tensors, spec: Any, backend: Any, isolated: bool, key: tuple[Any, ...]
 ) -> Any:
-    """Check a call, choose how to run it, run it, and store that; arguments as in `choose`."""
+    """Check a call, choose how to run it, run it, and store that: see `call` and `choose`."""
     spec.check(caller, t)
     if isinstance(backend, Explained):
         return _explanation(caller, t, spec, backend.backend)
@@ -105,7 +105,7 @@ def choose(
     isolated: bool = False,
     key: tuple[Any, ...] = (),
 ) -> Way:
-    """Choose how a checked call runs; arguments as in `call`.
+    """Choose how a checked call runs. The arguments are explained in `call`.
 
     key: the key of the call, if it is known.
 

@@ -25,7 +25,7 @@ from normplug.reference import accumulator_dtype
 class GroupNormSpec(NamedTuple):
     """The non-tensor arguments of a GroupNorm call, or an InstanceNorm's: a group per channel.
 
-    autocast, autocast_output: as in `LayerNormSpec`.
+    autocast, autocast_output: see `LayerNormSpec`.
     momentum: of the running statistics, if the call updates any. No kernel depends on it.
     instance: whether it is an InstanceNorm, whose running statistics have a value per channel.
     """

@@ -229,8 +229,8 @@ class Plan(BasePlan, ABC):
         """Run a call, and record it for autograd if gradients are enabled."""
         if unwrap_if_dead(t.x) is not t.x or t.residual is not None:
             t = unwrapped(t)
-        if native._extension is not None:
-            return native.run(self, t)
+        if native._extension is not None and (result := native.run(self, t)) is not None:
+            return result
         if self.gpu is not None and self.gpu != current_device_index():
             with torch.cuda.device(self.gpu):
                 return self.run(t)
@@ -239,7 +239,7 @@ class Plan(BasePlan, ABC):
         return _apply(*t[:_INPUTS], (self, t, None))
 
     def run_with_state(self, t: Tensors) -> tuple[Any, Sequence[Any]]:
-        """As `run`, but always in Python. Also return the tensors that `state` names."""
+        """Run a call in Python; return the result, and the tensors that `state` names."""
         if self.gpu is not None and self.gpu != current_device_index():
             with torch.cuda.device(self.gpu):
                 return self.run_with_state(t)
@@ -271,7 +271,7 @@ class Plan(BasePlan, ABC):
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
     ) -> Gradients:
-        """As `backward`, by torch operations, which autograd can differentiate again."""
+        """The gradients by torch operations, which autograd can differentiate again."""
         with torch.autocast(dy.device.type, enabled=False):
             gradients = differentiable_gradients(*self.composed(saved, dy), needs)
         dx, dresidual, dweight, dbias, dinput_bias = gradients

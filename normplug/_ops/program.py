@@ -156,7 +156,7 @@ class Program:
         ]
 
     def expect(self, accumulator: torch.dtype, after: int = 0) -> bool:
-        """Have worker processes compile the kernels; arguments as in `jobs`.
+        """Have worker processes compile the kernels; the arguments of `jobs`.
 
         Returns:
             Whether any of them is being compiled.

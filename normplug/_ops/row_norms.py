@@ -50,7 +50,7 @@ class LayerNormSpec(NamedTuple):
     rounding: where an RMSNorm rounds. None: where `torch.rms_norm` does. "output": once, at the
         end, to the dtype of the input; in torch 2.6 `torch.rms_norm` also rounds half-precision
         intermediates. "input" and "weight": first x / rms * sqrt(tv), to the dtype of the input,
-        or to that of the weight if it is half; then the product with the weight, to the dtype
+        or to the weight's dtype if it is half; then the product with the weight, to the dtype
         that the two promote to.
     """
 
@@ -65,7 +65,7 @@ class LayerNormSpec(NamedTuple):
     rounding: str | None = None
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
-        """The dimensions of the rows. Watched statistics are then those of a part."""
+        """The dimensions of the rows. Watched statistics then describe a part."""
         return tuple(range(t.x.dim() - len(self.normalized_shape)))
 
     def eps_of(self, total: torch.dtype) -> float:
@@ -177,7 +177,7 @@ class LayerNormSpec(NamedTuple):
         return
 
     def laid_out(self, t: Tensors) -> tuple[Tensors, LayerNormSpec]:
-        """The call with dense rows, where one launch can read those of x and of the residual."""
+        """The call with dense rows, where one launch can read the rows of x and of the residual."""
         from normplug._ops.spacing import spacing_after
 
         row_dims, width = len(self.normalized_shape), math.prod(self.normalized_shape)
@@ -270,7 +270,7 @@ def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> 
         weight = weight.to(acc)
         weight = weight + spec.weight_offset if spec.weight_offset else weight
     if root != 1.0:
-        # With no rounding in between, the bits are those of a stock layer with this weight.
+        # With no rounding in between, the bits equal a stock layer's with this weight.
         if weight is None or rounded not in (None, acc):
             y = y * root
         else:
@@ -513,8 +513,8 @@ class LayerNormPlan(Plan):
         """Plans for a layer that is called as `call`, each with its tensors, if t came first.
 
         Under autocast the branches of a model have its dtype. The stream that they are added to has
-        the dtype of x, or that of the branches from the first norm on. The latter holds for all
-        sums if the first norm is that of a sum.
+        the dtype of x, or from the first norm on the branches' dtype. The latter holds for all
+        sums if the first norm follows a sum.
         """
         from normplug._kernels.layer_norm.launches import Levels
 

@@ -67,7 +67,7 @@ def realigned(y: Tensor) -> Tensor:
     """Return y, which takes its gradient in its own strides if it is on the CPU.
 
     Where a dimension has size 1, PyTorch's CPU kernels (2.6 to 2.15) mistake the strides of one
-    memory format for those of another, and return wrong gradients.
+    memory format for another's, and return wrong gradients.
     """
     if torch.compiler.is_compiling() or interposed():  # before its sizes are read
         return y
