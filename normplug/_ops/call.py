@@ -93,7 +93,8 @@ def _new_call(
     _checks.devices(caller, t.x, **others(t))
     result = way.run(way.t)
     if key:
-        _store(key, way.run if way.t is t else lambda t: way.run(way.spec.laid_out(t)[0]))
+        run, laid_out = way.run, way.spec.laid_out  # not `way`, which has tensors
+        _store(key, run if way.t is t else lambda t: run(laid_out(t)[0]))
     return result
 
 
@@ -121,7 +122,8 @@ def choose(
     if why is not None and (parts := spec.apart()) is not None:
         norm, rest = parts  # there may be kernels for the norm alone
         way = choose(caller, t, norm, backend, isolated)
-        return way._replace(run=lambda t: rest(way.run(t)))
+        run = way.run
+        return way._replace(run=lambda t: rest(run(t)))
     if why is not None:
         if backend == "triton":
             raise _checks.no_kernel(caller, why)

@@ -5,6 +5,7 @@ Refusals, derivatives, what is saved for the backward, and the operators that co
 
 import copy
 import dataclasses
+import gc
 import sys
 
 import pytest
@@ -342,3 +343,14 @@ def test_a_call_by_the_kernels_makes_its_key_once_and_a_known_one_is_short(norm,
         known = profiled()
     assert known.count("key_of") == 1
     assert len(known) - known.count("__init__") <= 12  # a workspace is kept on a GPU
+
+
+@pytest.mark.parametrize("pool", [None, routes.Pool((2, 2), (2, 2), (0, 0), False)])
+def test_a_stored_call_keeps_no_tensor_alive(pool, monkeypatch):
+    routes.forget(monkeypatch)
+    x = torch.randn(2, 3, 4, 10)[..., ::2]  # the kernels read a copy of it
+    for _ in range(2):
+        batch_norm(x) if pool is None else routes.batch_norm(x, pool=pool)
+    gc.collect()
+    tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor)
+    assert [each is x for each in tensors if each.shape == x.shape] == [True]
