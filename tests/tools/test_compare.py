@@ -526,7 +526,7 @@ def test_a_wrong_value_is_one_line_and_the_other_runs_are_compared(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (100_000 * "[" + 100_000 * "]", "its JSON is nested too deeply"),
+        (100_000 * "[" + 100_000 * "]", "it is not JSON: "),
         ('{"seed": ' + 5000 * "9" + "}", "it is not JSON: "),
         ("[]", "it is not a JSON object"),
         ("\x00", "it is not JSON: "),
