@@ -313,6 +313,30 @@ class Group:
         family = [name for name in same if f"{name}-".startswith(f"{self.reference}-")]
         return min(family, key=len, default=self.reference)
 
+    @cached_property
+    def variances(self) -> tuple[dict[str, Variance], list[str]]:
+        """The mean variances of each arm that has any, and notes on what is missing."""
+        found: dict[str, list[Variance]] = {}
+        notes, absent = [], []
+        for run in self.finished.sort_values("seed").itertuples():
+            if run.variances is None:
+                absent.append(f"{label(run.arm)} seed {run.seed}")
+                continue
+            try:
+                found.setdefault(run.arm, []).append(read_variance(run.variances))
+            except (OSError, KeyError, TypeError, ValueError) as error:
+                why = " ".join(str(error).split())[:LONGEST]
+                notes.append(
+                    f"{label(run.arm)}, seed {run.seed}: variance.csv cannot be read: {why}"
+                )
+        means = {arm: mean_variance(found[arm]) for arm in self.arms if found.get(arm)}
+        means = {arm: mean for arm, mean in means.items() if not mean.table.empty}
+        if not means:
+            notes.append("no variance plots: no finished run has a variance.csv")
+        elif absent:
+            notes.append(f"no variance.csv, so not in those plots: {', '.join(absent)}")
+        return means, notes
+
     def wide(self, field: str) -> pd.DataFrame:
         """A column of the finished runs as a table: a row a seed, a column an arm."""
         found = self.finished.pivot(index="seed", columns="arm", values=field)
@@ -345,28 +369,6 @@ class Variance(NamedTuple):
     table: pd.DataFrame  # a row a logged step; columns (quantity, depth); NaN: nothing was logged
     kinds: Mapping[str, int]  # how many norms of each class
     runs: int = 1
-
-
-def gather_variance(group: Group) -> tuple[dict[str, Variance], list[str]]:
-    """The mean variances of each arm that has any, and notes on what is missing."""
-    found: dict[str, list[Variance]] = {}
-    notes, absent = [], []
-    for run in group.finished.sort_values("seed").itertuples():
-        if run.variances is None:
-            absent.append(f"{label(run.arm)} seed {run.seed}")
-            continue
-        try:
-            found.setdefault(run.arm, []).append(read_variance(run.variances))
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            why = " ".join(str(error).split())[:LONGEST]
-            notes.append(f"{label(run.arm)}, seed {run.seed}: variance.csv cannot be read: {why}")
-    means = {arm: mean_variance(found[arm]) for arm in group.arms if found.get(arm)}
-    shared = {arm: mean for arm, mean in means.items() if not mean.table.empty}
-    if not shared:
-        notes.append("no variance plots: no finished run has a variance.csv")
-    elif absent:
-        notes.append(f"no variance.csv, so not in those plots: {', '.join(absent)}")
-    return shared, notes
 
 
 def read_variance(variances: Path | Mapping[str, Any]) -> Variance:
