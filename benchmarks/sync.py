@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -25,7 +23,7 @@ import normplug
 from normplug._results import stamp
 from normplug.bench.models import Arm, Change, make_step
 from normplug.bench.rows import Row, add_to_file
-from normplug.bench.timing import Call, at_rest, spread
+from normplug.bench.timing import Call, at_rest, ready, spread
 
 MODE, MODEL = "standard", "resnet50"
 _alone = partial(normplug.swap, mode=MODE)
@@ -123,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         dist.init_process_group("gloo")
     try:
-        if device.type == "cuda" and os.environ["LOCAL_RANK"] == "0":
-            subprocess.run([sys.executable, "-m", "normplug.native", "build"])
+        if os.environ["LOCAL_RANK"] == "0":
+            ready(device.type)
         dist.barrier()  # the other processes of a host load the same file
         for batch in a.batch:
             rows = list(measure(batch, a.size, a.warm_ups, a.rounds, a.turn, device))
@@ -133,8 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for row in rows:
                 print(f"batch {batch} a process | {row['arm']} {row['ms']:.2f} ms", flush=True)
             print(normplug.native.status(), flush=True)  # how the batches were joined
-            if a.json:
-                add_to_file(a.json, rows)
+            add_to_file(a.json, rows)
     finally:
         dist.destroy_process_group()
 

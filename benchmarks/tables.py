@@ -145,28 +145,17 @@ def _steps(rows: Sequence[Row]) -> list[str]:
 
 def _profile(rows: Sequence[Row]) -> str:
     """A line for each arm, with the speed of its kernels over those of each peer."""
-    groups = list(dict.fromkeys(group for row in rows for group in row["groups_ms"]))
-    totals = {
-        (row["model"], row["batch"], row["arm"]): sum(row["groups_ms"].values()) for row in rows
-    }
-    peers = [peer for peer in PEERS if any(row["arm"] == peer for row in rows)]
-    lines = []
-    for row in rows:
-        total = totals[row["model"], row["batch"], row["arm"]]
-        over = (totals.get((row["model"], row["batch"], peer)) for peer in peers)
-        lines.append(
-            [
-                *(str(row[key]) for key in (*CASE, "arm")),
-                *(f"{row['groups_ms'][group]:.2f}" for group in groups),
-                f"{total:.2f}",
-                *(
-                    NOTHING if whole is None or peer == row["arm"] else f"{whole / total:.2f}x"
-                    for peer, whole in zip(peers, over, strict=True)
-                ),
-            ]
-        )
-    header = [*CASE, "arm", *groups, "all", *(f"over {peer}" for peer in peers)]
-    return show.markdown(header, lines, text=3)
+    case = ["model", "batch", "arm"]
+    wide = frame([{key: row[key] for key in case} | row["groups_ms"] for row in rows])
+    wide = wide.set_index(case)
+    wide["all"] = wide.sum(axis=1)
+    cells = wide.map("{:.2f}".format)
+    totals = wide["all"].unstack("arm")
+    for peer in [peer for peer in PEERS if peer in totals]:
+        speeds = totals.rdiv(totals[peer], axis=0).drop(columns=peer).stack()
+        cells[f"over {peer}"] = speeds.map("{:.2f}x".format)
+    lines = cells.astype(object).fillna(NOTHING).reset_index().astype(str).values.tolist()
+    return show.markdown([*case, *cells], lines, text=3)
 
 
 def _training(rows: Sequence[Row]) -> str:

@@ -76,12 +76,14 @@ def frame(rows: Sequence[Row]) -> Any:
     return pandas.DataFrame(rows)
 
 
-def add_to_file(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows to a JSON file, which is a list of rows, and created if there is none.
+def add_to_file(path: Path | None, rows: Iterable[Row]) -> None:
+    """Append rows to a JSON file, a list of rows, which is created if absent; None for no file.
 
     Raises:
         ValueError: the file is not a list of rows; it is left as it is.
     """
+    if path is None:
+        return
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     if not _are_rows(known):
         raise ValueError(f"{path} is not a list of rows. Write to another file.")
