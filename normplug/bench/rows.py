@@ -111,11 +111,13 @@ def read_file(path: Path) -> list[Row]:
         content = content.get("rows")
     if not _are_rows(content) or not content:
         raise ValueError(f"{path} has no rows of results.")
-    return [_medians({**facts, **row}) for row in content]
+    return [_as_today({**facts, **row}) for row in content]
 
 
-def _medians(row: Row) -> Row:
-    """The row with medians under the names of times, where an older file has the best."""
+def _as_today(row: Row) -> Row:
+    """The row with a shape as text, and medians where an older file has the best times."""
+    if isinstance(row.get("shape"), list):
+        row["shape"] = "x".join(map(str, row["shape"]))
     for key in [key for key in row if key.startswith("median_")]:
         name = key.removeprefix("median_")
         row[f"best_{name}"], row[name] = row[name], row.pop(key)
