@@ -205,6 +205,7 @@ def test_a_disk_that_fills_leaves_the_former_checkpoint_and_one_line(refuses, tr
     assert (run / LAST).read_bytes() == before
     assert result_of(run)["status"] == "failed"
     assert "resuming: after epoch 1" in trains(*SMALL, PLAIN, *more)
+    assert not (run / resume.FORMER).exists()
 
 
 def test_the_last_checkpoint_is_found_tested_and_the_best_one_kept(trains, tmp_path):
