@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn import functional
@@ -94,16 +95,6 @@ class FilePart(Dataset[Batch]):
 
 
 Part: TypeAlias = MemoryPart | FilePart
-
-
-class Shard(DistributedSampler[int]):
-    """The samples of one process, in a fixed order; unlike its base class, it repeats none."""
-
-    def __iter__(self) -> Any:
-        return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
 
 
 class Source(LightningDataModule, ABC):
@@ -234,7 +225,8 @@ class Source(LightningDataModule, ABC):
                     f"{longer} for {shards} processes. Use more data or fewer processes."
                 )
             batch_size = next(size for size in count(batch_size) if samples % size)
-        return self._loader(part, Shard(part, shards, shard), batch_size)
+        sampler = UnrepeatedDistributedSampler(part, num_replicas=shards, rank=shard, shuffle=False)
+        return self._loader(part, sampler, batch_size)
 
     def _loader(
         self, part: Part, sampler: DistributedSampler[int], size: int, *, drop_last: bool = False
@@ -375,11 +367,6 @@ class ImageData(Source):
             images = crop_and_flip(images, *self.augment, self._augmentation())
         # Lightning calls convert_input before this hook, too early: bf16-true skips uint8 images.
         return self.trainer.precision_plugin.convert_input(images), labels
-
-    def train_dataloader(self) -> DataLoader[Batch]:
-        """Return the loader of the training images; a second fit starts the streams again."""
-        self._stream = None
-        return super().train_dataloader()
 
     def _augmentation(self) -> torch.Generator:
         """Return the generator of this epoch, created at its first batch."""

@@ -6,9 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from normplug import _checks
-from normplug._torch import transforms_active
+from normplug._ops.sharded import is_sharded
+from normplug._torch import COMPILES_WRITES_TO_DTENSORS, transforms_active
 from normplug.modes import ModeLike
 from normplug.modules.base import TargetVarianceNorm
 
@@ -105,6 +107,8 @@ class WatchedRows(TargetVarianceNorm):
             if device.type == "meta" or not (weight is None or weight.device == device):
                 return None, None, None  # nothing to measure, or a call that the checks reject
             self._move_watched(device)
+        if is_compiling() and is_sharded(own["watched_var"]) and not COMPILES_WRITES_TO_DTENSORS:
+            return None, None, None
         return own.get("watched_mean"), own["watched_var"], own["watched_count"]
 
     def _move_watched(self, device: torch.device) -> None:
