@@ -448,8 +448,10 @@ def channel_statistics(part: Part) -> tuple[Tensor, Tensor]:
         first += pixels.sum((0, 2, 3))
         second += pixels.square().sum((0, 2, 3))
     count = part.inputs.numel() // 3
-    variance = (count * second - first.square()).double() / count**2  # also exact
-    return first.double() / count / 255, variance.sqrt() / 255
+    # In Python's integers, as those of 45,000 images exceed 64 bits.
+    sums = zip(first.tolist(), second.tolist(), strict=True)
+    variance = [(count * squares - total**2) / count**2 for total, squares in sums]
+    return first.double() / count / 255, torch.tensor(variance, dtype=torch.float64).sqrt() / 255
 
 
 class Digits(ImageData):

@@ -229,6 +229,12 @@ class TestPixels:
         mean, std = channel_statistics(MemoryPart(images, torch.zeros(2)))
         assert normalise(images, mean, std).abs().max() < 1e-12
 
+    def test_statistics_of_a_large_part_are_exact(self):
+        images = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
+        images = images.expand(2, 3, 128, 128).repeat(1400, 1, 1, 1)  # sums exceed 64 bits
+        mean, std = channel_statistics(MemoryPart(images, torch.zeros(2800)))
+        assert mean.tolist() == std.tolist() == [0.5] * 3
+
     def test_grey_digits_become_three_equal_channels_of_the_full_range(self):
         images = parts(Digits())[0].inputs
         assert images.shape[1:] == (3, 8, 8)
