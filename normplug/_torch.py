@@ -24,9 +24,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 T = TypeVar("T")
 
-# torch 2.9 and 2.10 do not compile a module that writes to a buffer which is a DTensor.
-COMPILES_WRITES_TO_DTENSORS = not torch.__version__.startswith(("2.9.", "2.10."))
-
 
 def _private(path: str, fallback: T) -> T:
     """Return the attribute of torch at the dotted `path`, or `fallback` if there is none."""
