@@ -6,8 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from normplug import _checks
+from normplug._ops.sharded import is_sharded
 from normplug._torch import transforms_active
 from normplug.modes import ModeLike
 from normplug.modules.base import TargetVarianceNorm
@@ -16,6 +18,8 @@ from normplug.modules.base import TargetVarianceNorm
 _START = {"watched_mean": 0, "watched_var": 1, "watched_count": 0}
 # Their names in the checkpoints and pickles of version 0.2.
 _EARLIER = ("running_mean", "running_var", "num_batches_tracked")
+# torch 2.9 and 2.10 do not compile a module that writes to a buffer which is a DTensor.
+_REFUSES_DTENSORS = torch.__version__.startswith(("2.9.", "2.10."))
 
 
 class WatchedRows(TargetVarianceNorm):
@@ -105,6 +109,8 @@ class WatchedRows(TargetVarianceNorm):
             if device.type == "meta" or not (weight is None or weight.device == device):
                 return None, None, None  # nothing to measure, or a call that the checks reject
             self._move_watched(device)
+        if _REFUSES_DTENSORS and is_compiling() and is_sharded(own["watched_var"]):
+            return None, None, None
         return own.get("watched_mean"), own["watched_var"], own["watched_count"]
 
     def _move_watched(self, device: torch.device) -> None:
