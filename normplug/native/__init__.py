@@ -214,9 +214,8 @@ def call(spec: Any, backend: Any, t: Any) -> Any:
 
 def keep(spec: Any, backend: Any, t: Any, bound: Any) -> None:
     """Store a call for `call` to run, if `bound` is the method `run` of a plan."""
-    plan = getattr(bound, "__self__", None)
-    if _extension is not None and plan is not None:
-        _extension.keep(spec, backend, t, _plan_of(_extension, plan))
+    if _extension is not None and getattr(bound, "__name__", "") == "run":
+        _extension.keep(spec, backend, t, _plan_of(_extension, bound.__self__))
 
 
 def forward(module: Any, *inputs: Any) -> Any:

@@ -769,8 +769,9 @@ def test_a_spec_that_cannot_be_hashed_is_not_cached(cached):
 
 def test_only_a_plans_bound_call_is_cached(cached):
     other = SPEC._replace(eps=1e-3)
-    native.keep(other, "triton", ROWS, lambda t: t)
-    assert native.call(other, "triton", ROWS) is None
+    for function in (lambda t: t, other.by_torch):
+        native.keep(other, "triton", ROWS, function)
+        assert native.call(other, "triton", ROWS) is None
 
 
 def test_only_y_of_a_norm_in_cpp_can_be_recomputed():
