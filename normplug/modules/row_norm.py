@@ -11,14 +11,14 @@ from normplug import functional, native
 from normplug._ops import likely, nested
 from normplug._ops.spec import LayerNormSpec, Tensors
 from normplug.modules.fusion_sites import FusionSites
-from normplug.modules.watched import WatchedRows
+from normplug.modules.watched import REFUSALS, WatchedRows
 
 
 class RowNorm(WatchedRows):
     """A norm of rows of shape `_affine_shape`, with statistics that are only watched.
 
-    A subclass declares `_function`, `_spec`, and all that `TargetVarianceNorm` asks for. Its
-    arguments are those of `WatchedRows`.
+    A subclass declares `_function`, `_spec`, `_by_torch`, and all that `TargetVarianceNorm` asks
+    for. Its arguments are those of `WatchedRows`.
     """
 
     # The name of the function in `normplug.functional`, for errors.
@@ -34,7 +34,7 @@ class RowNorm(WatchedRows):
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, update the watched statistics."""
+        """Normalise `input`; in training, update the watched statistics if there are any."""
         known = self._run_native(input)
         if known is not None:
             return known
@@ -45,12 +45,21 @@ class RowNorm(WatchedRows):
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
+        if self._is_plain(input, weight):
+            try:
+                return self._by_torch(input, weight, bias)
+            except REFUSALS:
+                pass
         t = Tensors(input, None, weight, bias, None, *self._statistics_to_update(input))
         measures = self._probe is not None  # read first: another thread may unswap the layer
         y = self._run(t, autocast_output)
         if measures:
             self._record(*(nested.rows(t, self._affine_shape()) for t in (input, y)))
         return y
+
+    def _by_torch(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The call by torch's function, if `_is_plain`."""
+        raise NotImplementedError
 
     def _fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return `forward(input + residual)` and the sum, in one call."""
