@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "InstanceNorm2d 8x32x8x8": (partial(nn.InstanceNorm2d, 32, affine=True), (8, 32, 8, 8)),
     "encoder, 4 layers of 64": (lambda: encoder(1, width=64, layers=4)[0], (4, 16, 64)),
     "ViT, 6 layers of 64": (_vit, (4, 3, 32, 32)),
-    "ResNet-18": (_resnet18, (4, 3, 32, 32)),
+    "ResNet-18": (_resnet18, (4, 3, 64, 64)),
 }
 
 

@@ -82,6 +82,9 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag if _HAS_EXPORT_FLAG else _is_exporting()
 
 
+# Whether autocast is on, for any device.
+in_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
 # --- Autograd ---
 
 # Returns the plain tensor in a wrapper that a finished transform of `torch.func` left behind.

@@ -229,7 +229,7 @@ class TargetVarianceNorm(nn.Module):
             and (weight is not None or own.target_variance == 1.0)
             and (type(own.eps) is float or own.eps is None)
             and not x.is_nested
-            and not torch.compiler.is_compiling()
+            and not torch.compiler.is_dynamo_compiling()
         )
 
     def _scaled(self, weight: Tensor | None) -> Tensor | None:

@@ -35,12 +35,14 @@ class RowNorm(WatchedRows):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, update the watched statistics if there are any."""
-        known = self._run_native(input)
-        if known is not None:
-            return known
-        if isinstance(input, fx.Proxy):
-            return self._as_leaf(input)
-        return self._normalise(input, *self._affine(), self._normplug.autocast_output)
+        if type(input) is not Tensor or input.is_cuda:
+            known = self._run_native(input)
+            if known is not None:
+                return known
+            if isinstance(input, fx.Proxy):
+                return self._as_leaf(input)
+        weight, bias = self._affine()
+        return self._normalise(input, weight, bias, self._normplug.autocast_output)
 
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from normplug import _checks, functional
+from normplug import _checks
 from normplug._ops.sharded import is_sharded
-from normplug._torch import COMPILES_WRITES_TO_DTENSORS, transforms_active
+from normplug._torch import COMPILES_WRITES_TO_DTENSORS, in_autocast, transforms_active
 from normplug.modes import ModeLike
 from normplug.modules.base import TargetVarianceNorm
 
@@ -96,10 +96,13 @@ class WatchedRows(TargetVarianceNorm):
 
     def _is_plain(self, x: Tensor, weight: Tensor | None) -> bool:
         """Whether torch's function computes a call, without casts, statistics and measuring."""
-        if not self._runs_torch(x, weight) or (self.training and self._buffers):
-            return False
-        autocast = torch.is_autocast_enabled("cpu") if x.is_cpu else functional.autocast_dtype(x)
-        return not autocast and self._probe is None and (weight is None or weight.dtype == x.dtype)
+        return (
+            self._runs_torch(x, weight)
+            and (weight is None or weight.dtype == x.dtype)
+            and self._probe is None
+            and not (self.training and self._buffers)
+            and not in_autocast()
+        )
 
     def _statistics_to_update(
         self, input: Tensor
