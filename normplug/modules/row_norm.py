@@ -13,14 +13,14 @@ from normplug._ops.call import call
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
 from normplug.modules.fusion_sites import FusionSites
-from normplug.modules.watched import WatchedRows
+from normplug.modules.watched import REFUSALS, WatchedRows
 
 
 class RowNorm(WatchedRows):
     """A norm of rows of shape `_affine_shape`, with statistics that are only watched.
 
-    A subclass declares `_function`, `_spec`, and all that `TargetVarianceNorm` asks for. Its
-    arguments are those of `WatchedRows`.
+    A subclass declares `_function`, `_spec`, `_by_torch`, and all that `TargetVarianceNorm` asks
+    for. Its arguments are those of `WatchedRows`.
     """
 
     # The name of the function in `normplug.functional`, for errors.
@@ -36,23 +36,34 @@ class RowNorm(WatchedRows):
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, update the watched statistics."""
-        known = self._run_native(input)
-        if known is not None:
-            return known
-        if isinstance(input, fx.Proxy):
-            return self._as_leaf(input)
-        return self._normalise(input, *self._affine(), self._normplug.autocast_output)
+        """Normalise `input`; in training, update the watched statistics if there are any."""
+        if type(input) is not Tensor or input.is_cuda:
+            known = self._run_native(input)
+            if known is not None:
+                return known
+            if isinstance(input, fx.Proxy):
+                return self._as_leaf(input)
+        weight, bias = self._affine()
+        return self._normalise(input, weight, bias, self._normplug.autocast_output)
 
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
+        if self._is_plain(input, weight):
+            try:
+                return self._by_torch(input, weight, bias)
+            except REFUSALS:
+                pass
         t = Tensors(input, None, weight, bias, None, *self._statistics_to_update(input))
         measures = self._probe is not None  # read first: another thread may unswap the layer
         y = self._run(t, autocast_output)
         if measures:
             self._record(*(nested.rows(t, self._affine_shape()) for t in (input, y)))
         return y
+
+    def _by_torch(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The call by torch's function, if `_is_plain`."""
+        raise NotImplementedError
 
     def _fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return `forward(input + residual)` and the sum, in one call."""
