@@ -82,9 +82,9 @@ class BasePlan:
 
     def workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
         """The current stream, and a workspace on it of `scratch`: (counters, partial results)."""
-        if self.mark:
-            self.spec.peers.check()
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
+        if self.mark:
+            self.spec.peers.take_turn(stream)
         if stream != 0 or self.gpu is None:
             return stream, Workspace(self.device, self.acc, *scratch)
         work = self._workspaces.get(scratch)
