@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=150, help="seconds a run")
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="append to it")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows, and run nothing")
-    a = parser.parse_args(argv)
+    a = parser.parse_intermixed_args(argv)
     if a.plot:
         plot(read_file(a.json), a.plot)
         return
