@@ -8,13 +8,12 @@ target variance. normplug-python is normplug without the host path in C++.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,11 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import normplug
+import script
 from normplug import native, target_variance
 from normplug._results import stamp
+from normplug.bench.accuracy import error
 from normplug.bench.ops import Case
-from normplug.bench.rows import Row, Rows, add_to_file
-from normplug.bench.timing import ready, spread, wall_us
+from normplug.bench.rows import Row, Rows
+from normplug.bench.timing import back_to_back, in_turns, spread
 
 MODE = "golden"
 EAGER, OURS, PYTHON = "eager", "normplug", "normplug-python"
@@ -65,15 +66,11 @@ def _fused(activation: str) -> Callable[..., Tensor]:
     return lambda norm, x: norm._fused(x, activation=activation)
 
 
-def _fused_add(norm: Any, x: Tensor, residual: Tensor) -> Any:
-    return norm._fused_add(x, residual)
-
-
 LAYERS = {  # fused calls are those of a model after `fuse`
     "ln": Layer(nn.LayerNorm),
-    "add_ln": Layer(nn.LayerNorm, _add, _fused_add, 2),
+    "add_ln": Layer(nn.LayerNorm, _add, lambda norm, *x: norm._fused_add(*x), 2),
     "rms": Layer(nn.RMSNorm),
-    "add_rms": Layer(nn.RMSNorm, _add, _fused_add, 2),
+    "add_rms": Layer(nn.RMSNorm, _add, lambda norm, *x: norm._fused_add(*x), 2),
     "bn": Layer(nn.BatchNorm2d),
     "bn_relu": Layer(nn.BatchNorm2d, lambda norm, x: torch.relu_(norm(x)), _fused("relu")),
     "gn_silu": Layer(partial(nn.GroupNorm, 32), lambda norm, x: F.silu(norm(x)), _fused("silu")),
@@ -128,47 +125,41 @@ def measure(case: Case, device: torch.device) -> Iterator[Row]:
     expected = both(EAGER)[:compared]
     for name in (OURS, PYTHON):
         for found, theirs in zip(both(name)[:compared], expected, strict=True):
-            error = float((found - theirs).detach().float().norm() / theirs.detach().float().norm())
-            assert error <= FAR, f"{name}, {case}: a result differs from eager's by {error:.3g}"
+            far = error(found.detach(), theirs.detach())
+            assert far <= FAR, f"{name}, {case}: a result differs from eager's by {far:.3g}"
     for direction, call in (("F", forward), ("F+B", both)):
-        facts: Row = {**case._asdict(), "shape": "x".join(map(str, case.shape))}
-        yield from _in_turns({**facts, "direction": direction}, call, device)
+        times = in_turns({name: _turn(name, partial(call, name), direction) for name in calls})
+        eager = statistics.median(times[EAGER])
+        for name, samples in times.items():
+            yield {
+                **case._asdict(),
+                "shape": "x".join(map(str, case.shape)),
+                "direction": direction,
+                "provider": name,
+                "mode": MODE,
+                **spread("wall_us", samples),
+                "over_eager": eager / statistics.median(samples) if name != EAGER else None,
+                "native": native.status().way,
+                **stamp(device.type == "cuda"),
+            }
 
 
-def _in_turns(facts: Row, call: Callable[[str], Any], device: torch.device) -> Iterator[Row]:
-    samples: dict[str, list[float]] = {EAGER: [], OURS: [], PYTHON: []}
-    for _ in range(5):
-        for name, times in samples.items():
-            way = native.python_way if name == PYTHON else contextlib.nullcontext
-            gradient = facts["direction"] == "F+B"
-            with way(), torch.set_grad_enabled(gradient):
-                times += wall_us({name: partial(call, name)}, 1)[name]
-    eager = statistics.median(samples[EAGER])
-    for name, times in samples.items():
-        yield {
-            **facts,
-            "provider": name,
-            "mode": MODE,
-            **spread("wall_us", times),
-            "over_eager": eager / statistics.median(times) if name != EAGER else None,
-            "native": native.status().way,
-            **stamp(device.type == "cuda"),
-        }
+def _turn(name: str, call: Callable[[], Any], direction: str) -> Callable[[], list[float]]:
+    def turn() -> list[float]:
+        way = native.python_way if name == PYTHON else nullcontext
+        with way(), torch.set_grad_enabled(direction == "F+B"):
+            return back_to_back(call)()
+
+    return turn
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="cases whose name has this text")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
-    a = parser.parse_args(argv)
-    device = ready(a.device)
+def _measure_all(a: Namespace) -> Iterator[Rows]:
     for case in [case for case in CASES if a.only in str(case)]:
-        rows = list(measure(case, device))
-        print(Rows(rows, COLUMNS), flush=True)
-        add_to_file(a.json, rows)
+        yield Rows(measure(case, a.device), COLUMNS)
 
+
+OPTIONS = {"--only": {"default": "", "help": "cases whose name has this text"}}
+main = partial(script.main, __doc__, _measure_all, OPTIONS)
 
 if __name__ == "__main__":
     main()

@@ -15,17 +15,13 @@ import torch
 from normplug._results import stamp
 from normplug.bench import timing
 from normplug.bench.accuracy import differences, error, require_accurate
-from normplug.bench.ops import Case, Function, Problem
+from normplug.bench.ops import Case, Function, Problem, Tensors
 from normplug.bench.rows import Row, Rows, add_to_file
 
 OURS, EAGER, COMPILED = "normplug", "eager", "compile"
 PROVIDERS = (OURS, EAGER, COMPILED)
 COLUMNS = {
-    "op": ("op", "{}"),
-    "shape": ("shape", "{}"),
-    "dtype": ("dtype", "{}"),
-    "layout": ("layout", "{}"),
-    "direction": ("direction", "{}"),
+    **{key: (key, "{}") for key in ("op", "shape", "dtype", "layout", "direction")},
     "": ("provider", "{}"),
     "median us": ("us", "{:.1f}"),
     "20%": ("us_p20", "{:.1f}"),
@@ -58,20 +54,21 @@ def measure_op(
     problem = Problem(case, device, eps)
     functions = _checked(case, problem, mode, providers, others or {})
     stock = problem.results(problem.op.theirs)
+    gpu = device.type == "cuda"
     facts = {
         **case._asdict(),
         "shape": "x".join(map(str, case.shape)),
         "eps": problem.eps,
         "mode": str(mode),
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "copy_gbps": timing.copy_gbps() if device.type == "cuda" else None,
-        **stamp(device.type == "cuda", *_packages(others or {})),
+        "threads": None if gpu else torch.get_num_threads(),
+        "copy_gbps": timing.copy_gbps() if gpu else None,
+        **stamp(gpu, "liger-kernel", "flag_gems", "quack-kernels", "apex"),
     }
     rows = []
     for direction, passes in problem.op.passes.items():
         calls = {name: problem.calls(each)[direction] for name, (each, _) in functions.items()}
         times = timing.device_us(calls, device)
-        walls = timing.wall_us(calls) if device.type == "cuda" else times
+        walls = timing.wall_us(calls) if gpu else times
         size = passes * problem.leaves["x"].nbytes
         medians = {name: statistics.median(samples) for name, samples in times.items()}
         for name, samples in times.items():
@@ -87,43 +84,38 @@ def measure_op(
     return rows
 
 
-def _packages(others: Mapping[str, Function]) -> list[str]:
-    return [{"quack": "quack-kernels", "liger": "liger-kernel"}.get(name, name) for name in others]
-
-
 def _checked(
     case: Case,
     problem: Problem,
     mode: Any,
     providers: Sequence[str],
     others: Mapping[str, Function],
-) -> dict[str, tuple[Function, dict[str, torch.Tensor]]]:
+) -> dict[str, tuple[Function, Tensors]]:
     """Provider -> the function to time, and its results in mode standard."""
-    theirs: Function = problem.op.theirs
-    found: dict[str, tuple[Function, dict[str, torch.Tensor]]] = {}
-    truth = problem.truth()
-    yardstick = {k: error(v, truth[k]) for k, v in problem.results(theirs).items()}
+    op, truth = problem.op, problem.truth()
+    yardstick = {k: error(v, truth[k]) for k, v in problem.results(op.theirs).items()}
+    found: dict[str, tuple[Function, Tensors]] = {}
     if OURS in providers:
-        ours = partial(problem.op.ours, mode=mode)
-        exact, results = problem.truth(mode), problem.results(ours)
-        require_accurate(f"{OURS}, {case}", results, exact, yardstick)
-        found[OURS] = (ours, problem.results(partial(problem.op.ours, mode="standard")))
-        del exact, results
+        ours = partial(op.ours, mode=mode)
+        require_accurate(f"{OURS}, {case}", problem.results(ours), problem.truth(mode), yardstick)
+        found[OURS] = (ours, problem.results(partial(op.ours, mode="standard")))
     if EAGER in providers:
-        found[EAGER] = (theirs, {})
+        found[EAGER] = (op.theirs, {})
     torch.compiler.reset()  # earlier cases count towards the recompilation limit
-    more = {COMPILED: torch.compile(theirs, fullgraph=True, dynamic=False), **others}
-    if COMPILED not in providers:
-        del more[COMPILED]
+    more = dict(others)
+    if COMPILED in providers:
+        more = {COMPILED: torch.compile(op.theirs, fullgraph=True, dynamic=False), **others}
+
+    def checked(name: str, function: Function) -> Tensors:
+        results = problem.results(function)
+        if name != COMPILED:  # it is torch's own
+            require_accurate(f"{name}, {case}", results, truth, yardstick)
+        return results
+
     for name, function in more.items():
-        try:
-            found[name] = (function, problem.results(function))
-            if name != COMPILED:  # it is torch's own
-                require_accurate(f"{name}, {case}", found[name][1], truth, yardstick)
-        except Exception as why:  # of any kind, such as no compiler: others must not stop a run
-            found.pop(name, None)
-            reason = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}"
-            print(f"{case}: {name} is left out: {reason}", file=sys.stderr, flush=True)
+        results, _ = timing.attempt(f"{case}: {name}", partial(checked, name, function))
+        if results is not None:
+            found[name] = (function, results)
     return found
 
 

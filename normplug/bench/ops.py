@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,46 +17,24 @@ from torch.autograd import grad
 from normplug import functional, target_variance
 from normplug.reference import accumulator_dtype
 
-GROUPS = 32  # of a GroupNorm; fewer if the channels cannot be divided by it
 MOMENTUM = 0.1
 
 Function = Callable[..., Any]  # takes an operation's tensors by name, and eps
 Tensors = dict[str, Tensor]
 
-
-class Case(NamedTuple):
-    """An operation of `OPS` on one input.
-
-    The layout is "NHWC" for channels_last with any number of spatial dimensions, "NCHW" for
-    contiguous images, "NC" for features, and "rows" for norms of rows.
-    """
-
-    op: str
-    layout: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.op} {self.layout} {'x'.join(map(str, self.shape))} {self.dtype}"
-
-
-# The positional arguments of a norm, which are the same in torch and in normplug.
-_ARGUMENTS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "layer_norm": lambda x, t, eps: (x, x.shape[-1:], t["weight"], t["bias"], eps),
-    "rms_norm": lambda x, t, eps: (x, x.shape[-1:], t["weight"], eps),
-    "group_norm": lambda x, t, eps: (x, groups(x), t["weight"], t["bias"], eps),
-    "instance_norm": lambda x, t, eps: (
-        (x, None, None, t["weight"], t["bias"], True, MOMENTUM, eps)
-    ),
-    "batch_norm": lambda x, t, eps: (
-        (x, t["running_mean"], t["running_var"], t["weight"], t["bias"], True, MOMENTUM, eps)
-    ),
+# The arguments of a norm next to its tensors and eps, which are the same in torch and in normplug.
+_ARGUMENTS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "layer_norm": lambda x: {"normalized_shape": x.shape[-1:]},
+    "rms_norm": lambda x: {"normalized_shape": x.shape[-1:]},
+    "group_norm": lambda x: {"num_groups": groups(x.shape)},
+    "instance_norm": lambda x: {"use_input_stats": True, "momentum": MOMENTUM},
+    "batch_norm": lambda x: {"training": True, "momentum": MOMENTUM},
 }
 
 
-def groups(x: Tensor) -> int:
-    """The number of a GroupNorm's groups for x."""
-    return math.gcd(GROUPS, x.shape[1])
+def groups(shape: Sequence[int]) -> int:
+    """The number of a GroupNorm's groups: 32, or fewer if they cannot divide the channels."""
+    return math.gcd(32, shape[1])
 
 
 @dataclass(frozen=True)
@@ -91,39 +70,34 @@ class Op:
         """The usual eps."""
         return 1e-6 if self.norm == "rms_norm" else 1e-5
 
-    def refusal(self, shape: Sequence[int]) -> str | None:
-        """Why the operation does not take a shape; None if it does."""
+    def layouts(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """The memory layouts of an input of this shape.
+
+        Raises:
+            ValueError: the operation does not take the shape; the message is the reason.
+        """
         if self.of_rows:
-            return None if len(shape) >= 2 else "takes (*rows, width) of 2 or more dimensions"
+            if len(shape) < 2:
+                raise ValueError("takes (*rows, width) of 2 or more dimensions")
+            return ("rows",)
         fewest = 2 if self.norm == "batch_norm" else 3
         if not fewest <= len(shape) <= 5:
-            return f"takes (N, C, *space) of {fewest} to 5 dimensions"
-        statistics = {  # how many means
+            raise ValueError(f"takes (N, C, *space) of {fewest} to 5 dimensions")
+        means = {
             "batch_norm": shape[1],
-            "group_norm": shape[0] * math.gcd(GROUPS, shape[1]),
+            "group_norm": shape[0] * groups(shape),
             "instance_norm": shape[0] * shape[1],
         }
-        averaged = math.prod(shape) // statistics[self.norm]
-        return None if averaged > 1 else "needs more than one value to average"
-
-    def layouts(self, shape: Sequence[int]) -> tuple[str, ...]:
-        """The memory layouts of an input of this shape."""
-        if self.of_rows:
-            return ("rows",)
+        if math.prod(shape) <= means[self.norm]:
+            raise ValueError("needs more than one value to average")
         return {2: ("NC",), 3: ("NCHW",)}.get(len(shape), ("NCHW", "NHWC"))
 
     def ours(self, x: Tensor, eps: float, **t: Any) -> Any:
         """The call of normplug; takes `mode` and `backend`, too."""
-        how = {key: value for key, value in t.items() if key not in ("weight", "bias")}
-        if self.norm == "batch_norm":
-            how = {k: v for k, v in how.items() if not k.startswith("running_")}
         if self.activation is not None:
-            how["activation"] = self.activation
-        arguments = _ARGUMENTS[self.norm](x, t, eps)
-        if self.add == "before":
-            arguments = (x, how.pop("residual"), *arguments[1:])
-            return getattr(functional, f"add_{self.norm}")(*arguments, **how)
-        return getattr(functional, self.norm)(*arguments, **how)
+            t["activation"] = self.activation
+        name = f"add_{self.norm}" if self.add == "before" else self.norm
+        return getattr(functional, name)(x, eps=eps, **_ARGUMENTS[self.norm](x), **t)
 
     def theirs(
         self, x: Tensor, eps: float, norm: Function | None = None, active: bool = True, **t: Any
@@ -135,21 +109,23 @@ class Op:
         if self.add in ("before", "bias"):
             x = x + t["residual" if self.add == "before" else "input_bias"]
         if self.statistics:
-            self._count(x, t)
-        y = getattr(F, self.norm)(*_ARGUMENTS[self.norm](x, t, eps)) if norm is None else norm(x, t)
+            t["num_batches_tracked"].add_(1)
+        names = ["weight", "bias"]
+        if self.norm == "batch_norm":
+            names += ["running_mean", "running_var"]
+        elif self.statistics:  # torch's own norms of rows have no running statistics
+            with torch.no_grad():
+                var, mean = torch.var_mean(x, -1, correction=0)
+                for running, new in ((t["running_mean"], mean), (t["running_var"], var)):
+                    running.lerp_(new.mean(dtype=running.dtype), MOMENTUM)
+        tensors = {name: t[name] for name in names if name in t}
+        call = norm or getattr(F, self.norm)
+        y = call(x, eps=eps, **_ARGUMENTS[self.norm](x), **tensors)
         if self.add == "after":
             y += t["residual"]
         if self.activation is not None and active:
             y = torch.relu_(y) if self.activation == "relu" else F.silu(y)
         return (y, x) if self.add == "before" else y
-
-    def _count(self, x: Tensor, t: Tensors) -> None:
-        t["num_batches_tracked"].add_(1)
-        if self.of_rows:  # torch's own norms of rows keep no running statistics
-            with torch.no_grad():
-                found = torch.var_mean(x, -1, correction=0)
-                for running, each in zip((t["running_var"], t["running_mean"]), found, strict=True):
-                    running.lerp_(each.mean(dtype=running.dtype), MOMENTUM)
 
 
 OPS = {
@@ -166,6 +142,46 @@ OPS = {
     "group_norm_silu": Op("group_norm", activation="silu"),
     "instance_norm": Op("instance_norm"),
 }
+
+
+class Case(NamedTuple):
+    """An operation of `OPS` on one input.
+
+    The layout is "NHWC" for channels_last with any number of spatial dimensions, "NCHW" for
+    contiguous images, "NC" for features, and "rows" for norms of rows.
+    """
+
+    op: str
+    layout: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.layout} {'x'.join(map(str, self.shape))} {self.dtype}"
+
+
+def cases(
+    ops: str | Sequence[str],
+    shapes: Iterable[tuple[int, ...]],
+    dtypes: Iterable[str],
+    layouts: str = "rows NC NCHW NHWC",
+) -> list[Case]:
+    """Every operation on every shape, in each of its layouts that is in `layouts`, and each dtype.
+
+    Raises:
+        ValueError: an operation does not take a shape.
+    """
+    found = []
+    for name in [ops] if isinstance(ops, str) else ops:
+        for shape in shapes:
+            try:
+                own = OPS[name].layouts(shape)
+            except ValueError as why:
+                shown = "x".join(map(str, shape))
+                raise ValueError(f"{name} {why}; got {shown}.") from None
+            chosen = [layout for layout in own if layout in layouts.split()]
+            found += [Case(name, layout, shape, dtype) for layout in chosen for dtype in dtypes]
+    return found
 
 
 class Problem:
@@ -218,14 +234,28 @@ class Problem:
 
     def results(self, function: Function) -> Tensors:
         """Outputs, gradients and updated statistics of `function`; the state stays as it is."""
-        return _results(function, self.leaves, self.state, self.gradients, self.eps)
+        state = {name: tensor.clone() for name, tensor in self.state.items()}
+        made = function(**self.leaves, **state, eps=self.eps)
+        outputs = [made] if isinstance(made, Tensor) else list(made)
+        found = grad(outputs, list(self.leaves.values()), self.gradients)
+        return {
+            **dict(zip(("y", "sum"), (output.detach() for output in outputs), strict=False)),
+            **{f"d{name}": each for name, each in zip(self.leaves, found, strict=True)},
+            **state,
+        }
 
     def truth(self, mode: Any = "standard") -> Tensors:
         """The same of torch in float64, where the target variance scales the weight."""
-        leaves = {name: leaf.requires_grad_() for name, leaf in _doubles(self.leaves).items()}
-        function = partial(_scaled, self.op, target_variance(mode) ** 0.5)
-        gradients = [gradient.double() for gradient in self.gradients]
-        return _results(function, leaves, _doubles(self.state), gradients, self.eps)
+        return self._in_float64().results(partial(_scaled, self.op, mode))
+
+    def _in_float64(self) -> Problem:
+        twin = copy.copy(self)
+        twin.leaves = {
+            k: leaf.detach().double().requires_grad_() for k, leaf in self.leaves.items()
+        }
+        twin.state = {k: t.double() if t.is_floating_point() else t for k, t in self.state.items()}
+        twin.gradients = [gradient.double() for gradient in self.gradients]
+        return twin
 
     def _mask_undecided_signs(self) -> None:
         """Clear dy where rounding may decide the sign of a ReLU's input.
@@ -235,33 +265,9 @@ class Problem:
         (dy,) = self.gradients
         margin = math.sqrt(torch.finfo(dy.dtype).eps)  # far above any rounding of the input
         for mode in ("standard", "golden"):
-            tensors = _doubles(self.leaves) | _doubles(self.state)
-            scale = target_variance(mode) ** 0.5
-            pre = _scaled(self.op, scale, **tensors, eps=self.eps, active=False)
-            dy.masked_fill_(pre.abs() < margin, 0)
+            before = self._in_float64().results(partial(_scaled, self.op, mode, active=False))
+            dy.masked_fill_(before["y"].abs() < margin, 0)
 
 
-def _scaled(op: Op, scale: float, weight: Tensor, **rest: Any) -> Any:
-    return op.theirs(weight=weight * scale, **rest)
-
-
-def _doubles(tensors: Tensors) -> Tensors:
-    """Copies in float64; integers stay as they are."""
-    return {
-        name: tensor.detach().double() if tensor.is_floating_point() else tensor.clone()
-        for name, tensor in tensors.items()
-    }
-
-
-def _results(
-    function: Function, leaves: Tensors, state: Tensors, gradients: Sequence[Tensor], eps: float
-) -> Tensors:
-    state = {name: tensor.clone() for name, tensor in state.items()}
-    made = function(**leaves, **state, eps=eps)
-    outputs = [made] if isinstance(made, Tensor) else list(made)
-    found = grad(outputs, list(leaves.values()), gradients)
-    return {
-        **dict(zip(("y", "sum"), (output.detach() for output in outputs), strict=False)),
-        **{f"d{name}": each for name, each in zip(leaves, found, strict=True)},
-        **state,
-    }
+def _scaled(op: Op, mode: Any, weight: Tensor, **rest: Any) -> Any:
+    return op.theirs(weight=weight * target_variance(mode) ** 0.5, **rest)

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from normplug._torch import gpu_sleep
 
 Call = Callable[[], Any]
+Turn = Callable[[], list[float]]  # some calls; it returns their times
 Event = Mapping[str, Any]  # of a Chrome trace
 
 TURNS = 5
@@ -48,22 +50,23 @@ def device_us(calls: Mapping[str, Call], device: torch.device) -> dict[str, list
 
     On a GPU, the time is the GPU's alone, and the L2 cache is cold.
     """
-    return _in_turns(calls, gpu_stopwatch if device.type == "cuda" else _cpu_stopwatch, TURNS)
+    stopwatch = gpu_stopwatch if device.type == "cuda" else _cpu_stopwatch
+    return in_turns({name: stopwatch(call) for name, call in calls.items()})
 
 
-def wall_us(calls: Mapping[str, Call], turns: int = TURNS) -> dict[str, list[float]]:
+def wall_us(calls: Mapping[str, Call]) -> dict[str, list[float]]:
     """Name -> microseconds a call in calls back to back: the slower of host and GPU."""
-    return _in_turns(calls, _back_to_back, turns)
+    return in_turns({name: back_to_back(call) for name, call in calls.items()})
 
 
-def _in_turns(
-    calls: Mapping[str, Call], stopwatch: Callable[[Call], Call], turns: int
-) -> dict[str, list[float]]:
-    ready = {name: stopwatch(call) for name, call in calls.items()}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(turns):
-        for name, turn in ready.items():
-            samples[name] += turn()
+def in_turns(turns: Mapping[str, Turn], rounds: int | None = None) -> dict[str, list[float]]:
+    """Name -> the times of all its turns; each round (`TURNS` by default) starts with another."""
+    samples: dict[str, list[float]] = {name: [] for name in turns}
+    names = deque(turns)
+    for _ in range(rounds or TURNS):
+        for name in names:
+            samples[name] += turns[name]()
+        names.rotate(-1)
     return samples
 
 
@@ -117,7 +120,7 @@ class _Sleep:
     grad = property(fset=_sleep)
 
 
-def gpu_stopwatch(call: Call) -> Callable[[], list[float]]:
+def gpu_stopwatch(call: Call) -> Turn:
     """Make the call that is a turn on the GPU: it returns the microseconds of each repetition."""
     from triton.testing import do_bench
 
@@ -131,13 +134,14 @@ def gpu_stopwatch(call: Call) -> Callable[[], list[float]]:
     return turn
 
 
-def _cpu_stopwatch(call: Call) -> Callable[[], list[float]]:
+def _cpu_stopwatch(call: Call) -> Turn:
     call()
     measured = timer(call).blocked_autorange
     return lambda: [1e6 * s for s in measured(min_run_time=TURN_MS / 1e3).times]
 
 
-def _back_to_back(call: Call) -> Callable[[], list[float]]:
+def back_to_back(call: Call) -> Turn:
+    """Make the call that is a turn of `call` back to back: it returns the microseconds a call."""
     measured = timer(call).timeit
     seconds = measured(FEWEST).median
     count = min(max(int(TURN_MS / 1e3 / seconds), FEWEST), MOST)
@@ -150,6 +154,19 @@ def timer(call: Call) -> Any:
     from torch.utils.benchmark import Timer
 
     return Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+
+
+def attempt(what: str, call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """The result of `call()` and None; if it raises, None and why, which is printed."""
+    try:
+        return call(), None
+    except Exception as error:  # of any kind, such as no compiler: measure the others anyway
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    # Not in the except block: the traceback there keeps tensors alive.
+    print(f"normplug.bench: {what} is left out: {why}", file=sys.stderr, flush=True)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return None, why
 
 
 @cache

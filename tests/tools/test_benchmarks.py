@@ -20,7 +20,7 @@ import tables
 from forks import forked
 from normplug._ops.recompute import AVAILABLE
 from normplug.bench import targets, timing
-from normplug.bench.ops import OPS, Case, Problem
+from normplug.bench.ops import Case, Problem
 from normplug.bench.rows import read_file
 
 CPU = torch.device("cpu")
@@ -51,16 +51,15 @@ def test_every_committed_result_and_picture_is_linked_from_a_page():
 
 def test_new_rows_make_a_table_too():
     row = {"device": "a GPU", "torch": "2.15", "commit": "abc", "date": "2026-11-25T01:02:03"}
-    row |= {"op": "layer_norm", "layout": "rows", "shape": "9x8", "dtype": "float32"}
-    row |= {"direction": "F", "floor_passes": 2, "copy_gbps": 2000.0, "wall_us": 9.0}
-    rows = [row | {"provider": "normplug", "us": 4.0, "gbps": 1000.0, "max_rel": 2e-7}]
-    rows.append(row | {"provider": "eager", "us": 6.0, "gbps": 500.0, "date": "2026-11-26T01"})
+    call = row | {"op": "layer_norm", "layout": "rows", "shape": "9x8", "dtype": "float32"}
+    call |= {"direction": "F", "floor_passes": 2, "copy_gbps": 2000.0, "wall_us": 9.0}
+    rows = [call | {"provider": "normplug", "us": 4.0, "gbps": 1000.0, "max_rel": 2e-7}]
+    rows.append(call | {"provider": "eager", "us": 6.0, "gbps": 500.0, "date": "2026-11-26T01"})
     lines = tables.render(rows).splitlines()
     assert lines[0].startswith("a GPU, torch 2.15, commit abc, 2026-11-25 to 2026-11-26. Copy: 20")
     assert "| layer_norm | F | rows | 9x8 | float32 | 50% (4.0) | 25% (6.0) | 1.50x |" in lines
     assert lines[-1].endswith("| float32 | **2.0e-07** |")
     step = {**row, "model": "net", "batch": 8, "mode": "golden", "autocast": "bfloat16"}
-    del step["floor_passes"]
     times = {"ms": 20.0, "gpu_ms": 9.0, "groups_ms": {"norm": 4.0, "copy": 5.0}}
     lines = tables.render([step | times | {"arm": "eager"}]).splitlines()
     assert "bfloat16 autocast, SGD, momentum 0.9; swapped in mode golden." in lines[0]
@@ -68,24 +67,15 @@ def test_new_rows_make_a_table_too():
     assert "| net | 8 | eager | 4.00 | 5.00 | 9.00 | - |" in lines
 
 
-def test_every_case_of_a_suite_fits_its_operation():
-    for cases in kernels.SUITES.values():
-        assert len(set(cases)) == len(cases)
-        for case in cases:
-            assert OPS[case.op].refusal(case.shape) is None
-            assert case.layout in OPS[case.op].layouts(case.shape)
-
-
-def test_a_suite_writes_rows(tmp_path, capsys):
+def test_a_suite_writes_rows(tmp_path):
     words = ["--suite", "small", "--only", "layer_norm rows 32x128 float32", "--device", "cpu"]
     path = tmp_path / "rows.json"
     kernels.main([*words, "--provider", "normplug", "--provider", "eager", "--json", str(path)])
     rows = read_file(path)
     assert {row["op"] for row in rows} == {"layer_norm", "add_layer_norm"}
     assert {row["suite"] for row in rows} == {"small"}
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="no case of suite headline has 'nonsense'"):
         kernels.main(["--only", "nonsense", "--device", "cpu"])
-    assert "no case of suite headline has 'nonsense'" in capsys.readouterr().err
 
 
 def test_a_rival_is_timed_if_it_is_installed(monkeypatch):
@@ -163,7 +153,7 @@ def test_other_arms_differ_from_the_usual_as_their_names_say(tmp_path, monkeypat
 )
 def test_kernels_are_grouped_by_name(kernel, group):
     assert models.group(kernel) == group
-    ms = models.groups_ms([{"name": kernel, "dur": 6000.0}])
+    ms = models.groups_ms([{"name": kernel, "dur": 6000.0}])["groups_ms"]
     assert ms == {**dict.fromkeys(models.GROUPS, 0.0), group: 6.0 / timing.STEPS}
 
 
