@@ -42,30 +42,30 @@ SMALL_ROWS = [(32, 128), (512, 256), (4096, 256)]
 HALF, BOTH = ["bfloat16"], ["bfloat16", "float32"]
 SUITES = {
     "headline": [
-        *cases("batch_norm", HEADLINE, HALF),
-        *cases("batch_norm", HEADLINE[:1], ["float32"]),
-        *cases(BATCH_NORMS[1:], FUSED, HALF, "NHWC"),
-        *cases("layer_norm", [*WIDTHS, VIT, (512, 8192)], BOTH),
-        *cases("layer_norm_stats", [VIT, (4096, 8192)], HALF),
-        *cases("add_layer_norm", [VIT, (8192, 4096)], HALF),
-        *cases("bias_layer_norm", [(512, 8192)], BOTH),
-        *cases("bias_layer_norm", CONVNEXT, HALF),
+        *cases(["batch_norm"], HEADLINE, HALF),
+        *cases(["batch_norm"], HEADLINE[:1], ["float32"]),
+        *cases(BATCH_NORMS[1:], FUSED, HALF, ["NHWC"]),
+        *cases(["layer_norm"], [*WIDTHS, VIT, (512, 8192)], BOTH),
+        *cases(["layer_norm_stats"], [VIT, (4096, 8192)], HALF),
+        *cases(["add_layer_norm"], [VIT, (8192, 4096)], HALF),
+        *cases(["bias_layer_norm"], [(512, 8192)], BOTH),
+        *cases(["bias_layer_norm"], CONVNEXT, HALF),
     ],
-    "float32-float64": cases(BATCH_NORMS, PLAIN, ["float32", "float64"], "NC NCHW"),
+    "float32-float64": cases(BATCH_NORMS, PLAIN, ["float32", "float64"], ["NC", "NCHW"]),
     "small": [
         *cases(BATCH_NORMS, SMALL, BOTH),
         *cases(["layer_norm", "layer_norm_stats", "add_layer_norm"], SMALL_ROWS, BOTH),
     ],
     "families": [
-        *cases("rms_norm", [(4096, 4096), (4096, 8192), VIT, HEADS], HALF),
-        *cases("add_rms_norm", [(8192, 4096)], HALF),
+        *cases(["rms_norm"], [(4096, 4096), (4096, 8192), VIT, HEADS], HALF),
+        *cases(["add_rms_norm"], [(8192, 4096)], HALF),
         *cases(["group_norm", "group_norm_silu"], UNET, HALF),
-        *cases("instance_norm", [VOLUME], HALF, "NHWC"),
+        *cases(["instance_norm"], [VOLUME], HALF, ["NHWC"]),
     ],
     # BatchNorm where eager runs cuDNN's kernels.
     "cudnn": [
-        *cases("batch_norm", HEADLINE, ["float16"], "NHWC"),
-        *cases(BATCH_NORMS[1:], FUSED, ["float16"], "NHWC"),
+        *cases(["batch_norm"], HEADLINE, ["float16"], ["NHWC"]),
+        *cases(BATCH_NORMS[1:], FUSED, ["float16"], ["NHWC"]),
     ],
 }
 PROVIDERS = (*op.PROVIDERS, *rivals.PROVIDERS)

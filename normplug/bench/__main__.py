@@ -43,7 +43,7 @@ def _last(tensor: Tensor) -> Tensor:
 
 
 def _op(a: Namespace) -> None:
-    chosen = cases(a.name, a.shape, a.dtype or ["float32"])
+    chosen = cases([a.name], a.shape, a.dtype or ["float32"])
     for rows in op.run(chosen, a.device, a.json, eps=a.eps, mode=a.mode):
         print(rows, flush=True)
 
@@ -55,7 +55,7 @@ def _sweep(a: Namespace) -> None:
         print("normplug.bench sweep: a small sweep, as it runs on the CPU", file=sys.stderr)
     height, widths = (FEW_ROWS, SMALL_WIDTHS) if small else (ROWS, WIDTHS)
     shapes = [(a.rows or height, width) for width in a.width or widths]
-    chosen = cases("layer_norm", shapes, [a.dtype])
+    chosen = cases(["layer_norm"], shapes, [a.dtype])
     file = a.out / "sweep.json"
     file.unlink(missing_ok=True)
     for rows in op.run(chosen, a.device, file):

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from normplug.reference import accumulator_dtype
 
+Tensors = Mapping[str, Tensor]
+
 # Roundings in the accumulator dtype: of mean, rstd, weight * sqrt(tv) and the gradients' sums, and
 # as many again in a truth that is itself float64.
 ROUNDINGS_OF_SUMS = 8
@@ -33,10 +35,7 @@ def error(value: Tensor, truth: Tensor) -> float:
 
 
 def require_accurate(
-    what: str,
-    found: Mapping[str, Tensor],
-    truth: Mapping[str, Tensor],
-    yardstick: Mapping[str, float],
+    what: str, found: Tensors, truth: Tensors, yardstick: Mapping[str, float]
 ) -> None:
     """Raise an AssertionError if an error is above `bound`, or NaN; the yardstick is torch's."""
     for name, value in found.items():
@@ -48,15 +47,13 @@ def require_accurate(
             )
 
 
-def differences(found: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
+def differences(found: Tensors, theirs: Tensors) -> dict[str, float]:
     """The largest differences of any element from torch's: absolute, and in parts of the output's.
 
     `max_rel` is relative to the largest element of the same output.
     """
-    pairs = []
-    for name, value in found.items():
-        difference = (value.double() - theirs[name].double()).abs().max()
-        size = theirs[name].abs().max().double()
-        pairs.append(torch.stack((difference, difference / size if size > 0 else difference)))
-    absolute, relative = torch.stack(pairs).amax(0).tolist()  # NaN if any is NaN
-    return {"max_abs": absolute, "max_rel": relative}
+    away = [(value.double() - theirs[name].double()).abs().max() for name, value in found.items()]
+    sizes = [theirs[name].double().abs().max() for name in found]
+    absolute, size = torch.stack(away), torch.stack(sizes)
+    relative = absolute / torch.where(size > 0, size, 1)
+    return {"max_abs": absolute.max().item(), "max_rel": relative.max().item()}  # NaN if any is

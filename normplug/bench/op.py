@@ -15,7 +15,7 @@ import torch
 from normplug._results import stamp
 from normplug.bench import timing
 from normplug.bench.accuracy import differences, error, require_accurate
-from normplug.bench.ops import Case, Function, Problem, Tensors
+from normplug.bench.ops import PASSES, Case, Function, Problem, Tensors
 from normplug.bench.rows import Row, Rows, add_to_file
 
 OURS, EAGER, COMPILED = "normplug", "eager", "compile"
@@ -52,9 +52,18 @@ def measure_op(
         AssertionError: a result of normplug is less accurate than `accuracy.bound` allows.
     """
     problem = Problem(case, device, eps)
-    functions = _checked(case, problem, mode, providers, others or {})
-    stock = problem.results(problem.op.theirs)
-    gpu = device.type == "cuda"
+    op, gpu = problem.op, device.type == "cuda"
+    torch.compiler.reset()  # earlier cases count towards the recompilation limit
+    functions: dict[str, Function] = {
+        OURS: partial(op.ours, mode=mode),
+        EAGER: op.theirs,
+        COMPILED: torch.compile(op.theirs, fullgraph=True, dynamic=False),
+    }
+    functions = {name: functions[name] for name in PROVIDERS if name in providers} | dict(
+        others or {}
+    )
+    stock = problem.results(op.theirs)
+    results = _checked(case, problem, mode, functions, stock)
     facts = {
         **case._asdict(),
         "shape": "x".join(map(str, case.shape)),
@@ -65,58 +74,50 @@ def measure_op(
         **stamp(gpu, "liger-kernel", "flag_gems", "quack-kernels", "apex"),
     }
     rows = []
-    for direction, passes in problem.op.passes.items():
-        calls = {name: problem.calls(each)[direction] for name, (each, _) in functions.items()}
+    for direction, passes in zip(("F", "F+B"), PASSES[op.add], strict=True):
+        calls = {name: problem.calls(functions[name])[direction] for name in results}
         times = timing.device_us(calls, device)
         walls = timing.wall_us(calls) if gpu else times
         size = passes * problem.leaves["x"].nbytes
         medians = {name: statistics.median(samples) for name, samples in times.items()}
-        for name, samples in times.items():
-            found = functions[name][1].items()
-            ours = {k: v for k, v in found if direction == "F+B" or k in ("y", "sum")}
+        for name, us in medians.items():
             row = facts | {"direction": direction, "provider": name, "floor_passes": passes}
-            row |= timing.spread("us", samples) | {"repetitions": len(samples)}
-            row |= {"wall_us": statistics.median(walls[name]), "gbps": size / medians[name] / 1e3}
+            row |= timing.spread("us", times[name]) | {"repetitions": len(times[name])}
+            row |= {"wall_us": statistics.median(walls[name]), "gbps": size / us / 1e3}
             for peer in (EAGER, COMPILED):
-                faster = medians[peer] / medians[name] if peer in medians else None
-                row[f"over_{peer}"] = faster if name != peer else None
-            rows.append(row | (differences(ours, stock) if name != EAGER else {}))
+                other = None if peer == name else medians.get(peer)
+                row[f"over_{peer}"] = other and other / us
+            if name != EAGER:
+                outputs = results[name].items()
+                shown = {k: v for k, v in outputs if direction == "F+B" or k in ("y", "sum")}
+                row |= differences(shown, stock)
+            rows.append(row)
     return rows
 
 
 def _checked(
-    case: Case,
-    problem: Problem,
-    mode: Any,
-    providers: Sequence[str],
-    others: Mapping[str, Function],
-) -> dict[str, tuple[Function, Tensors]]:
-    """Provider -> the function to time, and its results in mode standard."""
-    op, truth = problem.op, problem.truth()
-    yardstick = {k: error(v, truth[k]) for k, v in problem.results(op.theirs).items()}
-    found: dict[str, tuple[Function, Tensors]] = {}
-    if OURS in providers:
-        ours = partial(op.ours, mode=mode)
-        require_accurate(f"{OURS}, {case}", problem.results(ours), problem.truth(mode), yardstick)
-        found[OURS] = (ours, problem.results(partial(op.ours, mode="standard")))
-    if EAGER in providers:
-        found[EAGER] = (op.theirs, {})
-    torch.compiler.reset()  # earlier cases count towards the recompilation limit
-    more = dict(others)
-    if COMPILED in providers:
-        more = {COMPILED: torch.compile(op.theirs, fullgraph=True, dynamic=False), **others}
+    case: Case, problem: Problem, mode: Any, functions: Mapping[str, Function], stock: Tensors
+) -> dict[str, Tensors]:
+    """Provider -> its results, of normplug in mode standard, once they are right."""
+    truth = problem.truth()
+    yardstick = {name: error(value, truth[name]) for name, value in stock.items()}
 
-    def checked(name: str, function: Function) -> Tensors:
-        results = problem.results(function)
+    def results(name: str, exact: Tensors) -> Tensors:
+        found = problem.results(functions[name])
         if name != COMPILED:  # it is torch's own
-            require_accurate(f"{name}, {case}", results, truth, yardstick)
-        return results
+            require_accurate(f"{name}, {case}", found, exact, yardstick)
+        return found
 
-    for name, function in more.items():
-        results, _ = timing.attempt(f"{case}: {name}", partial(checked, name, function))
-        if results is not None:
-            found[name] = (function, results)
-    return found
+    checked = {}
+    for name in functions:
+        if name == OURS:
+            results(name, problem.truth(mode))
+            found = problem.results(partial(problem.op.ours, mode="standard"))
+        else:
+            found, _ = timing.attempt(f"{case}: {name}", partial(results, name, truth))
+        if found is not None:
+            checked[name] = found
+    return checked
 
 
 def run(

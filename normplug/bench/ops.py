@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +38,12 @@ def groups(shape: Sequence[int]) -> int:
     return math.gcd(32, shape[1])
 
 
+# What is added -> the fewest passes over the input: of the forward, and also of the backward.
+# Forward reads x and writes y, backward reads dy and x and writes dx. A residual adds a read, and
+# its gradient a write. The sum, if it is returned, adds a write, and its gradient a read.
+PASSES = {"": (2, 5), "bias": (2, 5), "after": (3, 7), "before": (4, 8)}
+
+
 @dataclass(frozen=True)
 class Op:
     """A norm of `torch.nn.functional` and of `normplug.functional`, and the operations next to it.
@@ -51,46 +58,17 @@ class Op:
     statistics: bool = False
 
     @property
-    def passes(self) -> dict[str, int]:
-        """Direction -> the fewest passes over the input: F is forward, F+B also backward.
-
-        Forward reads x and writes y, backward reads dy and x and writes dx. A residual adds a read,
-        and its gradient a write. The sum, if it is returned, adds a write, and its gradient a read.
-        """
-        forward, both = {"before": (4, 8), "after": (3, 7)}.get(self.add, (2, 5))
-        return {"F": forward, "F+B": both}
-
-    @property
     def of_rows(self) -> bool:
         """Whether it normalises rows, and not channels or groups of channels."""
         return self.norm in ("layer_norm", "rms_norm")
 
-    @property
-    def eps(self) -> float:
-        """The usual eps."""
-        return 1e-6 if self.norm == "rms_norm" else 1e-5
-
     def layouts(self, shape: Sequence[int]) -> tuple[str, ...]:
-        """The memory layouts of an input of this shape.
-
-        Raises:
-            ValueError: the operation does not take the shape; the message is the reason.
-        """
+        """The memory layouts of an input of this shape; none if the operation does not take it."""
         if self.of_rows:
-            if len(shape) < 2:
-                raise ValueError("takes (*rows, width) of 2 or more dimensions")
-            return ("rows",)
-        fewest = 2 if self.norm == "batch_norm" else 3
-        if not fewest <= len(shape) <= 5:
-            raise ValueError(f"takes (N, C, *space) of {fewest} to 5 dimensions")
-        means = {
-            "batch_norm": shape[1],
-            "group_norm": shape[0] * groups(shape),
-            "instance_norm": shape[0] * shape[1],
-        }
-        if math.prod(shape) <= means[self.norm]:
-            raise ValueError("needs more than one value to average")
-        return {2: ("NC",), 3: ("NCHW",)}.get(len(shape), ("NCHW", "NHWC"))
+            return ("rows",) if len(shape) >= 2 else ()
+        features = ("NC",) if self.norm == "batch_norm" else ()
+        images = ("NCHW", "NHWC")
+        return {2: features, 3: images[:1], 4: images, 5: images}.get(len(shape), ())
 
     def ours(self, x: Tensor, eps: float, **t: Any) -> Any:
         """The call of normplug; takes `mode` and `backend`, too."""
@@ -99,13 +77,8 @@ class Op:
         name = f"add_{self.norm}" if self.add == "before" else self.norm
         return getattr(functional, name)(x, eps=eps, **_ARGUMENTS[self.norm](x), **t)
 
-    def theirs(
-        self, x: Tensor, eps: float, norm: Function | None = None, active: bool = True, **t: Any
-    ) -> Any:
-        """The same work as separate calls of torch, as layers and models make them.
-
-        `norm` replaces torch's function; `active=False` leaves out the activation.
-        """
+    def theirs(self, x: Tensor, eps: float, norm: Function | None = None, **t: Any) -> Any:
+        """The same work as separate calls of torch, or of another `norm`, as layers make them."""
         if self.add in ("before", "bias"):
             x = x + t["residual" if self.add == "before" else "input_bias"]
         if self.statistics:
@@ -118,12 +91,12 @@ class Op:
                 var, mean = torch.var_mean(x, -1, correction=0)
                 for running, new in ((t["running_mean"], mean), (t["running_var"], var)):
                     running.lerp_(new.mean(dtype=running.dtype), MOMENTUM)
+        norm = norm or getattr(F, self.norm)
         tensors = {name: t[name] for name in names if name in t}
-        call = norm or getattr(F, self.norm)
-        y = call(x, eps=eps, **_ARGUMENTS[self.norm](x), **tensors)
+        y = norm(x, eps=eps, **_ARGUMENTS[self.norm](x), **tensors)
         if self.add == "after":
             y += t["residual"]
-        if self.activation is not None and active:
+        if self.activation is not None:
             y = torch.relu_(y) if self.activation == "relu" else F.silu(y)
         return (y, x) if self.add == "before" else y
 
@@ -161,10 +134,10 @@ class Case(NamedTuple):
 
 
 def cases(
-    ops: str | Sequence[str],
+    ops: Sequence[str],
     shapes: Iterable[tuple[int, ...]],
     dtypes: Iterable[str],
-    layouts: str = "rows NC NCHW NHWC",
+    layouts: Sequence[str] = ("rows", "NC", "NCHW", "NHWC"),
 ) -> list[Case]:
     """Every operation on every shape, in each of its layouts that is in `layouts`, and each dtype.
 
@@ -172,15 +145,14 @@ def cases(
         ValueError: an operation does not take a shape.
     """
     found = []
-    for name in [ops] if isinstance(ops, str) else ops:
-        for shape in shapes:
-            try:
-                own = OPS[name].layouts(shape)
-            except ValueError as why:
-                shown = "x".join(map(str, shape))
-                raise ValueError(f"{name} {why}; got {shown}.") from None
-            chosen = [layout for layout in own if layout in layouts.split()]
-            found += [Case(name, layout, shape, dtype) for layout in chosen for dtype in dtypes]
+    for name, shape in itertools.product(ops, shapes):
+        own = OPS[name].layouts(shape)
+        if not own:
+            takes = "(*rows, width)" if OPS[name].of_rows else "(N, C, *space)"
+            sizes = "x".join(map(str, shape))
+            raise ValueError(f"{name} takes no {takes} of {len(shape)} dimensions; got {sizes}.")
+        chosen = [layout for layout in own if layout in layouts]
+        found += [Case(name, layout, shape, dtype) for layout in chosen for dtype in dtypes]
     return found
 
 
@@ -192,7 +164,8 @@ class Problem:
 
     def __init__(self, case: Case, device: torch.device, eps: float | None = None) -> None:
         self.op = op = OPS[case.op]
-        self.eps = op.eps if eps is None else eps
+        usual = 1e-6 if op.norm == "rms_norm" else 1e-5
+        self.eps = usual if eps is None else eps
         dtype: torch.dtype = getattr(torch, case.dtype)
         wide = accumulator_dtype(dtype)
         generator = torch.Generator(device).manual_seed(0)
@@ -246,16 +219,11 @@ class Problem:
 
     def truth(self, mode: Any = "standard") -> Tensors:
         """The same of torch in float64, where the target variance scales the weight."""
-        return self._in_float64().results(partial(_scaled, self.op, mode))
-
-    def _in_float64(self) -> Problem:
-        twin = copy.copy(self)
-        twin.leaves = {
-            k: leaf.detach().double().requires_grad_() for k, leaf in self.leaves.items()
-        }
-        twin.state = {k: t.double() if t.is_floating_point() else t for k, t in self.state.items()}
+        twin, scale = copy.copy(self), target_variance(mode) ** 0.5
+        twin.leaves = {k: v.detach().double().requires_grad_() for k, v in self.leaves.items()}
+        twin.state = {k: v.double() if v.is_floating_point() else v for k, v in self.state.items()}
         twin.gradients = [gradient.double() for gradient in self.gradients]
-        return twin
+        return twin.results(lambda weight, **t: self.op.theirs(weight=weight * scale, **t))
 
     def _mask_undecided_signs(self) -> None:
         """Clear dy where rounding may decide the sign of a ReLU's input.
@@ -264,10 +232,7 @@ class Problem:
         """
         (dy,) = self.gradients
         margin = math.sqrt(torch.finfo(dy.dtype).eps)  # far above any rounding of the input
+        twin = copy.copy(self)
+        twin.op = replace(self.op, activation=None)
         for mode in ("standard", "golden"):
-            before = self._in_float64().results(partial(_scaled, self.op, mode, active=False))
-            dy.masked_fill_(before["y"].abs() < margin, 0)
-
-
-def _scaled(op: Op, mode: Any, weight: Tensor, **rest: Any) -> Any:
-    return op.theirs(weight=weight * target_variance(mode) ** 0.5, **rest)
+            dy.masked_fill_(twin.truth(mode)["y"].abs() < margin, 0)

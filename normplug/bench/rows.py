@@ -15,7 +15,7 @@ from normplug._table import table
 Row = dict[str, Any]
 
 
-class Rows(Sequence[Row]):
+class Rows(list[Row]):
     """Rows of results; `print` them, or leave them at the end of a notebook's cell, for a table.
 
     Args:
@@ -28,15 +28,10 @@ class Rows(Sequence[Row]):
         self,
         rows: Iterable[Row],
         columns: Mapping[str, tuple[str, str]],
-        notes: Iterable[str] = (),
+        notes: Sequence[str] = (),
     ) -> None:
-        self.rows, self.columns, self.notes = list(rows), dict(columns), list(notes)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.rows[index]
+        super().__init__(rows)
+        self.columns, self.notes = columns, notes
 
     def __str__(self) -> str:
         return "\n".join([table(self._cells()), *self.notes])
@@ -45,25 +40,21 @@ class Rows(Sequence[Row]):
 
     def _repr_html_(self) -> str:
         header, *lines = self._cells()
-        shown = _pandas().DataFrame(lines, columns=header).to_html(index=False)
-        return shown + "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return _pandas().DataFrame(lines, columns=header).to_html(index=False) + notes
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with a line for each row, and a column for each of their keys."""
-        return _pandas().DataFrame(self.rows)
+        return _pandas().DataFrame(list(self))
 
     def _cells(self) -> list[tuple[str, ...]]:
         """The header and the rows; columns without any value are left out."""
-        known = {key for row in self.rows for key, value in row.items() if value is not None}
-        columns = {name: column for name, column in self.columns.items() if column[0] in known}
-        cells = [
-            tuple(
-                "-" if row.get(key) is None else form.format(row[key])
-                for key, form in columns.values()
-            )
-            for row in self.rows
-        ]
-        return [tuple(columns), *cells]
+        shown = {
+            header: ["-" if row.get(key) is None else form.format(row[key]) for row in self]
+            for header, (key, form) in self.columns.items()
+            if any(row.get(key) is not None for row in self)
+        }
+        return [tuple(shown), *zip(*shown.values(), strict=True)]
 
 
 def _pandas() -> Any:
