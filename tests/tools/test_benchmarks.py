@@ -1,8 +1,9 @@
 """The scripts of `benchmarks/`, briefly on the CPU, and the documentation that they write."""
 
-import json
 import socket
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,9 +60,8 @@ def test_new_rows_make_a_table_too():
     assert lines[0].startswith("a GPU, torch 2.15, commit abc, 2026-11-25 to 2026-11-26. Copy: 20")
     assert "| layer_norm | F | rows | 9x8 | float32 | 50% (4.0) | 25% (6.0) | 1.50x |" in lines
     assert lines[-1].endswith("| float32 | **2.0e-07** |")
-    step = {**row, "model": "net", "batch": 8, "mode": "golden", "autocast": "bfloat16"}
-    times = {"ms": 20.0, "gpu_ms": 9.0, "groups_ms": {"norm": 4.0, "copy": 5.0}}
-    lines = tables.render([step | times | {"arm": "eager"}]).splitlines()
+    step = {**row, "model": "net", "batch": 8, "mode": "golden", "arm": "eager", "ms": 20.0}
+    lines = tables.render([step | {"groups_ms": {"norm": 4.0, "copy": 5.0}}]).splitlines()
     assert "bfloat16 autocast, SGD, momentum 0.9; swapped in mode golden." in lines[0]
     assert "| net | 8 | 20.00 ms, 400/s |" in lines
     assert "| net | 8 | eager | 4.00 | 5.00 | 9.00 | - |" in lines
@@ -79,20 +79,23 @@ def test_a_suite_writes_rows(tmp_path):
 
 
 def test_a_rival_is_timed_if_it_is_installed(monkeypatch):
-    monkeypatch.setitem(rivals.MODULES, "liger", "torch")
+    monkeypatch.setitem(rivals.MODULES, "flaggems", "torch")
     monkeypatch.setitem(rivals.MODULES, "quack", "no_such_module")
-    assert "liger" in rivals.of("layer_norm")
     assert "quack" not in rivals.of("layer_norm")
-    assert list(rivals.of("rms_norm", ("liger",))) == ["liger"]
-    problem = Problem(Case("batch_norm_add_relu", "NCHW", (2, 4, 3, 3), "float32"), CPU)
-    monkeypatch.setattr(
-        torch,
-        "cudnn_batch_norm",
-        lambda x, w, b, m, v, *rest: [torch.batch_norm(x, w, b, m, v, *rest, False)],
-    )
-    through = problem.results(rivals.of("batch_norm_add_relu")["cudnn"])
-    for name, value in problem.results(problem.op.theirs).items():
-        torch.testing.assert_close(through[name], value)
+    assert list(rivals.of("rms_norm", ["flaggems"])) == ["flaggems"]
+    # Stand-ins of the same signatures.
+    monkeypatch.setattr(torch, "cudnn_batch_norm", lambda *t: [torch.batch_norm(*t, False)])
+    norm, backward = torch.native_layer_norm, torch.ops.aten.native_layer_norm_backward
+    gems = SimpleNamespace(layer_norm=norm, layer_norm_backward=backward)
+    monkeypatch.setitem(sys.modules, "flag_gems", gems)
+    for provider, case in (
+        ("cudnn", Case("batch_norm_add_relu", "NCHW", (2, 4, 3, 3), "float32")),
+        ("flaggems", Case("layer_norm", "rows", (4, 8), "float32")),
+    ):
+        problem = Problem(case, CPU)
+        found = problem.results(rivals.of(case.op)[provider])
+        for name, value in problem.results(problem.op.theirs).items():
+            torch.testing.assert_close(found[name], value)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -126,49 +129,38 @@ def test_other_arms_differ_from_the_usual_as_their_names_say(tmp_path, monkeypat
     refused = {name for name, row in rows.items() if row["error"]}
     # The model is no Llama, and recomputation needs torch 2.8.
     assert refused == {"liger"} | (set() if AVAILABLE else {"swap+fuse+recompute"})
-    assert rows["no-norm"]["loss"] != pytest.approx(rows["eager"]["loss"])
-    losses = [
-        row["loss"] for name, row in rows.items() if name.startswith("swap") and not row["error"]
-    ]
+    losses = [row["loss"] for name, row in rows.items() if "fuse" in name and not row["error"]]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
-    net = models.without_norms(nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)))
-    assert type(net[0]) is nn.Identity
+    assert rows["no-norm"]["loss"] != pytest.approx(rows["eager"]["loss"])
+    assert type(models.without_norms(nn.Sequential(nn.LayerNorm(3)))[0]) is nn.Identity
 
 
-@pytest.mark.parametrize(
-    ("kernel", "group"),
-    [
-        ("void cudnn::bn_fw_tr_1C11_singleread_kernel_NCHW", "norm"),
-        ("normalize_channels", "other"),
-        ("_norm_rows_forward", "norm"),
-        ("sm90_xmma_fprop_implicit_gemm_bf16", "conv/gemm"),
-        ("void at::native::vectorized_elementwise_kernel<4>", "elementwise"),
-        ("Memcpy DtoD (Device -> Device)", "copy"),
-        ("void multi_tensor_apply_kernel", "optimizer"),
-        ("triton_poi_fused__to_copy_3", "copy"),
-        ("triton_red_fused_native_layer_norm_1", "norm"),
-        ("triton_poi_fused_relu_2", "elementwise"),
-        ("triton_tem_fused_mm_0", "conv/gemm"),
-    ],
-)
-def test_kernels_are_grouped_by_name(kernel, group):
-    assert models.group(kernel) == group
-    ms = models.groups_ms([{"name": kernel, "dur": 6000.0}])["groups_ms"]
-    assert ms == {**dict.fromkeys(models.GROUPS, 0.0), group: 6.0 / timing.STEPS}
+def test_kernels_are_grouped_by_name():
+    names = {
+        "norm": ["void cudnn::bn_fw_tr_1C11_singleread_kernel_NCHW", "_norm_rows_forward"],
+        "conv/gemm": ["sm90_xmma_fprop_implicit_gemm_bf16", "triton_tem_fused_mm_0"],
+        "elementwise": ["at::native::vectorized_elementwise_kernel<4>", "triton_poi_fused_relu_2"],
+        "copy": ["Memcpy DtoD (Device -> Device)", "triton_poi_fused__to_copy_3"],
+        "optimizer": ["void multi_tensor_apply_kernel", "multi_tensor_apply"],
+        "other": ["normalize_channels", "triton_red_fused_sum_1"],
+    }
+    events = [{"name": name, "dur": 3e3} for found in names.values() for name in found]
+    ms = dict.fromkeys(models.GROUPS, 6.0 / timing.STEPS)
+    assert models.groups_ms(events) == {"groups_ms": pytest.approx(ms)}
+    assert models.group("triton_red_fused_native_layer_norm_1") == "norm"
 
 
 def test_a_first_step_is_timed_in_a_process_of_its_own(tmp_path, monkeypatch):
     make = partial(nets.encoder, length=4, width=16)
     monkeypatch.setitem(nets.NETS, "encoder_6x256", nets.Net(make, (2,), None))
-    row = first_step.measured("encoder_6x256", 2, "swap", "cpu")
-    assert row["first_step_s"] > 0
-    assert row["first_step_kernels"]["distinct"] == 0  # torch's own run on a CPU
-    asked = []
-    monkeypatch.setattr(first_step, "in_a_process", lambda *words: asked.append(words) or row)
+    monkeypatch.setattr(first_step, "in_a_process", first_step.measured)
     path = tmp_path / "rows.json"
     first_step.main(["--rows", "encoder_6x256", "--device", "cpu", "--json", str(path)])
-    assert asked == [("encoder_6x256", 2, arm, "cpu") for arm in ("eager", "swap+fuse")]
-    assert len(read_file(path)) == 2
+    rows = read_file(path)
+    assert [row["arm"] for row in rows] == ["eager", "swap+fuse"]
+    for row in rows:
+        assert row["first_step_s"] > 0
+        assert row["first_step_kernels"]["distinct"] == 0  # torch's own run on a CPU
 
 
 def test_single_calls_are_compared_before_they_are_timed(tmp_path, monkeypatch):
@@ -188,15 +180,13 @@ def test_single_calls_are_compared_before_they_are_timed(tmp_path, monkeypatch):
 BOTH = """
 import os, sys, torch
 from functools import partial
+from types import SimpleNamespace
 
 def process(rank, path):
     import nets, sync
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
-    net = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten(),
-        torch.nn.Linear(64, 1000),
-    )
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
+    body = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten()
+    net = torch.nn.Sequential(*body, torch.nn.Linear(64, 1000))
     nets.NETS["resnet50"] = nets.Net(partial(nets.images, "", model=net), (2,))
     short = ["--batch", "3", "--size", "6", "--warm-ups", "1", "--rounds", "1", "--turn", "1"]
     sync.main([*short, "--json", path])
@@ -208,15 +198,15 @@ torch.multiprocessing.start_processes(process, (sys.argv[0],), nprocs=2, start_m
 
 def test_steps_over_two_processes_have_a_row_for_each_arm(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = {"MASTER_PORT": str(server.getsockname()[1])}
+        port = str(server.getsockname()[1])
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     path = tmp_path / "rows.json"
-    done = forked(BOTH, path, tables.DOCS.parent / "benchmarks", environment=port)
+    done = forked(BOTH, path, tables.DOCS.parent / "benchmarks", environment=where)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(path.read_text())
+    rows = read_file(path)
     # torch's SyncBatchNorm needs CUDA.
     assert {row["arm"] for row in rows} == set(sync.ARMS) - {"torch"}
-    assert {(row["batch"], row["processes"]) for row in rows} == {(3, 2)}
-    assert all(row["ms"] > 0 for row in rows)
+    assert all((row["batch"], row["processes"]) == (3, 2) and row["ms"] > 0 for row in rows)
 
 
 @pytest.mark.gpu
