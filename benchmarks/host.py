@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,20 +25,19 @@ import script
 from normplug import native, target_variance
 from normplug._results import stamp
 from normplug.bench.accuracy import error
-from normplug.bench.ops import Case
+from normplug.bench.ops import OPS, Case, Op, Problem, cases
 from normplug.bench.rows import Row, Rows
 from normplug.bench.timing import back_to_back, in_turns, spread
 
 MODE = "golden"
 EAGER, OURS, PYTHON = "eager", "normplug", "normplug-python"
 FAR = 0.02  # a relative error that counts as wrong; a few roundings to bfloat16 stay below it
-ROWS = (
-    ((32, 128), "float32"),
-    ((512, 768), "bfloat16"),
-    ((2048, 1024), "bfloat16"),
-    ((8192, 1280), "bfloat16"),
-)
-IMAGE = (((16, 384, 14, 14), "bfloat16"),)
+FLAT = ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "batch_norm", "batch_norm_relu"]
+CASES = [
+    *cases(FLAT, [(32, 128)], ["float32"]),
+    *cases(FLAT, [(512, 768), (2048, 1024), (8192, 1280)], ["bfloat16"]),
+    *cases([*FLAT[-2:], "group_norm_silu"], [(16, 384, 14, 14)], ["bfloat16"], ["NHWC"]),
+]
 COLUMNS = {
     **{key: (key, "{}") for key in ("op", "layout", "shape", "dtype", "direction", "provider")},
     "median us": ("wall_us", "{:.1f}"),
@@ -48,43 +47,29 @@ COLUMNS = {
 }
 
 
-class Layer(NamedTuple):
-    """A stock layer, and how it is called stock and swapped for the same work."""
+def _calls(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How a stock layer is called, and a swapped one for the same work, as after `fuse`."""
+    if op.add:
 
-    make: Callable[[int], nn.Module]
-    eager: Callable[..., Any] = lambda norm, x: norm(x)
-    ours: Callable[..., Any] = lambda norm, x: norm(x)
-    inputs: int = 1
+        def add(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            total = x + residual
+            return norm(total), total
 
-
-def _add(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return norm(total), total
-
-
-def _fused(activation: str) -> Callable[..., Tensor]:
-    return lambda norm, x: norm._fused(x, activation=activation)
+        return add, lambda norm, x, residual: norm._fused_add(x, residual)
+    if name := op.activation:
+        activate = {"relu": torch.relu_, "silu": F.silu}[name]
+        return lambda norm, x: activate(norm(x)), lambda norm, x: norm._fused(x, activation=name)
+    return (lambda norm, x: norm(x)), (lambda norm, x: norm(x))
 
 
-LAYERS = {  # fused calls are those of a model after `fuse`
-    "ln": Layer(nn.LayerNorm),
-    "add_ln": Layer(nn.LayerNorm, _add, lambda norm, *x: norm._fused_add(*x), 2),
-    "rms": Layer(nn.RMSNorm),
-    "add_rms": Layer(nn.RMSNorm, _add, lambda norm, *x: norm._fused_add(*x), 2),
-    "bn": Layer(nn.BatchNorm2d),
-    "bn_relu": Layer(nn.BatchNorm2d, lambda norm, x: torch.relu_(norm(x)), _fused("relu")),
-    "gn_silu": Layer(partial(nn.GroupNorm, 32), lambda norm, x: F.silu(norm(x)), _fused("silu")),
-}
-CASES = [
-    Case(op, layout, shape, dtype)
-    for ops, layout, inputs in (
-        (("ln", "add_ln", "rms", "add_rms"), "rows", ROWS),
-        (("bn", "bn_relu"), "NC", ROWS),
-        (("bn", "bn_relu", "gn_silu"), "NHWC", IMAGE),
-    )
-    for op in ops
-    for shape, dtype in inputs
-]
+def _layer(case: Case, device: torch.device) -> nn.Module:
+    norm = OPS[case.op].norm
+    width = case.shape[-1 if case.layout == "rows" else 1]
+    if norm == "batch_norm":  # its parameters are float32, as under autocast
+        return (nn.BatchNorm1d if case.layout == "NC" else nn.BatchNorm2d)(width, device=device)
+    rows = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm}
+    make = rows.get(norm, partial(nn.GroupNorm, 32))
+    return make(width, device=device, dtype=getattr(torch, case.dtype))
 
 
 def measure(case: Case, device: torch.device) -> Iterator[Row]:
@@ -93,24 +78,14 @@ def measure(case: Case, device: torch.device) -> Iterator[Row]:
     Raises:
         AssertionError: an output, or a gradient of an input, differs from eager's.
     """
-    layer = LAYERS[case.op]
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    torch.manual_seed(0)
-
-    def tensor() -> Tensor:
-        x = torch.randn(case.shape, device=device, dtype=dtype)
-        return x.contiguous(memory_format=torch.channels_last) if case.layout == "NHWC" else x
-
-    inputs = [tensor().requires_grad_() for _ in range(layer.inputs)]
-    gradients = [tensor() for _ in range(layer.inputs)]
-    make = nn.BatchNorm1d if case.layout == "NC" else layer.make
-    stock = make(case.shape[-1 if case.layout == "rows" else 1]).to(device)
-    if not case.op.startswith("bn"):  # BatchNorm's parameters are float32, as under autocast
-        stock = stock.to(dtype)
+    problem = Problem(case, device)
+    inputs = [problem.leaves[name] for name in ("x", "residual") if name in problem.leaves]
+    stock = _layer(case, device)
     ours = normplug.swap(copy.deepcopy(stock), MODE)
     nn.init.constant_(cast(Tensor, stock.weight), target_variance(MODE) ** 0.5)
-    calls = {EAGER: partial(layer.eager, stock), OURS: partial(layer.ours, ours)}
-    calls[PYTHON] = partial(layer.ours, copy.deepcopy(ours))
+    eager_call, our_call = _calls(problem.op)
+    calls = {EAGER: partial(eager_call, stock), OURS: partial(our_call, ours)}
+    calls[PYTHON] = partial(our_call, copy.deepcopy(ours))
 
     def forward(name: str) -> Any:
         return calls[name](*inputs)
@@ -118,10 +93,10 @@ def measure(case: Case, device: torch.device) -> Iterator[Row]:
     def both(name: str) -> list[Tensor]:
         made = calls[name](*inputs)
         outputs = [made] if isinstance(made, Tensor) else list(made)
-        leaves = [*inputs, *calls[name].args[0].parameters()]  # type: ignore[attr-defined]
-        return outputs + list(torch.autograd.grad(outputs, leaves, gradients))
+        leaves = [*inputs, *calls[name].args[0].parameters()]
+        return outputs + list(torch.autograd.grad(outputs, leaves, problem.gradients))
 
-    compared = 2 * layer.inputs  # outputs and the inputs' gradients: the weights differ by design
+    compared = 2 * len(inputs)  # outputs and the inputs' gradients: the weights differ by design
     expected = both(EAGER)[:compared]
     for name in (OURS, PYTHON):
         for found, theirs in zip(both(name)[:compared], expected, strict=True):
