@@ -24,7 +24,7 @@ import normplug
 import script
 from normplug import native, target_variance
 from normplug._results import stamp
-from normplug.bench.accuracy import error
+from normplug.bench.op import error
 from normplug.bench.ops import OPS, Case, Op, Problem, cases
 from normplug.bench.rows import Row, Rows
 from normplug.bench.timing import back_to_back, in_turns, spread

@@ -29,17 +29,16 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 def _model(a: Namespace) -> None:
     model, batch, step = targets.load(a.target, a.batch, dict(map(_option, a.option)))
     if a.channels_last:
-        model, batch = model.to(memory_format=LAST), _torch.tree_map_only(Tensor, _last, batch)
+        model = model.to(memory_format=LAST)
+        batch = _torch.tree_map_only(
+            Tensor, lambda t: t.contiguous(memory_format=LAST) if t.dim() == 4 else t, batch
+        )
     name = a.autocast or ("bfloat16" if a.device.type == "cuda" else "none")
     autocast = None if name == "none" else getattr(torch, name)
     how = {"mode": a.mode, "autocast": autocast, "rounds": a.rounds}
     measured = models.measure(model.to(a.device), batch, step, **how)
     print(measured)
     add_to_file(a.json, [{"model": a.target, "batch": a.batch, **row} for row in measured])
-
-
-def _last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=LAST) if tensor.dim() == 4 else tensor
 
 
 def _op(a: Namespace) -> None:

@@ -1,4 +1,7 @@
-"""Time an operation next to torch, once its results were checked against float64."""
+"""Time an operation next to torch, once its results were checked against float64.
+
+No wrong result is timed: the yardstick is torch's own error.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from normplug._results import stamp
 from normplug.bench import timing
-from normplug.bench.accuracy import differences, error, require_accurate
 from normplug.bench.ops import PASSES, Case, Function, Problem, Tensors
 from normplug.bench.rows import Row, Rows, add_to_file
+from normplug.reference import accumulator_dtype
 
 OURS, EAGER, COMPILED = "normplug", "eager", "compile"
 PROVIDERS = (OURS, EAGER, COMPILED)
+# Roundings in the accumulator dtype: of mean, rstd, weight * sqrt(tv) and the gradients' sums, and
+# as many again in a truth that is itself float64.
+ROUNDINGS_OF_SUMS = 8
 COLUMNS = {
     **{key: (key, "{}") for key in ("op", "shape", "dtype", "layout", "direction")},
     "": ("provider", "{}"),
@@ -49,7 +56,7 @@ def measure_op(
     from torch are measured in mode standard.
 
     Raises:
-        AssertionError: a result of normplug is less accurate than `accuracy.bound` allows.
+        AssertionError: a result of normplug is less accurate than `bound` allows.
     """
     problem = Problem(case, device, eps)
     op, gpu = problem.op, device.type == "cuda"
@@ -77,7 +84,9 @@ def measure_op(
     for direction, passes in zip(("F", "F+B"), PASSES[op.add], strict=True):
         calls = {name: problem.calls(functions[name])[direction] for name in results}
         times = timing.device_us(calls, device)
-        walls = timing.wall_us(calls) if gpu else times
+        walls = times
+        if gpu:  # host and GPU, whichever is slower
+            walls = timing.in_turns({k: timing.back_to_back(call) for k, call in calls.items()})
         size = passes * problem.leaves["x"].nbytes
         medians = {name: statistics.median(samples) for name, samples in times.items()}
         for name, us in medians.items():
@@ -138,3 +147,46 @@ def run(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def bound(theirs: float, dtype: torch.dtype) -> float:
+    """The largest relative error to allow: twice torch's, plus half a rounding to the dtype.
+
+    And a few roundings to the accumulator dtype: with few channels `theirs` may be small by chance.
+    """
+    if not dtype.is_floating_point:
+        return 0.0
+    sums = torch.finfo(accumulator_dtype(dtype)).eps
+    return 2.0 * theirs + 0.5 * torch.finfo(dtype).eps + ROUNDINGS_OF_SUMS * sums
+
+
+def error(value: Tensor, truth: Tensor) -> float:
+    """Relative error in the Euclidean norm; absolute if the truth is zero."""
+    truth = truth.double()
+    size = truth.norm()
+    return float((value.double() - truth).norm() / (size if size > 0 else 1.0))
+
+
+def require_accurate(
+    what: str, found: Tensors, truth: Tensors, yardstick: Mapping[str, float]
+) -> None:
+    """Raise an AssertionError if an error is above `bound`, or NaN; the yardstick is torch's."""
+    for name, value in found.items():
+        wrong, allowed = error(value, truth[name]), bound(yardstick[name], value.dtype)
+        if not wrong <= allowed:
+            raise AssertionError(
+                f"normplug.bench: {what}: {name} is wrong: its relative error to float64 is "
+                f"{wrong:.3g}, above {allowed:.3g} (torch has {yardstick[name]:.3g})."
+            )
+
+
+def differences(found: Tensors, theirs: Tensors) -> dict[str, float]:
+    """The largest differences of any element from torch's: absolute, and in parts of the output's.
+
+    `max_rel` is relative to the largest element of the same output.
+    """
+    away = [(value.double() - theirs[name].double()).abs().max() for name, value in found.items()]
+    sizes = [theirs[name].double().abs().max() for name in found]
+    absolute, size = torch.stack(away), torch.stack(sizes)
+    relative = absolute / torch.where(size > 0, size, 1)
+    return {"max_abs": absolute.max().item(), "max_rel": relative.max().item()}  # NaN if any is

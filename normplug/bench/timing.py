@@ -31,8 +31,9 @@ TURNS = 5
 TURN_MS = 25  # of repetitions in a turn
 FEWEST, MOST = 5, 2000  # calls back to back
 # The GPU sleeps before each repetition while the host queues it: LEAD times the host's time, plus
-# LEAD_US. Otherwise the GPU would wait for the host in the middle of a measurement.
-LEAD, LEAD_US = 2.0, 50.0
+# LEAD_US. Otherwise the GPU would wait for the host in the middle of a measurement. The lead also
+# covers a clock of up to 4 GHz.
+LEAD, LEAD_US, CYCLES_PER_US = 2.0, 50.0, 2000
 COPY_BYTES = 512 * 2**20
 STEPS = 3  # in a profile
 ON_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}  # a trace's categories
@@ -52,11 +53,6 @@ def device_us(calls: Mapping[str, Call], device: torch.device) -> dict[str, list
     """
     stopwatch = gpu_stopwatch if device.type == "cuda" else _cpu_stopwatch
     return in_turns({name: stopwatch(call) for name, call in calls.items()})
-
-
-def wall_us(calls: Mapping[str, Call]) -> dict[str, list[float]]:
-    """Name -> microseconds a call in calls back to back: the slower of host and GPU."""
-    return in_turns({name: back_to_back(call) for name, call in calls.items()})
 
 
 def in_turns(turns: Mapping[str, Turn], rounds: int | None = None) -> dict[str, list[float]]:
@@ -111,7 +107,7 @@ class _Sleep:
     """
 
     def __init__(self, us: float) -> None:
-        self.cycles = int(us * _cycles_per_us())
+        self.cycles = int(us * CYCLES_PER_US)
 
     def _sleep(self, value: None) -> None:
         gpu_sleep(self.cycles)
@@ -140,7 +136,7 @@ def _cpu_stopwatch(call: Call) -> Turn:
 
 
 def back_to_back(call: Call) -> Turn:
-    """Make the call that is a turn of `call` back to back: it returns the microseconds a call."""
+    """Make a turn of calls back to back: the microseconds a call, the slower of host and GPU's."""
     measured = timer(call).timeit
     seconds = measured(FEWEST).median
     count = min(max(int(TURN_MS / 1e3 / seconds), FEWEST), MOST)
@@ -166,20 +162,6 @@ def attempt(what: str, call: Callable[[], Any]) -> tuple[Any, str | None]:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     return None, why
-
-
-@cache
-def _cycles_per_us() -> float:
-    """Cycles of `gpu_sleep` a microsecond; the first sleep also wakes an idle GPU."""
-    cycles, rates = 20_000_000, []
-    for _ in range(4):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        gpu_sleep(cycles)
-        end.record()
-        end.synchronize()
-        rates.append(cycles / (start.elapsed_time(end) * 1e3))
-    return max(rates)
 
 
 def trace(call: Call, path: Path, steps: int = 1, host: bool = True) -> None:
