@@ -39,13 +39,15 @@ class Rows(list[Row]):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        header, *lines = self._cells()
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return _pandas().DataFrame(lines, columns=header).to_html(index=False) + notes
+        lines = ([f"<td>{html.escape(cell)}</td>" for cell in line] for line in self._cells())
+        body = "".join(f"<tr>{''.join(line)}</tr>" for line in lines)
+        return f"<table>{body}</table>" + "".join(f"<p>{html.escape(n)}</p>" for n in self.notes)
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with a line for each row, and a column for each of their keys."""
-        return _pandas().DataFrame(list(self))
+        with needs("normplug.bench", "bench"):
+            import pandas
+        return pandas.DataFrame(list(self))
 
     def _cells(self) -> list[tuple[str, ...]]:
         """The header and the rows; columns without any value are left out."""
@@ -55,12 +57,6 @@ class Rows(list[Row]):
             if any(row.get(key) is not None for row in self)
         }
         return [tuple(shown), *zip(*shown.values(), strict=True)]
-
-
-def _pandas() -> Any:
-    with needs("normplug.bench", "bench"):
-        import pandas
-    return pandas
 
 
 def read_file(path: Path) -> list[Row]:

@@ -93,7 +93,7 @@ def test_rows_are_text_html_and_a_frame():
     assert rows[1]["arm"] == "c"
     frame = pytest.importorskip("pandas") and rows.to_pandas()
     assert (list(frame), frame["ms"].tolist()[0]) == (["arm", "ms"], 1.234)
-    html = "".join(line.strip() for line in rows._repr_html_().splitlines())
+    html = rows._repr_html_()
     assert "<tr><td>a&lt;b</td><td>1.23</td></tr>" in html
     assert html.endswith("<p>a sentence</p>")
 
