@@ -88,7 +88,7 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
     rows: list[dict[str, Any]] = []
     unusable: dict[str, str] = {}
     for source in sources:
-        found: Sequence[Path | dict[str, Any]]
+        found: Sequence[Any]
         found = _collected(source) if source.is_file() else sorted(source.rglob(RESULT))
         if not found:
             raise ValueError(
@@ -96,12 +96,15 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
                 "result.json of a run at any depth, or a file that --collect wrote."
             )
         for number, given in enumerate(found, start=1):
-            run = f"run {number}"
-            name = str(given) if isinstance(given, Path) else f"{source.name}, {run}"
             try:
-                record = _read(given, source) if isinstance(given, Path) else {"run": run} | given
+                record = (
+                    {"run": f"run {number}"} | given
+                    if isinstance(given, dict)
+                    else _read(given, source)
+                )
                 rows.append(_row(record) | {"record": record})
             except (OSError, TypeError, ValueError) as error:
+                name = f"{source.name}, run {number}" if source.is_file() else str(given)
                 unusable[name] = " ".join(str(error).split())
     runs = pd.DataFrame(rows, columns=[*Result.model_fields, "validation_score", "record"])
     numbers = [*NUMBERS, "validation_score"]

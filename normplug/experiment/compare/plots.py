@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import numpy as np
@@ -32,8 +32,10 @@ PANELS = {
     "output_variance": "output, before weight and bias (dotted: target)",
     "affine_variance": "output, after weight and bias",
 }
+DEPTH = "norm by depth, 0 = first"
 LEAST = 3  # target variances in a line
 TARGETS = {"standard": 1.0, "golden": (math.sqrt(5) - 1) / 2}  # other arms are named by theirs
+Styles: TypeAlias = Mapping[str, dict[str, Any]]  # arm -> options of `Axes.plot`
 # Okabe and Ito's palette, safe for every common colour blindness. Marker and dash identify an arm
 # without colour. The baseline is drawn first and wide: a mode that equals it would hide it.
 FIXED: dict[str, dict[str, Any]] = {
@@ -47,8 +49,8 @@ COLOURS = (
 )
 
 
-def arm_styles(groups: Iterable[Group]) -> dict[str, dict[str, Any]]:
-    """How to draw each arm, in every group: options of `Axes.plot`. No two have one colour."""
+def arm_styles(groups: Iterable[Group]) -> Styles:
+    """How to draw each arm in every group; no two arms have one colour."""
     others = sorted({arm for group in groups for arm in group.arms} - FIXED.keys())
     more = colormaps["turbo"](np.linspace(0.1, 0.9, max(len(others) - len(COLOURS), 0)))
     looks = zip((*COLOURS, *map(to_hex, more)), cycle("^vPX*<>"), cycle(("-", "--", "-.")))
@@ -93,34 +95,27 @@ def _lists(group: Group, field: str) -> dict[str, pd.DataFrame]:
     return tables
 
 
-def _name(group: Group, arm: str, field: str) -> str:
-    """An arm in a legend, with the number of its seeds that have `field`."""
-    found = group.finished[field][group.finished.arm == arm]
-    return f"{label(arm)} ({count_of(found.map(bool).sum(), 'seed')})"
-
-
-def curves_figure(group: Group, styles: Mapping[str, Any]) -> Figure:
+def curves_figure(group: Group, styles: Styles) -> Figure:
     """Draw the validation by epoch: all epochs, and the last half, where arms differ by little."""
-    measure = group.measure
+    measure, scale = group.measure, group.measure.scale
     what = f"validation {measure.name}: median over seeds, and band between the quartiles"
-    figure, panels = _new_figure(group.title, what, 12, 5, columns=2)
-    for axes, name in zip(panels, ("all epochs", "last half, enlarged"), strict=True):
-        for arm, curves in _lists(group, "curve").items():
-            shown = curves if axes is panels[0] else curves.iloc[:, curves.shape[1] // 2 :]
-            low, middle, high = (measure.scale * shown.quantile(q) for q in (0.25, 0.5, 0.75))
-            axes.fill_between(
-                shown.columns, low, high, color=styles[arm]["color"], alpha=0.15, lw=0
-            )
-            _draw_line(axes, middle, styles[arm], _name(group, arm, "curve"))
+    figure, (left, right) = _new_figure(group.title, what, 12, 5, columns=2)
+    whole = _lists(group, "curve")
+    late = {arm: curves.iloc[:, curves.shape[1] // 2 :] for arm, curves in whole.items()}
+    for axes, shown, name in (left, whole, "all epochs"), (right, late, "last half, enlarged"):
+        for arm, curves in shown.items():
+            ends = (scale * curves.quantile(q) for q in (0.25, 0.75))
+            axes.fill_between(curves.columns, *ends, color=styles[arm]["color"], alpha=0.15, lw=0)
+        middles = {arm: scale * curves.median() for arm, curves in shown.items()}
+        _draw_lines(axes, group, styles, "curve", middles)
         axes.set_ylim(*np.clip(axes.get_ylim(), *measure.limits))
         axes.set_title(name, loc="left", fontsize="medium")
         axes.set(xlabel="epoch", ylabel=f"validation {measure.name} ({measure.unit})")
-        axes.locator_params("x", integer=True, min_n_ticks=1)
     _add_legend(figure)
     return figure
 
 
-def seeds_figure(group: Group, styles: Mapping[str, Any]) -> Figure:
+def seeds_figure(group: Group, styles: Styles) -> Figure:
     """Draw the test score of every seed, and its difference from the reference."""
     measure, paired, bars = group.measure, group.differences(), []
     what = f"test {measure.name}: a dot for each seed, mean and 95% t-interval in black"
@@ -137,7 +132,7 @@ def seeds_figure(group: Group, styles: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def throughput_figure(group: Group, styles: Mapping[str, Any]) -> Figure:
+def throughput_figure(group: Group, styles: Styles) -> Figure:
     """Draw the speed of each run, and its ratio to the reference's."""
     speeds, ratios, unit = group.wide("items_per_s"), group.speed_ratios, group.measure.speed_unit
     machines = group.finished.hardware[group.finished.items_per_s.notna()].unique()
@@ -165,7 +160,7 @@ def throughput_figure(group: Group, styles: Mapping[str, Any]) -> Figure:
 
 def _rows_of_arms(
     group: Group,
-    styles: Mapping[str, Any],
+    styles: Styles,
     what: str,
     panels: Sequence[pd.DataFrame],
     bars: Sequence[Sequence[pd.Series[float]]],
@@ -220,7 +215,7 @@ def _compare_with(
         axes.text(1.02, row, text, va="center", transform=axes.get_yaxis_transform())
 
 
-def blocks_figure(group: Group, styles: Mapping[str, Any]) -> Figure:
+def blocks_figure(group: Group, styles: Styles) -> Figure:
     """Draw how much each block of a language model matters: the loss added by dropping it."""
     measure = group.measure
     what = (
@@ -228,11 +223,10 @@ def blocks_figure(group: Group, styles: Mapping[str, Any]) -> Figure:
         "(the log axis leaves out what is not above 0)"
     )
     figure, (axes,) = _new_figure(group.title, what, 11, 5)
-    for arm, added in _lists(group, "block_drop").items():
-        _draw_line(axes, added.mean(), styles[arm], _name(group, arm, "block_drop"))
+    added = {arm: drops.mean() for arm, drops in _lists(group, "block_drop").items()}
+    _draw_lines(axes, group, styles, "block_drop", added)
     axes.set_xlabel("block without which the loss is measured, 1 = first")
     axes.set_ylabel(f"added {measure.name} ({measure.difference_unit})")
-    axes.locator_params("x", integer=True, min_n_ticks=1)
     _log_scale(axes)
     _add_legend(figure)
     return figure
@@ -285,27 +279,26 @@ def targets_figure(groups: Sequence[Group]) -> Figure:
     return figure
 
 
-def variance_by_depth_figure(group: Group, styles: Mapping[str, Any]) -> Figure:
+def variance_by_depth_figure(group: Group, styles: Styles) -> Figure:
     """Draw the variance by depth, at the last step that all seeds of an arm logged."""
     last = {arm: table.iloc[-1] for arm, table in group.variances.items()}
     when = " and ".join(map(str, sorted({row.name for row in last.values()})))
     what = f"variance at each norm at the last step logged ({when}), mean over seeds"
     figure, panels = _new_figure(group.title, what, 11, 9, rows=len(PANELS), sharex=True)
     for (quantity, title), axes in zip(PANELS.items(), panels, strict=True):
-        for arm, row in last.items():
-            _draw_line(axes, row[quantity], styles[arm], _name(group, arm, "variances"))
-            if quantity == "output_variance":
-                axes.plot(row["target_variance"], "k:", zorder=3)
+        of_quantity = {arm: row[quantity] for arm, row in last.items()}
+        _draw_lines(axes, group, styles, "variances", of_quantity)
+        for row in last.values() if quantity == "output_variance" else ():
+            axes.plot(row["target_variance"], "k:", zorder=3)
         axes.set_title(title, loc="left", fontsize="medium")
         axes.set_ylabel("variance")
         _log_scale(axes)
-    axes.set_xlabel("norm by depth, 0 = first")
-    axes.locator_params("x", integer=True, min_n_ticks=1)
+    panels[-1].set_xlabel(DEPTH)
     _add_legend(figure)
     return figure
 
 
-def variance_by_step_figure(group: Group, styles: Mapping[str, Any]) -> Figure:
+def variance_by_step_figure(group: Group, styles: Styles) -> Figure:
     """Draw the variance after weight and bias: for each arm, a heat map of depth (down) by step."""
     tables = {arm: table["affine_variance"] for arm, table in group.variances.items()}
     columns = min(len(tables), 4)
@@ -319,14 +312,14 @@ def variance_by_step_figure(group: Group, styles: Mapping[str, Any]) -> Figure:
         axes.grid(visible=False)
         x, y = table.index.to_numpy(), table.columns.to_numpy()
         mesh = heat_map(axes, x, y, table.to_numpy().T, norm)
-        axes.set_title(textwrap.fill(_name(group, arm, "variances"), 40), fontsize="medium")
+        axes.set_title(_named(group, arm, "variances"), fontsize="medium")
     for axes in panels[len(tables) :]:
         axes.set_axis_off()
     panels[0].locator_params("x", integer=True, min_n_ticks=1)
     panels[0].locator_params("y", integer=True, min_n_ticks=1)
     colour_bar(figure, mesh, values, panels, aspect=20 * rows, pad=0.02, label="variance")
     figure.supxlabel("training step", fontsize="medium")
-    figure.supylabel("norm by depth, 0 = first", fontsize="medium")
+    figure.supylabel(DEPTH, fontsize="medium")
     return figure
 
 
@@ -349,21 +342,28 @@ def _new_figure(
     return figure, panels
 
 
-def _draw_line(axes: Axes, y: pd.Series[float], style: dict[str, Any], name: str) -> None:
-    """Plot the values by their index, with markers sparse enough to tell apart.
+def _named(group: Group, arm: str, field: str) -> str:
+    """The name of an arm, with the number of its seeds that have `field`."""
+    found = group.finished[field][group.finished.arm == arm]
+    return textwrap.fill(f"{label(arm)} ({count_of(found.map(bool).sum(), 'seed')})", 30)
 
-    A marker at 100% is on the border, and is drawn whole.
-    """
-    axes.plot(y, label=name, markevery=1 + len(y) // 25, markersize=5, clip_on=False, **style)
+
+def _draw_lines(
+    axes: Axes, group: Group, styles: Styles, field: str, lines: Mapping[str, pd.Series[float]]
+) -> None:
+    """Plot a line for each arm, with markers sparse enough to tell apart, over whole numbers."""
+    for arm, y in lines.items():
+        few = {"markevery": 1 + len(y) // 25, "markersize": 5, "clip_on": False}
+        axes.plot(y, label=_named(group, arm, field), **few, **styles[arm])
+    axes.locator_params("x", integer=True, min_n_ticks=1)
 
 
 def _add_legend(figure: Figure) -> None:
     """Add the legend of the first panel beside the panels, where no line can cross it."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    names = [textwrap.fill(name, 30) for name in labels]
-    lines = sum(name.count("\n") + 1 for name in names)
+    lines = sum(name.count("\n") + 1 for name in labels)
     figure.set_figheight(max(figure.get_figheight(), 1.6 + 0.2 * lines))
-    figure.legend(handles, names, loc="outside right center", frameon=False)
+    figure.legend(handles, labels, loc="outside right center", frameon=False)
 
 
 def _log_scale(axes: Axes) -> None:

@@ -100,7 +100,7 @@ def _outcomes(group: Group) -> str:
         f"{minus}, {measure.difference_unit}": differences.where(
             rows.arm != group.reference, "reference"
         ),
-        "p (Holm)": rows.difference_to_reference_p_holm.map(p_text),
+        "p (Holm)": rows.difference_to_reference_p_holm.map(p_text, na_action="ignore"),
         f"validation {minus}, {measure.difference_unit}": _intervals(
             measure, rows, "validation_difference_to_reference", "+"
         ),
@@ -133,9 +133,9 @@ def _costs(group: Group) -> str:
     cells = {
         "arm": rows.arm.map(label),
         "speed ratio": [speed_text(row) for row in rows.to_dict("records")],
-        group.measure.speed_unit: rows.items_per_s_median.map(_rounded),
-        "step, ms": rows.step_ms_median.map(lambda ms: NOTHING if math.isnan(ms) else f"{ms:.2f}"),
-        "peak, MiB": rows.peak_memory_mib_median.map(_rounded),
+        group.measure.speed_unit: rows.items_per_s_median.map(_rounded, na_action="ignore"),
+        "step, ms": rows.step_ms_median.map("{:.2f}".format, na_action="ignore"),
+        "peak, MiB": rows.peak_memory_mib_median.map(_rounded, na_action="ignore"),
         "norms swapped": rows.norms_swapped.str.replace(" ", ", ").replace("", NOTHING),
     }
     others = set(rows.speed_reference.dropna()) - {group.reference}
@@ -160,9 +160,7 @@ def speed_text(row: Mapping[str, Any]) -> str:
 
 
 def p_text(p: float) -> str:
-    """A p-value with three decimals, but never 0; a dash if there is none."""
-    if math.isnan(p):
-        return NOTHING
+    """A p-value with three decimals, but never 0."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
@@ -195,9 +193,8 @@ def _provenance(group: Group) -> list[str]:
     runs = group.finished
     if runs.empty:
         return ["no finished run, so no hardware, versions, epochs or dates to state"]
-    lines = [
-        f"{name}: {_counted(runs[name])}" for name in ("hardware", "commit") if runs[name].any()
-    ]
+    named = [name for name in ("hardware", "commit") if runs[name].any()]
+    lines = [f"{name}: {_counted(runs[name])}" for name in named]
     versions = pd.DataFrame(list(runs.versions)).fillna("none")
     of_all = [f"{name} {_counted(versions[name])}" for name in sorted(versions)]
     lines += [f"versions: {', '.join(of_all)}", f"epochs: {_counted(runs.epochs)}"]
@@ -224,8 +221,8 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
         runs: of `find_runs`.
 
     Returns:
-        Tables of the mean scores, and the options of each arm with its best rate, without seed and
-        study. An arm without a rate that counts has no options.
+        Tables of the mean scores, and the options of each arm that has a best rate, with that
+        rate, and without seed and study.
 
     Raises:
         ValueError: no run records its learning rate and options.
@@ -258,12 +255,10 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
                 chosen.append([*kept, f"{RATE}={best}"])
             rows.append(row)
         columns = [f"{rate:g}" for rate in sorted(set(found.learning_rate))]
-        cells = pd.DataFrame(rows, columns=["arm", *columns, "best", "remark"]).fillna(NOTHING)
+        cells = pd.DataFrame(rows, columns=["arm", *columns, "best", "remark"])
         tables.append(
             f"## {model} on {data}\n\n{_table(cells)}\nThe best rate has the {measure.best} mean "
-            f"validation {measure.name} after the last epoch, over all seeds of\nthe arm. A rate "
-            "counts if each of these seeds finished with it. If scores are equal, the smaller\n"
-            "rate is taken.\n"
+            f"validation {measure.name} after the last epoch, over all seeds of the arm.\n"
         )
     return "\n".join(tables), chosen
 
@@ -271,7 +266,7 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
 def _table(cells: pd.DataFrame) -> str:
     """Text in the first column, and numbers aligned to the right in the others."""
     align = ["left", *["right"] * (cells.shape[1] - 1)]
-    cells = cells.map(lambda cell: cell.replace("|", "/"))
+    cells = cells.astype(object).fillna(NOTHING).map(lambda cell: cell.replace("|", "/"))
     return f"{cells.to_markdown(index=False, colalign=align, disable_numparse=True)}\n"
 
 
@@ -281,8 +276,6 @@ def count_of(number: int, what: str) -> str:
 
 
 def _rounded(value: float) -> str:
-    if math.isnan(value):
-        return NOTHING
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -45,69 +44,50 @@ def far_off(values: pd.DataFrame) -> pd.DataFrame:
     return ((values < low - reach) | (values > high + reach)) & (reach > 0)
 
 
-@dataclass(frozen=True)
 class Group:
     """The runs of one model on one data set.
 
-    Attributes:
+    Args:
         runs: the run used for each arm and seed, with the columns of `find_runs`.
         left_out: runs replaced by a finished or newer run of the same arm and seed.
         references: the arms to compare with, by preference.
+
+    Attributes:
+        arms: all arms: `ARM_ORDER` first, then by name.
+        seeds: every seed that any arm has, and so every seed that each arm should have.
+        finished: the finished runs; no other run is averaged.
+        measure: what the runs are judged by; only a finished run is sure to record it.
+        reference: the first of `references` with a finished run, or None.
+        graphs: for each arm with finished runs, whether they replayed CUDA graphs.
     """
 
-    model: str
-    data: str
-    runs: pd.DataFrame
-    left_out: pd.DataFrame
-    references: tuple[str, ...]
-
-    @property
-    def title(self) -> str:
-        """The group's name in headings."""
-        return f"{self.model} on {self.data}"
-
-    @cached_property
-    def arms(self) -> list[str]:
-        """All arms: `ARM_ORDER` first, then by name."""
-        return sorted(set(self.runs.arm), key=lambda arm: ([*ARM_ORDER, arm].index(arm), arm))
+    def __init__(
+        self, runs: pd.DataFrame, left_out: pd.DataFrame, references: tuple[str, ...]
+    ) -> None:
+        self.runs, self.left_out, self.references = runs, left_out, references
+        self.model, self.data = runs.model.iloc[0], runs.data.iloc[0]
+        self.title = f"{self.model} on {self.data}"
+        self.arms = sorted(set(runs.arm), key=lambda arm: ([*ARM_ORDER, arm].index(arm), arm))
+        self.seeds = sorted(set(runs.seed))
+        self.finished = runs[runs.status == "finished"]
+        self.measure: Measure = next(iter(self.finished.measure), ACCURACY)
+        self.graphs = self.finished.groupby("arm").graph.any()
+        self.reference = next((arm for arm in references if arm in self.graphs), None)
 
     @cached_property
-    def seeds(self) -> list[int]:
-        """Every seed that any arm has, and so every seed that each arm should have."""
-        return sorted(set(self.runs.seed))
-
-    @cached_property
-    def finished(self) -> pd.DataFrame:
-        """The finished runs; no other run is averaged."""
-        return self.runs[self.runs.status == "finished"]
-
-    @cached_property
-    def measure(self) -> Measure:
-        """What the runs are judged by; only a finished run is sure to record it."""
-        return next(iter(self.finished.measure), ACCURACY)
-
-    @cached_property
-    def reference(self) -> str | None:
-        """The arm that the others are compared with; None if no such arm has a finished run."""
-        finished = set(self.finished.arm)
-        return next((arm for arm in self.references if arm in finished), None)
-
-    def uses_graphs(self, arm: str | None) -> bool:
-        """Whether the finished runs of an arm replayed CUDA graphs."""
-        return any(self.finished.graph[self.finished.arm == arm])
-
-    def speed_reference(self, arm: str) -> str | None:
-        """The arm to compare the speed of `arm` with: graphs with graphs, if possible.
+    def speed_references(self) -> dict[str, str | None]:
+        """Arm -> the arm to compare its speed with: graphs with graphs, if possible.
 
         Of the reference and its variants (`<reference>-...`), it is the one with the shortest name
-        that uses CUDA graphs if `arm` does; the reference itself if there is none.
+        that uses CUDA graphs if the arm does; the reference itself if there is none.
         """
-        if self.reference is None:
-            return None
-        graph = self.uses_graphs(arm)
-        same = [name for name in set(self.finished.arm) if self.uses_graphs(name) == graph]
-        family = [name for name in same if f"{name}-".startswith(f"{self.reference}-")]
-        return min(family, key=len, default=self.reference)
+        family = [arm for arm in self.graphs.index if f"{arm}-".startswith(f"{self.reference}-")]
+        found = {}
+        for arm in self.arms:
+            graph = self.graphs.get(arm, False)
+            alike = [name for name in family if self.graphs[name] == graph]
+            found[arm] = min(alike, key=len, default=self.reference)
+        return found
 
     def wide(self, field: str) -> pd.DataFrame:
         """A column of the finished runs as a table: a row a seed, a column an arm."""
@@ -124,15 +104,14 @@ class Group:
     @cached_property
     def speed_ratios(self) -> pd.DataFrame:
         """The speed of each arm over its speed reference's, by seed, on the same hardware only."""
-        speed, hardware = self.wide("items_per_s"), self.wide("hardware")
-        speed = speed.where(speed > 0)
-        references = {arm: self.speed_reference(arm) for arm in self.arms}
-        found = {
-            arm: (speed[arm] / speed[of]).where(hardware[arm] == hardware[of])
-            for arm, of in references.items()
-            if of not in (None, arm)
-        }
-        return pd.DataFrame(found, self.seeds, self.arms, dtype=float)
+        if self.reference is None:
+            return pd.DataFrame(np.nan, self.seeds, self.arms)
+        of = list(self.speed_references.values())
+        ours, hardware = self.wide("items_per_s"), self.wide("hardware")
+        theirs, other = (wide[of].set_axis(self.arms, axis=1) for wide in (ours, hardware))
+        ratios = (ours / theirs).where((hardware == other) & (ours > 0) & (theirs > 0))
+        ratios.loc[:, np.array(of) == self.arms] = np.nan
+        return ratios
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -151,12 +130,9 @@ class Group:
             "n_far_off": far_off(self.wide("test_score")).sum(),
             "n_expected": len(self.seeds),
             "reference": self.reference,
-            "measure": self.measure.name,
-            "unit": self.measure.unit,
-            "better": self.measure.better,
-            "items": self.measure.items,
+            **vars(self.measure),
         }
-        table = pd.DataFrame(columns, index=self.arms)
+        table = pd.DataFrame(columns, index=self.arms).rename(columns={"name": "measure"})
         parts = {
             "test": self.wide("test_score"),
             "test_bits": self.wide("test_bits_per_character"),
@@ -167,35 +143,29 @@ class Group:
             table = table.join(intervals(wide).add_prefix(f"{name}_"))
             if name == "difference_to_reference":
                 table[f"{name}_p_holm"] = adjusted_ps(wide)
-        table = self._with_costs(table)
-        counts = [name for name in table if name.endswith("_n")]
-        table[counts] = table[counts].fillna(0).astype(int)
-        effect = table.difference_to_reference_mean if self.reference else table.test_mean
-        order = table.assign(
-            graphs=[self.uses_graphs(a) != self.uses_graphs(self.reference) for a in table.arm],
-            other=table.arm != table.speed_reference,
-            effect=-effect if self.measure.better == "higher" else effect,
-        ).sort_values(["graphs", "other", "effect"])
-        return table.loc[order.index].reset_index(drop=True)
-
-    def _with_costs(self, table: pd.DataFrame) -> pd.DataFrame:
         finished, ratios = self.finished, self.speed_ratios
+        table["speed_reference"] = self.speed_references
         speeds = finished[finished.items_per_s > 0].groupby(["arm", "hardware"]).items_per_s
         spread = (speeds.max() / speeds.min()).groupby("arm").max()
-        table["speed_reference"] = [self.speed_reference(arm) for arm in self.arms]
         table["speed_reference_spread"] = table.speed_reference.map(spread)
         table["speed_ratio_n"] = ratios.count()
         table["speed_ratio_geometric_mean"] = np.exp(np.log(ratios).mean())
         table["speed_ratio_lowest"], table["speed_ratio_highest"] = ratios.min(), ratios.max()
         costs = finished.assign(peak_memory_mib=finished.peak_memory_bytes / 2**20).groupby("arm")
         medians = costs[["items_per_s", "step_ms", "peak_memory_mib"]].median()
-        norms = finished.dropna(subset="norms_swapped").groupby("arm").norms_swapped.unique()
         table = table.join(medians.add_suffix("_median"))
-        return table.assign(
-            norms_swapped=[
-                " ".join(f"{n:.0f}" for n in sorted(norms.get(a, ()))) for a in table.arm
-            ]
-        )
+        norms = finished.dropna(subset="norms_swapped").groupby("arm").norms_swapped.unique()
+        table["norms_swapped"] = [
+            " ".join(f"{n:.0f}" for n in sorted(norms.get(arm, ()))) for arm in self.arms
+        ]
+        effect = table.difference_to_reference_mean if self.reference else table.test_mean
+        graph = [self.graphs.get(arm, False) for arm in self.arms]
+        order = table.assign(
+            graphs=np.array(graph) != self.graphs.get(self.reference, False),
+            other=table.arm != table.speed_reference,
+            effect=-effect if self.measure.better == "higher" else effect,
+        ).sort_values(["graphs", "other", "effect"])
+        return table.loc[order.index].reset_index(drop=True)
 
     @cached_property
     def variances(self) -> dict[str, pd.DataFrame]:
@@ -221,9 +191,9 @@ def group_runs(runs: pd.DataFrame, reference: str | None = None) -> list[Group]:
     runs = runs.assign(arm=runs.arm.where(~of_rate, with_rate), done=runs.status == "finished")
     runs = runs.sort_values(["done", "date"], kind="stable")
     groups = []
-    for (model, data), found in runs.groupby(["model", "data"]):
+    for _, found in runs.groupby(["model", "data"]):
         replaced = found.duplicated(["arm", "seed"], keep="last")
         named = [arm for arm in found.arm.unique() if label(arm) == label(reference or "")]
         wanted = (*named, reference)[:1] if reference else ()
-        groups.append(Group(model, data, found[~replaced], found[replaced], wanted + REFERENCES))
+        groups.append(Group(found[~replaced], found[replaced], wanted + REFERENCES))
     return groups
