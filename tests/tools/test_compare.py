@@ -1,6 +1,5 @@
 """The comparison of runs: what is averaged, what is only listed, and what is written."""
 
-import csv
 import json
 import math
 from functools import partial
@@ -9,12 +8,11 @@ from itertools import product
 import numpy as np
 import pandas as pd
 import pytest
-from scipy import stats
 
 from normplug.compare import PLOTS, compare
 from normplug.compare.__main__ import main
 from normplug.experiment.compare.frame import find_runs, label, read_variance
-from normplug.experiment.compare.stats import adjusted_ps, group_runs, intervals
+from normplug.experiment.compare.stats import group_runs
 from normplug.experiment.measure import ACCURACY
 from training import ROOT
 
@@ -90,11 +88,6 @@ def difference(row, what="difference_to_reference"):
     return tuple(getattr(row, f"{what}_{part}") for part in ("n", "mean", "t95_half_width"))
 
 
-def read_csv(path):
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def test_differences_are_paired_by_seed(compared, tmp_path):
     for seed, accuracy in {0: 0.90, 1: 0.92, 2: 0.94}.items():
         write_run(tmp_path, "baseline", seed, test_accuracy=accuracy)
@@ -121,8 +114,11 @@ def test_runs_with_a_loss_are_compared_in_its_unit_beside_runs_with_an_accuracy(
     assert " -0.2500 ± 0.0000 (2 pairs) |" in text
     assert "Test loss is on the test set, after the last epoch; lower is better." in text
     assert " test accuracy, % |" in digits
-    found = {(line["model"], line["unit"]) for line in read_csv(tmp_path / "summary.csv")}
-    assert found == {("gpt", "nats/byte"), ("resnet18", "%")}
+    units = pd.read_csv(tmp_path / "summary.csv").groupby("model").unit.unique()
+    assert {model: list(of_one) for model, of_one in units.items()} == {
+        "gpt": ["nats/byte"],
+        "resnet18": ["%"],
+    }
 
 
 def test_losses_of_a_text_have_bits_per_character_and_different_texts_are_a_warning(
@@ -152,40 +148,16 @@ def test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms(compar
     assert "+2.00 ± 2.48 (3 pairs) |      0.223 |" in comparison.markdown
 
 
-def test_ps_and_intervals_are_scipys_and_holms():
-    values = pd.DataFrame(np.random.default_rng(0).normal(0.01, 0.01, (5, 3)), columns=[*"abc"])
-    values.loc[4, "b"] = np.nan
-    tests = {arm: stats.ttest_1samp(values[arm].dropna(), 0) for arm in values}
-    for arm, test in tests.items():
-        _, mean, half_width = intervals(values).loc[arm]
-        expected = test.confidence_interval(0.95)
-        assert mean - half_width == pytest.approx(expected.low, rel=1e-12)
-        assert mean + half_width == pytest.approx(expected.high, rel=1e-12)
-    first, second, third = sorted(tests, key=lambda arm: tests[arm].pvalue)
-    expected = [3 * tests[first].pvalue, 2 * tests[second].pvalue, tests[third].pvalue]
-    found = adjusted_ps(values)
-    assert list(found[[first, second, third]]) == pytest.approx(np.maximum.accumulate(expected))
-
-
 def test_differences_of_the_validation_are_paired_as_those_of_the_test(compared, tmp_path):
     last = {"baseline": (0.8, 0.7, None, 0.9), "golden": (0.81, 0.73, 0.9, float("nan"))}
     curves = {arm: [[0.1, value] for value in values] for arm, values in last.items()}
     write_runs(tmp_path, curves, "accuracy_by_epoch")
-    write_run(tmp_path, "standard", 0, accuracy_by_epoch=[])
     comparison = compared()
     found = difference(by_arm(comparison)["golden"], "validation_difference_to_reference")
-    assert found[:2] == (2, pytest.approx(0.02))
-    lines = [line for line in comparison.markdown.splitlines() if line.startswith("| ")]
-    cells = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in lines[:4]}
     # Differences 1 and 3 points: s / sqrt(2) = 1.
-    assert cells == {
-        "arm": "validation minus baseline, points",
-        "baseline": "-",
-        "standard": "-",
-        "golden": "+2.00 ± 12.71 (2 pairs)",
-    }
-    line = {line["arm"]: line for line in read_csv(tmp_path / "summary.csv")}["golden"]
-    assert float(line["validation_difference_to_reference_mean"]) == pytest.approx(0.02)
+    assert found == (2, pytest.approx(0.02), pytest.approx(0.1271, rel=1e-3))
+    line = next(line for line in comparison.markdown.splitlines() if line.startswith("| golden"))
+    assert line.endswith(" +2.00 ± 12.71 (2 pairs) |")
 
 
 def test_a_collected_file_gives_the_same_report_without_what_is_local(tmp_path):
@@ -255,17 +227,14 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
     assert "No reference: each rate is an arm of its own; --best" in comparison.markdown
 
 
-def test_best_rates_are_told_by_measure_and_refuse_unreadable_runs(tmp_path, capsys):
-    rate = {"learning_rate": 0.1, "overrides": ["mode=golden"]}
-    write_run(tmp_path, "golden", 0, **rate)
-    write_run(tmp_path, "golden", 0, **a_loss(1.25, model="the_gpt", **rate))
+def test_best_rates_of_a_loss_are_the_lowest_and_unreadable_runs_are_refused(tmp_path, capsys):
+    for rate, loss in {0.1: 1.25, 0.2: 1.5}.items():
+        options = {"learning_rate": rate, "overrides": ["mode=golden"]}
+        write_run(tmp_path / str(rate), "golden", 0, **a_loss(loss, **options))
     best = tmp_path / "best.txt"
     assert main([str(tmp_path), "--best", str(best)]) == 0
-    _, accuracy, loss = capsys.readouterr().out.split("| arm ")
-    assert "| 90.00 |" in accuracy
-    assert "has the highest mean validation accuracy" in accuracy
-    assert "| 1.2500 |" in loss
-    assert "has the lowest mean validation loss" in loss
+    assert best.read_text() == "mode=golden optimizer.lr=0.1\n"
+    assert "has the lowest mean validation loss" in capsys.readouterr().out
     best.unlink()
     (tmp_path / "result.json").write_text("{")  # it might have the best rate
     assert main([str(tmp_path), "--best", str(best)]) == 1
@@ -311,9 +280,7 @@ def test_only_finished_runs_are_averaged_and_all_others_are_listed(compared, tmp
         "# Comparison of 11 runs in ",
     ):
         assert line in comparison.markdown
-    averaged = [line["averaged"] for line in read_csv(tmp_path / "runs.csv")]
-    assert averaged.count("False") == 2
-    assert len(averaged) == 10
+    assert list(pd.read_csv(tmp_path / "runs.csv").averaged).count(False) == 2
 
 
 def test_of_two_runs_of_a_seed_the_finished_then_the_newer_counts(compared, tmp_path):
@@ -380,28 +347,22 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(compared, tmp_p
         if status != "none":
             write_run(tmp_path, "baseline", seed, test_accuracy=0.1, status=status)
     # Each group has its own reference.
-    write_run(tmp_path, "baseline", 0, model="other", test_accuracy=0.5)
-    write_run(tmp_path, "standard", 0, model="other", test_accuracy=0.6)
+    for arm in ("baseline", "standard"):
+        write_run(tmp_path, arm, 0, model="other", test_accuracy=0.5)
 
     comparison = compared()
     rows = {(row.model, row.arm): row for row in comparison.table.itertuples()}
     golden = rows["resnet18", "golden"]
-    assert golden.reference == "standard"
-    assert (golden.difference_to_reference_n, golden.speed_ratio_n) == (2, 2)
-    assert golden.difference_to_reference_mean == pytest.approx(0.02)
+    assert difference(golden)[:2] == (2, pytest.approx(0.02))
     assert golden.speed_ratio_geometric_mean == pytest.approx(1.1)
-    assert rows["resnet18", "standard"].difference_to_reference_n == 0
-    assert rows["other", "standard"].reference == "baseline"
+    assert (golden.reference, rows["other", "standard"].reference) == ("standard", "baseline")
     why = f"baseline has {'no run' if status == 'none' else 'no finished run'}"
     other, ours = comparison.markdown.split("## resnet18 on digits")
     assert " minus standard, points " in ours
     assert f"Reference: standard, since {why}.\n" in ours
-    assert " minus baseline, points " in other
     assert "Reference: baseline.\n" in other
     lines = [line for line in ours.splitlines() if line.startswith("| standard")]
     assert [line.count("reference") for line in lines] == [1, 1]
-    stated = {(line["model"], line["reference"]) for line in read_csv(tmp_path / "summary.csv")}
-    assert stated == {("resnet18", "standard"), ("other", "baseline")}
 
 
 def test_any_arm_can_be_the_reference(compared, tmp_path):
@@ -423,7 +384,7 @@ def test_one_seed_has_a_mean_and_no_interval(compared, tmp_path):
     assert "91.00 " in line
     assert "+1.00 (1 pair)" in line
     assert "±" not in line
-    assert read_csv(tmp_path / "summary.csv")[1]["test_t95_half_width"] == ""
+    assert pd.read_csv(tmp_path / "summary.csv").test_t95_half_width.isna().all()
 
 
 def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(compared, tmp_path):
@@ -475,17 +436,13 @@ def test_diverged_seeds_have_a_column_of_their_own(compared, tmp_path):
 
 BAD = [
     ({"arm": 5}, "arm Input should be a valid string"),
-    ({"seed": "x"}, "seed Input should be a valid integer"),
     ({"seed": None}, "seed Field required"),
     ({"test_accuracy": "high"}, "test_score Input should be a valid number"),
     ({"test_accuracy": 10**400}, "test_score Input should be a valid number"),
     ({"accuracy_by_epoch": [0.5, "x"]}, "curve.1 Input should be a valid number"),
-    ({"versions": ["torch"]}, "versions Input should be a valid dictionary"),
     ({"measure": {"name": "loss"}}, "missing 3 required positional arguments: 'unit'"),
-    ({"variances": 5}, "variances"),
     (100_000 * "[" + 100_000 * "]", "Invalid JSON: recursion limit exceeded"),
     ("[]", "Input should be an object"),
-    ("\x00", "Invalid JSON: expected value"),
 ]
 
 
@@ -510,16 +467,6 @@ def test_a_wrong_result_is_one_line_and_the_other_runs_are_compared(
 def test_a_difference_that_rounds_to_zero_has_no_minus_sign():
     assert ACCURACY.number(-2e-8, "+") == "+0.00"
     assert ACCURACY.number(-2e-4, "+") == "-0.02"
-
-
-def test_an_unmeasured_speed_is_a_dash(compared, tmp_path):
-    write_run(tmp_path, "baseline", 0)
-    write_run(tmp_path, "golden", 0, images_per_s=None, step_ms=float("nan"))
-    golden = by_arm(compared())["golden"]
-    assert golden.speed_ratio_n == 0
-    assert math.isnan(golden.items_per_s_median)
-    assert math.isnan(golden.step_ms_median)
-    assert golden.peak_memory_mib_median == 512
 
 
 def test_versions_dates_and_epochs_come_from_the_runs(compared, tmp_path):
@@ -586,36 +533,29 @@ def test_without_a_finished_run_there_is_a_table_and_no_plot(tmp_path):
 
 def test_accuracies_that_are_not_finite_are_named_and_not_drawn(tmp_path):
     nan = float("nan")
-    for seed in range(2):
-        write_run(tmp_path, "standard", seed)
-        write_run(tmp_path, "golden", seed, test_accuracy=nan, accuracy_by_epoch=[nan, nan])
+    write_run(tmp_path, "golden", 0, test_accuracy=nan, accuracy_by_epoch=[nan, nan])
     comparison = compare(tmp_path)
-    assert "golden, seed 1: finished, but no test accuracy (" in comparison.markdown
-    golden = by_arm(comparison)["golden"]
-    assert (golden.test_n, golden.difference_to_reference_n) == (0, 0)
-    write_run(tmp_path / "alone", "golden", 0, test_accuracy=nan, accuracy_by_epoch=[nan, nan])
-    plots = [path.name for path in compare(tmp_path / "alone").paths if path.suffix == ".png"]
+    assert "golden, seed 0: finished, but no test accuracy (" in comparison.markdown
+    assert by_arm(comparison)["golden"].test_n == 0
+    plots = [path.name for path in comparison.paths if path.suffix == ".png"]
     assert plots == ["throughput_resnet18_digits.png"]
 
 
 def test_every_file_is_written_and_none_is_blank(tmp_path):
-    for arm in ("baseline", "golden"):
-        for seed in range(2):
-            run = write_run(tmp_path / "runs", arm, seed, test_accuracy=0.9 + seed / 100)
-            write_variance(run, np.random.default_rng(seed).uniform(0.5, 2, (5, 20)), [*range(5)])
-    comparison = compare(tmp_path / "runs", tmp_path / "new" / "out")
+    for arm, seed in product(("baseline", "golden"), range(2)):
+        run = write_run(tmp_path / "runs", arm, seed, test_accuracy=0.9 + seed / 100)
+        write_variance(run, np.random.default_rng(seed).uniform(0.5, 2, (5, 20)), [*range(5)])
+    comparison = compare(tmp_path / "runs", out := tmp_path / "new" / "out")
     names = {"accuracy", "seeds", "throughput", "variance_by_depth", "variance_by_step"}
     plots = {path for path in comparison.paths if path.suffix == ".png"}
     assert {path.name for path in plots} == {f"{name}_resnet18_digits.png" for name in names}
     assert names < set(PLOTS)
-    for path in plots:
-        assert path.read_bytes().startswith(b"\x89PNG")
-        assert path.stat().st_size > 15_000
-    assert (tmp_path / "new/out/summary.md").read_text("utf-8") == comparison.markdown
-    summary = read_csv(tmp_path / "new/out/summary.csv")
-    assert [line["arm"] for line in summary] == ["baseline", "golden"]
-    assert float(summary[1]["difference_to_reference_mean"]) == pytest.approx(0.0)
-    assert float(summary[1]["test_mean"]) == pytest.approx(0.905)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
+    assert all(path.stat().st_size > 15_000 for path in plots)
+    assert (out / "summary.md").read_text("utf-8") == comparison.markdown
+    summary = pd.read_csv(out / "summary.csv").set_index("arm")
+    assert summary.test_mean.to_dict() == pytest.approx({"baseline": 0.905, "golden": 0.905})
+    assert len(pd.read_csv(out / "runs.csv")) == 4
 
 
 def test_an_unknown_plot_is_refused(tmp_path):

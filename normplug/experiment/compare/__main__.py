@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(arguments: argparse.Namespace) -> str:
-    """Write what --collect or --best asks for, and return what to print."""
+    """Do what --collect or --best asks for, and return what to print."""
     runs, unusable = find_runs(arguments.sources)
     for name, why in unusable.items():
         raise ValueError(
@@ -58,12 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("sources", metavar="RUNS", nargs="+", type=Path)
-    out = "directory for tables and plots (default: RUNS, if it is one directory)"
-    add("--out", metavar="DIR", help=out)
-    only = f"draw only these, of {', '.join(PLOTS)}"
-    add("--plots", metavar="NAME", nargs="*", help=only)
-    reference = "arm to compare the others with (default: baseline, else standard)"
-    add("--reference", metavar="ARM", help=reference)
+    add("--out", metavar="DIR", help="directory for tables and plots (default: the only RUNS)")
+    add("--plots", metavar="NAME", nargs="*", help=f"draw only these, of {', '.join(PLOTS)}")
+    add("--reference", metavar="ARM", help="compare with this arm, not baseline or standard")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--best", metavar="FILE", type=Path, help="write each arm's options with its best rate")
     add("--collect", metavar="FILE", type=Path, help="write all runs to this file")

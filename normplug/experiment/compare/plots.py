@@ -118,7 +118,8 @@ def curves_figure(group: Group, styles: Styles) -> Figure:
 def seeds_figure(group: Group, styles: Styles) -> Figure:
     """Draw the test score of every seed, and its difference from the reference."""
     measure, paired, bars = group.measure, group.differences(), []
-    what = f"test {measure.name}: a dot for each seed, mean and 95% t-interval in black"
+    what = f"test {measure.name}: a dot for each seed, mean and 95% t-interval in black; "
+    what += "p of paired t-tests, adjusted by Holm"
     panels = [measure.scale * group.wide("test_score"), measure.scale * paired]
     for found in map(intervals, panels):
         half = found.t95_half_width.fillna(0)
@@ -127,7 +128,7 @@ def seeds_figure(group: Group, styles: Styles) -> Figure:
     left.set_xlim(*np.clip(left.get_xlim(), *measure.limits))
     left.set_xlabel(f"test {measure.name} ({measure.unit})")
     minus = f"test {measure.name} minus {label(group.reference or '')}, same seed"
-    texts = {arm: f"p = {p_text(p)}" for arm, p in adjusted_ps(paired).items()}
+    texts = {arm: f"p: {p_text(p)}" for arm, p in adjusted_ps(paired).items()}
     _compare_with(right, group, f"{minus} ({measure.difference_unit})", 0, texts)
     return figure
 
@@ -143,10 +144,8 @@ def throughput_figure(group: Group, styles: Styles) -> Figure:
     ]
     what = f"{what}\n{' and '.join(machines)}"
     figure, (left, right) = _rows_of_arms(group, styles, what, [speeds, ratios], bars)
-    for axes in (
-        left,
-        right,
-    ):  # at least a tenth of the middle, so that noise does not fill the axis
+    for axes in (left, right):
+        # At least a tenth of the middle, so that noise does not fill the axis.
         low, high = axes.get_xlim()
         more = max(0.05 * (low + high) - (high - low), 0) / 2
         axes.set_xlim(low - more, high + more)

@@ -94,7 +94,10 @@ def _outcomes(group: Group) -> str:
     cells = {
         "arm": rows.arm.map(label),
         "n": rows.n_finished.astype(str) + " of " + rows.n_expected.astype(str),
-        "diverged": list(map(_diverged, rows.n_diverged, rows.n_far_off)),
+        "diverged": [
+            ", ".join([f"{n} stopped"] * (n > 0) + [f"{far} far off"] * (far > 0))
+            for n, far in rows[["n_diverged", "n_far_off"]].to_numpy().tolist()
+        ],
         f"test {measure.name}, {measure.unit}": _intervals(measure, rows, "test"),
         "bits per character": _intervals(measure, rows, "test_bits"),
         f"{minus}, {measure.difference_unit}": differences.where(
@@ -122,11 +125,6 @@ def _intervals(measure: Measure, rows: pd.DataFrame, name: str, sign: str = "") 
     return pd.Series(cells, rows.index, dtype=object)
 
 
-def _diverged(stopped: int, far_off: int) -> str:
-    counts = {"stopped": stopped, "far off": far_off}
-    return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or NOTHING
-
-
 def _costs(group: Group) -> str:
     """The table of speed, peak memory and swapped norms of each arm."""
     rows = group.table
@@ -136,7 +134,7 @@ def _costs(group: Group) -> str:
         group.measure.speed_unit: rows.items_per_s_median.map(_rounded, na_action="ignore"),
         "step, ms": rows.step_ms_median.map("{:.2f}".format, na_action="ignore"),
         "peak, MiB": rows.peak_memory_mib_median.map(_rounded, na_action="ignore"),
-        "norms swapped": rows.norms_swapped.str.replace(" ", ", ").replace("", NOTHING),
+        "norms swapped": rows.norms_swapped.str.replace(" ", ", "),
     }
     others = set(rows.speed_reference.dropna()) - {group.reference}
     names = " and ".join(label(arm) for arm in sorted(others))
@@ -266,7 +264,8 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
 def _table(cells: pd.DataFrame) -> str:
     """Text in the first column, and numbers aligned to the right in the others."""
     align = ["left", *["right"] * (cells.shape[1] - 1)]
-    cells = cells.astype(object).fillna(NOTHING).map(lambda cell: cell.replace("|", "/"))
+    cells = cells.astype(object).fillna(NOTHING).replace("", NOTHING)
+    cells = cells.map(lambda cell: cell.replace("|", "/"))
     return f"{cells.to_markdown(index=False, colalign=align, disable_numparse=True)}\n"
 
 
