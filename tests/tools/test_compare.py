@@ -115,10 +115,7 @@ def test_runs_with_a_loss_are_compared_in_its_unit_beside_runs_with_an_accuracy(
     assert "Test loss is on the test set, after the last epoch; lower is better." in text
     assert " test accuracy, % |" in digits
     units = pd.read_csv(tmp_path / "summary.csv").groupby("model").unit.unique()
-    assert {model: list(of_one) for model, of_one in units.items()} == {
-        "gpt": ["nats/byte"],
-        "resnet18": ["%"],
-    }
+    assert units.map(list).to_dict() == {"gpt": ["nats/byte"], "resnet18": ["%"]}
 
 
 def test_losses_of_a_text_have_bits_per_character_and_different_texts_are_a_warning(
@@ -165,27 +162,22 @@ def test_a_collected_file_gives_the_same_report_without_what_is_local(tmp_path):
         local = {"process": "5 on a-machine", "overrides": ["data.root=/home/me/photos", "seed=0"]}
         run = write_run(tmp_path / "runs", "golden", seed, **local)
         write_variance(run, np.random.default_rng(0).uniform(0.5, 2, (30, 3)), [*range(30)])
-    write_run(tmp_path / "runs", "golden", 2, status="failed", error="no /home/me/data.bin here")
+    write_run(tmp_path / "runs", "golden", 2, status="failed", error="no\n/home/me/data.bin here")
     file = tmp_path / "docs" / "runs.json"
     assert main([str(tmp_path / "runs"), "--collect", str(file)]) == 0
     text = file.read_text()
     assert len(text.splitlines()) == 2 + 3
-    for local in ("process", "a-machine", "/home"):
-        assert local not in text
+    assert not any(local in text for local in ("process", "a-machine", "/home"))
     assert '"data.root=photos"' in text
     variances = json.loads(text)[0]["variances"]
-    assert len(variances["steps"]) == len(variances["input_variance"]) == 8
     assert (variances["steps"][0], variances["steps"][-1]) == (0, 29)
+    assert len(variances["steps"]) == len(variances["input_variance"]) == 8
     found = compare(tmp_path / "runs", tmp_path / "a", plots=())
     kept = compare(file, tmp_path / "b", plots=["variance_by_depth"])
-    assert (
-        kept.markdown.splitlines()[1:] == found.markdown.replace("/home/me/", "").splitlines()[1:]
-    )
-    assert [path.name for path in kept.paths] == [
-        "summary.md",
-        "summary.csv",
-        "variance_by_depth_resnet18_digits.png",
-    ]
+    _, *lines = found.markdown.replace("/home/me/", "").splitlines()
+    assert kept.markdown.splitlines()[1:] == lines
+    assert kept.paths[-1].name == "variance_by_depth_resnet18_digits.png"
+    assert not (tmp_path / "b" / "runs.csv").exists()
     with pytest.raises(ValueError, match=r"Name it: --out DIR\."):
         compare(file)
 
@@ -211,14 +203,9 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
         "mode=standard 'tag=a b' optimizer.lr=0.1",
     ]
     printed = capsys.readouterr().out
-    cells = {line.split("|")[1].strip(): line for line in printed.splitlines()[4:7]}
-    assert [cell.strip() for cell in cells["standard"].split("|")[2:-1]] == [
-        "90.00",
-        "90.00",
-        "unfinished",
-        "0.1",
-        "at the end of the range: extend it",
-    ]
+    line = next(line for line in printed.splitlines() if line.startswith("| standard"))
+    cells = [cell.strip() for cell in line.split("|")[2:-1]]
+    assert cells == ["90.00", "90.00", "unfinished", "0.1", "at the end of the range: extend it"]
     assert "has the highest mean validation accuracy after the last epoch" in printed
     # Without a choice, each rate is an arm.
     comparison = compared()
@@ -311,14 +298,10 @@ def test_arms_are_sorted_by_effect_under_their_plain_names_and_columns_line_up(c
 @pytest.mark.parametrize(
     ("arm", "plain"),
     [
-        ("golden", "golden"),
         ("0.5", "target 0.5"),
         ("1e-05-fused", "target 1e-05 fused"),
         ("standard-gamma0_inverse_depth", "standard gamma0=inverse_depth"),
-        (
-            "golden-autocast_float32-fuse_true-graph_false",
-            "golden autocast=float32 fuse=true graph=false",
-        ),
+        ("golden-autocast_float32-fuse_true", "golden autocast=float32 fuse=true"),
         ("baseline-graph-again", "baseline graph again"),
         ("golden lr=0.1", "golden lr=0.1"),
     ],
@@ -327,35 +310,16 @@ def test_the_plain_name_of_an_arm(arm, plain):
     assert label(arm) == label(plain.removeprefix("target ")) == plain
 
 
-@pytest.mark.parametrize("baseline", ["no run", "no finished run"])
-def test_without_a_baseline_there_is_no_difference(compared, tmp_path, baseline):
-    write_run(tmp_path, "golden", 0)
-    if baseline == "no finished run":
-        write_run(tmp_path, "baseline", 0, status="failed")
-    comparison = compared()
-    golden = by_arm(comparison)["golden"]
-    assert (golden.difference_to_reference_n, golden.speed_ratio_n) == (0, 0)
-    why = f"No reference, since baseline has {baseline} and standard has no run"
-    assert f"{why}: no differences, no speed ratios.\n" in comparison.markdown
-
-
 @pytest.mark.parametrize("status", ["none", "failed", "running"])
 def test_standard_stands_in_for_a_baseline_without_finished_runs(compared, tmp_path, status):
-    for seed in range(2):
-        write_run(tmp_path, "standard", seed, test_accuracy=0.90, images_per_s=100.0)
-        write_run(tmp_path, "golden", seed, test_accuracy=0.92, images_per_s=110.0)
-        if status != "none":
-            write_run(tmp_path, "baseline", seed, test_accuracy=0.1, status=status)
-    # Each group has its own reference.
-    for arm in ("baseline", "standard"):
+    write_runs(tmp_path, {"standard": [0.9, 0.9], "golden": [0.92, 0.92]})
+    if status != "none":
+        write_run(tmp_path, "baseline", 0, test_accuracy=0.1, status=status)
+    for arm in ("baseline", "standard"):  # each group has its own reference
         write_run(tmp_path, arm, 0, model="other", test_accuracy=0.5)
-
     comparison = compared()
     rows = {(row.model, row.arm): row for row in comparison.table.itertuples()}
-    golden = rows["resnet18", "golden"]
-    assert difference(golden)[:2] == (2, pytest.approx(0.02))
-    assert golden.speed_ratio_geometric_mean == pytest.approx(1.1)
-    assert (golden.reference, rows["other", "standard"].reference) == ("standard", "baseline")
+    assert difference(rows["resnet18", "golden"])[:2] == (2, pytest.approx(0.02))
     why = f"baseline has {'no run' if status == 'none' else 'no finished run'}"
     other, ours = comparison.markdown.split("## resnet18 on digits")
     assert " minus standard, points " in ours
@@ -366,45 +330,35 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(compared, tmp_p
 
 
 def test_any_arm_can_be_the_reference(compared, tmp_path):
-    write_runs(tmp_path, {"baseline": [0.9], "standard": [0.8], "golden": [0.7]})
-    write_run(tmp_path, "baseline", 0, model="other")
-    write_run(tmp_path, "standard-gamma0_0.786", 0, test_accuracy=0.6)
-    table = compared(reference="standard").table
-    found = {(row.model, row.arm): row for row in table.itertuples()}
-    assert found["resnet18", "golden"].difference_to_reference_mean == 0.7 - 0.8
-    assert found["resnet18", "baseline"].difference_to_reference_mean == 0.9 - 0.8
-    assert found["other", "baseline"].reference == "baseline"
+    write_runs(tmp_path, {"baseline": [0.9], "golden": [0.7], "standard-gamma0_0.786": [0.6]})
     for name in ("standard gamma0=0.786", "standard-gamma0_0.786"):
-        assert "standard-gamma0_0.786" in set(compared(reference=name).table.reference)
+        rows = by_arm(compared(reference=name))
+        assert rows["golden"].difference_to_reference_mean == 0.7 - 0.6
+        assert rows["baseline"].reference == "standard-gamma0_0.786"
 
 
 def test_one_seed_has_a_mean_and_no_interval(compared, tmp_path):
     write_runs(tmp_path, {"baseline": [0.9], "golden": [0.91]})
     line, _ = [line for line in compared().markdown.splitlines() if line.startswith("| g")]
-    assert "91.00 " in line
-    assert "+1.00 (1 pair)" in line
-    assert "±" not in line
+    assert "| 91.00 | +1.00 (1 pair) |" in " ".join(line.split())
     assert pd.read_csv(tmp_path / "summary.csv").test_t95_half_width.isna().all()
 
 
 def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(compared, tmp_path):
     write_runs(tmp_path, {"baseline": 3 * [100.0], "golden": [200.0, 800.0]}, "images_per_s")
     write_run(tmp_path, "golden", 2, images_per_s=1.0, hardware="A100")
-    comparison = compared()
-    golden = by_arm(comparison)["golden"]
-    assert golden.speed_ratio_geometric_mean == pytest.approx(4.0)
-    assert golden.speed_ratio_n == 2
-    assert "| 4.000 (2.000 to 8.000, 2 pairs) |" in comparison.markdown
-    assert "- hardware: H100 (5 runs), A100 (1 run)\n" in comparison.markdown
+    markdown = compared().markdown
+    assert "| 4.000 (2.000 to 8.000, 2 pairs) |" in markdown
+    assert "- hardware: H100 (5 runs), A100 (1 run)\n" in markdown
 
 
 def test_no_speed_ratio_is_stated_within_the_spread_of_the_references_own_runs(compared, tmp_path):
     speeds = {"baseline": [100.0, 150.0], "golden": [140.0, 210.0], "0.5": [200.0, 300.0]}
     write_runs(tmp_path, speeds, "images_per_s")
-    lines = compared().markdown.splitlines()
-    cells = {cell.strip() for line in lines if line.startswith("|") for cell in line.split("|")}
-    assert {"unclear: baseline varies by 50.0%", "2.000 (2.000 to 2.000, 2 pairs)"} < cells
-    assert "1.400 (1.400 to 1.400, 2 pairs)" not in cells
+    markdown = compared().markdown
+    assert "| unclear: baseline varies by 50.0% |" in markdown
+    assert " 2.000 (2.000 to 2.000, 2 pairs) |" in markdown
+    assert "1.400" not in markdown
 
 
 def test_arms_with_graphs_have_a_speed_ratio_to_a_reference_with_graphs(compared, tmp_path):
@@ -522,12 +476,11 @@ def test_without_a_finished_run_there_is_a_table_and_no_plot(tmp_path):
     write_run(tmp_path, "golden", 0, status="failed", error="boom")
     comparison = compare(tmp_path)
     assert {path.name for path in comparison.paths} == {"summary.md", "summary.csv", "runs.csv"}
-    assert comparison.markdown.startswith("# Comparison of 1 run in ")
-    lines = [line for line in comparison.markdown.splitlines() if line.startswith("| golden")]
-    line, cost = lines
+    outcome, cost = [row for row in comparison.markdown.splitlines() if row.startswith("| golden")]
+    assert " ".join(outcome.split()) == "| golden | 0 of 1 | - | - | - | - |"
     assert cost.count(" - |") == 5
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == ["golden", "0 of 1", "-", "-", "-", "-"]
+    why = "No reference, since baseline has no run and standard has no run"
+    assert f"{why}: no differences, no speed ratios.\n" in comparison.markdown
     assert "no finished run, so no hardware" in comparison.markdown
 
 
@@ -541,18 +494,24 @@ def test_accuracies_that_are_not_finite_are_named_and_not_drawn(tmp_path):
     assert plots == ["throughput_resnet18_digits.png"]
 
 
-def test_every_file_is_written_and_none_is_blank(tmp_path):
+def test_every_file_is_written_and_printed_and_none_is_blank(tmp_path, capsys):
     for arm, seed in product(("baseline", "golden"), range(2)):
         run = write_run(tmp_path / "runs", arm, seed, test_accuracy=0.9 + seed / 100)
         write_variance(run, np.random.default_rng(seed).uniform(0.5, 2, (5, 20)), [*range(5)])
-    comparison = compare(tmp_path / "runs", out := tmp_path / "new" / "out")
+    assert main([str(tmp_path / "runs"), "--out", str(out := tmp_path / "new" / "out")]) == 0
     names = {"accuracy", "seeds", "throughput", "variance_by_depth", "variance_by_step"}
-    plots = {path for path in comparison.paths if path.suffix == ".png"}
-    assert {path.name for path in plots} == {f"{name}_resnet18_digits.png" for name in names}
     assert names < set(PLOTS)
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
-    assert all(path.stat().st_size > 15_000 for path in plots)
-    assert (out / "summary.md").read_text("utf-8") == comparison.markdown
+    plots = {f"{name}_resnet18_digits.png" for name in names}
+    assert {path.name for path in out.iterdir()} == plots | {
+        "summary.md",
+        "summary.csv",
+        "runs.csv",
+    }
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in plots)
+    assert all((out / name).stat().st_size > 15_000 for name in plots)
+    printed = capsys.readouterr().out
+    assert printed.startswith((out / "summary.md").read_text("utf-8"))
+    assert {*map(str, out.iterdir())} < set(printed.splitlines())
     summary = pd.read_csv(out / "summary.csv").set_index("arm")
     assert summary.test_mean.to_dict() == pytest.approx({"baseline": 0.905, "golden": 0.905})
     assert len(pd.read_csv(out / "runs.csv")) == 4
@@ -561,14 +520,6 @@ def test_every_file_is_written_and_none_is_blank(tmp_path):
 def test_an_unknown_plot_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"names among accuracy, .* got blocs\.$"):
         compare(tmp_path, plots=["seeds", "blocs"])
-
-
-def test_command_prints_the_table_and_the_paths(tmp_path, capsys):
-    write_run(tmp_path / "runs", "golden", 0)
-    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
-    printed = capsys.readouterr().out
-    assert "| golden |" in printed
-    assert str(tmp_path / "out" / "summary.md") in printed.splitlines()
 
 
 @pytest.mark.parametrize("name", ["", "nowhere", "object.json", "empty.json"])

@@ -1,5 +1,7 @@
 """The plots of a comparison: what each figure holds, not how it looks."""
 
+from itertools import product
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -128,11 +130,10 @@ def test_an_axis_of_accuracies_stays_within_0_and_100(accuracies):
 
 
 def test_a_loss_is_drawn_as_it_is_with_its_unit():
-    loss = Measure("loss", "nats/byte", "lower", "tokens")
-    losses = {"baseline": 1.5, "golden": 1.25}
+    loss = {"measure": Measure("loss", "nats/byte", "lower", "tokens"), "hardware": "CPU"}
     runs = [
-        a_run(arm, 0, value, (2.0, value), 9.0, "CPU", measure=loss)
-        for arm, value in losses.items()
+        a_run(arm, 0, value, (2.0, value), 9.0, **loss)
+        for arm, value in {"baseline": 1.5, "golden": 1.25}.items()
     ]
     left, right = drawn(seeds_figure, *runs)
     assert left.get_xlabel() == "test loss (nats/byte)"
@@ -175,23 +176,15 @@ def test_no_text_of_a_plot_lies_on_another_or_outside():
     arms = ["standard", "golden", "0.5", *(f"{i}.5-{long}" for i in range(5))]
     cells = np.random.default_rng(0).uniform(0.5, 2.0, (6, 60))
     cells[:, 7] = np.nan
-    variances = a_variance(range(0, 60, 10), cells)
-    others = {"block_drop": [0.5, 0.1], "variances": variances}
+    others = {"block_drop": [0.5, 0.1], "variances": a_variance(range(0, 60, 10), cells)}
     group = a_group(
         *(
             a_run(arm, seed, 0.9 + seed / 100, (0.5, 1.0), 100.0 + i, f"GPU {seed % 2}", **others)
-            for i, arm in enumerate(arms)
-            for seed in range(3)
+            for (i, arm), seed in product(enumerate(arms), range(3))
         )
     )
-    for draw in (
-        curves_figure,
-        seeds_figure,
-        throughput_figure,
-        blocks_figure,
-        variance_by_depth_figure,
-        variance_by_step_figure,
-    ):
+    lines = [curves_figure, blocks_figure, variance_by_depth_figure]
+    for draw in (seeds_figure, throughput_figure, variance_by_step_figure, *lines):
         figure = draw(group, arm_styles([group]))
         figure.draw_without_rendering()
         labels = [label for axes in figure.axes for label in axes.get_yticklabels()]
@@ -253,15 +246,13 @@ def test_blocks_show_what_each_of_them_is_worth():
     drops = {"standard": [[0.5, 0.1], [0.3, 0.3]], "golden": [[0.2, 0.4]]}
     runs = [
         a_run(arm, seed, block_drop=losses)
-        for arm, of_seeds in drops.items()
-        for seed, losses in enumerate(of_seeds)
+        for arm in drops
+        for seed, losses in enumerate(drops[arm])
     ]
     (axes,) = drawn(blocks_figure, *runs)
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert lines == {
-        "standard (2 seeds)": [[1, 0.4], [2, 0.2]],
-        "golden (1 seed)": [[1, 0.2], [2, 0.4]],
-    }
+    expected = {"standard (2 seeds)": [[1, 0.4], [2, 0.2]], "golden (1 seed)": [[1, 0.2], [2, 0.4]]}
+    assert lines == expected
 
 
 def test_variance_by_step_has_one_scale_for_all_arms():

@@ -99,7 +99,7 @@ def curves_figure(group: Group, styles: Styles) -> Figure:
     """Draw the validation by epoch: all epochs, and the last half, where arms differ by little."""
     measure, scale = group.measure, group.measure.scale
     what = f"validation {measure.name}: median over seeds, and band between the quartiles"
-    figure, (left, right) = _new_figure(group.title, what, 12, 5, columns=2)
+    figure, (left, right) = _new_figure(group.title, what, (12, 5), (1, 2))
     whole = _lists(group, "curve")
     late = {arm: curves.iloc[:, curves.shape[1] // 2 :] for arm, curves in whole.items()}
     for axes, shown, name in (left, whole, "all epochs"), (right, late, "last half, enlarged"):
@@ -175,7 +175,7 @@ def _rows_of_arms(
     ]
     height = 1.8 + max(0.6, *(0.2 * (name.count("\n") + 1) for name in names)) * len(names)
     what = f"{what}\n{about_reference(group)}"
-    figure, both = _new_figure(group.title, what, 10, height, columns=2, sharey=True)
+    figure, both = _new_figure(group.title, what, (10, height), (1, 2), sharey=True)
     both[0].set_yticks(range(len(names)), names)
     both[0].set_ylim(len(names) - 0.5, -0.5)
     # Each seed has its own height in every row, so that pairs can be matched.
@@ -221,7 +221,7 @@ def blocks_figure(group: Group, styles: Styles) -> Figure:
         f"test {measure.name} without one block minus that of the whole model, mean over seeds "
         "(the log axis leaves out what is not above 0)"
     )
-    figure, (axes,) = _new_figure(group.title, what, 11, 5)
+    figure, (axes,) = _new_figure(group.title, what, (11, 5))
     added = {arm: drops.mean() for arm, drops in _lists(group, "block_drop").items()}
     _draw_lines(axes, group, styles, "block_drop", added)
     axes.set_xlabel("block without which the loss is measured, 1 = first")
@@ -254,23 +254,18 @@ def targets_figure(groups: Sequence[Group]) -> Figure:
     """
     measure, scale = groups[0].measure, groups[0].measure.scale
     what = f"test {measure.name} over the target variance: means over seeds, 95% t-intervals"
-    size = 10, 1.2 + 2.5 * len(groups)
-    figure, panels = _new_figure(groups[0].data, what, *size, rows=len(groups), columns=2)
+    size, shape = (10, 1.2 + 2.5 * len(groups)), (len(groups), 2)
+    figure, panels = _new_figure(groups[0].data, what, size, shape)
     for group, left, right in zip(groups, panels[::2], panels[1::2], strict=True):
-        minus = f" minus {label(group.reference or 'a reference')}, same seed"
-        for axes, wide, title, unit in (
-            (
-                left,
-                group.wide("test_score"),
-                f" ({count_of(len(group.seeds), 'seed')})",
-                measure.unit,
-            ),
-            (right, group.differences(), minus, measure.difference_unit),
-        ):
+        tables = group.wide("test_score"), group.differences()
+        minus = f"minus {label(group.reference or 'a reference')}, same seed"
+        titles = f"{group.model} ({count_of(len(group.seeds), 'seed')})", f"{group.model} {minus}"
+        units = measure.unit, measure.difference_unit
+        for axes, wide, title, unit in zip((left, right), tables, titles, units, strict=True):
             found = _over_targets(wide)
             half = found.t95_half_width.fillna(0)
             axes.errorbar(found.index, scale * found["mean"], scale * half, fmt="o-", capsize=3)
-            axes.set_title(group.model + title, loc="left", fontsize="medium")
+            axes.set_title(title, loc="left", fontsize="medium")
             axes.set(xscale="log", xlabel="target variance", ylabel=f"{measure.name} ({unit})")
             axes.set_xticks(found.index, [f"{target:.3g}" for target in found.index])
             axes.minorticks_off()
@@ -283,7 +278,7 @@ def variance_by_depth_figure(group: Group, styles: Styles) -> Figure:
     last = {arm: table.iloc[-1] for arm, table in group.variances.items()}
     when = " and ".join(map(str, sorted({row.name for row in last.values()})))
     what = f"variance at each norm at the last step logged ({when}), mean over seeds"
-    figure, panels = _new_figure(group.title, what, 11, 9, rows=len(PANELS), sharex=True)
+    figure, panels = _new_figure(group.title, what, (11, 9), (len(PANELS), 1), sharex=True)
     for (quantity, title), axes in zip(PANELS.items(), panels, strict=True):
         of_quantity = {arm: row[quantity] for arm, row in last.items()}
         _draw_lines(axes, group, styles, "variances", of_quantity)
@@ -300,11 +295,10 @@ def variance_by_depth_figure(group: Group, styles: Styles) -> Figure:
 def variance_by_step_figure(group: Group, styles: Styles) -> Figure:
     """Draw the variance after weight and bias: for each arm, a heat map of depth (down) by step."""
     tables = {arm: table["affine_variance"] for arm, table in group.variances.items()}
-    columns = min(len(tables), 4)
-    rows = math.ceil(len(tables) / columns)
+    rows, columns = shape = math.ceil(len(tables) / 4), min(len(tables), 4)
     size = 2.4 + 3.3 * columns, 1.4 + 3.5 * rows
     what = "variance after weight and bias, mean over seeds (hatched: no finite value)"
-    figure, panels = _new_figure(group.title, what, *size, rows, columns, sharex=True, sharey=True)
+    figure, panels = _new_figure(group.title, what, size, shape, sharex=True, sharey=True)
     values = np.concatenate([table.to_numpy().ravel() for table in tables.values()])
     norm = colour_scale(values)
     for axes, (arm, table) in zip(panels, tables.items(), strict=False):
@@ -314,8 +308,7 @@ def variance_by_step_figure(group: Group, styles: Styles) -> Figure:
         axes.set_title(_named(group, arm, "variances"), fontsize="medium")
     for axes in panels[len(tables) :]:
         axes.set_axis_off()
-    panels[0].locator_params("x", integer=True, min_n_ticks=1)
-    panels[0].locator_params("y", integer=True, min_n_ticks=1)
+    panels[0].locator_params(integer=True, min_n_ticks=1)
     colour_bar(figure, mesh, values, panels, aspect=20 * rows, pad=0.02, label="variance")
     figure.supxlabel("training step", fontsize="medium")
     figure.supylabel(DEPTH, fontsize="medium")
@@ -323,19 +316,13 @@ def variance_by_step_figure(group: Group, styles: Styles) -> Figure:
 
 
 def _new_figure(
-    title: str,
-    what: str,
-    width: float,
-    height: float,
-    rows: int = 1,
-    columns: int = 1,
-    **share: Any,
+    title: str, what: str, size: tuple[float, float], shape: tuple[int, int] = (1, 1), **share: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of width x height inches, without pyplot's global state, and its panels."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    lines = [textwrap.fill(line, int(11 * width)) for line in (title, *what.splitlines())]
+    """A figure of `size` inches, without pyplot's global state, and its `shape` of panels."""
+    figure = Figure(figsize=size, layout="constrained")
+    lines = [textwrap.fill(line, int(11 * size[0])) for line in (title, *what.splitlines())]
     figure.suptitle("\n".join(lines), fontsize="medium")
-    panels = list(figure.subplots(rows, columns, squeeze=False, **share).flat)
+    panels = list(figure.subplots(*shape, squeeze=False, **share).flat)
     for axes in panels:
         axes.grid(alpha=0.3)
     return figure, panels
@@ -352,8 +339,8 @@ def _draw_lines(
 ) -> None:
     """Plot a line for each arm, with markers sparse enough to tell apart, over whole numbers."""
     for arm, y in lines.items():
-        few = {"markevery": 1 + len(y) // 25, "markersize": 5, "clip_on": False}
-        axes.plot(y, label=_named(group, arm, field), **few, **styles[arm])
+        name, few = _named(group, arm, field), 1 + len(y) // 25
+        axes.plot(y, label=name, markevery=few, markersize=5, clip_on=False, **styles[arm])
     axes.locator_params("x", integer=True, min_n_ticks=1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import pandas as pd
@@ -75,12 +76,10 @@ def _section(group: Group) -> str:
 
 def about_reference(group: Group) -> str:
     """Which arm is the reference, and why, in words."""
-    start, passed_over = "No reference", group.references
-    if group.reference is not None:
-        start = f"Reference: {label(group.reference)}"
-        passed_over = passed_over[: passed_over.index(group.reference)]
-    elif any(" lr=" in arm for arm in group.arms):
-        return f"{start}: each rate is an arm of its own; --best chooses each arm's rate"
+    if group.reference is None and any(" lr=" in arm for arm in group.arms):
+        return "No reference: each rate is an arm of its own; --best chooses each arm's rate"
+    start = f"Reference: {label(group.reference)}" if group.reference else "No reference"
+    passed_over = takewhile(lambda arm: arm != group.reference, group.references)
     states = {True: "has no finished run", False: "has no run"}
     whys = [f"{label(arm)} {states[arm in group.arms]}" for arm in passed_over]
     return f"{start}, since {' and '.join(whys)}" if whys else start

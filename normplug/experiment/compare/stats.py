@@ -82,12 +82,11 @@ class Group:
         that uses CUDA graphs if the arm does; the reference itself if there is none.
         """
         family = [arm for arm in self.graphs.index if f"{arm}-".startswith(f"{self.reference}-")]
-        found = {}
-        for arm in self.arms:
-            graph = self.graphs.get(arm, False)
-            alike = [name for name in family if self.graphs[name] == graph]
-            found[arm] = min(alike, key=len, default=self.reference)
-        return found
+        same = {
+            arm: [a for a in family if self.graphs[a] == self.graphs.get(arm, False)]
+            for arm in self.arms
+        }
+        return {arm: min(alike, key=len, default=self.reference) for arm, alike in same.items()}
 
     def wide(self, field: str) -> pd.DataFrame:
         """A column of the finished runs as a table: a row a seed, a column an arm."""
