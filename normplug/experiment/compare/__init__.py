@@ -60,9 +60,9 @@ def compare(
             "baseline", or "standard" if that has none.
 
     Raises:
-        FileNotFoundError: a source does not exist.
-        ValueError: a directory holds no `result.json`; a file holds no list of runs; `out` is
-            None, and `sources` is not a single directory; `plots` has an unknown name.
+        OSError: a source cannot be read.
+        ValueError: a source is not there, or holds no run; `out` is None, and `sources` is not a
+            single directory; `plots` has an unknown name.
     """
     if unknown := set(plots or ()) - set(PLOTS):
         raise ValueError(

@@ -35,7 +35,7 @@ class Result(BaseModel):
     The keys of `test_score`, `curve` and `items_per_s` depend on the measure.
     """
 
-    run: str
+    run: str = ""
     model: str
     data: str
     arm: str
@@ -97,11 +97,7 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
             )
         for number, given in enumerate(found, start=1):
             try:
-                record = (
-                    {"run": f"run {number}"} | given
-                    if isinstance(given, dict)
-                    else _read(given, source)
-                )
+                record = given if source.is_file() else _read(given, source)
                 rows.append(_row(record) | {"record": record})
             except (OSError, TypeError, ValueError) as error:
                 name = f"{source.name}, run {number}" if source.is_file() else str(given)

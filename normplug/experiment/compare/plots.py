@@ -207,7 +207,7 @@ def _compare_with(
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no seed to compare", ha="center", transform=axes.transAxes)
         return
-    axes.set_xlabel(textwrap.fill(name, 45))
+    axes.set_xlabel(textwrap.fill(name, 50))
     axes.axvline(equal, color="black", linewidth=0.8, linestyle="--", zorder=0)
     for row, arm in enumerate(group.table.arm):
         text = "reference" if arm == group.reference else texts.get(arm, "")
