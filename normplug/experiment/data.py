@@ -16,6 +16,7 @@ from filelock import FileLock
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -24,7 +25,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_datas
 from torchvision.transforms.v2 import functional as v2
 from typing_extensions import TypedDict  # pydantic cannot read that of Python < 3.12
 
-from normplug.experiment.config import Count, Natural, Number, Seed, checked
+from normplug.experiment.config import Count, Natural, Number, Seed
 from normplug.experiment.errors import WHO, one_line
 from normplug.experiment.resume import save
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from normplug.experiment.learner import Learner
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
+STRICT = ConfigDict(strict=True, extra="forbid")  # of the arguments of data
 
 ORDER, AUGMENTATION, MODEL = 0, 1, 2  # the random streams of a run
 SPLIT_SEED = 1618  # any constant: every run of a comparison must hold out the same images
@@ -40,7 +42,6 @@ STATISTICS_SAMPLE = 2048  # images decoded for mean and std, if the set is not i
 GPU_SHARE = 0.25  # of a GPU's free memory; device="auto" keeps larger data on the host
 # Evaluation keeps no activations for a backward, so its batches can be larger than in training.
 EVALUATION_BATCHES = 4  # times batch_size
-DECODED_AT_ONCE = 256  # images
 
 
 def stream_seed(purpose: int, seed: int, time: int = 0, shard: int = 0) -> int:
@@ -77,6 +78,7 @@ class Part(Dataset[Batch]):
         return Part(self.inputs[rows], self.targets[rows], self.image_size)
 
 
+@dataclass(eq=False, kw_only=True, config=STRICT)
 class Source(LightningDataModule, ABC):
     """Inputs and targets in three fixed parts, which are the same in every run.
 
@@ -98,24 +100,13 @@ class Source(LightningDataModule, ABC):
 
     gives: ClassVar[tuple[str, ...]]
     held_out: ClassVar[str]
-    train_part: Part
-    val_part: Part
-    test_part: Part
+    seed: Seed = 0
+    batch_size: Count = 128
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_workers: Natural = 0
 
-    @checked
-    def __init__(
-        self,
-        *,
-        seed: Seed = 0,
-        batch_size: Count = 128,
-        device: Literal["auto", "cpu", "cuda"] = "auto",
-        num_workers: Natural = 0,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        self.seed = seed
-        self.batch_size = batch_size
-        self.device = device
-        self.num_workers = num_workers
 
     @abstractmethod
     def learner(self, net: nn.Module, optimizer: Any, **options: Any) -> Learner:
@@ -221,11 +212,11 @@ class Source(LightningDataModule, ABC):
 class Augment(TypedDict, total=False):
     """`pad`: pixels added on every side before a random crop. `flip`: flip half of the images."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     pad: Natural
     flip: bool
 
 
+@dataclass(eq=False, kw_only=True, config=STRICT)
 class ImageData(Source):
     """Labelled images, normalised and augmented on the device; a subclass implements `load`.
 
@@ -243,21 +234,11 @@ class ImageData(Source):
 
     gives = ("num_classes", "image_size")
     held_out = f"train_test_split(random_state={SPLIT_SEED})"
-    num_classes: int
-    image_size: int
-
-    @checked
-    def __init__(
-        self,
-        *,
-        augment: Augment | None = None,
-        val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        given = augment or {}
-        self.augment = given.get("pad", 0), given.get("flip", False)
-        self.val_fraction = val_fraction
+    augment: Augment | None = None
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    if TYPE_CHECKING:  # constants or arguments of a subclass
+        num_classes: int
+        image_size: int
 
     @abstractmethod
     def load(self) -> tuple[Part, Part]:
@@ -308,8 +289,8 @@ class ImageData(Source):
     def decode_all(self, files: Part) -> Tensor:
         """Decode all images of a part: (N, 3, image_size, image_size), uint8."""
         images = torch.empty(len(files), 3, self.image_size, self.image_size, dtype=torch.uint8)
-        loader = self._loader(files, DECODED_AT_ONCE)
-        for rows, (batch, _) in zip(images.split(DECODED_AT_ONCE), loader, strict=True):
+        loader = self._loader(files, self.batch_size)
+        for rows, (batch, _) in zip(images.split(self.batch_size), loader, strict=True):
             rows.copy_(batch)
         return images
 
@@ -322,10 +303,10 @@ class ImageData(Source):
         images = (images - mean).div_(std)
         if self.trainer is None:
             return images, labels
-        if self.trainer.training and any(self.augment):
+        if self.trainer.training and self.augment:
             step = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
             seed = stream_seed(AUGMENTATION, self.seed, step, self.shards()[1])
-            images = crop_and_flip(images, *self.augment, torch.Generator().manual_seed(seed))
+            images = crop_and_flip(images, torch.Generator().manual_seed(seed), **self.augment)
         # Lightning calls convert_input before this hook, too early: bf16-true skips uint8 images.
         return self.trainer.precision_plugin.convert_input(images), labels
 
@@ -344,21 +325,17 @@ class ImageData(Source):
         return mean.float(), var.sqrt().clamp(min=1 / 255).float()
 
 
-def crop_and_flip(images: Tensor, pad: int, flip: bool, generator: torch.Generator) -> Tensor:
+def crop_and_flip(
+    images: Tensor, generator: torch.Generator, pad: int = 0, flip: bool = False
+) -> Tensor:
     """Shift each image by its own offset of up to `pad` pixels each way, and flip half of them.
 
     Pixels from outside the image are 0, which is the mean of normalised images. torchvision's
-    transforms apply one crop to a whole batch.
-
-    Args:
-        images: (B, C, H, W).
-        pad: see `Augment`.
-        flip: see `Augment`.
-        generator: a CPU generator, so that the numbers do not depend on the device. Those of a
-            whole batch are drawn at once, and copied asynchronously.
+    transforms apply one crop to a whole batch. `generator` is a CPU generator, so the numbers do
+    not depend on the device. They are drawn for the whole batch at once, and copied asynchronously.
 
     Returns:
-        (B, C, H, W), a new tensor.
+        (B, C, H, W), as `images`; a new tensor.
     """
     batch, _, height, width = images.shape
 
@@ -375,6 +352,7 @@ def crop_and_flip(images: Tensor, pad: int, flip: bool, generator: torch.Generat
     return images
 
 
+@dataclass(eq=False, kw_only=True, config=STRICT)
 class Digits(ImageData):
     """The 1,797 grey 8x8 digits that scikit-learn ships; a fixed 20% of them is the test set."""
 
@@ -391,35 +369,20 @@ class Digits(ImageData):
         return self.hold_out(images, TEST_FRACTION)
 
 
+@dataclass(eq=False, kw_only=True, config=STRICT)
 class Torchvision(ImageData):
-    """A data set that torchvision downloads to `root`, with its official test set.
+    """A class of `torchvision.datasets` that holds its images in memory, such as "CIFAR10".
 
-    Args:
-        dataset: the class in `torchvision.datasets`, of images in memory, such as "CIFAR10".
-        **options: see `ImageData`.
+    It is downloaded to `root`, and has an official test set.
     """
 
-    @checked
-    def __init__(
-        self,
-        dataset: str,
-        num_classes: Count,
-        image_size: Count,
-        root: str = "data",
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.dataset = dataset
-        self.num_classes = num_classes
-        self.image_size = image_size
-        self.root = root
+    dataset: str
+    num_classes: Count
+    image_size: Count
+    root: str = "data"
 
     def prepare_data(self) -> None:
-        """Download the data set if it is absent.
-
-        Raises:
-            RuntimeError: the download failed.
-        """
+        """Download the data set if it is absent; a failed download is a RuntimeError."""
         try:
             for train in (True, False):
                 getattr(datasets, self.dataset)(self.root, train=train, download=True)
@@ -445,24 +408,16 @@ def _rgb(images: Tensor) -> Tensor:
     return images.permute(0, 3, 1, 2).contiguous()
 
 
+@dataclass(eq=False, kw_only=True, config=STRICT)
 class Fake(ImageData):
     """Synthetic images: a pattern of coarse squares for each class, and noise.
 
     They do not depend on `seed`. A fixed 20% of the `num_images` is the test set.
     """
 
-    @checked
-    def __init__(
-        self,
-        num_classes: Annotated[int, Field(ge=2)] = 10,
-        image_size: Count = 32,
-        num_images: Count = 1000,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.num_classes = num_classes
-        self.image_size = image_size
-        self.num_images = num_images
+    num_classes: Annotated[int, Field(ge=2)] = 10
+    image_size: Count = 32
+    num_images: Count = 1000
 
     def load(self) -> tuple[Part, Part]:
         """Draw the patterns and the images."""
@@ -478,6 +433,7 @@ class Fake(ImageData):
         return self.hold_out(Part(images, labels), TEST_FRACTION)
 
 
+@dataclass(eq=False, kw_only=True, config=STRICT)
 class ImageFolder(ImageData):
     """A tree of image files, one directory per class.
 
@@ -486,7 +442,6 @@ class ImageFolder(ImageData):
     the test set; `root/<class>/*` are the training images if there is no `train` either.
 
     Args:
-        root: the root of the tree.
         image_size: side of the square that every image becomes, in pixels: the shorter side is
             resized, then the centre is cut out.
         memory_gib: a tree that is larger than this when decoded is decoded again for every batch,
@@ -494,31 +449,23 @@ class ImageFolder(ImageData):
         cache: a file that keeps the decoded images for later runs. Of concurrent runs, the first
             decodes them and the others wait for it. It is refused once the path, size or
             modification time of any image has changed.
-        num_workers: worker processes that decode.
         **options: see `ImageData`.
 
     Raises:
         ValueError: the tree is not as above.
     """
 
-    @checked
-    def __init__(
-        self,
-        root: str,
-        image_size: Count,
-        *,
-        memory_gib: Number = 4.0,
-        cache: str | None = None,
-        num_workers: Natural = 4,
-        **options: Any,
-    ) -> None:
-        super().__init__(num_workers=num_workers, **options)
-        self.root = Path(root).expanduser().resolve()
-        self.image_size = image_size
-        self.memory_gib = memory_gib
-        self.cache = None if cache is None else Path(cache).expanduser().resolve()
-        tests = [self.root / name for name in ("test", "val") if (self.root / name).is_dir()]
-        train = self.root / "train" if tests or (self.root / "train").is_dir() else self.root
+    root: str
+    image_size: Count
+    memory_gib: Number = 4.0
+    cache: str | None = None
+    num_workers: Natural = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        root = Path(self.root).expanduser().resolve()
+        tests = [root / name for name in ("test", "val") if (root / name).is_dir()]
+        train = root / "train" if tests or (root / "train").is_dir() else root
         try:
             labels = find_classes(train)[1]
             self.train_files = make_dataset(str(train), labels, IMG_EXTENSIONS)
@@ -530,8 +477,8 @@ class ImageFolder(ImageData):
             lone = isinstance(error, KeyError)
             why = f"class {error} is only in {tests[0]}" if lone else one_line(error)
             raise ValueError(
-                f"{WHO}: data.root={root} must hold images in train/<class>/, with test images of "
-                f"the same classes in test/<class>/ or val/<class>/, or only in <class>/; {why}."
+                f"{WHO}: data.root={self.root} must hold images in train/<class>/ and, to test the "
+                f"same classes, in test/<class>/ or val/<class>/, or only in <class>/; {why}."
             ) from None
         self.num_classes = len(labels)
 
@@ -552,17 +499,18 @@ class ImageFolder(ImageData):
             return self.decode_all(files)
         stats = [(path, os.path.getsize(path), os.path.getmtime(path)) for path in files.inputs]
         state = hashlib.sha256(repr((self.image_size, stats)).encode()).hexdigest()
-        lock = self.cache.with_name(f"{self.cache.name}.lock")
-        with _cache_errors(self.cache):
+        cache = Path(self.cache).expanduser().resolve()
+        lock = cache.with_name(f"{cache.name}.lock")
+        with _cache_errors(cache):
             lock.parent.mkdir(parents=True, exist_ok=True)
             lock.touch()  # or FileLock would try for ever
         with FileLock(str(lock)):
-            if self.cache.exists():
-                with _cache_errors(self.cache):
-                    return torch.load(self.cache, mmap=True, weights_only=True)[state]
+            if cache.exists():
+                with _cache_errors(cache):
+                    return torch.load(cache, mmap=True, weights_only=True)[state]
             images = self.decode_all(files)
-            with _cache_errors(self.cache):
-                save({state: images}, self.cache)
+            with _cache_errors(cache):
+                save({state: images}, cache)
         return images
 
 
@@ -579,10 +527,9 @@ def _cache_errors(cache: Path) -> Iterator[None]:
 
 
 def decode(path: str | Path, image_size: int) -> Tensor:
-    """Read one file as RGB, resize its shorter side to `image_size`, and cut out the centre.
+    """Read an image file as RGB, (3, image_size, image_size), uint8.
 
-    Returns:
-        (3, image_size, image_size), uint8.
+    The shorter side is resized to `image_size`, then the centre is cut out.
 
     Raises:
         ValueError: the file is not a readable image.

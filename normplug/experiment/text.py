@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from normplug.experiment.config import Count, Positive, checked
-from normplug.experiment.data import Batch, Part, Source
+from normplug.experiment.config import Count, Positive
+from normplug.experiment.data import STRICT, Batch, Part, Source
 from normplug.experiment.errors import WHO
 from normplug.experiment.language import LanguageModel
 
@@ -23,6 +24,7 @@ PARTS = {"train": 0.8, "val": 0.1, "test": 0.1}  # shares of the text, in the or
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
+@dataclass(eq=False, kw_only=True, config=STRICT)
 class Text(Source):
     """A text: the first 80% is for training, the next 10% for validation, the last for the test.
 
@@ -45,21 +47,17 @@ class Text(Source):
     gives = ("vocabulary", "block_size")
     held_out = "the last tenth of the text for the test, the tenth before it for validation"
 
-    @checked
-    def __init__(
-        self,
-        path: str | None = None,
-        unit: Literal["byte", "char"] = "byte",
-        block_size: Count = 128,
-        megabytes: Positive | None = 4.0,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.unit = unit
-        self.block_size = block_size
-        text = _read(path, None if megabytes is None else round(megabytes * 1e6))
+    path: str | None = None
+    unit: Literal["byte", "char"] = "byte"
+    block_size: Count = 128
+    megabytes: Positive | None = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        limit = None if self.megabytes is None else round(self.megabytes * 1e6)
+        text = _read(self.path, limit)
         self.sha256 = hashlib.sha256(text).hexdigest()
-        if unit == "byte":
+        if self.unit == "byte":
             self.tokens, self.vocabulary = (
                 torch.from_numpy(np.frombuffer(text, np.uint8).copy()),
                 256,
@@ -67,10 +65,11 @@ class Text(Source):
         else:
             self.tokens, self.vocabulary = _characters(text)
         sizes = [round(share * len(self.tokens)) for share in PARTS.values()]
-        if min(sizes) <= block_size:
+        if min(sizes) <= self.block_size:
             raise ValueError(
-                f"{WHO}: each part of the text must be longer than block_size={block_size}; the "
-                f"smallest has {min(sizes)} tokens. Use a longer text or a smaller data.block_size."
+                f"{WHO}: each part of the text must be longer than block_size={self.block_size}; "
+                f"the smallest has {min(sizes)} tokens. Use a longer text or a smaller "
+                "data.block_size."
             )
         sizes[0] += len(self.tokens) - sum(sizes)
         self.parts = dict(zip(PARTS, self.tokens.split(sizes), strict=True))

@@ -85,7 +85,8 @@ def tree(tmp_path):
 
 
 def folder(root, size=SIZE, **options):
-    return ImageFolder(str(root), size, **{"num_workers": 0, "batch_size": 4} | options)
+    options = {"num_workers": 0, "batch_size": 4} | options
+    return ImageFolder(root=str(root), image_size=size, **options)
 
 
 @pytest.fixture
@@ -194,7 +195,7 @@ class TestPixels:
     @pytest.mark.parametrize("pad", [0, 2])
     def test_each_image_has_its_own_crop_and_flip(self, pad, flip):
         images = torch.randn(500, 3, 5, 7)
-        out = crop_and_flip(images, pad, flip, torch.Generator().manual_seed(1))
+        out = crop_and_flip(images, torch.Generator().manual_seed(1), pad, flip)
         padded = nn.functional.pad(images, [pad] * 4)
         offsets = list(itertools.product(range(2 * pad + 1), repeat=2))
         crops = [padded[:, :, top : top + 5, left : left + 7] for top, left in offsets]
@@ -432,7 +433,7 @@ class TestTorchvision:
             return SimpleNamespace(data=images[:count].numpy(), targets=[0, 1] * (count // 2))
 
         monkeypatch.setattr(torchvision.datasets, name, dataset)
-        data = Torchvision(name, 10, size)
+        data = Torchvision(dataset=name, num_classes=10, image_size=size)
         data.prepare_data()
         train, val, test = parts(data)
         assert downloads == [True, False]
@@ -448,7 +449,7 @@ def test_configs_build_their_source(path, tree):
         cfg = compose(overrides=[f"+data={path.stem}", "+seed=3"])
     if path.stem == "image_folder":
         cfg.data.update(root=str(tree), image_size=SIZE)
-    data = instantiate(cfg.data)
+    data = instantiate(cfg.data, _convert_="all")
     assert isinstance(data, Source)
     assert data.seed == 3
 
@@ -456,7 +457,8 @@ def test_configs_build_their_source(path, tree):
 class TestText:
     def text(self, tmp_path, content, **options):
         (tmp_path / "a.txt").write_bytes(content)
-        return Text(str(tmp_path / "a.txt"), **{"block_size": 4, "batch_size": 2} | options)
+        options = {"block_size": 4, "batch_size": 2} | options
+        return Text(path=str(tmp_path / "a.txt"), **options)
 
     def test_parts_follow_one_another_and_a_target_is_the_next_token(self, tmp_path):
         data = self.text(tmp_path, bytes(range(100)))
@@ -506,7 +508,7 @@ class TestText:
 
     def test_what_cannot_be_a_text_is_refused(self, tmp_path):
         with pytest.raises(ValueError, match="path must be a readable file, got no.txt"):
-            Text("no.txt")
+            Text(path="no.txt")
         with pytest.raises(ValueError, match="unit=char needs a text in UTF-8; byte 1 of 100 is"):
             self.text(tmp_path, b"a\xff" * 50, unit="char")
         with pytest.raises(ValueError, match="longer than block_size=4; the smallest has 4 tokens"):

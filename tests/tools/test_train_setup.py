@@ -244,7 +244,7 @@ def test_each_run_of_the_study_can_run(checked, line):
         ("trainer.devices=0", "the command gives trainer.max_epochs=1, trainer.devices=0. "),
         ("trainer.accelerator=foo", "trainer cannot be built: You selected an invalid accelerator"),
         ("trainer.fast_dev_run=-1", "fast_dev_run=-1 is not a valid configuration"),
-        ("model.heads=3", "model.heads must divide model.hidden_dim=64; got 3."),
+        ("model.heads=3", "embed_dim must be divisible by num_heads; the command gives"),
         ("model=resnet18 model.arch=vit_b_16", "model.arch must be one of resnet101"),
         ("data.num_images=5", "both parts of a split need an image"),
         ("callbacks.variance.every_n_steps=0", "every_n_steps must be at least 1; got 0"),
