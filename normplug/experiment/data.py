@@ -53,8 +53,8 @@ def stream_seed(purpose: int, seed: int, time: int = 0, shard: int = 0) -> int:
 class Part(Dataset[Batch]):
     """Inputs and targets, (N, ...), in memory, on the host or on a GPU.
 
-    Or, as inputs, an array of the paths of image files, which are decoded each time they are
-    indexed, to squares of `image_size` pixels.
+    Instead of inputs, there may be the paths of image files, in an array. They are decoded each
+    time they are indexed, to squares of `image_size` pixels.
     """
 
     def __init__(self, inputs: Any, targets: Tensor, image_size: int = 0) -> None:
@@ -80,18 +80,13 @@ class Part(Dataset[Batch]):
 
 @dataclass(eq=False, kw_only=True, config=STRICT)
 class Source(LightningDataModule, ABC):
-    """Inputs and targets in three fixed parts, which are the same in every run.
+    """Inputs and targets in three parts, the same in every run, which a subclass sets in `setup`.
 
-    A subclass sets the parts in `setup`. `seed` decides only what a run draws from them.
-
-    Args:
-        seed: with the epoch, fixes the order of the training part, regardless of other random
-            draws.
-        batch_size: samples per step on each device; an evaluation step takes 4 times as many.
-        device: where data in memory are kept: "cuda", the run's GPU, or "cpu". "auto" is the GPU
-            if the run has one and the data take at most a quarter of its free memory. Order and
-            augmentation do not depend on it.
-        num_workers: processes that decode image files.
+    `seed` decides only what a run draws: with the epoch, the order of the training part, and with
+    the step, the augmentation, wherever the data are. An evaluation step takes 4 times `batch_size`
+    samples. `device` is where data in memory are kept: "cuda", the run's GPU, or "cpu"; "auto" is
+    the GPU if the run has one and the data take at most a quarter of its free memory. `num_workers`
+    processes decode image files.
 
     Attributes:
         gives: names of the attributes that a model takes as arguments; known before `setup`.
@@ -220,10 +215,7 @@ class Augment(TypedDict, total=False):
 class ImageData(Source):
     """Labelled images, normalised and augmented on the device; a subclass implements `load`.
 
-    Args:
-        augment: of training images, see `Augment`; None for no augmentation.
-        val_fraction: fraction of each class's training images that is held out for validation.
-        **options: see `Source`.
+    `val_fraction` of each class's training images is held out for validation.
 
     Attributes:
         num_classes: number of labels; known before `setup`.
@@ -263,7 +255,7 @@ class ImageData(Source):
         """Split off `fraction` of every class, the same images in every run.
 
         Raises:
-            ValueError: a part would have fewer images than classes, or a class has a single image.
+            ValueError: a class has too few images to be in both parts.
         """
         from sklearn.model_selection import train_test_split  # slow to import
 
@@ -441,15 +433,11 @@ class ImageFolder(ImageData):
     `root/val/<class>/*` if there is no `test`. With neither, a fixed 20% of the training images is
     the test set; `root/<class>/*` are the training images if there is no `train` either.
 
-    Args:
-        image_size: side of the square that every image becomes, in pixels: the shorter side is
-            resized, then the centre is cut out.
-        memory_gib: a tree that is larger than this when decoded is decoded again for every batch,
-            and its `mean` and `std` come from a sample of the training images.
-        cache: a file that keeps the decoded images for later runs. Of concurrent runs, the first
-            decodes them and the others wait for it. It is refused once the path, size or
-            modification time of any image has changed.
-        **options: see `ImageData`.
+    The shorter side of an image is resized to `image_size`, then the centre is cut out. A tree that
+    is larger than `memory_gib` when decoded is decoded again for every batch, and its `mean` and
+    `std` come from a sample of the training images. `cache` is a file that keeps the decoded images
+    for later runs; of concurrent runs, the first decodes them and the others wait. It is refused
+    once the path, size or modification time of any image has changed.
 
     Raises:
         ValueError: the tree is not as above.
@@ -528,8 +516,6 @@ def _cache_errors(cache: Path) -> Iterator[None]:
 
 def decode(path: str | Path, image_size: int) -> Tensor:
     """Read an image file as RGB, (3, image_size, image_size), uint8.
-
-    The shorter side is resized to `image_size`, then the centre is cut out.
 
     Raises:
         ValueError: the file is not a readable image.

@@ -286,14 +286,17 @@ def hf_causal_lm(
         from transformers import AutoConfig, AutoModelForCausalLM
 
     known = AutoConfig.for_model(name)
-    sizes = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads}
-    more = {
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "num_hidden_layers": depth,
+        "num_attention_heads": heads,
         "intermediate_size": 4 * width,
         "num_key_value_heads": heads,
         "head_dim": width // heads,
         "max_position_embeddings": block_size,
     }
-    sizes |= {key: value for key, value in more.items() if hasattr(known, key)}
-    tokens = {f"{end}_token_id": None for end in ("bos", "eos", "pad")}
-    config = type(known)(**{"vocab_size": vocabulary, **sizes, **tokens, **(options or {})})
+    sizes = {key: value for key, value in sizes.items() if hasattr(known, key)}
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = AutoConfig.for_model(name, **{**sizes, **tokens, **(options or {})})
     return CausalLM(AutoModelForCausalLM.from_config(config))

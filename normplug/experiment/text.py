@@ -1,11 +1,13 @@
-"""A text, cut into blocks of bytes or characters; by default, Python's standard library."""
+"""A text, cut into blocks of bytes or characters, and the learner that predicts its next token."""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
+import math
 import os
 import sysconfig
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,32 +15,31 @@ import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from normplug.experiment.config import Count, Positive
 from normplug.experiment.data import STRICT, Batch, Part, Source
 from normplug.experiment.errors import WHO
-from normplug.experiment.language import LanguageModel
+from normplug.experiment.learner import Learner
+from normplug.experiment.measure import Measure
+from normplug.experiment.models import GPT, Block
 
 PARTS = {"train": 0.8, "val": 0.1, "test": 0.1}  # shares of the text, in the order of the text
 # Directories of the standard library whose sources are left out.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# Test tokens, per process, on which the loss without each block is measured; rounded up to whole
+# batches.
+DROP_TOKENS = 2**15
 
 
 @dataclass(eq=False, kw_only=True, config=STRICT)
 class Text(Source):
     """A text: the first 80% is for training, the next 10% for validation, the last for the test.
 
-    Args:
-        path: a file; None for the sources of Python's standard library, without its tests, one
-            after another in the order of their paths.
-        unit: what a token is: a "byte", or a "char" of UTF-8. The vocabulary is the 256 bytes, or
-            the characters that occur in the text.
-        block_size: context length, in tokens.
-        megabytes: how much of the text to use, from its start; None for all of it.
-        **options: see `Source`.
-
-    Attributes:
-        vocabulary: number of tokens.
+    Without a `path`, it is the sources of Python's standard library, without its tests, one after
+    another in the order of their paths. Its first `megabytes` are used; None for all of it. A token
+    is a byte or, with `unit="char"`, a character of UTF-8. The vocabulary is the 256 bytes, or the
+    characters that occur in the text. `block_size` is the context length, in tokens.
 
     Raises:
         ValueError: the text cannot be read, is not UTF-8 for "char", or is too short.
@@ -54,15 +55,10 @@ class Text(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        limit = None if self.megabytes is None else round(self.megabytes * 1e6)
-        text = _read(self.path, limit)
+        text = _read(self.path, None if self.megabytes is None else round(self.megabytes * 1e6))
         self.sha256 = hashlib.sha256(text).hexdigest()
-        if self.unit == "byte":
-            self.tokens, self.vocabulary = (
-                torch.from_numpy(np.frombuffer(text, np.uint8).copy()),
-                256,
-            )
-        else:
+        self.tokens, self.vocabulary = torch.tensor(np.frombuffer(text, np.uint8)), 256
+        if self.unit == "char":
             self.tokens, self.vocabulary = _characters(text)
         sizes = [round(share * len(self.tokens)) for share in PARTS.values()]
         if min(sizes) <= self.block_size:
@@ -147,3 +143,80 @@ def _characters(text: bytes) -> tuple[Tensor, int]:
         ) from None
     index = {character: i for i, character in enumerate(sorted(set(characters)))}
     return torch.tensor([index[c] for c in characters], dtype=torch.int32), len(index)
+
+
+class LanguageModel(Learner):
+    """Train `net`, tokens (N, L), int64 -> logits (N, L, vocabulary), to predict the next token.
+
+    Bits per character are the loss times tokens per character, over ln 2. So a model of bytes can
+    be compared with a model of characters. Their unigram entropy is the loss of a model that knows
+    only how often each token occurs.
+
+    Raises:
+        ValueError: `channels_last`, which a text has not; see also `Learner`.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: Callable[[Iterable[Any]], Optimizer],
+        text: Text,
+        *,
+        channels_last: bool = False,
+        **options: Any,
+    ) -> None:
+        measure = Measure("loss", f"nats/{text.unit}", "lower", "tokens")
+        super().__init__(net, measure, optimizer, **options)
+        if channels_last:
+            raise ValueError(f"{WHO}: channels_last=true is for images. Leave it out.")
+        self.unigram_bits = text.unigram_bits
+        self.bits_per_nat = {  # bits per character for each nat per token
+            stage: text.tokens_per_character(stage) / math.log(2) for stage in ("val", "test")
+        }
+
+    def on_test_start(self) -> None:
+        """Discard the losses of an earlier test."""
+        # Per batch, summed over its tokens: the loss, then the loss without each block.
+        self._dropped: list[Tensor] = []
+        self._dropped_tokens = 0
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the loss; on the first tokens, measure it without each block of a GPT too."""
+        super().test_step(batch, batch_idx)
+        if not isinstance(self.net, GPT) or self._dropped_tokens >= DROP_TOKENS:
+            return
+        losses = [self.loss(*batch)]
+        for block in self.net.blocks:
+            assert isinstance(block, Block)
+            with block.dropped():
+                losses.append(self.loss(*batch))
+        tokens = batch[1].numel()
+        self._dropped.append(torch.stack(losses).double() * tokens)
+        self._dropped_tokens += tokens
+
+    def log_measure(self, stage: str, logits: Tensor, targets: Tensor, loss: Tensor) -> None:
+        """Log the bits per character; the measure itself, the loss, is already logged."""
+        bits = loss * self.bits_per_nat[stage]
+        self.log_mean(f"{stage}/bits_per_character", bits, len(targets), prog_bar=True)
+
+    def describe(self, value: float, stage: str) -> str:
+        """Format a loss, with its bits per character."""
+        bits = value * self.bits_per_nat[stage]
+        return f"{super().describe(value, stage)}, {bits:.3f} bits per character"
+
+    def headlines(self) -> dict[str, str]:
+        """Return the losses, and the unigram entropy for comparison."""
+        unigram = f"{self.unigram_bits:.3f} bits per character: each token alone, no context"
+        return super().headlines() | {"unigram entropy": unigram}
+
+    def result(self) -> dict[str, Any]:
+        """Add the bits per character, and the loss on the same tokens without each block."""
+        values = super().result() | {
+            "test_bits_per_character": self.score("test") * self.bits_per_nat["test"],
+            "unigram_bits_per_character": self.unigram_bits,
+        }
+        if not self._dropped:
+            return values
+        whole, *without = (torch.stack(self._dropped).sum(0) / self._dropped_tokens).tolist()
+        dropped = {"tokens": self._dropped_tokens, "loss": whole, "loss_without": without}
+        return values | {"block_drop": dropped}
