@@ -26,7 +26,7 @@ from torchvision.transforms.v2 import functional as v2
 from typing_extensions import TypedDict  # pydantic cannot read that of Python < 3.12
 
 from normplug.experiment.config import Count, Natural, Number, Seed
-from normplug.experiment.errors import WHO, one_line
+from normplug.experiment.errors import WHO, UserError, one_line
 from normplug.experiment.resume import save
 
 if TYPE_CHECKING:
@@ -440,7 +440,7 @@ class ImageFolder(ImageData):
     once the path, size or modification time of any image has changed.
 
     Raises:
-        ValueError: the tree is not as above.
+        UserError: the tree is not as above.
     """
 
     root: str
@@ -464,7 +464,7 @@ class ImageFolder(ImageData):
         except (OSError, KeyError) as error:
             lone = isinstance(error, KeyError)
             why = f"class {error} is only in {tests[0]}" if lone else one_line(error)
-            raise ValueError(
+            raise UserError(  # pydantic would wrap a ValueError
                 f"{WHO}: data.root={self.root} must hold images in train/<class>/ and, to test the "
                 f"same classes, in test/<class>/ or val/<class>/, or only in <class>/; {why}."
             ) from None

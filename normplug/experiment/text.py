@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from normplug.experiment.config import Count, Positive
 from normplug.experiment.data import STRICT, Batch, Part, Source
-from normplug.experiment.errors import WHO
+from normplug.experiment.errors import WHO, UserError
 from normplug.experiment.learner import Learner
 from normplug.experiment.measure import Measure
 from normplug.experiment.models import GPT, Block
@@ -42,7 +42,7 @@ class Text(Source):
     characters that occur in the text. `block_size` is the context length, in tokens.
 
     Raises:
-        ValueError: the text cannot be read, is not UTF-8 for "char", or is too short.
+        UserError: the text cannot be read, is not UTF-8 for "char", or is too short.
     """
 
     gives = ("vocabulary", "block_size")
@@ -62,7 +62,7 @@ class Text(Source):
             self.tokens, self.vocabulary = _characters(text)
         sizes = [round(share * len(self.tokens)) for share in PARTS.values()]
         if min(sizes) <= self.block_size:
-            raise ValueError(
+            raise UserError(
                 f"{WHO}: each part of the text must be longer than block_size={self.block_size}; "
                 f"the smallest has {min(sizes)} tokens. Use a longer text or a smaller "
                 "data.block_size."
@@ -126,7 +126,7 @@ def _read(path: str | None, limit: int | None) -> bytes:
         with Path(path).expanduser().open("rb") as file:
             return file.read(limit)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{WHO}: path must be a readable file, got {path} ({error.strerror or error}). Check "
             "data.path; a relative path starts at the working directory."
         ) from None
@@ -137,7 +137,7 @@ def _characters(text: bytes) -> tuple[Tensor, int]:
     try:
         characters = codecs.getincrementaldecoder("utf-8")().decode(text)
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{WHO}: unit=char needs a text in UTF-8; byte {error.start} of {len(text)} is not. "
             "Use data.unit=byte, or convert the text."
         ) from None

@@ -27,7 +27,7 @@ from normplug.experiment.data import (
     crop_and_flip,
     stream_seed,
 )
-from normplug.experiment.errors import user_sentence
+from normplug.experiment.errors import UserError, user_sentence
 from normplug.experiment.sweep import CONFIGS
 from normplug.experiment.text import Text
 
@@ -341,7 +341,7 @@ class TestImageFolder:
 
     def test_refuses_a_tree_of_another_layout(self, tree):
         def refuses(words, root=tree):
-            with pytest.raises(ValueError, match=r"must hold images in train/<class>/.*" + words):
+            with pytest.raises(UserError, match=r"must hold images in train/<class>/.*" + words):
                 folder(root)
 
         refuses("Couldn't find any class folder", tree / "train" / "cat")
@@ -444,11 +444,11 @@ class TestText:
         assert len(first.tokens) == 20_000
 
     def test_what_cannot_be_a_text_is_refused(self, tmp_path):
-        with pytest.raises(ValueError, match="path must be a readable file, got no.txt"):
+        with pytest.raises(UserError, match="path must be a readable file, got no.txt"):
             Text(path="no.txt")
-        with pytest.raises(ValueError, match="unit=char needs a text in UTF-8; byte 1 of 100 is"):
+        with pytest.raises(UserError, match="unit=char needs a text in UTF-8; byte 1 of 100 is"):
             self.text(tmp_path, b"a\xff" * 50, unit="char")
-        with pytest.raises(ValueError, match="longer than block_size=4; the smallest has 4 tokens"):
+        with pytest.raises(UserError, match="longer than block_size=4; the smallest has 4 tokens"):
             self.text(tmp_path, b"a" * 40)
-        with pytest.raises(ValueError, match="longer than block_size=4; the smallest has 0 tokens"):
+        with pytest.raises(UserError, match="longer than block_size=4; the smallest has 0 tokens"):
             self.text(tmp_path, b"")
