@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 import torch
 from filelock import FileLock
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -28,9 +28,6 @@ from typing_extensions import TypedDict  # pydantic cannot read that of Python <
 from normplug.experiment.config import Count, Natural, Number, Seed
 from normplug.experiment.errors import WHO, UserError, one_line
 from normplug.experiment.resume import save
-
-if TYPE_CHECKING:
-    from normplug.experiment.learner import Learner
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 STRICT = ConfigDict(strict=True, extra="forbid")  # of the arguments of data
@@ -103,10 +100,6 @@ class Source(LightningDataModule, ABC):
     def __post_init__(self) -> None:
         super().__init__()
 
-    @abstractmethod
-    def learner(self, net: nn.Module, optimizer: Any, **options: Any) -> Learner:
-        """Return the LightningModule that trains `net` on this data."""
-
     @property
     def sizes(self) -> dict[str, int]:
         """The arguments of a model that come from the data."""
@@ -114,8 +107,8 @@ class Source(LightningDataModule, ABC):
 
     @property
     def items_per_batch(self) -> int:
-        """Number of items in a batch of one device, for the speed in items/s."""
-        return self.batch_size
+        """Images, or tokens, in a batch of one device, for the speed in items/s."""
+        return self.batch_size * self.sizes.get("block_size", 1)
 
     def facts(self) -> dict[str, Any]:
         """The data's part of `result.json`."""
@@ -236,7 +229,7 @@ class ImageData(Source):
     def load(self) -> tuple[Part, Part]:
         """Return the training images, validation included, and the test images."""
 
-    def learner(self, net: nn.Module, optimizer: Any, **options: Any) -> Learner:
+    def learner(self, net: nn.Module, optimizer: Any, **options: Any) -> LightningModule:
         """Return the LightningModule that trains `net` on these images."""
         from normplug.experiment.learner import Classifier
 

@@ -89,11 +89,6 @@ class Text(Source):
         """Return the LightningModule that trains `net` on this text."""
         return LanguageModel(net, optimizer, self, **options)
 
-    @property
-    def items_per_batch(self) -> int:
-        """Tokens in a batch of one device."""
-        return self.batch_size * self.block_size
-
     def tokens_per_character(self, part: str | None = None) -> float:
         """Tokens per character of a part, or of the whole text."""
         tokens = self.tokens if part is None else self.parts[part]
