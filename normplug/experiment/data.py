@@ -79,11 +79,12 @@ class Part(Dataset[Batch]):
 class Source(LightningDataModule, ABC):
     """Inputs and targets in three parts, the same in every run, which a subclass sets in `setup`.
 
-    `seed` decides only what a run draws: with the epoch, the order of the training part, and with
-    the step, the augmentation, wherever the data are. An evaluation step takes 4 times `batch_size`
-    samples. `device` is where data in memory are kept: "cuda", the run's GPU, or "cpu"; "auto" is
-    the GPU if the run has one and the data take at most a quarter of its free memory. `num_workers`
-    processes decode image files.
+    Its `learner` makes the LightningModule that trains on them. `seed` decides only what a run
+    draws: with the epoch, the order of the training part, and with the step, the augmentation,
+    wherever the data are. An evaluation step takes 4 times `batch_size` samples. `device` is where
+    data in memory are kept: "cuda", the run's GPU, or "cpu"; "auto" is the GPU if the run has one
+    and the data take at most a quarter of its free memory. `num_workers` processes decode image
+    files.
 
     Attributes:
         gives: names of the attributes that a model takes as arguments; known before `setup`.

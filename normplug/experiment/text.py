@@ -148,7 +148,7 @@ class LanguageModel(Learner):
     only how often each token occurs.
 
     Raises:
-        ValueError: `channels_last`, which a text has not; see also `Learner`.
+        ValueError: `channels_last`, a memory format of images; see also `Learner`.
     """
 
     def __init__(
