@@ -275,8 +275,8 @@ class ImageData(Source):
     def decode_all(self, files: Part) -> Tensor:
         """Decode all images of a part: (N, 3, image_size, image_size), uint8."""
         images = torch.empty(len(files), 3, self.image_size, self.image_size, dtype=torch.uint8)
-        loader = self._loader(files, self.batch_size)
-        for rows, (batch, _) in zip(images.split(self.batch_size), loader, strict=True):
+        size = 16  # images at once: workers pass them through shared memory, which may be small
+        for rows, (batch, _) in zip(images.split(size), self._loader(files, size), strict=True):
             rows.copy_(batch)
         return images
 
@@ -380,11 +380,12 @@ class Torchvision(ImageData):
 
     def load(self) -> tuple[Part, Part]:
         """Read both official parts."""
-        return self._read(train=True), self._read(train=False)
-
-    def _read(self, *, train: bool) -> Part:
-        part = getattr(datasets, self.dataset)(self.root, train=train)
-        return Part(_rgb(torch.as_tensor(part.data)), torch.as_tensor(part.targets))
+        official = (getattr(datasets, self.dataset)(self.root, train=t) for t in (True, False))
+        train, test = (
+            Part(_rgb(torch.as_tensor(part.data)), torch.as_tensor(part.targets))
+            for part in official
+        )
+        return train, test
 
 
 def _rgb(images: Tensor) -> Tensor:
