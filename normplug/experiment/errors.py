@@ -26,8 +26,10 @@ class UserError(CompactHydraException):
 def user_sentence(error: BaseException) -> str | None:
     """Return the message for the user; None if the error is a bug, which needs its traceback."""
     for cause in _causes(error):
-        if str(cause).startswith("normplug"):
-            return str(cause)
+        # A worker of a DataLoader sends its traceback, which ends in the message.
+        sentence = str(cause).rpartition("\nValueError: ")[2].strip()
+        if sentence.startswith("normplug"):
+            return sentence
         if isinstance(cause, OSError) and cause.errno in DISK:
             return unwritable(Path(cause.filename or HydraConfig.get().runtime.output_dir), cause)
     if isinstance(error, InstantiationException):

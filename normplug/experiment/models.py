@@ -1,11 +1,10 @@
-"""The experiment's networks: torchvision's, adapted to small images, and a GPT."""
+"""The experiment's networks, with random weights: those of libraries, and a GPT."""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -28,17 +27,10 @@ SMALL_IMAGE = 64  # pixels; up to here, an ImageNet stem (stride 4) would discar
 def resnet(
     arch: str, *, num_classes: int, image_size: int, small_stem: bool | None = None
 ) -> nn.Module:
-    """A torchvision ResNet, with random weights.
+    """A ResNet of torchvision, such as "resnet18": images (N, 3, H, W) -> (N, num_classes).
 
-    Args:
-        arch: "resnet18", "resnet50", or another of torchvision's ResNets.
-        num_classes: outputs.
-        image_size: height and width of the images, in pixels.
-        small_stem: start with a 3x3 convolution of stride 1 and no max-pool, as in He et al. 2015
-            (arXiv:1512.03385), section 4.2. None: for images of at most 64 pixels.
-
-    Returns:
-        (N, 3, H, W) -> (N, num_classes).
+    A `small_stem` is a 3x3 convolution of stride 1 without max-pool, as in He et al. 2015
+    (arXiv:1512.03385), section 4.2. None: for images of at most 64 pixels.
 
     Raises:
         ValueError: `arch` is not a ResNet.
@@ -66,40 +58,17 @@ def vit(
     mlp_ratio: Count = 2,
     dropout: Fraction = 0.0,
 ) -> VisionTransformer:
-    """A small torchvision VisionTransformer (arXiv:2010.11929), pre-norm, with random weights.
+    """A VisionTransformer of torchvision (arXiv:2010.11929): (N, 3, H, W) -> (N, num_classes).
 
-    Its blocks call their LayerNorms in eval too, unlike `nn.TransformerEncoderLayer`, whose fast
-    path skips them.
-
-    Args:
-        num_classes: outputs.
-        image_size: height and width of the images, in pixels.
-        patch_size: side of a patch, in pixels. None: the divisor of `image_size`, at least 2, that
-            is nearest to an eighth of it.
-        hidden_dim: width of the residual stream.
-        depth: number of blocks.
-        heads: attention heads.
-        mlp_ratio: hidden width of the MLP, as a multiple of `hidden_dim`.
-        dropout: probability, in attention and MLP.
-
-    Returns:
-        (N, 3, H, W) -> (N, num_classes).
-
-    Raises:
-        ValueError: `patch_size` does not divide `image_size`, or `heads` does not divide
-            `hidden_dim`.
+    Its blocks are pre-norm, and call their LayerNorms in eval too, unlike
+    `nn.TransformerEncoderLayer`, whose fast path skips them. `hidden_dim` is the width of the
+    residual stream; the MLP is `mlp_ratio` times as wide. `dropout` is in attention and MLP. The
+    default of `patch_size`, in pixels, is the divisor of `image_size`, at least 2, that is nearest
+    to an eighth of it.
     """
     if patch_size is None:
         divisors = [d for d in range(2, image_size + 1) if image_size % d == 0]
         patch_size = min(divisors, key=lambda d: abs(d - image_size / 8), default=1)
-    if image_size % patch_size:
-        raise ValueError(
-            f"{WHO}: model.patch_size must divide the image size {image_size}; got {patch_size}."
-        )
-    if hidden_dim % heads:
-        raise ValueError(
-            f"{WHO}: model.heads must divide model.hidden_dim={hidden_dim}; got {heads}."
-        )
     net = VisionTransformer(
         image_size=image_size,
         patch_size=patch_size,
@@ -117,13 +86,7 @@ def vit(
 
 
 class Attention(nn.Module):
-    """Causal self-attention: a token attends to itself and to those before it.
-
-    Args:
-        width: of the residual stream.
-        heads: attention heads.
-        dropout: probability, of attention weights and outputs.
-    """
+    """Causal self-attention, with dropout of its weights and of its outputs."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -145,15 +108,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block: attention, then an MLP, each added to the residual stream.
-
-    Args:
-        width: of the residual stream.
-        heads: attention heads.
-        mlp_ratio: hidden width of the MLP, as a multiple of `width`.
-        dropout: probability, in attention and MLP.
-        norm: width -> norm layer.
-    """
+    """A pre-norm block: attention, then an MLP, each added to the residual stream."""
 
     def __init__(
         self,
@@ -175,50 +130,36 @@ class Block(nn.Module):
         )
 
     @property
-    def writers(self) -> tuple[nn.Linear, nn.Linear]:
+    def writers(self) -> tuple[nn.Module, nn.Module]:
         """The layers that write to the residual stream."""
-        last = self.mlp[2]
-        assert isinstance(last, nn.Linear)
-        return self.attention.out, last
+        return self.attention.out, self.mlp[2]
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, L, width) -> (N, L, width)."""
         x = x + self.attention(self.norm_1(x))
         return x + self.mlp(self.norm_2(x))
 
-    @contextlib.contextmanager
+    @contextmanager
     def dropped(self) -> Iterator[None]:
-        """Make the block the identity inside a `with` block.
-
-        The weights of its writers are set to 0, so that it adds 0 to the residual stream. This also
-        works in fused and in compiled models.
-        """
-        parameters = [p for writer in self.writers for p in writer.parameters()]
-        kept = [p.detach().clone() for p in parameters]
-        with torch.no_grad():
+        """Make the block the identity in a `with` block, in fused and in compiled models too."""
+        parameters = [p.detach() for writer in self.writers for p in writer.parameters()]
+        kept = [p.clone() for p in parameters]
+        try:
             for p in parameters:
                 p.zero_()
-            try:
-                yield
-            finally:
-                for p, values in zip(parameters, kept, strict=True):
-                    p.copy_(values)
+            yield
+        finally:
+            for p, values in zip(parameters, kept, strict=True):
+                p.copy_(values)
 
 
 class GPT(nn.Module):
-    """A plain pre-norm GPT (Radford et al. 2019, GPT-2), with random weights.
+    """A plain pre-norm GPT (Radford et al. 2019, GPT-2) for contexts of up to `block_size` tokens.
 
-    Args:
-        vocabulary: number of tokens.
-        block_size: maximum context length, in tokens.
-        depth: number of blocks.
-        width: of the residual stream.
-        heads: attention heads.
-        mlp_ratio: hidden width of the MLP, as a multiple of `width`.
-        dropout: probability, after the embedding, in attention and in the MLP.
-        norm: "layer" for `nn.LayerNorm`, "rms" for `nn.RMSNorm`, both with eps 1e-5.
-        scaled_init: initialise the layers that write to the residual stream with a standard
-            deviation of 0.02 / sqrt(2 * depth) instead of 0.02, as GPT-2 does.
+    `width` is the residual stream's; the MLP is `mlp_ratio` times as wide. `dropout` is after the
+    embedding, in attention and in the MLP. `norm` is `nn.LayerNorm` or `nn.RMSNorm`, with eps 1e-5.
+    With `scaled_init`, the layers that write to the residual stream start with a standard deviation
+    of 0.02 / sqrt(2 * depth) instead of 0.02, as in GPT-2.
 
     Raises:
         ValueError: `heads` does not divide `width`.
@@ -249,24 +190,19 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.norm = make_norm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self._init_weights()
-        if scaled_init:
-            for block in blocks:
-                for writer in block.writers:
-                    nn.init.normal_(writer.weight, std=0.02 / math.sqrt(2 * depth))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(N, L), int64, L <= block_size -> logits (N, L, vocabulary)."""
-        x = self.token(tokens) + self.position[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(self.dropout(x))))
-
-    def _init_weights(self) -> None:
         nn.init.normal_(self.position, std=0.02)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        for writer in (writer for block in blocks for writer in block.writers if scaled_init):
+            nn.init.normal_(writer.get_parameter("weight"), std=0.02 / math.sqrt(2 * depth))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(N, L), int64, L <= block_size -> logits (N, L, vocabulary)."""
+        x = self.token(tokens) + self.position[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(self.dropout(x))))
 
 
 def scale_norm_weights(
@@ -295,31 +231,14 @@ def timm_model(
     min_size: Count = 64,
     options: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Any image classifier of timm, with random weights.
+    """An image classifier of timm, such as "convnext_atto": (N, 3, H, W) -> (N, num_classes).
 
-    Args:
-        name: e.g. "convnext_atto".
-        num_classes: outputs.
-        image_size: height and width of the images, in pixels.
-        min_size: smaller images are enlarged to this size, since most models of timm reduce an
-            image 32 times.
-        options: other arguments of `timm.create_model`.
-
-    Returns:
-        (N, 3, H, W) -> (N, num_classes).
-
-    Raises:
-        ValueError: timm has no such model.
+    Images smaller than `min_size` are enlarged to it, since most models of timm reduce an image 32
+    times. `options` are other arguments of `timm.create_model`.
     """
-    with needs("normplug.experiment: model=timm", "zoo"):
+    with needs(f"{WHO}: model=timm", "zoo"):
         import timm
 
-    if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3)
-        raise ValueError(
-            f"{WHO}: model.name must be a model of timm; got {name!r}. "
-            f"{f'Near ones: {chr(44).join(near)}.' if near else 'See timm.list_models().'}"
-        )
     size = max(image_size, min_size)
     arguments = {"num_classes": num_classes, "pretrained": False, **(options or {})}
     try:
@@ -352,7 +271,7 @@ def hf_causal_lm(
     heads: Count = 4,
     options: dict[str, Any] | None = None,
 ) -> CausalLM:
-    """Any causal language model of transformers, from its configuration, with random weights.
+    """A causal language model of transformers, from its configuration.
 
     Args:
         name: a model type of transformers, e.g. "gpt2" or "llama".
@@ -362,29 +281,22 @@ def hf_causal_lm(
         depth: `num_hidden_layers`.
         heads: `num_attention_heads`, and `num_key_value_heads` where there are such.
         options: other keys of the model's configuration.
-
-    Raises:
-        ValueError: transformers has no causal language model of this type.
     """
-    with needs("normplug.experiment: model=hf_causal_lm", "zoo"):
-        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    with needs(f"{WHO}: model=hf_causal_lm", "zoo"):
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-    # It is lazy, and has no `get`.
-    kind: Any = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else None  # noqa: SIM401
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"{WHO}: model.name must be a type of causal language model of transformers, such as "
-            f"gpt2 or llama; got {name!r}."
-        )
-    sizes = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads}
-    more = {
+    known = AutoConfig.for_model(name)
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "num_hidden_layers": depth,
+        "num_attention_heads": heads,
         "intermediate_size": 4 * width,
         "num_key_value_heads": heads,
         "head_dim": width // heads,
         "max_position_embeddings": block_size,
     }
-    known = kind()
-    sizes |= {key: value for key, value in more.items() if hasattr(known, key)}
-    tokens = {f"{end}_token_id": None for end in ("bos", "eos", "pad")}
-    config = kind(**{"vocab_size": vocabulary, **sizes, **tokens, **(options or {})})
+    sizes = {key: value for key, value in sizes.items() if hasattr(known, key)}
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = AutoConfig.for_model(name, **{**sizes, **tokens, **(options or {})})
     return CausalLM(AutoModelForCausalLM.from_config(config))

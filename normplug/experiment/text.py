@@ -1,83 +1,82 @@
-"""A text, cut into blocks of bytes or characters; by default, Python's standard library."""
+"""A text, cut into blocks of bytes or characters, and the learner that predicts its next token."""
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import math
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from normplug.experiment.config import Count, Positive, checked
-from normplug.experiment.data import Batch, MemoryPart, Source
-from normplug.experiment.language import LanguageModel
+from normplug.experiment.config import Count, Positive
+from normplug.experiment.data import STRICT, Batch, Part, Source
+from normplug.experiment.errors import WHO, UserError
+from normplug.experiment.learner import Learner
+from normplug.experiment.measure import Measure
+from normplug.experiment.models import GPT, Block
 
 PARTS = {"train": 0.8, "val": 0.1, "test": 0.1}  # shares of the text, in the order of the text
 # Directories of the standard library whose sources are left out.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# Test tokens, per process, on which the loss without each block is measured; rounded up to whole
+# batches.
+DROP_TOKENS = 2**15
 
 
+@dataclass(eq=False, kw_only=True, config=STRICT)
 class Text(Source):
     """A text: the first 80% is for training, the next 10% for validation, the last for the test.
 
-    Args:
-        path: a file; None for the sources of Python's standard library, without its tests, one
-            after another in the order of their paths.
-        unit: what a token is: a "byte", or a "char" of UTF-8. The vocabulary is the 256 bytes, or
-            the characters that occur in the text.
-        block_size: context length, in tokens.
-        megabytes: how much of the text to use, from its start; None for all of it.
-        **options: see `Source`.
-
-    Attributes:
-        vocabulary: number of tokens.
+    Without a `path`, it is the sources of Python's standard library, without its tests, one after
+    another in the order of their paths. Its first `megabytes` are used; None for all of it. A token
+    is a byte or, with `unit="char"`, a character of UTF-8. The vocabulary is the 256 bytes, or the
+    characters that occur in the text. `block_size` is the context length, in tokens.
 
     Raises:
-        ValueError: the text cannot be read, is not UTF-8 for "char", or is too short.
+        UserError: the text cannot be read, is not UTF-8 for "char", or is too short.
     """
 
     gives = ("vocabulary", "block_size")
     held_out = "the last tenth of the text for the test, the tenth before it for validation"
 
-    @checked
-    def __init__(
-        self,
-        path: str | None = None,
-        unit: Literal["byte", "char"] = "byte",
-        block_size: Count = 128,
-        megabytes: Positive | None = 4.0,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.unit = unit
-        self.block_size = block_size
-        limit = None if megabytes is None else round(megabytes * 1e6)
-        text = _library(limit) if path is None else self._read(Path(path).expanduser(), limit)
-        self.name = "text" if path is None else Path(path).name
-        self.tokens, self.vocabulary = self._tokenised(text)
+    path: str | None = None
+    unit: Literal["byte", "char"] = "byte"
+    block_size: Count = 128
+    megabytes: Positive | None = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        text = _read(self.path, None if self.megabytes is None else round(self.megabytes * 1e6))
+        self.sha256 = hashlib.sha256(text).hexdigest()
+        self.tokens, self.vocabulary = torch.tensor(np.frombuffer(text, np.uint8)), 256
+        if self.unit == "char":
+            self.tokens, self.vocabulary = _characters(text)
         sizes = [round(share * len(self.tokens)) for share in PARTS.values()]
-        if min(sizes) <= block_size:
-            raise ValueError(
-                f"{self.caller}: each part of the text must be longer than block_size="
-                f"{block_size}; the smallest has {min(sizes)} tokens. Use a longer text or a "
-                "smaller data.block_size."
+        if min(sizes) <= self.block_size:
+            raise UserError(
+                f"{WHO}: each part of the text must be longer than block_size={self.block_size}; "
+                f"the smallest has {min(sizes)} tokens. Use a longer text or a smaller "
+                "data.block_size."
             )
         sizes[0] += len(self.tokens) - sum(sizes)
-        self._parts = dict(zip(PARTS, self.tokens.split(sizes), strict=True))
-        self.sha256 = hashlib.sha256(text).hexdigest()
+        self.parts = dict(zip(PARTS, self.tokens.split(sizes), strict=True))
 
     def setup(self, stage: str) -> None:
         """Cut the parts into blocks; the target of each token is the next token."""
         size = self.block_size
         self.set_parts(
             *(
-                MemoryPart(part[:-1].unfold(0, size, size), part[1:].unfold(0, size, size))
-                for part in self._parts.values()
+                Part(part[:-1].unfold(0, size, size), part[1:].unfold(0, size, size))
+                for part in self.parts.values()
             )
         )
 
@@ -88,89 +87,131 @@ class Text(Source):
 
     def learner(self, net: nn.Module, optimizer: Any, **options: Any) -> LanguageModel:
         """Return the LightningModule that trains `net` on this text."""
-        ratios = {stage: _per_character(self._parts[stage], self.unit) for stage in ("val", "test")}
-        return LanguageModel(
-            net,
-            optimizer,
-            unit=self.unit,
-            tokens_per_character=ratios,
-            unigram_bits=self.unigram_bits,
-            **options,
-        )
+        return LanguageModel(net, optimizer, self, **options)
 
-    @property
-    def items_per_batch(self) -> int:
-        """Tokens in a batch of one device."""
-        return self.batch_size * self.block_size
+    def tokens_per_character(self, part: str | None = None) -> float:
+        """Tokens per character of a part, or of the whole text."""
+        tokens = self.tokens if part is None else self.parts[part]
+        if self.unit == "char":
+            return 1.0
+        # In UTF-8, the bytes 0b10xxxxxx continue a character.
+        return len(tokens) / max(int(((tokens & 0xC0) != 0x80).sum()), 1)
 
     @property
     def unigram_bits(self) -> float:
         """Unigram entropy of the text, in bits per character."""
         counts = self.tokens.long().bincount().double()
         share = counts[counts > 0] / len(self.tokens)
-        return float(-(share * share.log2()).sum()) * _per_character(self.tokens, self.unit)
+        return float(-(share * share.log2()).sum()) * self.tokens_per_character()
 
     def facts(self) -> dict[str, Any]:
         """Identify the text: SHA-256 and number of tokens."""
         return {"text_sha256": self.sha256, "text_tokens": len(self.tokens)}
 
-    def _read(self, path: Path, limit: int | None) -> bytes:
-        try:
-            with path.open("rb") as file:
-                return _cut(file.read(-1 if limit is None else limit + 1), limit)
-        except OSError as error:
-            raise ValueError(
-                f"{self.caller}: path must be a readable file, got {path} "
-                f"({error.strerror or error}). Check data.path; a relative path starts at the "
-                "working directory."
-            ) from None
 
-    def _tokenised(self, text: bytes) -> tuple[Tensor, int]:
-        """Return the tokens, and the size of their vocabulary."""
-        if self.unit == "byte":
-            return torch.from_numpy(np.frombuffer(text, np.uint8).copy()), 256
-        try:
-            characters = text.decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{self.caller}: unit=char needs a text in UTF-8; byte {error.start} of "
-                f"{len(text)} is not. Use data.unit=byte, or convert the text."
-            ) from None
-        index = {character: i for i, character in enumerate(sorted(set(characters)))}
-        return torch.tensor([index[c] for c in characters], dtype=torch.int32), len(index)
+def _read(path: str | None, limit: int | None) -> bytes:
+    """Return the first `limit` bytes of a file, or of Python's standard library."""
+    if path is None:
+        found: list[Path] = []
+        for folder, inner, files in os.walk(sysconfig.get_path("stdlib")):
+            inner[:] = [name for name in inner if name not in LEFT_OUT]
+            found += [Path(folder, name) for name in files if name.endswith(".py")]
+        return b"".join(file.read_bytes() for file in sorted(found))[:limit]
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            return file.read(limit)
+    except OSError as error:
+        raise UserError(
+            f"{WHO}: path must be a readable file, got {path} ({error.strerror or error}). Check "
+            "data.path; a relative path starts at the working directory."
+        ) from None
 
 
-def _library(limit: int | None) -> bytes:
-    """Return the sources of Python's standard library, up to `limit` bytes."""
-    text = bytearray()
-    for path in _sources(Path(sysconfig.get_path("stdlib"))):
-        text += path.read_bytes()
-        if limit is not None and len(text) > limit:
-            break
-    return _cut(bytes(text), limit)
+def _characters(text: bytes) -> tuple[Tensor, int]:
+    """Return the characters as tokens, without a last one that is cut, and their vocabulary."""
+    try:
+        characters = codecs.getincrementaldecoder("utf-8")().decode(text)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{WHO}: unit=char needs a text in UTF-8; byte {error.start} of {len(text)} is not. "
+            "Use data.unit=byte, or convert the text."
+        ) from None
+    index = {character: i for i, character in enumerate(sorted(set(characters)))}
+    return torch.tensor([index[c] for c in characters], dtype=torch.int32), len(index)
 
 
-def _sources(root: Path) -> Iterator[Path]:
-    """Yield the Python files below `root`, in an order that does not depend on the file system."""
-    found = []
-    for folder, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if name not in LEFT_OUT]
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    yield from sorted(found, key=lambda path: path.relative_to(root).parts)
+class LanguageModel(Learner):
+    """Train `net`, tokens (N, L), int64 -> logits (N, L, vocabulary), to predict the next token.
 
+    Bits per character are the loss times tokens per character, over ln 2. So a model of bytes can
+    be compared with a model of characters. Their unigram entropy is the loss of a model that knows
+    only how often each token occurs.
 
-def _cut(text: bytes, limit: int | None) -> bytes:
-    """Return the first `limit` bytes, less a last UTF-8 character that the limit would split."""
-    if limit is None or len(text) <= limit:
-        return text
-    end = limit
-    while end > max(limit - 4, 0) and text[end] & 0xC0 == 0x80:  # a byte that continues a character
-        end -= 1
-    return text[:end]
+    Raises:
+        ValueError: `channels_last`, a memory format of images; see also `Learner`.
+    """
 
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: Callable[[Iterable[Any]], Optimizer],
+        text: Text,
+        *,
+        channels_last: bool = False,
+        **options: Any,
+    ) -> None:
+        measure = Measure("loss", f"nats/{text.unit}", "lower", "tokens")
+        super().__init__(net, measure, optimizer, **options)
+        if channels_last:
+            raise ValueError(f"{WHO}: channels_last=true is for images. Leave it out.")
+        self.unigram_bits = text.unigram_bits
+        self.bits_per_nat = {  # bits per character for each nat per token
+            stage: text.tokens_per_character(stage) / math.log(2) for stage in ("val", "test")
+        }
 
-def _per_character(tokens: Tensor, unit: str) -> float:
-    """Return tokens per character; in UTF-8, the bytes 0b10xxxxxx continue a character."""
-    if unit == "char":
-        return 1.0
-    return len(tokens) / max(int(((tokens & 0xC0) != 0x80).sum()), 1)
+    def on_test_start(self) -> None:
+        """Discard the losses of an earlier test."""
+        # Per batch, summed over its tokens: the loss, then the loss without each block.
+        self._dropped: list[Tensor] = []
+        self._dropped_tokens = 0
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the loss; on the first tokens, measure it without each block of a GPT too."""
+        super().test_step(batch, batch_idx)
+        if not isinstance(self.net, GPT) or self._dropped_tokens >= DROP_TOKENS:
+            return
+        losses = [self.loss(*batch)]
+        for block in self.net.blocks:
+            assert isinstance(block, Block)
+            with block.dropped():
+                losses.append(self.loss(*batch))
+        tokens = batch[1].numel()
+        self._dropped.append(torch.stack(losses).double() * tokens)
+        self._dropped_tokens += tokens
+
+    def log_measure(self, stage: str, logits: Tensor, targets: Tensor, loss: Tensor) -> None:
+        """Log the bits per character; the measure itself, the loss, is already logged."""
+        bits = loss * self.bits_per_nat[stage]
+        self.log_mean(f"{stage}/bits_per_character", bits, len(targets), prog_bar=True)
+
+    def describe(self, value: float, stage: str) -> str:
+        """Format a loss, with its bits per character."""
+        bits = value * self.bits_per_nat[stage]
+        return f"{super().describe(value, stage)}, {bits:.3f} bits per character"
+
+    def headlines(self) -> dict[str, str]:
+        """Return the losses, and the unigram entropy for comparison."""
+        unigram = f"{self.unigram_bits:.3f} bits per character: each token alone, no context"
+        return super().headlines() | {"unigram entropy": unigram}
+
+    def result(self) -> dict[str, Any]:
+        """Add the bits per character, and the loss on the same tokens without each block."""
+        values = super().result() | {
+            "test_bits_per_character": self.score("test") * self.bits_per_nat["test"],
+            "unigram_bits_per_character": self.unigram_bits,
+        }
+        if not self._dropped:
+            return values
+        whole, *without = (torch.stack(self._dropped).sum(0) / self._dropped_tokens).tolist()
+        dropped = {"tokens": self._dropped_tokens, "loss": whole, "loss_without": without}
+        return values | {"block_drop": dropped}

@@ -451,7 +451,7 @@ def test_stems_and_patches_suit_the_image():
     assert resnet("resnet18", num_classes=2, image_size=224).conv1.stride == (2, 2)
     sizes = {size: vit(num_classes=2, image_size=size).patch_size for size in (8, 28, 32, 224)}
     assert sizes == {8: 2, 28: 4, 32: 4, 224: 28}
-    with pytest.raises(ValueError, match="must divide the image size 8; got 3"):
+    with pytest.raises(AssertionError, match="indivisible by patch size"):
         vit(num_classes=2, image_size=8, patch_size=3)
     with pytest.raises(ValueError, match="model.heads must divide model.width=16; got 3"):
         GPT(vocabulary=5, block_size=8, width=16, heads=3)
