@@ -4,10 +4,11 @@ Without this, the first step compiles its kernels one after another, each in one
 But when a forward is set up, its backward's kernel is already known, so a worker can compile it in
 the meantime. The result goes to Triton's cache on disk, where this process finds it.
 
-`ahead_server` runs in a process of its own, the server, which forks the workers. It starts when a
-needed kernel is not in the cache. It exits with this process, or once it is idle. If it fails, this
-process compiles the kernels itself. If the logger `normplug` is set to DEBUG before the server
-starts, tracebacks of the server and its workers go to stderr.
+A worker process runs `ahead_worker`. A thread of this process starts it and sends it one kernel at
+a time, as a `concurrent.futures.Future`. The pools of the standard library would import the user's
+script in every worker, and would finish all waiting kernels before this process can exit. A worker
+exits with this process, or once it is idle. If it fails, this process compiles the kernel itself.
+If the logger `normplug` is set to DEBUG before a worker starts, its tracebacks go to stderr.
 
 The environment variable `NORMPLUG_COMPILE_WORKERS` sets how many kernels are compiled at once; 0
 disables the workers. The default is one less than the number of cores, at most 15. Under torchrun,
@@ -22,12 +23,12 @@ import hashlib
 import logging
 import os
 import pickle
-import select
+import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
+from concurrent import futures
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,15 +36,15 @@ from typing import Any, NamedTuple
 import triton
 
 from normplug import native
-from normplug._kernels import ahead_server
+from normplug._kernels import ahead_worker
 
 _log = logging.getLogger("normplug")
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Whether a kernel's key in Triton's cache can be computed, and workers can be forked.
 KEYED = _VERSION >= (3, 5) and sys.platform == "linux"
 _PATIENCE = 60.0  # seconds to wait for a worker that has started
+_IDLE = 60.0  # seconds without a job after which a worker exits
 _MOST = 15  # workers
-_PIPE_BYTES = 1 << 20  # for jobs, of 1 to 2 kB each, that are sent while the server still starts
 
 
 class Job(NamedTuple):
@@ -91,91 +92,78 @@ def kernel_modules() -> list[str]:
     ]
 
 
-class Server:
-    """The client of a server process, and the states of the jobs sent to it."""
+class Workers:
+    """Threads that each have a process compile jobs, in the order in which they were submitted."""
 
-    def __init__(self, workers: int) -> None:
-        import fcntl  # not on Windows, where there is no server
+    def __init__(self, most: int) -> None:
+        self.have_answered = False  # whether any process has ever run a job to its end
+        self._most = most
+        self._ended = False
+        self._jobs: queue.SimpleQueue[tuple[futures.Future[bool], tuple[Any, ...]]]
+        self._jobs = queue.SimpleQueue()
+        self._processes: list[subprocess.Popen[bytes] | None] = []  # one for each thread
 
-        package = Path(__file__).parent.parent
-        start = (workers, str(package), sys.path, kernel_modules())
-        self.states: dict[int, str] = {}  # job number -> waiting, started, done or failed
-        self._sent = 0  # jobs so far, of kernels and launchers: the number of the next
-        self._launched: set[tuple[Any, ...]] = set()  # kernels and signatures sent for a launcher
-        self._said = b""  # the beginning of a line that has not arrived in full
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", ahead_server.__file__, pickle.dumps(start).hex()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,  # Ctrl+C must not reach it, and `end` kills its process group
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._jobs, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
-        with contextlib.suppress(OSError):  # the user's pipes are at their limit
-            fcntl.fcntl(self._jobs, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        os.set_blocking(self._jobs, False)
-        os.set_blocking(self._answers, False)
-
-    def take(self, job: Job) -> int | None:
-        """Send a job, after one for its launcher if that is new; return its number, or None."""
-        name = (job.kernel.__module__, job.kernel.__name__)
-        launched = (*name, *job.signature.items())
-        is_new = launched not in self._launched
-        if is_new and self._send("launcher", (*name, job[1:4])) is not None:
-            self._launched.add(launched)
+    def submit(self, job: Job) -> futures.Future[bool]:
+        """Have a job compiled; the result is whether a worker did that."""
+        future: futures.Future[bool] = futures.Future()
         on = triton.runtime.driver.active.get_current_target()
         target = (on.backend, on.arch, on.warp_size)
-        key = job.kernel.cache_key
-        number = self._send("kernel", (*name, key, job[1:4], job.options, target))
-        if number is not None:
-            self.states[number] = "waiting"
-        return number
-
-    def _send(self, task: str, arguments: tuple[Any, ...]) -> int | None:
-        if not self._tell(pickle.dumps((task, arguments))):
-            return None
-        self._sent += 1
-        return self._sent - 1
-
-    def drop(self, number: int) -> None:
-        """Withdraw a job, unless it has started."""
-        self._tell(number.to_bytes(ahead_server.SHORT, "little"))
-
-    def _tell(self, data: bytes) -> bool:
-        data = len(data).to_bytes(4, "little") + data
-        if len(data) > select.PIPE_BUF:  # a longer write is not atomic
-            return False
-        try:
-            return os.write(self._jobs, data) > 0
-        except OSError:
-            return False
-
-    def listen(self, seconds: float = 0.0) -> bool:
-        """Update states from the server's lines; wait for one at most `seconds`.
-
-        Returns:
-            False once the server has exited.
-        """
-        if select.select([self._answers], [], [], seconds)[0]:
-            more = os.read(self._answers, 1 << 16)
-            if not more:
-                return False
-            *lines, self._said = (self._said + more).split(b"\n")
-            for line in lines:
-                state, number = line.decode().split()
-                if int(number) in self.states:
-                    self.states[int(number)] = state
-        return True
+        name = (job.kernel.__module__, job.kernel.__name__, job.kernel.cache_key)
+        self._jobs.put((future, (*name, job[1:4], job.options, target)))
+        if len(self._processes) < self._most:
+            self._processes.append(None)
+            place = len(self._processes) - 1
+            threading.Thread(target=self._work, args=(place,), daemon=True).start()
+        return future
 
     def end(self) -> None:
-        """Kill the server and its workers."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with self._process:  # closes the pipes, and waits
-            pass
+        """Kill the processes, and start no more jobs."""
+        self._ended = True
+        for process in self._processes:
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def _work(self, place: int) -> None:
+        while True:
+            try:
+                patience = None if self._processes[place] is None else _IDLE
+                future, arguments = self._jobs.get(timeout=patience)
+            except queue.Empty:
+                self._stop(place)
+                continue
+            if self._ended or not future.set_running_or_notify_cancel():
+                continue
+            try:
+                process = self._processes[place] = self._processes[place] or _started()
+                assert process.stdin is not None
+                assert process.stdout is not None
+                pickle.dump(arguments, process.stdin)
+                process.stdin.flush()
+                has_compiled: bool = pickle.load(process.stdout)
+                self.have_answered = True
+            except Exception:  # the process cannot start, or has ended
+                self._stop(place)
+                has_compiled = False
+            future.set_result(has_compiled)
+
+    def _stop(self, place: int) -> None:
+        process, self._processes[place] = self._processes[place], None
+        if process is not None:
+            with contextlib.suppress(OSError), process:  # closes the pipes, and waits
+                pass
+
+
+def _started() -> subprocess.Popen[bytes]:
+    package = Path(__file__).parent.parent
+    start = pickle.dumps((str(package), sys.path, kernel_modules()))
+    return subprocess.Popen(
+        [sys.executable, "-I", ahead_worker.__file__, start.hex()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl+C must not reach it, and `end` kills its process group
+    )
 
 
 class Ahead:
@@ -186,9 +174,9 @@ class Ahead:
         self.counts = {"here": 0, "workers": 0, "cache": 0}
         self._lock = threading.RLock()
         self._process = os.getpid()
-        self._server: Server | None = None
+        self._workers: Workers | None = None
         self._off = not KEYED
-        self._given: dict[str, tuple[Server, int]] = {}  # by job: its server and number
+        self._submitted: dict[str, futures.Future[bool]] = {}  # by job
         self._kept: set[str] = set()  # jobs whose kernel was in Triton's cache
         self._settled: dict[str, str | None] = {}  # by job: the kernel's key in Triton's cache
         self._met_nothing: bool | None = None  # whether the cache was empty at the first job
@@ -197,7 +185,7 @@ class Ahead:
         """Have a worker compile a kernel that will be launched later.
 
         Returns:
-            Whether it is left to a worker. False if it is compiled already, or if none can take it.
+            Whether it is left to a worker. False if it is compiled already, or if there is none.
         """
         with self._lock:
             key = job.key
@@ -205,16 +193,14 @@ class Ahead:
                 return False
             if self._met_nothing is None:
                 self._met_nothing = _is_empty()
-            if key not in self._given:
+            if key not in self._submitted:
                 # Computing a cache key takes time, and is unnecessary if the cache was empty.
                 if not self._met_nothing and _is_kept(_name(job)):
                     self._kept.add(key)
                     return False
-                if (server := self._started()) is None:
-                    return False
-                if (number := server.take(job)) is None:
-                    return False
-                self._given[key] = server, number
+                if self._workers is None:
+                    self._workers = Workers(most_workers())
+                self._submitted[key] = self._workers.submit(job)
             return True
 
     def settle(self, job: Job) -> str | None:
@@ -228,7 +214,7 @@ class Ahead:
             if key in self._settled:
                 return self._settled[key]
             name = self._settled[key] = _name(job) if KEYED else None
-        by_worker = key in self._given and self._wait(*self._given[key])
+        by_worker = key in self._submitted and self._wait(self._submitted[key])
         if name is not None and _is_kept(name):
             self.counts["workers" if by_worker else "cache"] += 1
         else:
@@ -244,41 +230,26 @@ class Ahead:
     def end(self) -> None:
         """Stop the workers."""
         with self._lock:
-            if self._server is not None and self._process == os.getpid():
-                self._server.end()
-            self._server = None
+            if self._workers is not None and self._process == os.getpid():
+                self._workers.end()
+            self._workers = None
 
     def _is_off(self) -> bool:
-        # A process forked from this one must not talk to its server.
+        # The threads are not in a process that was forked from this one.
         return self._off or most_workers() == 0 or self._process != os.getpid()
 
-    def _started(self) -> Server | None:
-        """The server, started if necessary; None if there can be none."""
-        if self._is_off():
-            return None
-        if self._server is not None and not self._server.listen():
-            self._off = "done" not in self._server.states.values()  # no job has ever succeeded
-            self.end()
-            return self._started()
-        if self._server is None:
-            try:
-                self._server = Server(most_workers())
-            except OSError:
-                self._off = True
-        return self._server
-
-    def _wait(self, server: Server, number: int) -> bool:
-        """Whether a worker compiled a kernel; wait for a started job, withdraw a waiting one."""
-        end = time.monotonic() + _PATIENCE
-        while self._process == os.getpid() and time.monotonic() < end:
-            with self._lock:
-                alive = server is self._server and server.listen(0.002)
-                state = server.states[number]
-                if alive and state == "waiting":
-                    server.drop(number)
-            if state != "started" or not alive:
-                return state == "done"
-        return False
+    def _wait(self, future: futures.Future[bool]) -> bool:
+        """Whether a worker compiled a kernel; wait for a started one, cancel a waiting one."""
+        if self._process != os.getpid() or future.cancel():
+            return False
+        try:
+            by_worker = future.result(_PATIENCE)
+        except futures.TimeoutError:
+            return False
+        with self._lock:
+            if self._workers is not None and not self._workers.have_answered:
+                self.give_up()
+        return by_worker
 
 
 _ahead = Ahead()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from triton.backends.nvidia import driver  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 import normplug  # noqa: E402
-from normplug._kernels import ahead, ahead_server, launch  # noqa: E402
+from normplug._kernels import ahead, ahead_worker, launch  # noqa: E402
 from normplug._kernels.batch_norm import launches, schedule  # noqa: E402
 from normplug._kernels.batch_norm import pool_launches as pool  # noqa: E402
 from normplug._kernels.group_norm import launches as groups  # noqa: E402
@@ -81,22 +82,8 @@ def a_job(flags=None):
     return made.job(dtypes_of(made))
 
 
-def until(condition):
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def done(mine, job):
-    server, number = mine._given[job.key]
-
-    def is_done():
-        assert server.listen()
-        return server.states[number] not in ("waiting", "started")
-
-    until(is_done)
-    return server.states[number] == "done"
+    return mine._submitted[job.key].result(120)
 
 
 def test_a_kernel_that_a_worker_compiled_is_found_in_the_cache(mine):
@@ -108,7 +95,7 @@ def test_a_kernel_that_a_worker_compiled_is_found_in_the_cache(mine):
     again = ahead.Ahead()
     again.expect(job)
     again.settle(job)
-    assert again._server is None
+    assert again._workers is None
     assert again.counts == {"here": 0, "workers": 0, "cache": 1}
 
 
@@ -130,12 +117,6 @@ def test_no_kernel_is_looked_up_in_an_empty_cache(mine, monkeypatch):
     assert done(mine, a_job())
 
 
-def test_a_launcher_is_built_once_for_each_signature(mine):
-    for job in [a_job(), a_job(launches.Flags(bias=False))]:
-        mine.expect(job)
-    assert (len(mine._server.states), mine._server._sent) == (2, 3)
-
-
 @pytest.mark.skipif(
     not hasattr(driver, "make_launcher"), reason="this Triton has one launcher for all kernels"
 )
@@ -149,15 +130,17 @@ def test_a_worker_builds_a_kernels_launcher(monkeypatch):
     monkeypatch.setattr(driver, "compile_module_from_src", build)
     monkeypatch.setattr(driver, "library_dirs", list)
     job = a_job()
-    ahead_server.build_launcher(job.kernel.__module__, job.kernel.__name__, job[1:4])
+    ahead_worker.build_launcher(ASTSource(*job[:4]))
     assert built == [driver.make_launcher({}, job.signature, None)]
 
 
 def test_a_compilation_that_a_worker_has_started_is_waited_for(mine):
     job = a_job()
     mine.expect(job)
-    server, number = mine._given[job.key]
-    until(lambda: server.listen() and server.states[number] != "waiting")
+    end = time.monotonic() + 120
+    while not mine._submitted[job.key].running():
+        assert time.monotonic() < end
+        time.sleep(0.001)
     mine.settle(job)
     assert mine.counts["workers"] == 1
 
@@ -171,8 +154,7 @@ def test_a_job_that_no_worker_has_started_is_compiled_by_this_process(mine):
     last = a_job(launches.Flags())
     mine.expect(last)
     assert done(mine, last)
-    server, number = mine._given[jobs[1].key]
-    assert server.states[number] == "waiting"
+    assert mine._submitted[jobs[1].key].cancelled()
 
 
 def every_kernel(dtype):
@@ -244,7 +226,7 @@ def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
     assert not done(mine, broken)
     assert "CompilationError" in capfd.readouterr().err
     mine.settle(broken)
-    mine.expect(job)  # the process that forked the worker goes on
+    mine.expect(job)  # the worker goes on
     assert done(mine, job)
     mine.settle(job)
     assert mine.counts == {"here": 1, "workers": 1, "cache": 0}
@@ -252,38 +234,41 @@ def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
 
 def test_what_a_worker_prints_is_not_taken_for_an_answer():
     code = (
-        "import os, pickle, runpy, sys; server = runpy.run_path(sys.argv[1]); "
-        "server['_TASKS']['kernel'] = lambda: print('PTX', flush=True); "
-        "os.waitpid(server['_worker'](pickle.dumps(('kernel', ()))), 0)"
+        "import runpy, sys; worker = runpy.run_path(sys.argv[1]); "
+        "main = worker['main']; main.__globals__['build_launcher'] = lambda source: None; "
+        "main.__globals__['compile_now'] = lambda: print('PTX', flush=True); main()"
     )
-    command = [sys.executable, "-I", "-c", code, ahead_server.__file__]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert (found.stdout, found.stderr) == ("", "PTX\n")
+    command = [sys.executable, "-I", "-c", code, ahead_worker.__file__]
+    found = subprocess.run(command, input=pickle.dumps(()), capture_output=True)
+    assert (pickle.loads(found.stdout), found.stderr) == (True, b"PTX\n")
 
 
-def test_a_job_that_could_not_be_sent_is_sent_the_next_time(mine, monkeypatch):
-    job = a_job()
-    with monkeypatch.context() as full:
-        full.setattr(ahead.Server, "_tell", lambda server, data: False)
-        assert not mine.expect(job)
-    assert mine.expect(job)
-    assert mine._given[job.key] == (mine._server, 1)  # after the job for its launcher
-
-
-def test_without_the_server_every_kernel_is_compiled_by_this_process(mine):
+def test_without_workers_every_kernel_is_compiled_by_this_process(mine, monkeypatch):
     first, second, third = a_job(), a_job(launches.Flags(bias=False)), a_job(launches.Flags())
+    monkeypatch.setattr(ahead_worker, "__file__", "/no/such/worker.py")  # it ends at once
     mine.expect(first)
-    mine._server._process.kill()
-    mine._server._process.wait()
-    mine.settle(first)
+    assert not done(mine, first)
     mine.expect(second)
-    assert mine._off  # the server never finished a job, so no other is started
-    mine.expect(third)
+    mine.settle(first)
+    assert not mine.expect(third)  # no worker has ever answered, so no other is started
     mine.settle(second)
-    assert mine.counts["here"] == 2
+    mine.settle(third)
+    assert mine.counts == {"here": 3, "workers": 0, "cache": 0}
 
 
-def test_if_the_server_cannot_start_this_process_compiles(mine, monkeypatch):
+def test_if_a_worker_is_killed_another_takes_the_next_kernel(mine):
+    first, second = a_job(), a_job(launches.Flags(bias=False))
+    mine.expect(first)
+    assert done(mine, first)
+    mine._workers._processes[0].kill()
+    mine.expect(second)
+    assert not done(mine, second)
+    third = a_job(launches.Flags())
+    mine.expect(third)
+    assert done(mine, third)
+
+
+def test_if_no_worker_can_start_this_process_compiles(mine, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     job = a_job()
     mine.expect(job)
@@ -311,7 +296,7 @@ def test_the_environment_sets_the_number_of_workers(monkeypatch, name, value, mo
 def test_no_worker_is_started_if_workers_are_turned_off(mine, monkeypatch):
     monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "0")
     mine.expect(a_job())
-    assert mine._server is None
+    assert mine._workers is None
 
 
 def test_a_negative_number_of_workers_is_an_error(monkeypatch):
@@ -320,12 +305,13 @@ def test_a_negative_number_of_workers_is_an_error(monkeypatch):
         ahead.most_workers()
 
 
-def test_end_stops_the_server_at_once(mine):
+def test_end_stops_the_workers_at_once(mine):
     mine.expect(a_job())
-    process = mine._server._process
+    done(mine, a_job())
+    (process,) = mine._workers._processes
     start = time.monotonic()
     mine.end()
-    assert process.poll() is not None
+    assert process.wait(2) != 0
     assert time.monotonic() - start < 2
 
 
@@ -333,9 +319,9 @@ def test_workers_need_no_torch():
     package, modules = os.path.dirname(normplug.__file__), ahead.kernel_modules()
     assert "normplug._kernels.batch_norm.columns" in modules
     code = (
-        "import sys, runpy; server = runpy.run_path(sys.argv[1]); "
-        f"server['_start']({package!r}, {sys.path!r}, {modules!r}); print('torch' in sys.modules)"
+        "import sys, runpy; worker = runpy.run_path(sys.argv[1]); "
+        f"worker['_start']({package!r}, {sys.path!r}, {modules!r}); print('torch' in sys.modules)"
     )
-    command = [sys.executable, "-I", "-c", code, ahead_server.__file__]
+    command = [sys.executable, "-I", "-c", code, ahead_worker.__file__]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.stdout.strip() == "False", found.stderr
