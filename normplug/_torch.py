@@ -13,7 +13,8 @@ where a comment says otherwise.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -117,13 +118,58 @@ def _is_tracing_or_none() -> bool | None:
 
 # Whether a transform of `torch.func` is active.
 transforms_active = _private("_C._are_functorch_transforms_active", _transforms_active)
-# How many `TorchDispatchMode`s are active.
-dispatch_modes = _private("_C._len_torch_dispatch_stack", _dispatch_modes)
+_all_dispatch_modes = _private("_C._len_torch_dispatch_stack", _dispatch_modes)
+# The mode of fake tensors to which plans are shown, and what records their launches.
+_shown: tuple[Any, Any] | None = None
 # The state of `torch.jit.trace`; None if it is not recording. The public function checks more.
 _tracing_state = _private("_C._get_tracing_state", _is_tracing_or_none)
 _forward_ad: Any = (
     _ForwardAD() if _private("autograd.forward_ad._current_level", None) is None else forward_ad
 )
+
+
+def dispatch_modes() -> int:
+    """How many `TorchDispatchMode`s are active, without the one of `shown_mode`."""
+    count = _all_dispatch_modes()
+    if count and _shown is not None and _current_dispatch_mode() is _shown[0]:
+        count -= 1
+    return count
+
+
+def fake_mode() -> Any:
+    """A mode of fake tensors, which have shapes and no values. Importing it takes a second."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _current_dispatch_mode() -> Any:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    return _get_current_dispatch_mode()
+
+
+@contextmanager
+def shown_mode(mode: Any, recorder: Any) -> Iterator[None]:
+    """Within a `with` block, plans take the fake tensors of a mode, and `recorder` their launches."""
+    global _shown
+    _shown = (mode, recorder)
+    try:
+        yield
+    finally:
+        _shown = None
+
+
+def is_mode_shown() -> bool:
+    """Whether a `shown_mode` is open, in any thread."""
+    return _shown is not None
+
+
+def recorder_of(t: Tensor) -> Any:
+    """What records launches on this fake tensor; None for any other tensor."""
+    if _shown is None or getattr(t, "fake_mode", None) is not _shown[0]:
+        return None
+    return _shown[1]
 
 
 def interposed() -> bool:

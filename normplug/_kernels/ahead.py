@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent import futures
 from functools import cache
 from pathlib import Path
@@ -185,7 +186,7 @@ class Ahead:
         """Have a worker compile a kernel that will be launched later.
 
         Returns:
-            Whether it is left to a worker. False if it is compiled already, or if there is none.
+            Whether a worker has yet to compile it. False if it is compiled, or if there is none.
         """
         with self._lock:
             key = job.key
@@ -201,7 +202,12 @@ class Ahead:
                 if self._workers is None:
                     self._workers = Workers(most_workers())
                 self._submitted[key] = self._workers.submit(job)
-            return True
+            return not self._submitted[key].done()
+
+    def compile_now(self, jobs: Sequence[Job]) -> int:
+        """Have workers compile kernels, and wait; return how many they have compiled."""
+        new = [job.key for job in jobs if self.expect(job)]
+        return sum(self._submitted[key].result() for key in new)
 
     def settle(self, job: Job) -> str | None:
         """Wait for a kernel if a worker is compiling it; called before its first launch.
@@ -254,6 +260,7 @@ class Ahead:
 
 _ahead = Ahead()
 expect, settle, give_up = _ahead.expect, _ahead.settle, _ahead.give_up
+compile_now = _ahead.compile_now
 atexit.register(_ahead.end)
 native.counts_in(_ahead.counts)
 

@@ -24,7 +24,13 @@ from normplug._ops import cache, eligible, likely
 from normplug._ops.program import SLOT, SLOTS, Program
 from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import Route, Tensors
-from normplug._torch import applier, current_device_index, current_raw_stream, unwrap_if_dead
+from normplug._torch import (
+    applier,
+    current_device_index,
+    current_raw_stream,
+    is_mode_shown,
+    unwrap_if_dead,
+)
 from normplug.reference import accumulator_dtype
 
 # The gradients of x, residual, weight, bias and input_bias.
@@ -85,7 +91,7 @@ class BasePlan:
         if self.mark:
             self.spec.peers.check()
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
-        if stream != 0 or self.gpu is None:
+        if stream != 0 or self.gpu is None or is_mode_shown():  # it may be of fake tensors
             return stream, Workspace(self.device, self.acc, *scratch)
         work = self._workspaces.get(scratch)
         if work is None:
@@ -149,7 +155,8 @@ class Plan(BasePlan, ABC):
         found = self._programs.get(keep)
         if found is None:
             found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
-            if self.gpu is not None and not torch.cuda.is_current_stream_capturing():
+            is_free = not is_mode_shown() and not torch.cuda.is_current_stream_capturing()
+            if self.gpu is not None and is_free:
                 found.expect(self.acc, after=1)  # this call compiles the first kernel itself
                 self._expect_next(Tensors(*t), found, keep)  # type: ignore[arg-type]
         return found

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from normplug._kernels import ahead
 from normplug._kernels.launch import Launch
 from normplug._ops.spec import Tensors
+from normplug._torch import recorder_of
 
 SLOTS = (
     *Tensors._fields,
@@ -134,6 +135,10 @@ class Program:
         if self.steps:
             stream, work = workspace(self.scratch)
             slots[PARTIAL], slots[COUNTERS] = work.partial, work.counters
+            if (recorder := recorder_of(slots[0])) is not None:
+                for launch, _, pick in self.steps:
+                    recorder.record(launch, pick(slots))
+                return
             for launch, _, pick in self.steps:
                 launch(stream, *pick(slots))
         if self.updates:
