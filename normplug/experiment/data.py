@@ -368,6 +368,11 @@ class ImageData(Source):
         # Lightning calls convert_input before this hook, too early: bf16-true skips uint8 images.
         return self.trainer.precision_plugin.convert_input(images), labels
 
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """Return the loader of the training images; a second fit starts the streams again."""
+        self._stream = None
+        return super().train_dataloader()
+
     def _augmentation(self) -> torch.Generator:
         """Return the generator of this epoch, created at its first batch."""
         assert self.trainer is not None

@@ -65,6 +65,10 @@ class LanguageModel(Learner):
         self._dropped: list[Tensor] = []
         self._dropped_tokens = 0
 
+    def on_test_start(self) -> None:
+        """Discard the losses of an earlier test."""
+        self._dropped, self._dropped_tokens = [], 0
+
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the loss; on the first tokens, measure it without each block of a GPT too."""
         super().test_step(batch, batch_idx)

@@ -9,10 +9,12 @@ from itertools import product
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from normplug.compare import PLOTS, compare
 from normplug.compare.__main__ import main
 from normplug.experiment.compare.frame import label, mean_variance, read_variance
+from normplug.experiment.compare.stats import adjusted_ps, intervals
 from normplug.experiment.measure import ACCURACY
 from training import ROOT
 
@@ -147,6 +149,21 @@ def test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms(compar
     assert ps["0.5"] == pytest.approx(0, abs=1e-12)
     assert ps["1.5"] == ps["2.0"] == 1
     assert "+2.00 ± 2.48 (3 pairs) |      0.223 |" in comparison.markdown
+
+
+def test_ps_and_intervals_are_scipys_and_holms():
+    values = pd.DataFrame(np.random.default_rng(0).normal(0.01, 0.01, (5, 3)), columns=[*"abc"])
+    values.loc[4, "b"] = np.nan
+    tests = {arm: stats.ttest_1samp(values[arm].dropna(), 0) for arm in values}
+    for arm, test in tests.items():
+        _, mean, half_width = intervals(values).loc[arm]
+        expected = test.confidence_interval(0.95)
+        assert mean - half_width == pytest.approx(expected.low, rel=1e-12)
+        assert mean + half_width == pytest.approx(expected.high, rel=1e-12)
+    first, second, third = sorted(tests, key=lambda arm: tests[arm].pvalue)
+    expected = [3 * tests[first].pvalue, 2 * tests[second].pvalue, tests[third].pvalue]
+    found = adjusted_ps(values)
+    assert list(found[[first, second, third]]) == pytest.approx(np.maximum.accumulate(expected))
 
 
 def test_differences_of_the_validation_are_paired_as_those_of_the_test(compared, tmp_path):
@@ -473,7 +490,7 @@ BAD = [
     ({"measure": "loss"}, '"measure": '),
     ({"block_drop": {"loss": 1, "loss_without": {}}}, '"block_drop.loss_without": '),
     ({"variances": 5}, '"variances'),
-    (100_000 * "[" + 100_000 * "]", "it is not JSON: "),
+    (100_000 * "[" + 100_000 * "]", "its JSON is nested too deeply"),
     ('{"seed": ' + 5000 * "9" + "}", "it is not JSON: "),
     ("[]", "it is not a JSON object"),
     ("\x00", "it is not JSON: "),

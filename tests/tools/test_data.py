@@ -216,6 +216,15 @@ class TestPixels:
                 expected = expected.flip(2)
             assert torch.equal(out[i], expected)
 
+    def test_crops_reach_every_offset_and_flips_half(self):
+        images = torch.zeros(2000, 1, 5, 5)
+        images[:, :, 2, 1] = 1
+        out = crop_and_flip(images, 1, False, drawn()).sum((0, 1))
+        assert (out[1:4, :3] > 150).all()  # 222 each of 9 offsets
+        assert out.sum() == 2000
+        mirrored = crop_and_flip(images, 0, True, drawn()).sum((0, 1))
+        assert 900 < mirrored[2, 3] < 1100
+
     def test_training_images_have_mean_0_and_std_1(self):
         data = Fake(num_images=500, image_size=8)
         train, _, _ = parts(data)
@@ -290,6 +299,12 @@ class TestTrainer:
             assert torch.equal(torch.cat(again[epoch]), torch.cat(first[epoch]))
             assert not torch.equal(torch.cat(other[epoch]), torch.cat(first[epoch]))
         assert not torch.equal(torch.cat(first[0]), torch.cat(first[1]))
+
+    def test_a_second_fit_starts_the_streams_again(self):
+        data = self.data()
+        first = fit(data, epochs=1)
+        second = fit(data, epochs=1)
+        assert torch.equal(torch.cat(first.batches[0]), torch.cat(second.batches[0]))
 
     def test_validation_is_not_augmented_and_takes_nothing_from_the_stream(self):
         data = self.data()

@@ -3,11 +3,14 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from filelock import FileLock
 
 import training
@@ -18,6 +21,13 @@ from normplug.experiment.resume import FORMER, LAST, LOCK, RunDirectory
 from training import GOLDEN, PLAIN, result_of
 
 SMALL = [*training.SMALL, PLAIN]
+HOLD = """
+import sys, time
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
 
 
 def contents(folder):
@@ -57,6 +67,24 @@ def test_a_sweep_leaves_the_arm_of_another_live_sweep_alone(refuses, tmp_path):
     assert 'golden, seed 0: unfinished: its status is "running"' in output
     assert contents(arm) == before
     assert result_of(arm.parent.with_name("baseline") / "seed_0")["status"] == "finished"
+
+
+def test_a_killed_process_frees_its_directory(tmp_path):
+    lock = tmp_path / LOCK
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, lock], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        place = RunDirectory(tmp_path)
+        with pytest.raises(UserError, match="still running"):
+            place.take()
+        holder.kill()
+        holder.wait()
+        place.take()
+        with pytest.raises(UserError, match="still running"):
+            RunDirectory(tmp_path).take()
+        place.release()
+    RunDirectory(tmp_path).take()
 
 
 def test_other_processes_of_a_run_share_its_directory(tmp_path, monkeypatch):
@@ -124,6 +152,17 @@ def test_runs_can_be_moved(trains, tmp_path):
     assert "skipped: " in trains(
         *one[:-1], f"hydra.sweep.dir={tmp_path}/elsewhere/sweeps/smoke", "-m"
     )
+
+
+def test_a_run_that_resumes_keeps_the_files_that_it_continues(trains, tmp_path):
+    run = tmp_path / "run"
+    trains(*SMALL, f"hydra.run.dir={run}")
+    record(run, status="running")
+    resume = f"ckpt_path={run}/checkpoints/last.ckpt"
+    output = trains(*SMALL, f"hydra.run.dir={run}", resume, "trainer.max_epochs=2")
+    assert "set aside" not in output
+    assert not (run / FORMER).exists()
+    assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
 
 
 def test_a_refused_run_leaves_no_directory(refuses, tmp_path):

@@ -224,3 +224,18 @@ def test_rows_that_a_kill_cut_off_are_not_continued(tmp_path):
     path.write_text("step,loss\r\n1,0.5\r\n12,0.25\r\n1")
     rows = [{"step": "1", "loss": "0.5"}, {"step": "12", "loss": "0.25"}]
     assert resume.whole_rows(path) == rows
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_former_one(tmp_path, monkeypatch):
+    io = resume.AtomicCheckpoints()
+    path = tmp_path / "checkpoints/last.ckpt"
+    io.save_checkpoint({"a": torch.ones(3)}, path)
+
+    def half(content, file):
+        file.write(b"half a file")
+        raise Kill
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(Kill):
+        io.save_checkpoint({"a": torch.zeros(3)}, path)
+    assert torch.equal(torch.load(path, weights_only=True)["a"], torch.ones(3))

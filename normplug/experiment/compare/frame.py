@@ -139,7 +139,9 @@ def find_records(sources: Sequence[Path]) -> tuple[dict[str, dict[str, Any]], di
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from None
 
 
@@ -330,12 +332,14 @@ class Group:
                     f"{label(run.arm)}, seed {run.seed}: variance.csv cannot be read: {why}"
                 )
         means = {arm: mean_variance(found[arm]) for arm in self.arms if found.get(arm)}
-        means = {arm: mean for arm, mean in means.items() if not mean.table.empty}
-        if not means:
+        shared = {arm: mean for arm, mean in means.items() if not mean.table.empty}
+        apart = [arm for arm in means if arm not in shared]
+        notes += [f"{label(arm)}: its seeds logged no step in common" for arm in apart]
+        if not shared:
             notes.append("no variance plots: no finished run has a variance.csv")
         elif absent:
             notes.append(f"no variance.csv, so not in those plots: {', '.join(absent)}")
-        return means, notes
+        return shared, notes
 
     def wide(self, field: str) -> pd.DataFrame:
         """A column of the finished runs as a table: a row a seed, a column an arm."""
@@ -413,6 +417,10 @@ def collect(sources: Sequence[Path], path: Path) -> int:
 
     Each is the content of its `result.json` without what is local to a machine: of absolute paths,
     only the last component stays. Of its `variance.csv` it has `STEPS_KEPT` steps.
+
+    Raises:
+        OSError: a source cannot be read, or `path` cannot be written.
+        ValueError: a `result.json` cannot be read.
     """
     records, unreadable = find_records(sources)
     refuse_unreadable(unreadable)
