@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _LazyNormBase as LazyNormBase
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
@@ -47,52 +49,49 @@ current_device_index: Any = getattr(torch._C, "_cuda_getDevice", None)
 # Whether a transform of `torch.func` is active.
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _all_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# The mode of fake tensors to which plans are shown, and what records their launches.
-_shown: tuple[Any, Any] | None = None
+# The active `recording`: a mode of fake tensors, and the jobs of the launches on them.
+_recording: tuple[Any, dict[str, Any]] | None = None
 
 
 def dispatch_modes() -> int:
-    """How many `TorchDispatchMode`s are active, without the one of `shown_mode`."""
+    """How many `TorchDispatchMode`s are active, without the one of a `recording`."""
     count = _all_dispatch_modes()
-    if count and _shown is not None and _current_dispatch_mode() is _shown[0]:
+    if count and _recording is not None and _get_current_dispatch_mode() is _recording[0]:
         count -= 1
     return count
 
 
-def fake_mode() -> Any:
-    """A mode of fake tensors, which have shapes and no values. Importing it takes a second."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def _current_dispatch_mode() -> Any:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
-
-    return _get_current_dispatch_mode()
-
-
 @contextmanager
-def shown_mode(mode: Any, recorder: Any) -> Iterator[None]:
-    """Within a `with` block, plans take the fake tensors of a mode, and `recorder` their launches."""
-    global _shown
-    _shown = (mode, recorder)
+def recording(jobs: dict[str, Any]) -> Iterator[Any]:
+    """Within a `with` block, plans take fake tensors, whose launches are added to `jobs` instead.
+
+    Yields the active mode of these tensors, which have shapes and no values. Compiled functions run
+    uncompiled.
+    """
+    global _recording
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False  # other kernels must raise an error, not read at 0
+    # Importing the compiler takes seconds. Before that, nothing is compiled.
+    is_compiled = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    _recording = (mode, jobs)
     try:
-        yield
+        with eager, mode:
+            yield mode
     finally:
-        _shown = None
+        _recording = None
 
 
-def is_mode_shown() -> bool:
-    """Whether a `shown_mode` is open, in any thread."""
-    return _shown is not None
+def is_recording() -> bool:
+    """Whether a `recording` is active, in any thread."""
+    return _recording is not None
 
 
-def recorder_of(t: Tensor) -> Any:
-    """What records launches on this fake tensor; None for any other tensor."""
-    if _shown is None or getattr(t, "fake_mode", None) is not _shown[0]:
+def jobs_of(t: Any) -> dict[str, Any] | None:
+    """The jobs to which launches on this fake tensor are added; None for any other tensor."""
+    if _recording is None or getattr(t, "fake_mode", None) is not _recording[0]:
         return None
-    return _shown[1]
+    return _recording[1]
 
 
 def interposed() -> bool:

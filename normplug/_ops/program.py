@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from normplug._ops.spec import Tensors
-from normplug._torch import recorder_of
+from normplug._torch import jobs_of
 
 if TYPE_CHECKING:
     from normplug._kernels import ahead
@@ -138,9 +138,10 @@ class Program:
         if self.steps:
             stream, work = workspace(self.scratch)
             slots[PARTIAL], slots[COUNTERS] = work.partial, work.counters
-            if (recorder := recorder_of(slots[0])) is not None:
+            if (jobs := jobs_of(work.partial)) is not None:
                 for launch, _, pick in self.steps:
-                    recorder.record(launch, pick(slots))
+                    job = launch.job([t.dtype for t in pick(slots)])
+                    jobs.setdefault(job.key, job)
                 return
             for launch, _, pick in self.steps:
                 launch(stream, *pick(slots))

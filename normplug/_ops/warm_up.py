@@ -1,17 +1,20 @@
-"""`normplug.warm_up`: compile what a training step will need, in parallel, before the first step."""
+"""`normplug.warm_up`: compile what a training step will need before the first step."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from normplug import _checks, native
 from normplug._ops import eligible
-from normplug._torch import fake_mode, shown_mode, tree_leaves, tree_map_only
+from normplug._torch import recording, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from normplug._kernels.ahead import Job
@@ -21,7 +24,7 @@ class WarmUp(NamedTuple):
     """What `normplug.warm_up` has done.
 
     Attributes:
-        kernels: how many kernels it compiled. Those in Triton's cache do not count.
+        kernels: how many kernels it compiled. Kernels that Triton's cache had do not count.
         seconds: how long it took.
         why: why nothing was compiled, or not all that a step will need; "" if all is compiled.
     """
@@ -40,20 +43,22 @@ def warm_up(model: nn.Module, *batch: Any, **named: Any) -> WarmUp:
 
     Without it, they are compiled in the first step, where some of them have to be guessed. It runs
     the model's forward and backward on fake tensors, which have shapes but no values, and has
-    worker processes compile the kernels into Triton's cache. No parameter, buffer, gradient or
-    random state changes, and no GPU memory is used. Python code of the model and its hooks runs
-    once. Call it in the mode (`model.train()`), the autocast and the memory format of the step.
+    worker processes compile the kernels into Triton's cache. No parameter, buffer, gradient,
+    random state or attribute of a module changes, and no GPU memory is used. But Python code of
+    the model and its hooks runs once: what it stores elsewhere, in a global cache for example, is
+    fake. Call it in the mode (`model.train()`), the autocast and the memory format of the step,
+    before `DistributedDataParallel` or FSDP wraps the model.
 
     Args:
         model: the model, after `swap` and `fuse`, on its device.
-        *batch: the positional arguments of its forward.
+        *batch: the positional arguments of its forward; values do not matter.
         **named: the keyword arguments of its forward.
 
     Returns:
-        How many kernels it compiled, and how long that took. Without a GPU it does nothing, and
-        `why` says so. If the model cannot run on fake tensors, because it reads values, `why` has
-        the error; the kernels that were found until then are compiled, and the first step compiles
-        the others.
+        How many kernels it compiled, and how long that took. Where it can do nothing, `why` says
+        so: without a GPU, or if the model waits for other processes. If the model cannot run on
+        fake tensors, because it reads values or launches kernels of its own, `why` has the error,
+        and only the kernels that were found until then are compiled.
 
     Raises:
         TypeError: `model` is not a module.
@@ -67,8 +72,7 @@ def warm_up(model: nn.Module, *batch: Any, **named: Any) -> WarmUp:
     start = time.perf_counter()
     tensors = chain(tree_leaves((batch, named)), model.parameters(), model.buffers())
     x = next((t for t in tensors if isinstance(t, Tensor)), None)
-    why = "there is no tensor" if x is None else _refusal(x)
-    if why is not None:
+    if (why := _refusal(x) or _refusal_of_model(model)) is not None:
         return WarmUp(0, time.perf_counter() - start, why[0].upper() + why[1:])
     from normplug._kernels import ahead
 
@@ -77,8 +81,10 @@ def warm_up(model: nn.Module, *batch: Any, **named: Any) -> WarmUp:
     return WarmUp(count, time.perf_counter() - start, why)
 
 
-def _refusal(x: Tensor) -> str | None:
-    """Why there is nothing to compile, or no way to; None if there may be."""
+def _refusal(x: Tensor | None) -> str | None:
+    """Why no kernel can be compiled for x, or none is needed; None if some may be."""
+    if x is None:
+        return "there is no tensor"
     if (why := eligible.refusal_now() or eligible.refusal_of_device(x)) is not None:
         return why
     from normplug._kernels import ahead, launch
@@ -92,41 +98,52 @@ def _refusal(x: Tensor) -> str | None:
     return None
 
 
-class _Recorder:
-    """Collects the kernels that programs would launch; see `Program.run`."""
-
-    def __init__(self) -> None:
-        self.jobs: dict[str, Job] = {}
-
-    def record(self, launch: Any, tensors: tuple[Tensor, ...]) -> None:
-        job = launch.job([t.dtype for t in tensors])
-        self.jobs.setdefault(job.key, job)
+def _refusal_of_model(model: nn.Module) -> str | None:
+    """Why a forward on fake tensors would reach other processes; None if it would not."""
+    for t in chain(model.parameters(), model.buffers()):
+        if type(t) not in (Tensor, nn.Parameter):
+            return f"a parameter is a {type(t).__name__}: call warm_up before the model is wrapped"
+    joining = (nn.parallel.DistributedDataParallel, nn.SyncBatchNorm)
+    found = next((type(m).__name__ for m in model.modules() if isinstance(m, joining)), None)
+    if found and dist.is_available() and dist.is_initialized():
+        return f"a {found} waits for other processes"
+    return None
 
 
 def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, Job], str]:
-    """The kernels of a step, in the order of use, and why there may be more; "" if there are not."""
-    mode, recorder = fake_mode(), _Recorder()
-
-    def fake(t: Tensor) -> Any:
-        return mode.from_tensor(t)
-
-    own = {name: fake(t) for name, t in chain(model.named_parameters(), model.named_buffers())}
-    batch, named = tree_map_only(Tensor, fake, (batch, named))
-    inputs = [t for t in chain(own.values(), tree_leaves((batch, named))) if _has_gradient(t)]
+    """The kernels of a step, in the order of use, and why there may be more, or ""."""
+    jobs: dict[str, Job] = {}
     try:
-        with native.python_way(), mode, shown_mode(mode, recorder):
+        with _restored(model), native.python_way(), recording(jobs) as mode:
+            named_tensors = chain(model.named_parameters(), model.named_buffers())
+            own = {name: mode.from_tensor(t) for name, t in named_tensors}
+            batch, named = tree_map_only(Tensor, mode.from_tensor, (batch, named))
             y = torch.func.functional_call(model, own, batch, named)
-            results = [t for t in tree_leaves(y) if _has_gradient(t)]
+            inputs = [t for t in chain(own.values(), tree_leaves((batch, named))) if _needs(t)]
+            results = [t for t in tree_leaves(y) if _needs(t)]
             if results and inputs:
-                torch.autograd.grad(sum(t.sum() for t in results), inputs, allow_unused=True)
+                gradients = [torch.empty_like(t) for t in results]
+                torch.autograd.grad(results, inputs, gradients, allow_unused=True)
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
-        return (
-            recorder.jobs,
-            f"The model cannot run on fake tensors: {type(error).__name__}: {line}",
-        )
-    return recorder.jobs, ""
+        return jobs, f"The model cannot run on fake tensors: {type(error).__name__}: {line}"
+    return jobs, ""
 
 
-def _has_gradient(t: Any) -> bool:
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Undo at the end what a forward stores in its modules, and in dictionaries of theirs."""
+    own = [vars(module) for module in model.modules()]
+    own += [each for attributes in own for each in attributes.values() if isinstance(each, dict)]
+    before = [(attributes, dict(attributes)) for attributes in own]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            for name in now.keys() - then.keys():
+                del now[name]
+            now.update(then)
+
+
+def _needs(t: Any) -> bool:
     return isinstance(t, Tensor) and t.requires_grad

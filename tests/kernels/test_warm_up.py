@@ -1,11 +1,11 @@
 """`normplug.warm_up` compiles exactly the kernels of a training step, and changes nothing."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 import normplug  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
 from normplug._ops import eligible  # noqa: E402
-from normplug._ops.warm_up import _record  # noqa: E402
+from normplug._ops.warm_up import _record, _refusal_of_model  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
@@ -127,6 +127,46 @@ def test_a_model_that_reads_values_says_why_its_kernels_are_not_all_known(kernel
     jobs, why = _record(swapped(reads_a_value=True), (torch.randn(4, 3, 12, 12),), {})
     assert len(jobs) == 2  # of the forwards before the value is read
     assert why.startswith("The model cannot run on fake tensors: DataDependent")
+
+
+class Caching(nn.Module):
+    """Stores tensors where its forward finds them again, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.by_size = nn.LayerNorm(16), {}
+        self.register_buffer("mask", None)
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask, self.angles = torch.ones(16), torch.arange(16.0)
+            self.by_size[x.shape] = torch.ones(16)
+        return self.norm(x) * self.mask * self.angles * self.by_size[x.shape]
+
+
+def test_a_model_stores_no_fake_tensor(kernels_on_cpu):
+    model, x = normplug.swap(Caching(), backend="triton"), torch.randn(4, 16)
+    jobs, why = _record(model, (x,), {})
+    assert (len(jobs), why) == (2, "")
+    assert (model.mask, model.by_size, hasattr(model, "angles")) == (None, {}, False)
+    assert type(model(x).detach()) is torch.Tensor
+
+
+def test_a_compiled_model_runs_uncompiled(kernels_on_cpu):
+    model, x = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 2)), torch.randn(4, 16)
+    compiled = torch.compile(normplug.swap(model, backend="triton"), backend="eager")
+    jobs, why = _record(compiled, (x,), {})
+    assert (len(jobs), why) == (2, "")
+
+
+def test_what_waits_for_other_processes_is_left_alone(kernels_on_cpu, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    model = nn.Sequential(normplug.SyncBatchNorm(16))
+    assert _refusal_of_model(model) == "a SyncBatchNorm waits for other processes"
+    model = swapped()
+    model.head.weight = nn.Parameter(TwoTensor(torch.ones(5, 16), torch.ones(5, 16)))
+    why = "a parameter is a TwoTensor: call warm_up before the model is wrapped"
+    assert _refusal_of_model(model) == why
 
 
 def test_without_a_gpu_it_does_nothing_and_says_so():
