@@ -48,15 +48,15 @@ current_device_index: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 # Whether a transform of `torch.func` is active.
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_all_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# The active `recording`: a mode of fake tensors, and the jobs of the launches on them.
-_recording: tuple[Any, dict[str, Any]] | None = None
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# The active `recording`, if any: a mode of fake tensors, and the jobs of the launches on them.
+recordings: list[tuple[Any, dict[str, Any]]] = []
 
 
 def dispatch_modes() -> int:
     """How many `TorchDispatchMode`s are active, without the one of a `recording`."""
-    count = _all_dispatch_modes()
-    if count and _recording is not None and _get_current_dispatch_mode() is _recording[0]:
+    count = _dispatch_modes()
+    if count and recordings and _get_current_dispatch_mode() is recordings[0][0]:
         count -= 1
     return count
 
@@ -68,30 +68,24 @@ def recording(jobs: dict[str, Any]) -> Iterator[Any]:
     Yields the active mode of these tensors, which have shapes and no values. Compiled functions run
     uncompiled.
     """
-    global _recording
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
     mode._allow_unsafe_data_ptr_access = False  # other kernels must raise an error, not read at 0
     # Importing the compiler takes seconds. Before that, nothing is compiled.
     is_compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-    _recording = (mode, jobs)
+    recordings.append((mode, jobs))
     try:
         with eager, mode:
             yield mode
     finally:
-        _recording = None
-
-
-def is_recording() -> bool:
-    """Whether a `recording` is active, in any thread."""
-    return _recording is not None
+        recordings.clear()
 
 
 def jobs_of(t: Any) -> dict[str, Any] | None:
     """The jobs to which launches on this fake tensor are added; None for any other tensor."""
-    if _recording is None or getattr(t, "fake_mode", None) is not _recording[0]:
-        return None
-    return _recording[1]
+    if recordings and getattr(t, "fake_mode", None) is recordings[0][0]:
+        return recordings[0][1]
+    return None
 
 
 def interposed() -> bool:
@@ -99,7 +93,7 @@ def interposed() -> bool:
     return (
         transforms_active()
         or forward_ad._current_level >= 0
-        or dispatch_modes() > 0
+        or (_dispatch_modes() > 0 and dispatch_modes() > 0)
         or torch._C._get_tracing_state() is not None
     )
 

@@ -25,7 +25,7 @@ from normplug._torch import (
     applier,
     current_device_index,
     current_raw_stream,
-    is_recording,
+    recordings,
     unwrap_if_dead,
 )
 from normplug.reference import accumulator_dtype
@@ -94,7 +94,7 @@ class BasePlan:
         if self.mark:
             self.spec.peers.check()
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
-        if stream != 0 or self.gpu is None or is_recording():  # it may be of fake tensors
+        if stream != 0 or self.gpu is None or recordings:  # it may be of fake tensors
             return stream, Workspace(self.device, self.acc, *scratch)
         work = self._workspaces.get(scratch)
         if work is None:
@@ -157,7 +157,7 @@ class Plan(BasePlan, ABC):
         found = self._programs.get(keep)
         if found is None:
             found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
-            is_on_gpu = self.gpu is not None and not is_recording()
+            is_on_gpu = self.gpu is not None and not recordings
             if is_on_gpu and not torch.cuda.is_current_stream_capturing():
                 found.expect(self.acc, after=1)  # this call compiles the first kernel itself
                 self._expect_next(Tensors(*t), found, keep)  # type: ignore[arg-type]
