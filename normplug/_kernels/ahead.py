@@ -4,11 +4,11 @@ Without this, the first step compiles its kernels one after another, each in one
 But when a forward is set up, its backward's kernel is already known, so a worker can compile it in
 the meantime. The result goes to Triton's cache on disk, where this process finds it.
 
-A worker process runs `ahead_worker`. A thread of this process starts it and sends it one kernel at
-a time, as a `concurrent.futures.Future`. The pools of the standard library would import the user's
-script in every worker, and would finish all waiting kernels before this process can exit. A worker
-exits with this process, or once it is idle. If it fails, this process compiles the kernel itself.
-If the logger `normplug` is set to DEBUG before a worker starts, its tracebacks go to stderr.
+A worker is a process that runs `ahead_worker` on one kernel. A thread of this process starts it;
+the result is a `concurrent.futures.Future`. The pools of the standard library would import the
+user's script in every worker, and would finish all waiting kernels before this process can exit. If
+a worker fails, this process compiles the kernel itself. If the logger `normplug` is set to DEBUG,
+the workers' tracebacks go to stderr.
 
 The environment variable `NORMPLUG_COMPILE_WORKERS` sets how many kernels are compiled at once; 0
 disables the workers. The default is one less than the number of cores, at most 15. Under torchrun,
@@ -44,7 +44,6 @@ _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Whether a kernel's key in Triton's cache can be computed, and workers can be forked.
 KEYED = _VERSION >= (3, 5) and sys.platform == "linux"
 _PATIENCE = 60.0  # seconds to wait for a worker that has started
-_IDLE = 60.0  # seconds without a job after which a worker exits
 _MOST = 15  # workers
 
 
@@ -83,90 +82,6 @@ def most_workers() -> int:
     return min(max(cores - 1, 0), _MOST)
 
 
-def kernel_modules() -> list[str]:
-    """Return the names of the imported modules that define kernels: these need no torch."""
-    return [
-        name
-        for name, module in list(sys.modules.items())
-        if name.startswith("normplug._kernels.")
-        and any(isinstance(each, triton.JITFunction) for each in vars(module).values())
-    ]
-
-
-class Workers:
-    """Threads that each have a process compile jobs, in the order in which they were submitted."""
-
-    def __init__(self, most: int) -> None:
-        self.have_answered = False  # whether any process has ever run a job to its end
-        self._most = most
-        self._ended = False
-        self._jobs: queue.SimpleQueue[tuple[futures.Future[bool], tuple[Any, ...]]]
-        self._jobs = queue.SimpleQueue()
-        self._processes: list[subprocess.Popen[bytes] | None] = []  # one for each thread
-
-    def submit(self, job: Job) -> futures.Future[bool]:
-        """Have a job compiled; the result is whether a worker did that."""
-        future: futures.Future[bool] = futures.Future()
-        on = triton.runtime.driver.active.get_current_target()
-        target = (on.backend, on.arch, on.warp_size)
-        name = (job.kernel.__module__, job.kernel.__name__, job.kernel.cache_key)
-        self._jobs.put((future, (*name, job[1:4], job.options, target)))
-        if len(self._processes) < self._most:
-            self._processes.append(None)
-            place = len(self._processes) - 1
-            threading.Thread(target=self._work, args=(place,), daemon=True).start()
-        return future
-
-    def end(self) -> None:
-        """Kill the processes, and start no more jobs."""
-        self._ended = True
-        for process in self._processes:
-            if process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-
-    def _work(self, place: int) -> None:
-        while True:
-            try:
-                patience = None if self._processes[place] is None else _IDLE
-                future, arguments = self._jobs.get(timeout=patience)
-            except queue.Empty:
-                self._stop(place)
-                continue
-            if self._ended or not future.set_running_or_notify_cancel():
-                continue
-            try:
-                process = self._processes[place] = self._processes[place] or _started()
-                assert process.stdin is not None
-                assert process.stdout is not None
-                pickle.dump(arguments, process.stdin)
-                process.stdin.flush()
-                has_compiled: bool = pickle.load(process.stdout)
-                self.have_answered = True
-            except Exception:  # the process cannot start, or has ended
-                self._stop(place)
-                has_compiled = False
-            future.set_result(has_compiled)
-
-    def _stop(self, place: int) -> None:
-        process, self._processes[place] = self._processes[place], None
-        if process is not None:
-            with contextlib.suppress(OSError), process:  # closes the pipes, and waits
-                pass
-
-
-def _started() -> subprocess.Popen[bytes]:
-    package = Path(__file__).parent.parent
-    start = pickle.dumps((str(package), sys.path, kernel_modules()))
-    return subprocess.Popen(
-        [sys.executable, "-I", ahead_worker.__file__, start.hex()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl+C must not reach it, and `end` kills its process group
-    )
-
-
 class Ahead:
     """The kernels that this process needs compiled; there is one instance per process."""
 
@@ -175,12 +90,14 @@ class Ahead:
         self.counts = {"here": 0, "workers": 0, "cache": 0}
         self._lock = threading.RLock()
         self._process = os.getpid()
-        self._workers: Workers | None = None
         self._off = not KEYED
-        self._submitted: dict[str, futures.Future[bool]] = {}  # by job
-        self._kept: set[str] = set()  # jobs whose kernel was in Triton's cache
+        self._cache_was_empty: bool | None = None  # at the first job
+        # By job: whether a worker compiles it; None if its kernel was in Triton's cache.
+        self._expected: dict[str, futures.Future[bool] | None] = {}
         self._settled: dict[str, str | None] = {}  # by job: the kernel's key in Triton's cache
-        self._met_nothing: bool | None = None  # whether the cache was empty at the first job
+        self._queue: queue.SimpleQueue[tuple[futures.Future[bool], bytes]] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._workers: set[subprocess.Popen[bytes]] = set()
 
     def expect(self, job: Job) -> bool:
         """Have a worker compile a kernel that will be launched later.
@@ -190,24 +107,23 @@ class Ahead:
         """
         with self._lock:
             key = job.key
-            if self._is_off() or key in self._settled or key in self._kept:
+            # The threads are not in a process that was forked from this one.
+            is_off = self._off or most_workers() == 0 or self._process != os.getpid()
+            if is_off or key in self._settled:
                 return False
-            if self._met_nothing is None:
-                self._met_nothing = _is_empty()
-            if key not in self._submitted:
+            if self._cache_was_empty is None:
+                self._cache_was_empty = _is_empty()
+            if key not in self._expected:
                 # Computing a cache key takes time, and is unnecessary if the cache was empty.
-                if not self._met_nothing and _is_kept(_name(job)):
-                    self._kept.add(key)
-                    return False
-                if self._workers is None:
-                    self._workers = Workers(most_workers())
-                self._submitted[key] = self._workers.submit(job)
-            return not self._submitted[key].done()
+                is_kept = not self._cache_was_empty and _is_kept(_name(job))
+                self._expected[key] = None if is_kept else self._submit(job)
+            future = self._expected[key]
+            return future is not None and not future.done()
 
     def compile_now(self, jobs: Sequence[Job]) -> int:
         """Have workers compile kernels, and wait; return how many they have compiled."""
-        new = [job.key for job in jobs if self.expect(job)]
-        return sum(self._submitted[key].result() for key in new)
+        begun = [self._expected[job.key] for job in jobs if self.expect(job)]
+        return sum(future.result() for future in begun if future is not None)
 
     def settle(self, job: Job) -> str | None:
         """Wait for a kernel if a worker is compiling it; called before its first launch.
@@ -220,48 +136,70 @@ class Ahead:
             if key in self._settled:
                 return self._settled[key]
             name = self._settled[key] = _name(job) if KEYED else None
-        by_worker = key in self._submitted and self._wait(self._submitted[key])
+        by_worker = self._wait(self._expected.get(key))
         if name is not None and _is_kept(name):
             self.counts["workers" if by_worker else "cache"] += 1
         else:
             self.counts["here"] += 1
         return name
 
-    def give_up(self) -> None:
-        """Stop the workers, and compile everything in this process from now on."""
-        with self._lock:
-            self._off = True
-            self.end()
+    def stop(self) -> None:
+        """Kill the workers, and compile everything in this process from now on."""
+        self._off = True
+        for process in list(self._workers) if self._process == os.getpid() else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
-    def end(self) -> None:
-        """Stop the workers."""
-        with self._lock:
-            if self._workers is not None and self._process == os.getpid():
-                self._workers.end()
-            self._workers = None
+    def _submit(self, job: Job) -> futures.Future[bool]:
+        future: futures.Future[bool] = futures.Future()
+        on = triton.runtime.driver.active.get_current_target()
+        name = (job.kernel.__module__, job.kernel.__name__, job.kernel.cache_key)
+        work = (*name, job[1:4], job.options, (on.backend, on.arch, on.warp_size))
+        package = str(Path(__file__).parent.parent)
+        self._queue.put((future, pickle.dumps((package, sys.path)) + pickle.dumps(work)))
+        if len(self._threads) < most_workers():
+            self._threads.append(threading.Thread(target=self._run_jobs, daemon=True))
+            self._threads[-1].start()
+        return future
 
-    def _is_off(self) -> bool:
-        # The threads are not in a process that was forked from this one.
-        return self._off or most_workers() == 0 or self._process != os.getpid()
+    def _run_jobs(self) -> None:
+        while True:
+            future, job = self._queue.get()
+            if future.set_running_or_notify_cancel():
+                future.set_result(not self._off and self._is_compiled(job))
 
-    def _wait(self, future: futures.Future[bool]) -> bool:
+    def _is_compiled(self, job: bytes) -> bool:
+        """Run a worker on a job; return whether it has compiled the kernel."""
+        output = None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL
+        try:
+            # In a new session, Ctrl+C does not reach it, and `stop` kills what it has started.
+            process = subprocess.Popen(
+                [sys.executable, "-I", ahead_worker.__file__], start_new_session=True,
+                stdin=subprocess.PIPE, stdout=output, stderr=output,
+            )  # fmt: skip
+            self._workers.add(process)
+            process.communicate(job)
+        except Exception:  # it cannot start
+            return False
+        self._workers.discard(process)
+        return process.returncode == 0
+
+    def _wait(self, future: futures.Future[bool] | None) -> bool:
         """Whether a worker compiled a kernel; wait for a started one, cancel a waiting one."""
-        if self._process != os.getpid() or future.cancel():
+        if future is None or self._process != os.getpid() or future.cancel():
             return False
         try:
             by_worker = future.result(_PATIENCE)
         except futures.TimeoutError:
             return False
-        with self._lock:
-            if self._workers is not None and not self._workers.have_answered:
-                self.give_up()
+        if not by_worker and self.counts["workers"] == 0:
+            self.stop()  # none may be able to
         return by_worker
 
 
 _ahead = Ahead()
-expect, settle, give_up = _ahead.expect, _ahead.settle, _ahead.give_up
-compile_now = _ahead.compile_now
-atexit.register(_ahead.end)
+expect, compile_now, settle, stop = _ahead.expect, _ahead.compile_now, _ahead.settle, _ahead.stop
+atexit.register(stop)
 native.counts_in(_ahead.counts)
 
 

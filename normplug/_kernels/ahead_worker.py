@@ -1,14 +1,12 @@
-"""The process that compiles kernels for another process: see `ahead`, which runs this file.
+"""The process that compiles a kernel for another process: see `ahead`, which runs this file.
 
-It reads pickled jobs from its standard input, and answers each with whether it has compiled it. It
-exits at the end of its input. It never imports torch, which takes longer to import than a kernel
-takes to compile.
+It reads the pickled job from its standard input. It never imports torch, which takes longer to
+import than a kernel takes to compile.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import pickle
 import sys
 import traceback
@@ -17,23 +15,16 @@ from typing import Any
 
 
 def main() -> None:
-    """Run the jobs."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # Triton prints PTX that ptxas rejects; only answers may go to stdout
-    while True:
-        try:
-            job = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        has_compiled = False
-        try:
-            source = compile_now(*job)
-            has_compiled = True
-            build_launcher(source)
-        except Exception:
-            traceback.print_exc()
-        pickle.dump(has_compiled, answers)
-        answers.flush()
+    """Compile the kernel, or exit with an error."""
+    package, sys.path[:] = pickle.load(sys.stdin.buffer)
+    # An empty `normplug` with the same submodules; the real one would import torch.
+    root = sys.modules["normplug"] = ModuleType("normplug")
+    root.__path__ = [package]
+    source = compile_now(*pickle.load(sys.stdin.buffer))
+    try:
+        build_launcher(source)
+    except Exception:
+        traceback.print_exc()
 
 
 def compile_now(
@@ -81,16 +72,5 @@ class _Metadata:
         return None
 
 
-def _start(package: str, path: list[str], modules: list[str]) -> None:
-    """Import the kernels' modules under an empty `normplug`; the real one would import torch."""
-    sys.path[:] = path
-    root = ModuleType("normplug")
-    root.__path__ = [package]
-    sys.modules["normplug"] = root
-    for module in modules:
-        importlib.import_module(module)
-
-
 if __name__ == "__main__":
-    _start(*pickle.loads(bytes.fromhex(sys.argv[1])))
     main()

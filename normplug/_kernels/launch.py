@@ -164,7 +164,7 @@ class Launch:
         name = self._settle(tensors)
         compiled = self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)
         if name is not None and compiled.hash != name:  # `job` fails to predict it
-            ahead.give_up()
+            ahead.stop()
         return compiled
 
     def _settle(self, tensors: tuple[Tensor, ...]) -> str | None:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +18,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
-import normplug  # noqa: E402
 from normplug._kernels import ahead, ahead_worker, launch  # noqa: E402
 from normplug._kernels.batch_norm import launches, schedule  # noqa: E402
 from normplug._kernels.batch_norm import pool_launches as pool  # noqa: E402
@@ -63,7 +62,7 @@ def mine():
     """Workers that only this test uses."""
     made = ahead.Ahead()
     yield made
-    made.end()
+    made.stop()
 
 
 def a_launch(flags=None):
@@ -83,7 +82,7 @@ def a_job(flags=None):
 
 
 def done(mine, job):
-    return mine._submitted[job.key].result(120)
+    return mine._expected[job.key].result(120)
 
 
 def test_a_kernel_that_a_worker_compiled_is_found_in_the_cache(mine):
@@ -93,9 +92,8 @@ def test_a_kernel_that_a_worker_compiled_is_found_in_the_cache(mine):
     assert mine.settle(job) == mine.settle(job)
     assert mine.counts == {"here": 0, "workers": 1, "cache": 0}
     again = ahead.Ahead()
-    again.expect(job)
+    assert not again.expect(job)
     again.settle(job)
-    assert again._workers is None
     assert again.counts == {"here": 0, "workers": 0, "cache": 1}
 
 
@@ -138,7 +136,7 @@ def test_a_compilation_that_a_worker_has_started_is_waited_for(mine):
     job = a_job()
     mine.expect(job)
     end = time.monotonic() + 120
-    while not mine._submitted[job.key].running():
+    while not mine._expected[job.key].running():
         assert time.monotonic() < end
         time.sleep(0.001)
     mine.settle(job)
@@ -154,7 +152,7 @@ def test_a_job_that_no_worker_has_started_is_compiled_by_this_process(mine):
     last = a_job(launches.Flags())
     mine.expect(last)
     assert done(mine, last)
-    assert mine._submitted[jobs[1].key].cancelled()
+    assert mine._expected[jobs[1].key].cancelled()
 
 
 def every_kernel(dtype):
@@ -221,59 +219,28 @@ def test_a_job_is_the_kernel_that_triton_compiles_for_the_call(dtype, monkeypatc
 def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
     caplog.set_level(logging.DEBUG, "normplug")
     job = a_job()
-    broken = job._replace(constants={**job.constants, (27,): "no size"})
+    mine.expect(job)
+    broken = a_job(launches.Flags(bias=False))
+    broken = broken._replace(constants={**broken.constants, (27,): "no size"})
     mine.expect(broken)
+    mine.settle(job)
     assert not done(mine, broken)
     assert "CompilationError" in capfd.readouterr().err
     mine.settle(broken)
-    mine.expect(job)  # the worker goes on
-    assert done(mine, job)
-    mine.settle(job)
     assert mine.counts == {"here": 1, "workers": 1, "cache": 0}
+    assert mine.expect(a_job(launches.Flags()))
 
 
-def test_what_a_worker_prints_is_not_taken_for_an_answer():
-    code = (
-        "import runpy, sys; worker = runpy.run_path(sys.argv[1]); "
-        "main = worker['main']; main.__globals__['build_launcher'] = lambda source: None; "
-        "main.__globals__['compile_now'] = lambda: print('PTX', flush=True); main()"
-    )
-    command = [sys.executable, "-I", "-c", code, ahead_worker.__file__]
-    found = subprocess.run(command, input=pickle.dumps(()), capture_output=True)
-    assert (pickle.loads(found.stdout), found.stderr) == (True, b"PTX\n")
-
-
-def test_without_workers_every_kernel_is_compiled_by_this_process(mine, monkeypatch):
-    first, second, third = a_job(), a_job(launches.Flags(bias=False)), a_job(launches.Flags())
-    monkeypatch.setattr(ahead_worker, "__file__", "/no/such/worker.py")  # it ends at once
-    mine.expect(first)
-    assert not done(mine, first)
-    mine.expect(second)
-    mine.settle(first)
-    assert not mine.expect(third)  # no worker has ever answered, so no other is started
-    mine.settle(second)
-    mine.settle(third)
-    assert mine.counts == {"here": 3, "workers": 0, "cache": 0}
-
-
-def test_if_a_worker_is_killed_another_takes_the_next_kernel(mine):
+@pytest.mark.parametrize("executable", ["/no/such/python", "/bin/false"])
+def test_if_no_worker_can_start_this_process_compiles(mine, monkeypatch, executable):
+    monkeypatch.setattr(sys, "executable", executable)
     first, second = a_job(), a_job(launches.Flags(bias=False))
     mine.expect(first)
-    assert done(mine, first)
-    mine._workers._processes[0].kill()
-    mine.expect(second)
-    assert not done(mine, second)
-    third = a_job(launches.Flags())
-    mine.expect(third)
-    assert done(mine, third)
-
-
-def test_if_no_worker_can_start_this_process_compiles(mine, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    job = a_job()
-    mine.expect(job)
-    mine.settle(job)
-    assert mine.counts["here"] == 1
+    assert not done(mine, first)
+    mine.settle(first)
+    assert not mine.expect(second)  # no worker has ever compiled a kernel
+    mine.settle(second)
+    assert mine.counts == {"here": 2, "workers": 0, "cache": 0}
 
 
 @pytest.mark.parametrize(
@@ -295,8 +262,8 @@ def test_the_environment_sets_the_number_of_workers(monkeypatch, name, value, mo
 
 def test_no_worker_is_started_if_workers_are_turned_off(mine, monkeypatch):
     monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "0")
-    mine.expect(a_job())
-    assert mine._workers is None
+    assert not mine.expect(a_job())
+    assert not mine._threads
 
 
 def test_a_negative_number_of_workers_is_an_error(monkeypatch):
@@ -305,23 +272,60 @@ def test_a_negative_number_of_workers_is_an_error(monkeypatch):
         ahead.most_workers()
 
 
-def test_end_stops_the_workers_at_once(mine):
-    mine.expect(a_job())
-    done(mine, a_job())
-    (process,) = mine._workers._processes
-    start = time.monotonic()
-    mine.end()
-    assert process.wait(2) != 0
-    assert time.monotonic() - start < 2
+def running(mine):
+    """The process of the only worker, once it runs."""
+    end = time.monotonic() + 120
+    while not mine._workers:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return next(iter(mine._workers))
 
 
-def test_workers_need_no_torch():
-    package, modules = os.path.dirname(normplug.__file__), ahead.kernel_modules()
-    assert "normplug._kernels.batch_norm.columns" in modules
-    code = (
-        "import sys, runpy; worker = runpy.run_path(sys.argv[1]); "
-        f"worker['_start']({package!r}, {sys.path!r}, {modules!r}); print('torch' in sys.modules)"
-    )
-    command = [sys.executable, "-I", "-c", code, ahead_worker.__file__]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.stdout.strip() == "False", found.stderr
+def test_a_killed_worker_only_loses_its_kernel(mine):
+    first, second = a_job(), a_job(launches.Flags(bias=False))
+    mine.expect(first)
+    mine.expect(second)
+    running(mine).kill()
+    assert not done(mine, first)
+    assert done(mine, second)
+
+
+def test_stop_ends_the_workers_at_once_and_starts_no_other(mine):
+    jobs = [a_job(), a_job(launches.Flags(bias=False))]
+    for job in jobs:
+        mine.expect(job)
+    process = running(mine)
+    mine.stop()
+    assert process.wait(2) == -signal.SIGKILL
+    assert not any(done(mine, job) for job in jobs)
+    assert not mine.expect(a_job(launches.Flags()))
+
+
+SCRIPT = """
+print("once", flush=True)
+import multiprocessing, sys
+import test_ahead
+
+def compile():
+    sys.path.insert(0, sys.argv[1])
+    mine = test_ahead.ahead.Ahead()
+    test_ahead.triton.runtime.driver._active = test_ahead.Driver()
+    mine.expect(test_ahead.a_job())
+    print(test_ahead.done(mine, test_ahead.a_job()), flush=True)
+
+process = multiprocessing.get_context("fork").Process(target=compile, daemon=True)
+process.start()
+process.join()
+"""
+
+
+def test_a_daemon_of_a_script_without_a_guard_has_workers_which_need_no_torch(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "torch.py").write_text("raise ImportError('workers need no torch')")
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    found = subprocess.run(
+        [sys.executable, tmp_path / "script.py", tmp_path / "fake"],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.stdout == "once\nTrue\n", found.stderr
