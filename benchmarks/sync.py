@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -38,20 +38,33 @@ ARMS: dict[str, tuple[Change, ...]] = {
     "normplug-local": (_alone,),
     "normplug-local+fuse": (_alone, normplug.fuse),
 }
+# Each model is compiled before DistributedDataParallel wraps it, as train.py does.
+COMPILED: dict[str, tuple[Change, ...]] = {
+    f"{name}+compile": (*ARMS[name], torch.compile)
+    for name in ("torch", "normplug+fuse", "normplug-local+fuse")
+}
 
 
 def measure(
-    model: str, batch: int, size: int, warm_ups: int, rounds: int, turn: int, device: torch.device
+    model: str,
+    batch: int,
+    size: int,
+    warm_ups: int,
+    rounds: int,
+    turn: int,
+    device: torch.device,
+    arms: Mapping[str, tuple[Change, ...]],
 ) -> Iterator[Row]:
     """A row for each arm: the milliseconds a step of its turns."""
+    torch.compiler.reset()  # earlier models count towards the recompilation limit
     torch.manual_seed(0)
     stock, _, loss = nets.NETS[model].make(batch=1)
     torch.manual_seed(dist.get_rank())
     _, data, _ = nets.NETS[model].make(batch=batch, size=size)
     data = tuple(tensor.to(device) for tensor in data)
     steps: dict[str, Call] = {}
-    for name, changes in ARMS.items():
-        if name == "torch" and device.type == "cpu":  # it needs CUDA
+    for name, changes in arms.items():
+        if name.startswith("torch") and device.type == "cpu":  # it needs CUDA
             continue
         arm = Arm((partial(_parallel, changes),))
         steps[name], _ = make_step(stock.to(device), data, loss, torch.bfloat16, arm)
@@ -107,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, default in (("size", 224), ("warm-ups", 10), ("rounds", 10), ("turn", 10)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
+    parser.add_argument("--compile", action="store_true", help="add compiled arms")
     a = parser.parse_args(argv)
     if "RANK" not in os.environ:
         raise SystemExit(
@@ -126,7 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             ready(device.type)
         dist.barrier()  # the other processes of a host load the same file
         for batch in a.batch:
-            rows = list(measure(a.model, batch, a.size, a.warm_ups, a.rounds, a.turn, device))
+            arms = ARMS | COMPILED if a.compile else ARMS
+            rows = list(measure(a.model, batch, a.size, a.warm_ups, a.rounds, a.turn, device, arms))
             if dist.get_rank():
                 continue
             for row in rows:

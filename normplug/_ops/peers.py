@@ -28,6 +28,43 @@ _MOST_PROCESSES = 16
 _TIMEOUT = timedelta(minutes=10)  # of a group that does not say
 
 
+class _Turn:
+    """Which stream of a device has the latest exchange.
+
+    Exchanges run one after another, in the order of their calls, also on several streams and in
+    several groups. Else two kernels could count the exchanges of a channel at once. Or kernels of
+    two streams could fill the GPUs of two processes in different orders, and wait for one another.
+
+    Attributes:
+        address: of the stream's handle, for the C++ host path.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.zeros(1, dtype=torch.int64)
+        self.address = self._stream.data_ptr()
+
+    def pass_to(self, stream: int) -> None:
+        """Make `stream`, the current one, wait for the exchanges on the latest one.
+
+        Inside and outside of a CUDA graph's capture, streams cannot wait for one another.
+        """
+        latest = int(self._stream)
+        if stream == latest:
+            return
+        self._stream.fill_(stream)
+        other, captured = torch.cuda.default_stream(self._device), False
+        if latest:  # CUDA does not let the default stream be asked during a capture
+            other = torch.cuda.ExternalStream(latest, self._device)
+            with torch.cuda.stream(other):
+                captured = torch.cuda.is_current_stream_capturing()
+        if captured == torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self._device).wait_stream(other)
+
+
+_turns: dict[torch.device, _Turn] = {}
+
+
 class Peers:
     """What the kernels of one process need to join the batches of a group.
 
@@ -53,6 +90,17 @@ class Peers:
         words = table(rank, inboxes, self.mark, timeout)
         self._table = torch.tensor(words, dtype=torch.int64).to(device)
         self.table = self._table.data_ptr()
+        self._turn = _turns.setdefault(device, _Turn(device))
+        self.turn = self._turn.address
+
+    def take_turn(self, stream: int) -> None:
+        """Prepare a launch on the current stream, whose handle is given.
+
+        Raises:
+            RuntimeError: see `check`.
+        """
+        self.check()
+        self._turn.pass_to(stream)
 
     def check(self) -> None:
         """Raise an error if a kernel has stopped waiting for another process.
@@ -132,6 +180,11 @@ def of(group: Any, device: torch.device) -> Peers | None:
         way = "inside the kernels" if found.peers else f"collectives, as {found.why}"
         native.say_group(f"{group.size()} processes: {way}")
     return found.peers
+
+
+def why_collectives(group: Any, device: torch.device) -> str:
+    """Why `of` has returned None."""
+    return _agreements[group, device].why
 
 
 def _agree(group: Any, device: torch.device) -> _Agreement:

@@ -91,9 +91,9 @@ class BasePlan:
         """The current stream, and a workspace on it of `scratch`: (counters, partial results)."""
         from normplug._kernels.launch import Workspace
 
-        if self.mark:
-            self.spec.peers.check()
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
+        if self.mark:
+            self.spec.peers.take_turn(stream)
         if stream != 0 or self.gpu is None or recordings:  # it may be of fake tensors
             return stream, Workspace(self.device, self.acc, *scratch)
         work = self._workspaces.get(scratch)

@@ -7,9 +7,12 @@ from contextlib import contextmanager
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
+from normplug._ops import peers
 from normplug.experiment.errors import WHO, UserError
+from normplug.modules import SyncBatchNorm
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -31,6 +34,10 @@ class GraphedLoss:
     buffers must keep their addresses. Inputs of another shape run without a graph. So do evaluation
     and the steps that a `VarianceLogger` measures, since they call `loss` directly.
 
+    In several processes, all must capture at the same step: the steps that warm up are joined by
+    SyncBatchNorms, whose kernels exchange statistics in the graphs too. The gradients leave the
+    backward graph all at once. `DistributedDataParallel` then averages them, outside of the graphs.
+
     Args:
         loss: (inputs, targets) -> the loss of a batch; it reads the parameters of `net`.
         net: the module whose parameters get gradients.
@@ -41,12 +48,21 @@ class GraphedLoss:
         self._net = net
         self._step: _Step | None = None  # None until it is captured
         self._shapes: tuple[torch.Size, ...] = ()
+        self._peers: set[peers.Peers] = set()
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss; the next call overwrites its memory."""
+        """Return the loss; the next call overwrites its memory.
+
+        Raises:
+            UserError: at the first call, if a layer of `net` sends collectives.
+            RuntimeError: another process has stopped.
+        """
         shapes = (inputs.shape, targets.shape)
         if self._step is None:
+            self._peers = _peers_of(self._net, inputs.device)
             self._step, self._shapes = self._capture(inputs, targets), shapes
+        for each in self._peers:
+            each.check()  # a replayed graph calls no layer, which would do it
         return (self._step if shapes == self._shapes else self._loss)(inputs, targets)
 
     def _capture(self, *batch: Tensor) -> _Step:
@@ -91,17 +107,46 @@ def _restored(net: nn.Module, device: torch.device) -> Iterator[None]:
     torch.cuda.set_rng_state(random, device)
 
 
+def _peers_of(net: nn.Module, device: torch.device) -> set[peers.Peers]:
+    """The processes with which the layers of `net` join their batches inside the kernels.
+
+    Raises:
+        UserError: a layer sends collectives.
+    """
+    found = set()
+    for path, layer in net.named_modules():
+        if not isinstance(layer, nn.SyncBatchNorm):
+            continue
+        why = "it is torch's own layer"
+        if isinstance(layer, SyncBatchNorm):
+            group = layer.group_to_join()
+            if group is None:
+                continue
+            others = peers.of(group, device)
+            if others is not None:
+                found.add(others)
+                continue
+            why = peers.why_collectives(group, device)
+        raise UserError(
+            f"{WHO}: graph=true needs the processes to exchange statistics inside the kernels, but "
+            f"{path} sends collectives: {why}. Leave graph=true out."
+        )
+    return found
+
+
 def refuse_graph(trainer: Trainer) -> None:
     """Refuse `graph=true` for a Trainer that cannot use it.
 
     Raises:
-        UserError: there is no GPU, there are several processes, or gradients accumulate.
+        UserError: there is no GPU, there are several processes without DDP, or gradients
+            accumulate.
     """
-    device = trainer.strategy.root_device
+    device, processes = trainer.strategy.root_device, trainer.world_size
     if device.type != "cuda":
         why = f"needs an NVIDIA GPU; this run is on {device}"
-    elif trainer.world_size > 1:
-        why = f"needs a single process; this run has {trainer.world_size}"
+    elif processes > 1 and not isinstance(trainer.strategy, DDPStrategy):
+        strategy = type(trainer.strategy).__name__
+        why = f"needs trainer.strategy=ddp in {processes} processes; this run has {strategy}"
     elif trainer.accumulate_grad_batches > 1:
         why = (
             "overwrites the gradients in each step; trainer.accumulate_grad_batches="

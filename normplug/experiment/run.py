@@ -64,6 +64,7 @@ QUIET = (
     "The number of training batches .* is smaller than the logging interval",
     "The dirpath has changed",  # a run that resumes in another directory
     ".*LeafSpec.* is deprecated",  # how Lightning uses torch
+    "The AccumulateGrad node's stream does not match",  # Lightning wraps with DDP in a side stream
     "The epoch parameter in `scheduler.step",  # torch's own SequentialLR, before torch 2.10
 )
 # Lines of Lightning's log that tell a user nothing.

@@ -41,10 +41,9 @@ class SwapNorms(Callback):
 
     Raises:
         ValueError: an unknown mode, autocast_output or backend; `recompute` without `fuse`; a
-            checkpoint of another mode.
+            checkpoint of another mode; `warm_up` without an `example_input_array`.
         TypeError: an unknown option, or an option of the wrong type.
         RuntimeError: swapped layers were rebuilt or are bypassed, or BatchNorms would be rebuilt.
-        AttributeError: `warm_up` without an `example_input_array`.
 
     Examples:
         >>> trainer = Trainer(callbacks=[SwapNorms(fuse=True)], logger=False)
@@ -161,14 +160,13 @@ class SwapNorms(Callback):
 def _warm_up(trainer: Trainer, pl_module: LightningModule) -> None:
     example = pl_module.example_input_array
     if example is None:
-        raise AttributeError(
+        raise ValueError(
             "normplug.lightning.SwapNorms: warm_up=True needs the shapes of a batch. Set the "
             "module's example_input_array, or call normplug.warm_up(model, *batch) yourself."
         )
     example = trainer.strategy.batch_to_device(example)
-    inputs, named = (example, {}) if isinstance(example, tuple) else ((example,), {})
-    if isinstance(example, dict):
-        inputs, named = (), example
+    named = example if isinstance(example, dict) else {}
+    inputs = () if named else example if isinstance(example, tuple) else (example,)
     with trainer.precision_plugin.forward_context():
         rank_zero_info(str(normplug.warm_up(pl_module, *inputs, **named)))
 

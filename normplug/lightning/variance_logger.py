@@ -91,9 +91,11 @@ class VarianceLogger(Callback):
     ) -> None:
         """On a logged step, make every norm measure."""
         step = trainer.global_step
-        if step % self.every_n_steps or step == self.logged_step or not trainer.is_global_zero:
+        if step % self.every_n_steps or step == self.logged_step:
             return
-        self.logged_step = step
+        self.logged_step = step  # in every process
+        if not trainer.is_global_zero:
+            return
         for name, module in _convert.norm_layers(pl_module):
             if isinstance(module, TargetVarianceNorm) or not hasattr(module, "process_group"):
                 self._probed.append(_Probed(name, module))

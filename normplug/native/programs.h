@@ -81,6 +81,7 @@ struct Plan {
   bool has_total, is_recomputable;
   // By which kernels say that they have given up waiting for another process; null if none waits.
   const volatile int64_t* mark;
+  const volatile int64_t* turn = nullptr;  // the stream of the device's latest such kernel
   std::vector<uint8_t> saved_slots;
   std::mutex mutex;  // of the programs, and of the workspaces that they keep
   std::unordered_map<std::string, std::shared_ptr<Program>> programs;
@@ -149,6 +150,10 @@ inline std::shared_ptr<Plan> plan_of(py::handle python) {
   plan->has_total = attribute<bool>(python, "has_total");
   plan->is_recomputable = attribute<bool>(python, "is_recomputable");
   plan->mark = reinterpret_cast<const int64_t*>(attribute<uintptr_t>(python, "mark"));
+  if (plan->mark != nullptr) {
+    py::object peers = python.attr("spec").attr("peers");
+    plan->turn = reinterpret_cast<const int64_t*>(attribute<uintptr_t>(peers, "turn"));
+  }
   plan->saved_slots = attribute<std::vector<uint8_t>>(python, "saved_slots");
   return plan;
 }
@@ -253,11 +258,16 @@ inline void launch(const Plan& plan, Step& step, void* stream, const Slots& slot
   launch_by_python(plan, step, stream, slots);
 }
 
+// Have kernels that wait for other processes run one after another; an error if one has given up.
+inline void take_turn(const Plan& plan) {
+  auto stream = reinterpret_cast<int64_t>(stream_of(plan));
+  if (*plan.mark == 0 && *plan.turn == stream) return;
+  py::gil_scoped_acquire gil;
+  plan.python.attr("spec").attr("peers").attr("take_turn")(stream);
+}
+
 inline void run(Plan& plan, Program& program, Slots& slots) {
-  if (plan.mark != nullptr && *plan.mark != 0) {
-    py::gil_scoped_acquire gil;
-    plan.python.attr("spec").attr("peers").attr("check")();
-  }
+  if (plan.mark != nullptr) take_turn(plan);
   for (const auto& [slot, strides] : program.copies) {
     Tensor& t = slots[slot];
     Tensor copy = at::empty_strided(t.sizes(), strides, t.options());

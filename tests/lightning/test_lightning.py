@@ -177,7 +177,7 @@ def test_swap_norms_warms_up_on_the_modules_example(tmp_path, monkeypatch, caplo
 
 
 def test_swap_norms_warms_up_only_if_the_shapes_are_known(tmp_path):
-    with pytest.raises(AttributeError, match="Set the module's example_input_array"):
+    with pytest.raises(ValueError, match="Set the module's example_input_array"):
         trainer(tmp_path, SwapNorms(warm_up=True)).fit(Module(), loader())
 
 

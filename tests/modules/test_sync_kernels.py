@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import joined_cases
-from accuracy import assert_no_worse
+from accuracy import assert_no_worse, assert_same_bits
 from interpreted import INTERPRETS, NEEDS_SINGLE_MASKS
 from joined_cases import CASES, CHANNELS, MEASURED
 from normplug import SyncBatchNorm, functional
@@ -143,6 +143,23 @@ def test_processes_agree_bit_for_bit_after_many_steps_with_late_processes(two_gp
     one, other = (result["many_steps"] for result in two_gpus)
     torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert all(state["num_batches_tracked"] > 290 for state in one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", range(joined_cases.SIDES))
+def test_layers_in_two_groups_and_on_two_streams_join_the_batches_of_their_calls(side, two_gpus):
+    parts = [result["sides"][side] for result in two_gpus]
+    assert_same_bits(parts[0][2], parts[1][2])
+    layer = torch.nn.BatchNorm2d(64, dtype=torch.float64)
+    for step in range(20):
+        x = joined_cases.side_batch(step, side).double().requires_grad_()
+        y = layer(x)
+        y.pow(3).sum().backward()
+    ours = [torch.cat([part[i] for part in parts]).double() for i in range(2)]
+    torch.testing.assert_close(ours, [y.detach(), x.grad], rtol=1e-3, atol=1e-4)
+    for name in ("running_mean", "running_var"):
+        expected = layer.state_dict()[name].float()
+        torch.testing.assert_close(parts[0][2][name], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

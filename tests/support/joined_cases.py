@@ -281,6 +281,37 @@ def many_steps(rank, world, device):
     return [layer.state_dict() for layer in layers]
 
 
+SIDES = 4  # two groups of processes, on two streams
+
+
+def side_batch(step, side):
+    """x of all processes together, for a layer of `sides`."""
+    random = torch.Generator().manual_seed(SIDES * step + side)
+    return torch.randn(10, 64, 5, 5, generator=random) * (1 + side) + step
+
+
+def sides(rank, world, device):
+    """For each of two groups and two streams: y, dx and the layer's state after 20 steps.
+
+    Process 0 is late on the first stream, and process 1 on the second.
+    """
+    groups = [dist.new_group(), dist.new_group()]
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    layers = [SyncBatchNorm(64, process_group=groups[i // 2], device=device) for i in range(SIDES)]
+    for step in range(20):
+        results = []
+        for side, layer in enumerate(layers):
+            with torch.cuda.stream(streams[side % 2]):
+                if side % 2 == rank:
+                    torch.cuda._sleep(1_000_000)
+                x = side_batch(step, side).split((6, 4))[rank].to(device).requires_grad_()
+                y = layer(x)
+                y.pow(3).sum().backward()
+                results.append((y, x.grad, layer))
+    torch.cuda.synchronize()
+    return [(y.detach(), dx, layer.state_dict()) for y, dx, layer in results]
+
+
 def data_parallel(rank, world, device):
     """Losses of a network under DistributedDataParallel, by normplug's layers and by torch's."""
     torch.manual_seed(0)
@@ -350,8 +381,8 @@ def exchange_us(rank, world, device):
 STOPPING = [stopped, later, other_layers]
 SHARED = [numbers, messages, recomputed, measured, fused, sync_cases.refuses_a_second_derivative]
 ON_GPU = [
-    *SHARED, sync_cases.without_waiting, replayed, many_steps, data_parallel, exchange_us, compiled,
-    *STOPPING,
+    *SHARED, sync_cases.without_waiting, replayed, many_steps, sides, data_parallel, exchange_us,
+    compiled, *STOPPING,
 ]  # fmt: skip
 
 

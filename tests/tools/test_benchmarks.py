@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import ddp
 import first_step
 import host
 import kernels
@@ -227,6 +228,30 @@ def test_steps_over_two_processes_have_a_row_for_each_arm(tmp_path):
     assert {row["arm"] for row in rows} == set(sync.ARMS) - {"torch"}
     assert {(row["batch"], row["processes"]) for row in rows} == {(3, 2)}
     assert all(row["ms"] > 0 for row in rows)
+
+
+def test_a_run_over_gpus_that_fails_has_a_row_with_its_error(tmp_path, capsys):
+    pytest.importorskip("torchvision")
+    path = tmp_path / "rows.json"
+    tiny = ["data=fake", "data.num_images=100", "data.image_size=8", "data.batch_size=16"]
+    tiny += ["data.device=cpu", "trainer.accelerator=cpu", "trainer.max_epochs=1"]
+    ddp.main([*tiny, "--gpus", "1", "--seeds", "3", "--json", str(path)])
+    eager, graphed = read_file(path)
+    assert eager["test_accuracy"] > 0
+    assert {"gpus": 1, "graph": False, "seed": 3, "learning_rate": 0.4}.items() <= eager.items()
+    assert "graph=true needs an NVIDIA GPU" in graphed["error"]
+    assert graphed["error"] in capsys.readouterr().err
+
+
+def test_a_picture_has_the_runs_that_have_finished(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"gpus": n, "graph": g, "images_per_s": 10.0 * n} for n in (1, 2) for g in (False, True)
+    ]
+    path, picture = tmp_path / "rows.json", tmp_path / "ddp.png"
+    path.write_text(json.dumps([*rows, {"gpus": 4, "graph": True, "error": "it failed"}]))
+    ddp.main(["--json", str(path), "--plot", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.gpu

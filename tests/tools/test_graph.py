@@ -7,13 +7,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
+import graph_cases
 import normplug
+from accuracy import assert_same_bits
+from normplug import SyncBatchNorm
+from normplug._ops import peers
+from normplug.experiment.callbacks import is_measured
 from normplug.experiment.errors import UserError
 from normplug.experiment.graph import GraphedLoss, refuse_graph
 from normplug.experiment.learner import Classifier
-from normplug.lightning import heat_map
+from normplug.lightning import VarianceLogger, heat_map
+from sync_cases import ran
 from training import SMALL
 
 WARM_UPS = 3
@@ -115,10 +122,85 @@ def test_a_graph_is_refused_where_it_cannot_be(refuses):
         *SMALL, "graph=true", "trainer.accelerator=cpu"
     )
     gpu = SimpleNamespace(root_device=torch.device("cuda", 0))
-    for processes, batches, words in [(2, 1, "single process; this run has 2"), (1, 4, "=4 accum")]:
+    ddp = DDPStrategy(parallel_devices=[torch.device("cuda", 0)])
+    ddp.cluster_environment = SimpleNamespace(local_rank=lambda: 0)
+    for strategy, processes, batches, words in [
+        (gpu, 2, 1, "needs trainer.strategy=ddp in 2 processes; this run has SimpleNamespace"),
+        (ddp, 2, 4, "=4 accum"),
+        (gpu, 1, 4, "=4 accum"),
+    ]:
         trainer = SimpleNamespace(
-            strategy=gpu, world_size=processes, accumulate_grad_batches=batches
+            strategy=strategy, world_size=processes, accumulate_grad_batches=batches
         )
         with pytest.raises(UserError, match=words):
             refuse_graph(trainer)
-    refuse_graph(SimpleNamespace(strategy=gpu, world_size=1, accumulate_grad_batches=1))
+    for strategy, processes in ((gpu, 1), (ddp, 2)):
+        refuse_graph(
+            SimpleNamespace(strategy=strategy, world_size=processes, accumulate_grad_batches=1)
+        )
+
+
+def joined_loss(monkeypatch, layer, agreement):
+    """A loss of a net with a layer that two processes join in this way."""
+    monkeypatch.setattr(SyncBatchNorm, "group_to_join", lambda layer: "the group")
+    monkeypatch.setattr(peers, "_agreements", {("the group", torch.device("cpu")): agreement})
+    net = nn.Sequential(nn.Linear(3, 3), layer)
+    return GraphedLoss(lambda x, y: (net[0](x).mean(1) - y).square().mean(), net)
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (SyncBatchNorm(3), "1 sends collectives: the group spans several hosts. Leave"),
+        (nn.SyncBatchNorm(3), "1 sends collectives: it is torch's own layer. Leave"),
+    ],
+)
+def test_layers_that_send_collectives_are_refused(layer, why, monkeypatch, replays):
+    agreement = peers._Agreement(None, "the group spans several hosts")
+    graphed = joined_loss(monkeypatch, layer, agreement)
+    with pytest.raises(UserError, match=why):
+        graphed(torch.randn(4, 3), torch.zeros(4))
+
+
+def test_a_replay_says_which_process_has_stopped(monkeypatch, replays):
+    class Others:
+        def check(self):
+            if len(replays) == 2:
+                raise RuntimeError("rank 1 has stopped")
+
+    graphed = joined_loss(monkeypatch, SyncBatchNorm(3), peers._Agreement(Others(), ""))
+    for _ in range(2):
+        graphed(torch.randn(4, 3), torch.zeros(4))
+    with pytest.raises(RuntimeError, match="rank 1 has stopped"):
+        graphed(torch.randn(4, 3), torch.zeros(4))
+
+
+def test_all_processes_run_the_measured_steps_without_graphs():
+    logger = VarianceLogger(5)
+    for step, measured in ((0, True), (1, False), (5, True)):
+        trainer = SimpleNamespace(global_step=step, is_global_zero=False, callbacks=[logger])
+        logger.on_train_batch_start(trainer, nn.BatchNorm1d(3), None, step)
+        assert is_measured(trainer, step) == measured
+
+
+@pytest.fixture(scope="module")
+def two_gpus(tmp_path_factory):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    return ran(graph_cases.process, 2, tmp_path_factory.mktemp("two_gpus"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("precision", "rtol", "atol"), [("32-true", 1e-3, 1e-5), ("bf16-mixed", 2e-2, 2e-3)]
+)
+def test_two_gpus_train_with_graphs_as_without(precision, rtol, atol, two_gpus):
+    for graph, count in ((False, 0), (True, 7)):  # the first step is measured, without a graph
+        steps, states = zip(
+            *(result["trained"][precision, graph] for result in two_gpus), strict=True
+        )
+        assert steps == (count, count)
+        assert_same_bits(*states)
+    for result in two_gpus:
+        eager, graphed = (result["trained"][precision, graph][1] for graph in (False, True))
+        torch.testing.assert_close(graphed, eager, rtol=rtol, atol=atol)

@@ -14,10 +14,12 @@ after it has received the messages of the exchange in between, and their senders
 before they sent these.
 
 Every wait ends if no process stops: programs start in the order of their channels, and publish
-before they wait. So wherever the lowest unpublished channel is, its programs can run. If a process
-does stop, a wait ends after some time. Then the statistics are nan, the running statistics
-are left as they are, and the host finds a mark: see `normplug._ops.peers`. The process
-sends nothing more. So the others do not merge its nan; their next waits end too.
+before they wait. So wherever the lowest unpublished channel is, its programs can run. On a GPU only
+one such kernel runs at a time, even if there are several streams.
+
+If a process does stop, a wait ends after some time. Then the statistics are nan, the running
+statistics are left as they are, and the host finds a mark: see `normplug._ops.peers`.
+The process sends nothing more. So the others do not merge its nan; their next waits end too.
 """
 
 import os

@@ -1,0 +1,105 @@
+"""Train a ResNet-18 on CIFAR-10 on one GPU and on several, without and with CUDA graphs.
+
+    python benchmarks/ddp.py data.root=cifar10-jpeg --json ddp.json
+    python benchmarks/ddp.py --json ddp.json --plot ddp.png
+
+The first arguments are options of train.py, such as where the images are. Every run is a command of
+its own, and adds its row when it ends. A GPU takes 512 images per step, so the batch grows with the
+GPUs. The learning rate is that of the configuration, 0.4, which does not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from normplug.bench.rows import Row, add_to_file, frame, read_file
+
+TRAIN = Path(__file__).parents[1] / "train.py"
+RECIPE = (
+    "experiment=cifar10_resnet18", "data=image_folder", "data.image_size=32", "data.device=cuda",
+    "callbacks=minimal", "mode=standard", "trainer.max_epochs=10",
+)  # fmt: skip
+RESULTS = ("images_per_s", "step_ms", "test_accuracy", "learning_rate", "epochs")
+
+
+def run(gpus: int, graph: bool, seed: int, timeout: float, options: Sequence[str]) -> Row:
+    """Train once, and return the row. If the run fails, the row has its `error`."""
+    several = ["trainer=ddp_sync"] if gpus > 1 else []
+    chosen = [f"trainer.devices={gpus}", f"graph={graph}", f"seed={seed}"]
+    with TemporaryDirectory() as directory:
+        place = f"hydra.run.dir={directory}"
+        process = subprocess.Popen(
+            [sys.executable, TRAIN, *RECIPE, *several, *options, *chosen, place],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            text, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the processes of the other GPUs as well
+            text = process.communicate()[0] + f"\nended after {timeout:.0f} s"
+        facts: Row = {"model": "resnet18-cifar", "gpus": gpus, "graph": graph, "seed": seed}
+        file = Path(directory, "result.json")
+        result = json.loads(file.read_text()) if file.exists() else {}
+    if process.returncode != 0:
+        print(text, file=sys.stderr)
+        lines = text.strip().splitlines()
+        return facts | {"error": str(result.get("error") or lines[-1])}
+    where = {"date": result["date"], "commit": result["commit"], "device": result["hardware"]}
+    return facts | {key: result[key] for key in RESULTS} | where | result["versions"]
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw the images per second of each run over its GPUs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axes = figure.add_subplot(
+        xlabel="GPUs", ylabel="images per second", title="ResNet-18, CIFAR-10, 512 images per GPU"
+    )
+    done = frame([row for row in rows if "error" not in row])
+    for graph, runs in done.groupby("graph"):
+        name, colour = ("CUDA graphs", "tab:blue") if graph else ("no graphs", "tab:grey")
+        means = runs.groupby("gpus").images_per_s.mean()
+        axes.plot(means.index, means, color=colour, label=name)
+        axes.plot(runs.gpus, runs.images_per_s, ".", color=colour)
+        ideal = means.iloc[0] * means.index / means.index[0]
+        axes.plot(means.index, ideal, ":", color=colour, label=f"{name}, in proportion")
+    axes.set(xticks=sorted(set(done.gpus)), ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("options", nargs="*", help="of train.py")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--timeout", type=float, default=150, help="seconds a run")
+    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="append to it")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows, and run nothing")
+    a = parser.parse_intermixed_args(argv)
+    if a.plot:
+        plot(read_file(a.json), a.plot)
+        return
+    for seed, gpus, graph in product(a.seeds, a.gpus, (False, True)):
+        row = run(gpus, graph, seed, a.timeout, a.options)
+        add_to_file(a.json, [row])
+        shown = ("gpus", "graph", "seed", "images_per_s", "test_accuracy", "error")
+        print({key: row[key] for key in shown if key in row}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What each process runs in the tests of CUDA graphs with DistributedDataParallel."""
+
+import copy
+import os
+import tempfile
+from functools import partial
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_cases
+import sync_cases
+from normplug import fuse, swap
+from normplug.experiment.learner import Classifier
+from normplug.lightning import SyncNorms, VarianceLogger
+
+
+class Residual(nn.Module):
+    """Two convolutions with BatchNorms, and an addition."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        y = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.norm2(self.conv2(y)) + x)
+
+
+def make_net():
+    torch.manual_seed(0)
+    stem = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()
+    net = nn.Sequential(*stem, Residual(16), nn.Flatten(), nn.Linear(16 * 64, 4))
+    return fuse(swap(net, "golden")).to(memory_format=torch.channels_last)
+
+
+class Graphs(Callback):
+    """Counts the steps after which there are graphs."""
+
+    count = 0
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.count += pl_module._graphed is not None and pl_module._graphed._step is not None
+
+
+def trained(rank, world, device):
+    """For each precision, without and with graphs: the steps with graphs, and the final state.
+
+    An epoch has three batches of 16 images in a process, and one of 8. Steps 0 and 5 are measured.
+    """
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    torch.backends.cudnn.deterministic = True
+    random = torch.Generator().manual_seed(1)
+    images = torch.randn(112, 3, 8, 8, generator=random)
+    data = TensorDataset(images, torch.randint(4, (112,), generator=random))
+    results = {}
+    for precision in ("32-true", "bf16-mixed"):
+        for graph in (False, True):
+            optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+            options = {"schedule": "constant", "warmup": 0.0, "channels_last": True, "graph": graph}
+            learner, graphs = Classifier(make_net(), 4, optimizer, **options), Graphs()
+            environment = TorchElasticEnvironment()
+            with tempfile.TemporaryDirectory() as directory:
+                lightning_cases.trainer(
+                    directory,
+                    VarianceLogger(5, directory),
+                    graphs,
+                    accelerator="gpu",
+                    devices=world,
+                    strategy=DDPStrategy(cluster_environment=environment, broadcast_buffers=False),
+                    plugins=[SyncNorms()],
+                    precision=precision,
+                    max_epochs=2,
+                ).fit(learner, DataLoader(data, 16))
+            results[precision, graph] = graphs.count, copy.deepcopy(learner.net.state_dict())
+    return results
+
+
+def process(rank, world, directory):
+    sync_cases.process(rank, world, directory, True, [trained])
