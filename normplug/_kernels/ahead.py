@@ -91,7 +91,6 @@ class Ahead:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._off = not KEYED
-        self._cache_was_empty: bool | None = None  # at the first job
         # By job: whether a worker compiles it; None if its kernel was in Triton's cache.
         self._expected: dict[str, futures.Future[bool] | None] = {}
         self._settled: dict[str, str | None] = {}  # by job: the kernel's key in Triton's cache
@@ -111,12 +110,8 @@ class Ahead:
             is_off = self._off or most_workers() == 0 or self._process != os.getpid()
             if is_off or key in self._settled:
                 return False
-            if self._cache_was_empty is None:
-                self._cache_was_empty = _is_empty()
             if key not in self._expected:
-                # Computing a cache key takes time, and is unnecessary if the cache was empty.
-                is_kept = not self._cache_was_empty and _is_kept(_name(job))
-                self._expected[key] = None if is_kept else self._submit(job)
+                self._expected[key] = None if _is_kept(_name(job)) else self._submit(job)
             future = self._expected[key]
             return future is not None and not future.done()
 
@@ -221,17 +216,6 @@ def _name(job: Job) -> str:
     source, options = ASTSource(*job[:4]), backend.parse_options(dict(job.options))
     key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def _is_empty() -> bool:
-    """Whether Triton's cache is a directory that is empty or does not exist yet."""
-    from triton import knobs
-    from triton.runtime.cache import FileCacheManager
-
-    if knobs.cache.manager_class not in (None, FileCacheManager):
-        return False
-    directory = Path(knobs.cache.dir)
-    return not directory.exists() or not any(directory.iterdir())
 
 
 def _is_kept(name: str) -> bool:

@@ -109,12 +109,6 @@ def test_a_worker_and_this_process_compute_the_same_cache_key(mine):
     assert mine.counts == {"here": 0, "workers": 2, "cache": 0}
 
 
-def test_no_kernel_is_looked_up_in_an_empty_cache(mine, monkeypatch):
-    monkeypatch.setattr(ahead, "_name", None)
-    assert mine.expect(a_job())
-    assert done(mine, a_job())
-
-
 @pytest.mark.skipif(
     not hasattr(driver, "make_launcher"), reason="this Triton has one launcher for all kernels"
 )
