@@ -226,6 +226,7 @@ def test_the_backward_can_recompute_the_output(shape, dtype, residual_dtype):
     options = {"residual": "contiguous", "residual_dtype": residual_dtype, "offset": 30.0}
     check_recomputed(Case(shape, dtype, running=torch.float32, **options), GPU)
     check_recomputed(Case(shape, dtype, vectors="", params=torch.float32, **options), GPU)
+    check_recomputed(Case(shape, dtype, vectors="weight", centred=False, **options), GPU)
 
 
 @pytest.mark.parametrize("shape", REPEATED, ids=str)

@@ -299,22 +299,6 @@ def test_tensors_may_be_on_a_gpu_that_is_not_the_current_one():
     assert all(t.device.index == 0 for t in step(*on_the_first).values())
 
 
-@pytest.mark.parametrize("output", ["float32", "low"])
-def test_autocast_gives_the_same_bits(output):
-    x, weight, bias, _ = leaves()
-
-    def compute():
-        with torch.autocast(GPU, HALF):
-            y = functional.layer_norm(
-                x @ torch.eye(96, device=GPU), (96,), weight, bias, autocast_output=output,
-                backend="triton",
-            )  # fmt: skip
-        assert y.dtype == (FLOAT if output == "float32" else HALF)
-        return {"y": y.detach(), "dx": torch.autograd.grad(y.float().square().sum(), x)[0]}
-
-    both_ways(compute)
-
-
 def test_an_uncompiled_layer_works_inside_a_compiled_model():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96), nn.Linear(96, 96)).to(GPU)
