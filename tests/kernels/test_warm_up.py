@@ -1,6 +1,9 @@
 """`normplug.warm_up` compiles exactly the kernels of a training step, and changes nothing."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -121,6 +124,28 @@ def test_it_compiles_what_is_not_in_the_cache(kernels_on_cpu, tmp_path, monkeypa
             assert str(found).startswith(f"normplug: compiled {compiled} kernels in ")
     finally:
         ahead.most_workers.cache_clear()
+
+
+STEP = """
+import torch
+import normplug
+from test_warm_up import swapped
+
+model, x = swapped(True).cuda(), torch.randn(4, 3, 12, 12, device="cuda")
+found = normplug.warm_up(model, x)
+model(x).sum().backward()
+torch.cuda.synchronize()
+print((found.kernels, found.why), normplug.native.status().kernels)
+"""
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_step_itself_compiles_nothing(tmp_path):
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", STEP]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "(8, '') {'here': 0, 'workers': 8, 'cache': 0}\n", done.stderr
 
 
 def test_a_model_that_reads_values_says_why_its_kernels_are_not_all_known(kernels_on_cpu):
