@@ -55,17 +55,17 @@ def warm_up(model: nn.Module, *batch: Any, **named: Any) -> WarmUp:
         **named: the keyword arguments of its forward.
 
     Returns:
-        How many kernels it compiled, and how long that took. Where it can do nothing, `why` says
-        so: without a GPU, or if the model waits for other processes. If the model cannot run on
-        fake tensors, because it reads values or launches kernels of its own, `why` has the error,
-        and only the kernels that were found until then are compiled.
+        A named tuple: how many `kernels` it compiled, the `seconds`, and `why` it could not compile
+        all: without a GPU, or if the model waits for other processes, it does nothing. If the model
+        cannot run on fake tensors, because it reads values or launches kernels of its own, `why`
+        has the error, and only the kernels that were found until then are compiled.
 
     Raises:
         TypeError: `model` is not a module.
 
     Examples:
-        >>> print(normplug.warm_up(model, x))
-        normplug: compiled 0 kernels in 0.0 s. The input is on cpu, and the kernels need a CUDA
+        >>> print(warm_up(nn.LayerNorm(8), torch.ones(2, 8)))
+        normplug: compiled 0 kernels in ... s. The input is on cpu, and the kernels need a CUDA
         device.
     """
     _checks.module("warm_up", model)
