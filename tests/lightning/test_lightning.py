@@ -186,7 +186,7 @@ def test_swap_norms_rejects_wrong_options_at_once():
         SwapNorms(fuse="yes")
     with pytest.raises(ValueError, match="recompute=True needs fuse=True"):
         SwapNorms(recompute=True)
-    with pytest.raises(TypeError, match="options are fuse, recompute, include"):
+    with pytest.raises(TypeError, match="options are fuse, recompute, warm_up, include"):
         SwapNorms(fused=True)
 
 
