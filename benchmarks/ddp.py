@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from normplug.bench.rows import Row, add_to_file, frame, read_file
+from normplug.bench.rows import Row, add_to_file, read_file
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 RECIPE = (
@@ -62,13 +62,14 @@ def run(gpus: int, graph: bool, seed: int, timeout: float, options: Sequence[str
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draw the images per second of each run over its GPUs."""
+    import pandas
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.add_subplot(
         xlabel="GPUs", ylabel="images per second", title="ResNet-18, CIFAR-10, 512 images per GPU"
     )
-    done = frame([row for row in rows if "error" not in row])
+    done = pandas.DataFrame([row for row in rows if "error" not in row])
     for graph, runs in done.groupby("graph"):
         name, colour = ("CUDA graphs", "tab:blue") if graph else ("no graphs", "tab:grey")
         means = runs.groupby("gpus").images_per_s.mean()

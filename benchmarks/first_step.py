@@ -5,12 +5,12 @@ python benchmarks/first_step.py --rows resnet50 --arms eager swap+fuse --json fi
 
 from __future__ import annotations
 
-import argparse
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,14 +18,20 @@ import torch
 
 import models
 import nets
+import script
 from normplug._results import stamp
 from normplug.bench.models import make_step
-from normplug.bench.rows import Row, add_to_file
-from normplug.bench.timing import at_rest, ready
+from normplug.bench.rows import Row, Rows
+from normplug.bench.timing import at_rest, attempt
 from normplug.native import status
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 ARMS = [name for name in models.ARMS if not name.endswith("graph")]  # a graph has the same step
+OPTIONS = models.OPTIONS | {
+    "--arms": {"nargs": "+", "choices": ARMS, "default": ("eager", "swap+fuse")},
+}
+COLUMNS = {key: (key, "{}") for key in ("model", "batch", "arm")}
+COLUMNS |= {"first step, s": ("first_step_s", "{:.2f}"), "kernels": ("first_step_kernels", "{}")}
 
 
 def measured(name: str, batch: int, arm: str, device: str) -> Row:
@@ -53,45 +59,25 @@ def measured(name: str, batch: int, arm: str, device: str) -> Row:
     }
 
 
-def in_a_process(name: str, batch: int, arm: str, device: str) -> Row | None:
-    """`measured` in a new process with empty caches; None, and a printed line, if it fails."""
-    command = [sys.executable, __file__, "--alone", name, str(batch), arm, device]
+def in_a_process(name: str, batch: int, arm: str, device: str) -> Row:
+    """`measured` in a new process with empty caches."""
     with TemporaryDirectory() as folder:
-        caches = {cache: os.path.join(folder, cache) for cache in CACHES}
-        done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True)
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
-        print(f"{name}, batch {batch}: {arm} is left out: {why}", file=sys.stderr, flush=True)
-        return None
-    row: Row = json.loads(done.stdout.splitlines()[-1])
-    return row
+        os.environ |= {cache: str(Path(folder, cache)) for cache in CACHES}
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            return process.submit(measured, name, batch, arm, device).result()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", nargs="+", choices=("all", *nets.NETS), default=["all"])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=("eager", "swap+fuse"))
-    parser.add_argument("--batch", type=int, help="samples a step; default: each model's own")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
-    parser.add_argument("--alone", nargs=4, help=argparse.SUPPRESS)
-    a = parser.parse_args(argv)
-    if a.alone:
-        name, batch, arm, device = a.alone
-        print(json.dumps(measured(name, int(batch), arm, device)))
-        return
-    ready(a.device)
+def measure(a: Namespace) -> Iterator[Rows]:
+    """A row for each network and arm."""
     for name, batch in models.selected(a.rows, a.batch):
         for arm in a.arms:
-            row = in_a_process(name, batch, arm, a.device)
-            if row is None:
-                continue
-            kernels = ", ".join(f"{n} {kind}" for kind, n in row["first_step_kernels"].items())
-            seconds = row["first_step_s"]
-            print(f"{name}, batch {batch}: {arm} {seconds:.2f} s; kernels: {kernels}", flush=True)
-            add_to_file(a.json, [row])
+            what = f"{name}, batch {batch}: {arm}"
+            row, _ = attempt(what, partial(in_a_process, name, batch, arm, str(a.device)))
+            if row:
+                yield Rows([row], COLUMNS)
 
+
+main = partial(script.main, __doc__, measure, OPTIONS)
 
 if __name__ == "__main__":
     main()

@@ -8,36 +8,36 @@ target variance. normplug-python is normplug without the host path in C++.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import normplug
+import script
 from normplug import native, target_variance
 from normplug._results import stamp
-from normplug.bench.ops import Case
-from normplug.bench.rows import Row, Rows, add_to_file
-from normplug.bench.timing import ready, spread, wall_us
+from normplug.bench.op import error
+from normplug.bench.ops import OPS, Case, Op, Problem, cases
+from normplug.bench.rows import Row, Rows
+from normplug.bench.timing import back_to_back, in_turns, spread
 
 MODE = "golden"
 EAGER, OURS, PYTHON = "eager", "normplug", "normplug-python"
 FAR = 0.02  # a relative error that counts as wrong; a few roundings to bfloat16 stay below it
-ROWS = (
-    ((32, 128), "float32"),
-    ((512, 768), "bfloat16"),
-    ((2048, 1024), "bfloat16"),
-    ((8192, 1280), "bfloat16"),
-)
-IMAGE = (((16, 384, 14, 14), "bfloat16"),)
+FLAT = ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "batch_norm", "batch_norm_relu"]
+CASES = [
+    *cases(FLAT, [(32, 128)], ["float32"]),
+    *cases(FLAT, [(512, 768), (2048, 1024), (8192, 1280)], ["bfloat16"]),
+    *cases([*FLAT[-2:], "group_norm_silu"], [(16, 384, 14, 14)], ["bfloat16"], ["NHWC"]),
+]
 COLUMNS = {
     **{key: (key, "{}") for key in ("op", "layout", "shape", "dtype", "direction", "provider")},
     "median us": ("wall_us", "{:.1f}"),
@@ -47,47 +47,29 @@ COLUMNS = {
 }
 
 
-class Layer(NamedTuple):
-    """A stock layer, and how it is called stock and swapped for the same work."""
+def _calls(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How a stock layer is called, and a swapped one for the same work, as after `fuse`."""
+    if op.add:
 
-    make: Callable[[int], nn.Module]
-    eager: Callable[..., Any] = lambda norm, x: norm(x)
-    ours: Callable[..., Any] = lambda norm, x: norm(x)
-    inputs: int = 1
+        def add(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            total = x + residual
+            return norm(total), total
 
-
-def _add(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return norm(total), total
-
-
-def _fused(activation: str) -> Callable[..., Tensor]:
-    return lambda norm, x: norm._fused(x, activation=activation)
+        return add, lambda norm, x, residual: norm._fused_add(x, residual)
+    if name := op.activation:
+        activate = {"relu": torch.relu_, "silu": F.silu}[name]
+        return lambda norm, x: activate(norm(x)), lambda norm, x: norm._fused(x, activation=name)
+    return (lambda norm, x: norm(x)), (lambda norm, x: norm(x))
 
 
-def _fused_add(norm: Any, x: Tensor, residual: Tensor) -> Any:
-    return norm._fused_add(x, residual)
-
-
-LAYERS = {  # fused calls are those of a model after `fuse`
-    "ln": Layer(nn.LayerNorm),
-    "add_ln": Layer(nn.LayerNorm, _add, _fused_add, 2),
-    "rms": Layer(nn.RMSNorm),
-    "add_rms": Layer(nn.RMSNorm, _add, _fused_add, 2),
-    "bn": Layer(nn.BatchNorm2d),
-    "bn_relu": Layer(nn.BatchNorm2d, lambda norm, x: torch.relu_(norm(x)), _fused("relu")),
-    "gn_silu": Layer(partial(nn.GroupNorm, 32), lambda norm, x: F.silu(norm(x)), _fused("silu")),
-}
-CASES = [
-    Case(op, layout, shape, dtype)
-    for ops, layout, inputs in (
-        (("ln", "add_ln", "rms", "add_rms"), "rows", ROWS),
-        (("bn", "bn_relu"), "NC", ROWS),
-        (("bn", "bn_relu", "gn_silu"), "NHWC", IMAGE),
-    )
-    for op in ops
-    for shape, dtype in inputs
-]
+def _layer(case: Case, device: torch.device) -> nn.Module:
+    norm = OPS[case.op].norm
+    width = case.shape[-1 if case.layout == "rows" else 1]
+    if norm == "batch_norm":  # its parameters are float32, as under autocast
+        return (nn.BatchNorm1d if case.layout == "NC" else nn.BatchNorm2d)(width, device=device)
+    rows = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm}
+    make = rows.get(norm, partial(nn.GroupNorm, 32))
+    return make(width, device=device, dtype=getattr(torch, case.dtype))
 
 
 def measure(case: Case, device: torch.device) -> Iterator[Row]:
@@ -96,24 +78,14 @@ def measure(case: Case, device: torch.device) -> Iterator[Row]:
     Raises:
         AssertionError: an output, or a gradient of an input, differs from eager's.
     """
-    layer = LAYERS[case.op]
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    torch.manual_seed(0)
-
-    def tensor() -> Tensor:
-        x = torch.randn(case.shape, device=device, dtype=dtype)
-        return x.contiguous(memory_format=torch.channels_last) if case.layout == "NHWC" else x
-
-    inputs = [tensor().requires_grad_() for _ in range(layer.inputs)]
-    gradients = [tensor() for _ in range(layer.inputs)]
-    make = nn.BatchNorm1d if case.layout == "NC" else layer.make
-    stock = make(case.shape[-1 if case.layout == "rows" else 1]).to(device)
-    if not case.op.startswith("bn"):  # BatchNorm's parameters are float32, as under autocast
-        stock = stock.to(dtype)
+    problem = Problem(case, device)
+    inputs = [problem.leaves[name] for name in ("x", "residual") if name in problem.leaves]
+    stock = _layer(case, device)
     ours = normplug.swap(copy.deepcopy(stock), MODE)
     nn.init.constant_(cast(Tensor, stock.weight), target_variance(MODE) ** 0.5)
-    calls = {EAGER: partial(layer.eager, stock), OURS: partial(layer.ours, ours)}
-    calls[PYTHON] = partial(layer.ours, copy.deepcopy(ours))
+    eager_call, our_call = _calls(problem.op)
+    calls = {EAGER: partial(eager_call, stock), OURS: partial(our_call, ours)}
+    calls[PYTHON] = partial(our_call, copy.deepcopy(ours))
 
     def forward(name: str) -> Any:
         return calls[name](*inputs)
@@ -121,54 +93,48 @@ def measure(case: Case, device: torch.device) -> Iterator[Row]:
     def both(name: str) -> list[Tensor]:
         made = calls[name](*inputs)
         outputs = [made] if isinstance(made, Tensor) else list(made)
-        leaves = [*inputs, *calls[name].args[0].parameters()]  # type: ignore[attr-defined]
-        return outputs + list(torch.autograd.grad(outputs, leaves, gradients))
+        leaves = [*inputs, *calls[name].args[0].parameters()]
+        return outputs + list(torch.autograd.grad(outputs, leaves, problem.gradients))
 
-    compared = 2 * layer.inputs  # outputs and the inputs' gradients: the weights differ by design
+    compared = 2 * len(inputs)  # outputs and the inputs' gradients: the weights differ by design
     expected = both(EAGER)[:compared]
     for name in (OURS, PYTHON):
         for found, theirs in zip(both(name)[:compared], expected, strict=True):
-            error = float((found - theirs).detach().float().norm() / theirs.detach().float().norm())
-            assert error <= FAR, f"{name}, {case}: a result differs from eager's by {error:.3g}"
+            far = error(found.detach(), theirs.detach())
+            assert far <= FAR, f"{name}, {case}: a result differs from eager's by {far:.3g}"
     for direction, call in (("F", forward), ("F+B", both)):
-        facts: Row = {**case._asdict(), "shape": "x".join(map(str, case.shape))}
-        yield from _in_turns({**facts, "direction": direction}, call, device)
+        times = in_turns({name: _turn(name, partial(call, name), direction) for name in calls})
+        eager = statistics.median(times[EAGER])
+        for name, samples in times.items():
+            yield {
+                **case._asdict(),
+                "shape": "x".join(map(str, case.shape)),
+                "direction": direction,
+                "provider": name,
+                "mode": MODE,
+                **spread("wall_us", samples),
+                "over_eager": eager / statistics.median(samples) if name != EAGER else None,
+                "native": native.status().way,
+                **stamp(device.type == "cuda"),
+            }
 
 
-def _in_turns(facts: Row, call: Callable[[str], Any], device: torch.device) -> Iterator[Row]:
-    samples: dict[str, list[float]] = {EAGER: [], OURS: [], PYTHON: []}
-    for _ in range(5):
-        for name, times in samples.items():
-            way = native.python_way if name == PYTHON else contextlib.nullcontext
-            gradient = facts["direction"] == "F+B"
-            with way(), torch.set_grad_enabled(gradient):
-                times += wall_us({name: partial(call, name)}, 1)[name]
-    eager = statistics.median(samples[EAGER])
-    for name, times in samples.items():
-        yield {
-            **facts,
-            "provider": name,
-            "mode": MODE,
-            **spread("wall_us", times),
-            "over_eager": eager / statistics.median(times) if name != EAGER else None,
-            "native": native.status().way,
-            **stamp(device.type == "cuda"),
-        }
+def _turn(name: str, call: Callable[[], Any], direction: str) -> Callable[[], list[float]]:
+    def turn() -> list[float]:
+        way = native.python_way if name == PYTHON else nullcontext
+        with way(), torch.set_grad_enabled(direction == "F+B"):
+            return back_to_back(call)()
+
+    return turn
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="cases whose name has this text")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
-    a = parser.parse_args(argv)
-    device = ready(a.device)
+def _measure_all(a: Namespace) -> Iterator[Rows]:
     for case in [case for case in CASES if a.only in str(case)]:
-        rows = list(measure(case, device))
-        print(Rows(rows, COLUMNS), flush=True)
-        add_to_file(a.json, rows)
+        yield Rows(measure(case, a.device), COLUMNS)
 
+
+OPTIONS = {"--only": {"default": "", "help": "cases whose name has this text"}}
+main = partial(script.main, __doc__, _measure_all, OPTIONS)
 
 if __name__ == "__main__":
     main()

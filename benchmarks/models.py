@@ -7,13 +7,13 @@ Models run under bfloat16 autocast, swapped in mode golden.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from torch import nn
 import nets
 import normplug
 import rivals
+import script
 from normplug.bench import models
 from normplug.bench.models import Arm
-from normplug.bench.rows import Row, Rows, add_to_file
-from normplug.bench.timing import STEPS, Call, Event, ready
+from normplug.bench.rows import Row, Rows
+from normplug.bench.timing import STEPS, Call, Event
 
 MODE = "golden"
 USUAL = ("eager", "swap", "swap+fuse")
@@ -58,12 +59,12 @@ def group(kernel: str) -> str:
     return next(found, OTHER)
 
 
-def groups_ms(events: Iterable[Event]) -> dict[str, float]:
-    """The GPU's milliseconds a step, by groups of kernels."""
+def groups_ms(events: Iterable[Event]) -> Row:
+    """The GPU's milliseconds a step, by groups of kernels, as a field of a row."""
     ms = Counter(dict.fromkeys(GROUPS, 0.0))
     for event in events:
         ms[group(event["name"])] += event["dur"] / 1e3 / STEPS
-    return dict(ms)
+    return {"groups_ms": dict(ms)}
 
 
 def without_norms(net: nn.Module) -> nn.Module:
@@ -72,14 +73,6 @@ def without_norms(net: nn.Module) -> nn.Module:
         for path in (row.path, *row.aliases):
             net.set_submodule(path, nn.Identity())
     return net
-
-
-def _swap(net: nn.Module) -> nn.Module:
-    return normplug.swap(net, MODE)
-
-
-def _recompute(net: nn.Module) -> nn.Module:
-    return normplug.fuse(net, recompute=True)
 
 
 class Captured:
@@ -104,8 +97,9 @@ class Captured:
         self._graph.replay()
 
 
+_swap = partial(normplug.swap, mode=MODE)
 ARMS = models.arms(MODE) | {
-    "swap+fuse+recompute": Arm((_swap, _recompute)),
+    "swap+fuse+recompute": Arm((_swap, partial(normplug.fuse, recompute=True))),
     "eager+graph": Arm(wrap=Captured),
     "swap+fuse+graph": Arm((_swap, normplug.fuse), Captured),
     "no-norm": Arm((without_norms,)),
@@ -124,48 +118,29 @@ def selected(names: Sequence[str], batch: int | None) -> Iterator[tuple[str, int
             yield name, size
 
 
-def measure(name: str, batch: int, names: Sequence[str], rounds: int | None, device: str) -> Rows:
+def measure(name: str, batch: int, names: Sequence[str], rounds: int | None, device: Any) -> Rows:
     """A row for each arm, with the GPU's time by groups of kernels."""
     torch.manual_seed(0)
     model, data, loss = nets.NETS[name].make(batch=batch)
-    profiles: dict[str, list[Event]] = {}
     variants = {arm: ARMS[arm] for arm in names}
-    found = models.measure_arms(
-        model.to(device),
-        data,
-        loss,
-        variants,
-        autocast=torch.bfloat16,
-        rounds=rounds,
-        profiles=profiles,
-    )
-    rows: list[Row] = []
-    for row in found:
-        facts: Row = {"model": name, "batch": batch, "mode": MODE}
-        if row["arm"] in profiles:
-            facts["groups_ms"] = groups_ms(profiles[row["arm"]])
-        rows.append(facts | row)
+    how = {"autocast": torch.bfloat16, "rounds": rounds, "profile": groups_ms}
+    rows = models.measure_arms(model.to(device), data, loss, variants, **how)
+    facts = {"model": name, "batch": batch, "mode": MODE}
     shown = {"model": ("model", "{}"), "batch": ("batch", "{}"), **models.COLUMNS}
-    return Rows(rows, shown)
+    return Rows([facts | row for row in rows], shown)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add: Any = parser.add_argument
-    add("--rows", nargs="+", choices=(ALL, *nets.NETS), default=[ALL], metavar="NAME")
-    add("--arms", nargs="+", choices=(ALL, *ARMS), default=USUAL, metavar="NAME")
-    add("--batch", type=int, help="samples a step; default: each model's own")
-    add("--rounds", type=int)
-    add("--device", default="cuda")
-    add("--json", type=Path, metavar="FILE", help="append the rows to this file")
-    a = parser.parse_args(argv)
-    ready(a.device)
+def _measure_all(a: Namespace) -> Iterator[Rows]:
     for name, batch in selected(a.rows, a.batch):
-        rows = measure(name, batch, list(ARMS) if ALL in a.arms else a.arms, a.rounds, a.device)
-        print(rows, flush=True)
-        add_to_file(a.json, rows)
+        yield measure(name, batch, list(ARMS) if ALL in a.arms else a.arms, a.rounds, a.device)
 
+
+OPTIONS: dict[str, Any] = {
+    "--rows": {"nargs": "+", "choices": (ALL, *nets.NETS), "default": [ALL], "metavar": "NAME"},
+    "--batch": {"type": int, "help": "samples a step; default: each model's own"},
+    "--arms": {"nargs": "+", "choices": (ALL, *ARMS), "default": USUAL, "metavar": "NAME"},
+}
+main = partial(script.main, __doc__, _measure_all, OPTIONS | {"--rounds": {"type": int}})
 
 if __name__ == "__main__":
     main()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -26,17 +25,15 @@ def images(
 ) -> Target:
     """A classifier of torchvision, or `model`."""
     model = model or import_module("torchvision.models").get_model(name)
-    labels = torch.randint(10 if size == 32 else 1000, (batch,))
-    return _laid_out(model, (torch.randn(batch, 3, size, size), labels), channels_last)
+    data = torch.randn(batch, 3, size, size), torch.randint(10 if size == 32 else 1000, (batch,))
+    return _laid_out(model, data, cross_entropy) if channels_last else (model, data, cross_entropy)
 
 
-def _laid_out(model: nn.Module, data: tuple[Tensor, ...], channels_last: bool) -> Target:
-    if channels_last:
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        last = formats[data[0].dim()]
-        model = model.to(memory_format=last)
-        data = (data[0].contiguous(memory_format=last), *data[1:])
-    return model, data, cross_entropy
+def _laid_out(model: nn.Module, data: tuple[Tensor, ...], loss: Loss) -> Target:
+    """In channels_last memory."""
+    images, *others = data
+    last = torch.channels_last if images.dim() == 4 else torch.channels_last_3d
+    return model.to(memory_format=last), (images.contiguous(memory_format=last), *others), loss
 
 
 def _resnet18_cifar(batch: int) -> Target:
@@ -67,66 +64,58 @@ def text(name: str, config: str, batch: int, length: int, target: int = 0, **siz
     transformers = import_module("transformers")
     made = getattr(transformers, config)(**sizes)
     net = getattr(transformers, name)(made)
-    arguments = [torch.randint(made.vocab_size, (batch, length))]
-    if target:
-        arguments.append(torch.randint(made.vocab_size, (batch, target)))
-    labels = torch.randint(made.vocab_size, arguments[-1].shape)
-    names = ("input_ids", "decoder_input_ids")
-    return net, (*arguments, labels), partial(_logits_loss, names)
+    lengths = {"input_ids": length} | ({"decoder_input_ids": target} if target else {})
+    ids = [torch.randint(made.vocab_size, (batch, each)) for each in lengths.values()]
+    data = (*ids, torch.randint_like(ids[-1], made.vocab_size))
 
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        *inputs, labels = batch
+        logits = model(**dict(zip(lengths, inputs, strict=True))).logits
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
-def _logits_loss(names: Sequence[str], model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    *inputs, labels = batch
-    logits = model(**dict(zip(names, inputs, strict=False))).logits
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    return net, data, loss
 
 
 def _unet2d(batch: int, size: int = 64, **sizes: Any) -> Target:
     """UNet2DModel of diffusers, which predicts the noise in images."""
     net = import_module("diffusers").UNet2DModel(**sizes)
     pictures, noise = torch.randn(2, batch, 3, size, size)
-    model, data, _ = _laid_out(net, (pictures, torch.randint(1000, (batch,)), noise), True)
-    return model, data, _noise_loss
 
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        pictures, times, noise = batch
+        return F.mse_loss(model(pictures, times).sample, noise)
 
-def _noise_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    pictures, times, noise = batch
-    return F.mse_loss(model(pictures, times).sample, noise)
+    return _laid_out(net, (pictures, torch.randint(1000, (batch,)), noise), loss)
 
 
 class UNet3d(nn.Module):
     """A plain U-Net for volumes, like that of nnU-Net (Isensee et al. 2021, arXiv:1904.08128).
 
-    Each stage has two convolutions, each with an InstanceNorm and a LeakyReLU. The encoder
-    downsamples by strides of 2, the decoder upsamples by transposed convolutions.
+    A stage at this resolution, and a U-Net at half of it: down by a stride of 2, up by a transposed
+    convolution. Each stage has two convolutions, each with an InstanceNorm and a LeakyReLU.
 
     Args:
         inputs: channels of the input.
-        classes: channels of the output.
-        widths: channels of each stage, finest first.
+        widths: channels of each stage, finest first; also of the output.
+        stride: of the first convolution.
     """
 
-    def __init__(self, inputs: int, classes: int, widths: Sequence[int]) -> None:
+    def __init__(self, inputs: int, widths: Sequence[int], stride: int = 1) -> None:
         super().__init__()
-        steps = list(pairwise(widths))
-        self.first = _stage(inputs, widths[0])
-        self.down = nn.ModuleList(_stage(fine, coarse, stride=2) for fine, coarse in steps)
-        self.up = nn.ModuleList(
-            nn.ConvTranspose3d(coarse, fine, 2, stride=2) for fine, coarse in reversed(steps)
-        )
-        self.merge = nn.ModuleList(_stage(2 * fine, fine) for fine, _ in reversed(steps))
-        self.head = nn.Conv3d(widths[0], classes, 1)
+        width, *coarser = widths
+        self.stage = _stage(inputs, width, stride)
+        self.coarser: nn.Module | None = None
+        if coarser:
+            up = nn.ConvTranspose3d(coarser[0], width, 2, stride=2)
+            self.coarser = nn.Sequential(UNet3d(width, coarser, 2), up)
+            self.merge = _stage(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, inputs, D, H, W) to (N, classes, D, H, W)."""
-        x = self.first(x)
-        finer = []
-        for down in self.down:
-            finer.append(x)
-            x = down(x)
-        for up, merge in zip(self.up, self.merge, strict=True):
-            x = merge(torch.cat((up(x), finer.pop()), 1))
-        return self.head(x)
+        """(N, inputs, D, H, W) to (N, widths[0], D / stride, H / stride, W / stride)."""
+        x = self.stage(x)
+        if self.coarser is None:
+            return x
+        return self.merge(torch.cat((self.coarser(x), x), 1))
 
 
 def _stage(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
@@ -146,13 +135,8 @@ def _nnunet3d(
     """Segmentation of volumes into three classes."""
     shape = (size,) * 3
     data = (torch.randn(batch, 1, *shape), torch.randint(3, (batch, *shape)))
-    model, data, _ = _laid_out(UNet3d(1, 3, widths), data, True)
-    return model, data, _voxel_loss
-
-
-def _voxel_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    volumes, labels = batch
-    return F.cross_entropy(model(volumes), labels)
+    net = nn.Sequential(UNet3d(1, widths), nn.Conv3d(widths[0], 3, 1))
+    return _laid_out(net, data, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
 
 
 class Net(NamedTuple):
@@ -161,10 +145,6 @@ class Net(NamedTuple):
     make: Callable[..., Target]
     batches: tuple[int, ...]
     library: str | None = "torchvision"
-
-
-def _cnn(name: str, *batches: int) -> Net:
-    return Net(partial(images, name), batches)
 
 
 _LLAMA = {
@@ -181,14 +161,14 @@ _gpt2 = partial(text, "GPT2LMHeadModel", "GPT2Config", length=1024, use_cache=Fa
 _llama = partial(text, "LlamaForCausalLM", "LlamaConfig", length=2048, **_LLAMA)
 _t5 = partial(text, "T5ForConditionalGeneration", "T5Config", length=512, target=128)
 NETS = {
-    "resnet50": _cnn("resnet50", 256, 32),
+    "resnet50": Net(partial(images, "resnet50"), (256, 32)),
     "resnet18-cifar": Net(_resnet18_cifar, (512, 128)),
     "vit_b_16": Net(_vit_b_16, (128,)),
-    "convnext_tiny": _cnn("convnext_tiny", 128),
-    "efficientnet_b0": _cnn("efficientnet_b0", 128),
-    "mobilenet_v3_large": _cnn("mobilenet_v3_large", 256),
-    "regnet_y_1_6gf": _cnn("regnet_y_1_6gf", 128),
-    "densenet121": _cnn("densenet121", 64),
+    "convnext_tiny": Net(partial(images, "convnext_tiny"), (128,)),
+    "efficientnet_b0": Net(partial(images, "efficientnet_b0"), (128,)),
+    "mobilenet_v3_large": Net(partial(images, "mobilenet_v3_large"), (256,)),
+    "regnet_y_1_6gf": Net(partial(images, "regnet_y_1_6gf"), (128,)),
+    "densenet121": Net(partial(images, "densenet121"), (64,)),
     "swin_t": Net(partial(images, "swin_t", channels_last=False), (128,)),
     "encoder_6x256": Net(encoder, (64,), None),
     "bert_base": Net(_bert, (32,), "transformers"),

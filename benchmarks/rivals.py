@@ -5,7 +5,8 @@ Each is called as `normplug.bench.ops.Op.theirs`: with the tensors by name, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -13,142 +14,140 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normplug.bench.ops import MOMENTUM, OPS, Function, groups
+from normplug.bench.ops import OPS, Function, groups
 
 MODULES = {"liger": "liger_kernel", "flaggems": "flag_gems", "quack": "quack", "apex": "apex"}
 
 
-def of(op: str, names: tuple[str, ...] = ()) -> dict[str, Function]:
+def of(op: str, names: Sequence[str] = ()) -> dict[str, Function]:
     """Provider -> its function for an operation, for each (or those of `names`) installed."""
-    found = {}
-    for name, functions in PROVIDERS.items():
-        installed = name == "cudnn" or find_spec(MODULES[name]) is not None
-        if op in functions and installed and (not names or name in names):
-            found[name] = functions[op]
-    return found
+    return {
+        name: functions[op]
+        for name, functions in PROVIDERS.items()
+        if op in functions
+        and (not names or name in names)
+        and (name == "cudnn" or find_spec(MODULES[name]) is not None)
+    }
 
 
-def _from(module: str, name: str) -> Any:
-    return getattr(import_module(module), name)
+class _Pair(torch.autograd.Function):
+    """Two kernels as one differentiable call."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Function, backward: Function, *tensors: Tensor) -> Tensor:
+        """The first result of `forward`; the others are saved."""
+        y, *saved = forward(*tensors)
+        ctx.save_for_backward(*saved)
+        ctx.run = backward
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        """What `backward` makes of dy and the saved tensors."""
+        return None, None, *ctx.run(dy, *ctx.saved_tensors)
 
 
-def _liger_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    function = _from("liger_kernel.ops.layer_norm", "LigerLayerNormFunction")
-    return function.apply(x, weight, bias, eps)
+def _flaggems_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """FlagGems' two kernels: enabling FlagGems would replace eager's operators."""
+    gems: Any = import_module("flag_gems")
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        y, mean, rstd = gems.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        return y, x, mean, rstd, weight, bias
+
+    def backward(dy: Tensor, x: Tensor, *others: Tensor) -> Any:
+        return gems.layer_norm_backward(dy, x, x.shape[-1:], *others, [True] * 3)
+
+    return _Pair.apply(forward, backward, x, weight, bias)
+
+
+def _quack_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """QuACK's two kernels, which take only float32 parameters."""
+    quack: Any = import_module("quack.rmsnorm")
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        y, rstd, mean = quack.layernorm_fwd(
+            x, weight, bias, eps, return_rstd=True, return_mean=True
+        )
+        return y, x, weight, rstd, mean
+
+    def backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor) -> Any:
+        return quack.layernorm_bwd(x, weight, dy, rstd, mean)
+
+    return _Pair.apply(forward, backward, x, weight, bias)
+
+
+def _liger(module: str, name: str) -> Any:
+    return getattr(import_module(f"liger_kernel.ops.{module}"), f"Liger{name}Function").apply
 
 
 def _liger_group_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    function = _from("liger_kernel.ops.group_norm", "LigerGroupNormFunction")
     # It takes contiguous input with one spatial dimension.
-    y = function.apply(x.flatten(2), weight, bias, x.shape[1], groups(x), eps)
-    return y.view(x.shape)
+    norm = _liger("group_norm", "GroupNorm")
+    return norm(x.flatten(2), weight, bias, x.shape[1], groups(x.shape), eps).view(x.shape)
 
 
-def _liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    function = _from("liger_kernel.ops.rms_norm", "LigerRMSNormFunction")
-    return function.apply(x, weight, eps, 0.0, "gemma", False)  # gemma: it rounds once, as torch's
+_GEMMA = (0.0, "gemma", False)  # Liger's RMSNorm then rounds once, as torch's
 
 
-def _liger_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
-    function = _from("liger_kernel.ops.fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
-    return function.apply(x, residual, weight, eps, 0.0, "gemma", False)
+def _quack(*arguments: Any, **named: Any) -> Any:
+    return import_module("quack.rmsnorm").rmsnorm(*arguments, **named)
 
 
-class _FlagGemsLayerNorm(torch.autograd.Function):
-    """FlagGems' two kernels: enabling FlagGems would replace eager's operators."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Normalise rows."""
-        y, mean, rstd = _from("flag_gems", "layer_norm")(x, x.shape[-1:], weight, bias, eps)
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        """The gradients of x, weight and bias."""
-        x, *others = ctx.saved_tensors
-        backward = _from("flag_gems", "layer_norm_backward")
-        return *backward(dy, x, x.shape[-1:], *others, [True] * 3), None
+def _apex(name: str) -> Any:
+    return getattr(import_module("apex.normalization.fused_layer_norm"), name)
 
 
-class _QuackLayerNorm(torch.autograd.Function):
-    """QuACK's two kernels, which take only float32 parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Normalise rows."""
-        forward = _from("quack.rmsnorm", "layernorm_fwd")
-        y, rstd, mean = forward(x, weight, bias, eps, return_rstd=True, return_mean=True)
-        ctx.save_for_backward(x, weight, rstd, mean)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        """The gradients of x, weight and bias."""
-        x, weight, rstd, mean = ctx.saved_tensors
-        return *_from("quack.rmsnorm", "layernorm_bwd")(x, weight, dy, rstd, mean), None
-
-
-def _in_order(function: type[torch.autograd.Function]) -> Function:
-    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return function.apply(x, weight, bias, eps)
-
-    return layer_norm
-
-
-def _flaggems_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _from("flag_gems", "rms_norm")(x, x.shape[-1:], weight, eps)
-
-
-def _quack_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _from("quack.rmsnorm", "rmsnorm")(x, weight, eps=eps)
-
-
-def _quack_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
-    rmsnorm = _from("quack.rmsnorm", "rmsnorm")
-    return rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True)
-
-
-def _apex_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    affine = _from("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
-    return affine(x, weight, bias, x.shape[-1:], eps)
-
-
-def _apex_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    affine = _from("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
-    return affine(x, weight, x.shape[-1:], eps)
-
-
-def _through_cudnn(op: str) -> Function:
-    """The stock BatchNorm through cuDNN, which torch picks in some dtypes and layouts only."""
-
-    def batch_norm(eps: float, **tensors: Any) -> Tensor:
-        def norm(x: Tensor, t: dict[str, Tensor]) -> Tensor:
-            names = ("weight", "bias", "running_mean", "running_var")
-            named = [t[name] for name in names]
-            return torch.cudnn_batch_norm(x, *named, True, MOMENTUM, eps)[0]
-
-        return OPS[op].theirs(eps=eps, norm=norm, **tensors)
-
-    return batch_norm
+def _cudnn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    statistics = (running_mean, running_var, training, momentum, eps)
+    return torch.cudnn_batch_norm(x, weight, bias, *statistics)[0]
 
 
 PROVIDERS: dict[str, dict[str, Function]] = {
-    "cudnn": {op: _through_cudnn(op) for op in OPS if op.startswith("batch_norm")},
+    # The stock BatchNorm through cuDNN, which torch picks in some dtypes and layouts only.
+    "cudnn": {
+        name: partial(op.theirs, norm=_cudnn) for name, op in OPS.items() if op.norm == "batch_norm"
+    },
     "liger": {
-        "layer_norm": _liger_layer_norm,
-        "rms_norm": _liger_rms_norm,
-        "add_rms_norm": _liger_add_rms_norm,
+        "layer_norm": lambda x, weight, bias, eps: _liger("layer_norm", "LayerNorm")(
+            x, weight, bias, eps
+        ),
+        "rms_norm": lambda x, weight, eps: _liger("rms_norm", "RMSNorm")(x, weight, eps, *_GEMMA),
+        "add_rms_norm": lambda x, residual, weight, eps: _liger(
+            "fused_add_rms_norm", "FusedAddRMSNorm"
+        )(x, residual, weight, eps, *_GEMMA),
         "group_norm": _liger_group_norm,
     },
-    "flaggems": {"layer_norm": _in_order(_FlagGemsLayerNorm), "rms_norm": _flaggems_rms_norm},
-    "quack": {
-        "layer_norm": _in_order(_QuackLayerNorm),
-        "rms_norm": _quack_rms_norm,
-        "add_rms_norm": _quack_add_rms_norm,
+    "flaggems": {
+        "layer_norm": _flaggems_layer_norm,
+        "rms_norm": lambda x, weight, eps: import_module("flag_gems").rms_norm(
+            x, x.shape[-1:], weight, eps
+        ),
     },
-    "apex": {"layer_norm": _apex_layer_norm, "rms_norm": _apex_rms_norm},
+    "quack": {
+        "layer_norm": _quack_layer_norm,
+        "rms_norm": lambda x, weight, eps: _quack(x, weight, eps=eps),
+        "add_rms_norm": lambda x, residual, weight, eps: _quack(
+            x, weight, residual=residual, eps=eps, prenorm=True
+        ),
+    },
+    "apex": {
+        "layer_norm": lambda x, weight, bias, eps: _apex("fused_layer_norm_affine")(
+            x, weight, bias, x.shape[-1:], eps
+        ),
+        "rms_norm": lambda x, weight, eps: _apex("fused_rms_norm_affine")(
+            x, weight, x.shape[-1:], eps
+        ),
+    },
 }
 
 
@@ -161,11 +160,11 @@ def liger_llama(net: nn.Module) -> nn.Module:
     modeling: Any = import_module("transformers.models.llama.modeling_llama")
     if not isinstance(net, modeling.LlamaForCausalLM):
         raise ValueError("the arm liger is for a LlamaForCausalLM only")
-    apply: Callable[..., None] = _from("liger_kernel.transformers", "apply_liger_kernel_to_llama")
+    liger: Any = import_module("liger_kernel.transformers")
     stock = modeling.LlamaRMSNorm
     others = ("rope", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
     try:
-        apply(rms_norm=True, model=net, **dict.fromkeys(others, False))
+        liger.apply_liger_kernel_to_llama(rms_norm=True, model=net, **dict.fromkeys(others, False))
     finally:  # Liger also replaces the class, for Llamas that are built later
         modeling.LlamaRMSNorm = stock
     return net

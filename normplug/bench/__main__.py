@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from normplug import _torch
 from normplug._extras import needs
 from normplug._results import write_file
-from normplug.bench import models, op, show, targets, timing
-from normplug.bench.ops import OPS, Case, Problem
+from normplug.bench import models, op, targets, timing
+from normplug.bench.ops import OPS, Problem, cases
 from normplug.bench.rows import add_to_file, read_file
 
 WIDTHS, ROWS = [2**n for n in range(8, 16)], 4096  # of a sweep: 256 to 32768
@@ -26,56 +26,41 @@ LAST = torch.channels_last
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def _model(a: argparse.Namespace, device: torch.device) -> None:
-    with _one_line("model"):
-        model, batch, step = targets.load(a.target, a.batch, dict(map(_option, a.option)))
+def _model(a: Namespace) -> None:
+    model, batch, step = targets.load(a.target, a.batch, dict(map(_option, a.option)))
     if a.channels_last:
-        model, batch = model.to(memory_format=LAST), _torch.tree_map_only(Tensor, _last, batch)
-    name = a.autocast or ("bfloat16" if device.type == "cuda" else "none")
+        model = model.to(memory_format=LAST)
+        batch = _torch.tree_map_only(
+            Tensor, lambda t: t.contiguous(memory_format=LAST) if t.dim() == 4 else t, batch
+        )
+    name = a.autocast or ("bfloat16" if a.device.type == "cuda" else "none")
     autocast = None if name == "none" else getattr(torch, name)
     how = {"mode": a.mode, "autocast": autocast, "rounds": a.rounds}
-    measured = models.measure(model.to(device), batch, step, **how)
+    measured = models.measure(model.to(a.device), batch, step, **how)
     print(measured)
-    with _one_line("model"):
-        add_to_file(a.json, [{"model": a.target, "batch": a.batch, **r} for r in measured])
+    add_to_file(a.json, [{"model": a.target, "batch": a.batch, **row} for row in measured])
 
 
-def _last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=LAST) if tensor.dim() == 4 else tensor
+def _op(a: Namespace) -> None:
+    chosen = cases([a.name], a.shape, a.dtype or ["float32"])
+    for rows in op.run(chosen, a.device, a.json, eps=a.eps, mode=a.mode):
+        print(rows, flush=True)
 
 
-def _op(a: argparse.Namespace, device: torch.device) -> None:
-    for shape in a.shape:
-        if refusal := OPS[a.name].refusal(shape):
-            shown = "x".join(map(str, shape))
-            raise SystemExit(f"normplug.bench op: {a.name} {refusal}; got {shown}.")
-    cases = [
-        Case(a.name, layout, shape, dtype)
-        for shape in a.shape
-        for layout in OPS[a.name].layouts(shape)
-        for dtype in a.dtype or ["float32"]
-    ]
-    with _one_line("op"):
-        for rows in op.run(cases, device, a.json, eps=a.eps, mode=a.mode):
-            print(rows, flush=True)
-
-
-def _sweep(a: argparse.Namespace, device: torch.device) -> None:
-    with needs("normplug.bench sweep", "bench", SystemExit):
-        import matplotlib  # noqa: F401
-        import pandas  # noqa: F401
-    small = device.type == "cpu"
+def _sweep(a: Namespace) -> None:
+    show = _show(a)  # before hours of measurements
+    small = a.device.type == "cpu"
     if small:
         print("normplug.bench sweep: a small sweep, as it runs on the CPU", file=sys.stderr)
     height, widths = (FEW_ROWS, SMALL_WIDTHS) if small else (ROWS, WIDTHS)
     shapes = [(a.rows or height, width) for width in a.width or widths]
-    cases = [Case("layer_norm", "rows", shape, a.dtype) for shape in shapes]
+    chosen = cases(["layer_norm"], shapes, [a.dtype])
     file = a.out / "sweep.json"
     file.unlink(missing_ok=True)
-    for rows in op.run(cases, device, file):
+    for rows in op.run(chosen, a.device, file):
         print(rows, flush=True)
     show.draw(read_file(file), a.out / "sweep.png")
-    problem = Problem(cases[-1], device)
+    problem = Problem(chosen[-1], a.device)
     for name, function in (("normplug", problem.op.ours), ("torch", problem.op.theirs)):
         call = problem.calls(function)["F+B"]
         call()
@@ -83,28 +68,23 @@ def _sweep(a: argparse.Namespace, device: torch.device) -> None:
     print(f"{a.out}: sweep.json, sweep.png, trace_normplug.json, trace_torch.json")
 
 
-def _table(a: argparse.Namespace) -> None:
-    with needs("normplug.bench table", "bench", SystemExit), _one_line("table", a.file):
-        text = show.render(read_file(a.file))
+def _table(a: Namespace) -> None:
+    text = _show(a).render(read_file(a.file))
     if a.out:
         write_file(a.out, text)
     else:
         print(text, end="")
 
 
-def _plot(a: argparse.Namespace) -> None:
-    with needs("normplug.bench plot", "bench", SystemExit), _one_line("plot", a.file):
-        show.draw(read_file(a.file), a.out or a.file.with_suffix(".png"))
+def _plot(a: Namespace) -> None:
+    _show(a).draw(read_file(a.file), a.out or a.file.with_suffix(".png"))
 
 
-@contextmanager
-def _one_line(command: str, path: Path | None = None) -> Iterator[None]:
-    """End the command with one line if its input is wrong."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        told = "" if path is None or str(path) in str(error) else f"{path}: "
-        raise SystemExit(f"normplug.bench {command}: {told}{error}") from None
+def _show(a: Namespace) -> Any:
+    """The module of tables and plots, which needs pandas and matplotlib."""
+    with needs(f"normplug.bench {a.command}", "bench", SystemExit):
+        from normplug.bench import show
+    return show
 
 
 def _device(name: str | None) -> torch.device:
@@ -117,10 +97,10 @@ def _device(name: str | None) -> torch.device:
     return timing.ready(device)
 
 
-def _mode(text: str) -> float | str:
+def _value(text: str) -> Any:
     try:
-        return float(text)
-    except ValueError:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
         return text
 
 
@@ -128,10 +108,7 @@ def _option(text: str) -> tuple[str, Any]:
     key, is_one, value = text.partition("=")
     if not is_one:
         raise ValueError(f"an option is NAME=VALUE; got {text!r}.")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, value
+    return key, _value(value)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -143,21 +120,21 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m normplug.bench", description=__doc__)
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run: Any, text: str, default_mode: str | None = None) -> Any:
-        made = commands.add_parser(name, help=text, description=text)
-        made.set_defaults(command=run)
+    def command(run: Any, text: str, mode: str | None = None) -> Any:
+        made = commands.add_parser(run.__name__[1:], help=text, description=text)
+        made.set_defaults(run=run)
         if run not in (_table, _plot):
             made.add_argument("--device", help="default: cuda if there is one")
-        if default_mode:
-            told = f"of normplug; default: {default_mode}"
-            made.add_argument("--mode", type=_mode, default=default_mode, help=told)
+        if mode:
+            told = "of normplug; default: %(default)s"
+            made.add_argument("--mode", type=_value, default=mode, help=told)
             told = "append the rows to this file"
             made.add_argument("--json", metavar="FILE", type=Path, help=told)
         return made.add_argument
 
-    add = command("model", _model, "time training steps, swapped and stock", "standard")
+    add = command(_model, "time training steps, swapped and stock", "standard")
     add("target", help="a name of torchvision, timm or transformers, or file.py:function")
     add("option", nargs="*", help="NAME=VALUE, for the model or the function")
     add("--batch", metavar="N", type=int, help="samples; default: 8, or the function's own")
@@ -165,32 +142,36 @@ def _parser() -> argparse.ArgumentParser:
     add("--channels-last", action="store_true", help="channels_last memory")
     add("--rounds", metavar="N", type=int, help="turns of each arm; default: 10, slow models 3")
 
-    add = command("op", _op, "time one operation, and compare it with PyTorch's", "golden")
+    add = command(_op, "time one operation, and compare it with PyTorch's", "golden")
     add("name", choices=OPS, metavar="NAME", help=", ".join(OPS))
     add("--shape", metavar="SIZES", type=_shape, action="append", required=True, help="512x8192")
     add("--dtype", choices=DTYPES, action="append", help="may be repeated; default: float32")
     add("--eps", type=float, help="default: 1e-6 for RMSNorm, 1e-5 for others")
 
-    add = command("sweep", _sweep, "LayerNorm over widths: rows, plot and both traces")
+    add = command(_sweep, "LayerNorm over widths: rows, plot and both traces")
     add("--rows", metavar="N", type=int, help=f"default: {ROWS}; on a CPU {FEW_ROWS}")
     add("--width", metavar="N", type=int, action="append", help="default: 256, 512, ..., 32768")
     add("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     add("-o", "--out", type=Path, default=Path("sweep"), help="a folder; default: sweep")
 
-    for name, run, default in (("table", _table, "print it"), ("plot", _plot, "FILE.png")):
-        add = command(name, run, f"make a {name} of a file of rows")
+    for run, what, default in ((_table, "table", "print it"), (_plot, "plot", "FILE.png")):
+        add = command(run, f"make a {what} of a file of rows")
         add("file", metavar="FILE", type=Path)
         add("-o", "--out", metavar="FILE", type=Path, help=f"default: {default}")
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    arguments = _parser().parse_args(argv)
-    if "device" in arguments:
-        arguments.command(arguments, _device(arguments.device))
-    else:
-        arguments.command(arguments)
+    """Run the command line; a wrong input ends it with one line."""
+    a = _parser().parse_args(argv)
+    if "device" in a:
+        a.device = _device(a.device)
+    try:
+        a.run(a)
+    except (OSError, ValueError, TypeError) as error:
+        path = str(getattr(a, "file", ""))
+        told = "" if path in str(error) else f"{path}: "
+        raise SystemExit(f"normplug.bench {a.command}: {told}{error}") from None
 
 
 if __name__ == "__main__":

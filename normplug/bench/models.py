@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -96,7 +95,7 @@ def measure(
         A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, the peak
         memory, and the seconds of the first step. A row of an arm that failed has an `error`.
     """
-    rows = list(measure_arms(model, batch, step, arms(mode), autocast=autocast, rounds=rounds))
+    rows = measure_arms(model, batch, step, arms(mode), autocast=autocast, rounds=rounds)
     for row in rows:
         row["mode"] = str(mode)
     return Rows(rows, COLUMNS, _notes(model, rows))
@@ -110,36 +109,48 @@ def measure_arms(
     *,
     autocast: torch.dtype | None = None,
     rounds: int | None = None,
-    profiles: dict[str, list[timing.Event]] | None = None,
-) -> Iterator[Row]:
-    """As `measure`, for any arms; `profiles` gets each arm's events on the GPU."""
+    profile: Callable[[list[timing.Event]], Row] | None = None,
+) -> list[Row]:
+    """As `measure`, for any arms; `profile` makes fields of a row of an arm's events on the GPU."""
     device = next(model.parameters()).device
+    gpu = device.type == "cuda"
     batch = _torch.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
     make = partial(make_step, model, batch, step or _loss, autocast)
     torch.compiler.reset()  # earlier models count towards the recompilation limit
     # Libraries allocate workspaces in the first step and keep them: charge no arm for them.
-    _attempt("the first step", lambda: make(Arm())[0]())
+    timing.attempt("the first step", lambda: make(Arm())[0]())
     steps: dict[str, timing.Call] = {}
     rows: dict[str, Row] = {}
     size = sum(each.nbytes for each in _torch.tree_leaves(batch) if isinstance(each, Tensor))
     for name, arm in variants.items():
-        rows[name] = {"arm": name, "autocast": str(autocast).removeprefix("torch.")}
-        warmed, rows[name]["error"] = _attempt(name, partial(_warmed, make, arm, device, size))
+        warmed, why = timing.attempt(name, partial(_warmed, make, arm, device, size))
+        rows[name] = {"arm": name, "autocast": str(autocast).removeprefix("torch."), "error": why}
         if warmed is not None:
             steps[name], facts = warmed
             rows[name] |= facts
-    for name, samples in _in_turns(steps, rounds).items():
+    timers = {name: timing.timer(step) for name, step in steps.items()}
+    slow = bool(timers) and _turn_ms(next(iter(timers.values())), 1)[0] > SLOW_MS
+    count, usual = (SLOW_TURN, SLOW_ROUNDS) if slow else (TURN, ROUNDS)
+    turns = {name: partial(_turn_ms, timer, count) for name, timer in timers.items()}
+    for name, samples in timing.in_turns(turns, rounds or usual).items():
         rows[name] |= timing.spread("ms", samples) | {"turns": len(samples)}
-        if device.type == "cuda":
-            events, _ = _attempt(f"{name}, profile", partial(timing.gpu_events, steps[name]))
+        if gpu:
+            what = f"{name}, profile"
+            events, _ = timing.attempt(what, partial(timing.gpu_events, steps[name]))
             if events:  # a profile without events measured nothing
                 rows[name]["gpu_ms"] = timing.busy_ms(events)
-            if profiles is not None:
-                profiles[name] = events or []
-    origin = stamp(device.type == "cuda", "transformers", "timm", "diffusers", "liger-kernel")
-    for row in rows.values():
-        eager = rows.get("eager", {}).get("ms")
-        yield row | {"over_eager": eager and row.get("ms") and eager / row["ms"]} | origin
+                rows[name] |= profile(events) if profile else {}
+    origin = stamp(gpu, "transformers", "timm", "diffusers", "liger-kernel")
+    eager = rows.get("eager", {}).get("ms")
+    return [
+        row | {"over_eager": eager and row.get("ms") and eager / row["ms"]} | origin
+        for row in rows.values()
+    ]
+
+
+def _turn_ms(timer: Any, count: int) -> list[float]:
+    """The milliseconds of a step in `count` steps back to back."""
+    return [timer.timeit(count).median * 1e3]
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
@@ -211,51 +222,21 @@ def _warmed(
     return arm.wrap(step), facts | {"loss": value.item()}
 
 
-def _in_turns(steps: Mapping[str, timing.Call], rounds: int | None) -> dict[str, list[float]]:
-    """Arm -> milliseconds of a step, for each turn of steps back to back."""
-    timers = {name: timing.timer(step) for name, step in steps.items()}
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    if not steps:
-        return samples
-    slow = next(iter(timers.values())).timeit(1).median * 1e3 > SLOW_MS
-    turn = SLOW_TURN if slow else TURN
-    for done in range(rounds or (SLOW_ROUNDS if slow else ROUNDS)):
-        order = list(timers)
-        for name in order[done % len(order) :] + order[: done % len(order)]:
-            samples[name].append(timers[name].timeit(turn).median * 1e3)
-    return samples
-
-
-def _attempt(what: str, call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """The result of `call()` and None; if it raises, None and why, which is printed."""
-    try:
-        return call(), None
-    except Exception as error:  # of any kind: measure the other arms anyway
-        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    # Not in the except block: the traceback there keeps tensors alive.
-    print(f"normplug.bench: {what} is left out: {why}", file=sys.stderr, flush=True)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    return None, why
-
-
 def _notes(model: nn.Module, rows: list[Row]) -> list[str]:
     """What was swapped and fused, how much faster that is, and where it was measured."""
     plan = normplug.plan(model)
-    taken = Counter(row.kind for row in plan if row.becomes)
-    notes = [f"swapped: {counts(taken)}, of {len(plan)} norm layers"]
-    notes += [
-        f"fused: {row['fused']}" for row in rows if row["arm"] == "swap+fuse" and "fused" in row
-    ]
-    ms = {row["arm"]: row["ms"] for row in rows if row.get("ms")}
-    sentence = []
-    if ms.keys() >= {"eager", "swap+fuse"}:
-        sentence.append(f"fuse: {ms['eager'] / ms['swap+fuse']:.2f} times eager")
-    if ms.keys() >= {"compile", "swap+fuse+compile"}:
-        ratio = ms["compile"] / ms["swap+fuse+compile"]
-        sentence.append(f"with torch.compile: {ratio:.2f} times compile alone")
-    row = rows[0]
-    where = (
-        f"{row['device']}, torch {row['torch']}, {row['date'][:10]}, commit {row['commit'][:12]}"
+    swapped = counts(Counter(row.kind for row in plan if row.becomes))
+    ms = {row["arm"]: row["ms"] for row in rows if "ms" in row}
+    pairs = (
+        ("swap+fuse", "eager", "fuse: {:.2f} times eager"),
+        ("swap+fuse+compile", "compile", "with torch.compile: {:.2f} times compile alone"),
     )
-    return [*notes, *(["; ".join(sentence)] if sentence else []), where]
+    sentence = [
+        words.format(ms[peer] / ms[ours]) for ours, peer, words in pairs if {ours, peer} <= set(ms)
+    ]
+    return [
+        f"swapped: {swapped}, of {len(plan)} norm layers",
+        *(f"fused: {row['fused']}" for row in rows if row["arm"] == "swap+fuse" and "fused" in row),
+        *(["; ".join(sentence)] if sentence else []),
+        "{device}, torch {torch}, {date:.10}, commit {commit}".format(**rows[0]),
+    ]

@@ -1,4 +1,7 @@
-"""Time an operation next to torch, once its results were checked against float64."""
+"""Time an operation next to torch, once its results were checked against float64.
+
+No wrong result is timed: the yardstick is torch's own error.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from normplug._results import stamp
 from normplug.bench import timing
-from normplug.bench.accuracy import differences, error, require_accurate
-from normplug.bench.ops import Case, Function, Problem
+from normplug.bench.ops import PASSES, Case, Function, Problem, Tensors
 from normplug.bench.rows import Row, Rows, add_to_file
+from normplug.reference import accumulator_dtype
 
 OURS, EAGER, COMPILED = "normplug", "eager", "compile"
 PROVIDERS = (OURS, EAGER, COMPILED)
+# Roundings in the accumulator dtype: of mean, rstd, weight * sqrt(tv) and the gradients' sums, and
+# as many again in a truth that is itself float64.
+ROUNDINGS_OF_SUMS = 8
 COLUMNS = {
-    "op": ("op", "{}"),
-    "shape": ("shape", "{}"),
-    "dtype": ("dtype", "{}"),
-    "layout": ("layout", "{}"),
-    "direction": ("direction", "{}"),
+    **{key: (key, "{}") for key in ("op", "shape", "dtype", "layout", "direction")},
     "": ("provider", "{}"),
     "median us": ("us", "{:.1f}"),
     "20%": ("us_p20", "{:.1f}"),
@@ -53,78 +56,77 @@ def measure_op(
     from torch are measured in mode standard.
 
     Raises:
-        AssertionError: a result of normplug is less accurate than `accuracy.bound` allows.
+        AssertionError: a result of normplug is less accurate than `bound` allows.
     """
     problem = Problem(case, device, eps)
-    functions = _checked(case, problem, mode, providers, others or {})
-    stock = problem.results(problem.op.theirs)
+    op, gpu = problem.op, device.type == "cuda"
+    torch.compiler.reset()  # earlier cases count towards the recompilation limit
+    functions: dict[str, Function] = {
+        OURS: partial(op.ours, mode=mode),
+        EAGER: op.theirs,
+        COMPILED: torch.compile(op.theirs, fullgraph=True, dynamic=False),
+    }
+    functions = {name: functions[name] for name in PROVIDERS if name in providers} | dict(
+        others or {}
+    )
+    stock = problem.results(op.theirs)
+    results = _checked(case, problem, mode, functions, stock)
     facts = {
         **case._asdict(),
         "shape": "x".join(map(str, case.shape)),
         "eps": problem.eps,
         "mode": str(mode),
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "copy_gbps": timing.copy_gbps() if device.type == "cuda" else None,
-        **stamp(device.type == "cuda", *_packages(others or {})),
+        "threads": None if gpu else torch.get_num_threads(),
+        "copy_gbps": timing.copy_gbps() if gpu else None,
+        **stamp(gpu, "liger-kernel", "flag_gems", "quack-kernels", "apex"),
     }
     rows = []
-    for direction, passes in problem.op.passes.items():
-        calls = {name: problem.calls(each)[direction] for name, (each, _) in functions.items()}
+    for direction, passes in zip(("F", "F+B"), PASSES[op.add], strict=True):
+        calls = {name: problem.calls(functions[name])[direction] for name in results}
         times = timing.device_us(calls, device)
-        walls = timing.wall_us(calls) if device.type == "cuda" else times
+        walls = times
+        if gpu:  # host and GPU, whichever is slower
+            walls = timing.in_turns({k: timing.back_to_back(call) for k, call in calls.items()})
         size = passes * problem.leaves["x"].nbytes
         medians = {name: statistics.median(samples) for name, samples in times.items()}
-        for name, samples in times.items():
-            found = functions[name][1].items()
-            ours = {k: v for k, v in found if direction == "F+B" or k in ("y", "sum")}
+        for name, us in medians.items():
             row = facts | {"direction": direction, "provider": name, "floor_passes": passes}
-            row |= timing.spread("us", samples) | {"repetitions": len(samples)}
-            row |= {"wall_us": statistics.median(walls[name]), "gbps": size / medians[name] / 1e3}
+            row |= timing.spread("us", times[name]) | {"repetitions": len(times[name])}
+            row |= {"wall_us": statistics.median(walls[name]), "gbps": size / us / 1e3}
             for peer in (EAGER, COMPILED):
-                faster = medians[peer] / medians[name] if peer in medians else None
-                row[f"over_{peer}"] = faster if name != peer else None
-            rows.append(row | (differences(ours, stock) if name != EAGER else {}))
+                other = None if peer == name else medians.get(peer)
+                row[f"over_{peer}"] = other and other / us
+            if name != EAGER:
+                outputs = results[name].items()
+                shown = {k: v for k, v in outputs if direction == "F+B" or k in ("y", "sum")}
+                row |= differences(shown, stock)
+            rows.append(row)
     return rows
 
 
-def _packages(others: Mapping[str, Function]) -> list[str]:
-    return [{"quack": "quack-kernels", "liger": "liger-kernel"}.get(name, name) for name in others]
-
-
 def _checked(
-    case: Case,
-    problem: Problem,
-    mode: Any,
-    providers: Sequence[str],
-    others: Mapping[str, Function],
-) -> dict[str, tuple[Function, dict[str, torch.Tensor]]]:
-    """Provider -> the function to time, and its results in mode standard."""
-    theirs: Function = problem.op.theirs
-    found: dict[str, tuple[Function, dict[str, torch.Tensor]]] = {}
+    case: Case, problem: Problem, mode: Any, functions: Mapping[str, Function], stock: Tensors
+) -> dict[str, Tensors]:
+    """Provider -> its results, of normplug in mode standard, once they are right."""
     truth = problem.truth()
-    yardstick = {k: error(v, truth[k]) for k, v in problem.results(theirs).items()}
-    if OURS in providers:
-        ours = partial(problem.op.ours, mode=mode)
-        exact, results = problem.truth(mode), problem.results(ours)
-        require_accurate(f"{OURS}, {case}", results, exact, yardstick)
-        found[OURS] = (ours, problem.results(partial(problem.op.ours, mode="standard")))
-        del exact, results
-    if EAGER in providers:
-        found[EAGER] = (theirs, {})
-    torch.compiler.reset()  # earlier cases count towards the recompilation limit
-    more = {COMPILED: torch.compile(theirs, fullgraph=True, dynamic=False), **others}
-    if COMPILED not in providers:
-        del more[COMPILED]
-    for name, function in more.items():
-        try:
-            found[name] = (function, problem.results(function))
-            if name != COMPILED:  # it is torch's own
-                require_accurate(f"{name}, {case}", found[name][1], truth, yardstick)
-        except Exception as why:  # of any kind, such as no compiler: others must not stop a run
-            found.pop(name, None)
-            reason = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}"
-            print(f"{case}: {name} is left out: {reason}", file=sys.stderr, flush=True)
-    return found
+    yardstick = {name: error(value, truth[name]) for name, value in stock.items()}
+
+    def results(name: str, exact: Tensors) -> Tensors:
+        found = problem.results(functions[name])
+        if name != COMPILED:  # it is torch's own
+            require_accurate(f"{name}, {case}", found, exact, yardstick)
+        return found
+
+    checked = {}
+    for name in functions:
+        if name == OURS:
+            results(name, problem.truth(mode))
+            found = problem.results(partial(problem.op.ours, mode="standard"))
+        else:
+            found, _ = timing.attempt(f"{case}: {name}", partial(results, name, truth))
+        if found is not None:
+            checked[name] = found
+    return checked
 
 
 def run(
@@ -145,3 +147,46 @@ def run(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def bound(theirs: float, dtype: torch.dtype) -> float:
+    """The largest relative error to allow: twice torch's, plus half a rounding to the dtype.
+
+    And a few roundings to the accumulator dtype: with few channels `theirs` may be small by chance.
+    """
+    if not dtype.is_floating_point:
+        return 0.0
+    sums = torch.finfo(accumulator_dtype(dtype)).eps
+    return 2.0 * theirs + 0.5 * torch.finfo(dtype).eps + ROUNDINGS_OF_SUMS * sums
+
+
+def error(value: Tensor, truth: Tensor) -> float:
+    """Relative error in the Euclidean norm; absolute if the truth is zero."""
+    truth = truth.double()
+    size = truth.norm()
+    return float((value.double() - truth).norm() / (size if size > 0 else 1.0))
+
+
+def require_accurate(
+    what: str, found: Tensors, truth: Tensors, yardstick: Mapping[str, float]
+) -> None:
+    """Raise an AssertionError if an error is above `bound`, or NaN; the yardstick is torch's."""
+    for name, value in found.items():
+        wrong, allowed = error(value, truth[name]), bound(yardstick[name], value.dtype)
+        if not wrong <= allowed:
+            raise AssertionError(
+                f"normplug.bench: {what}: {name} is wrong: its relative error to float64 is "
+                f"{wrong:.3g}, above {allowed:.3g} (torch has {yardstick[name]:.3g})."
+            )
+
+
+def differences(found: Tensors, theirs: Tensors) -> dict[str, float]:
+    """The largest differences of any element from torch's: absolute, and in parts of the output's.
+
+    `max_rel` is relative to the largest element of the same output.
+    """
+    away = [(value.double() - theirs[name].double()).abs().max() for name, value in found.items()]
+    sizes = [theirs[name].double().abs().max() for name in found]
+    absolute, size = torch.stack(away), torch.stack(sizes)
+    relative = absolute / torch.where(size > 0, size, 1)
+    return {"max_abs": absolute.max().item(), "max_rel": relative.max().item()}  # NaN if any is

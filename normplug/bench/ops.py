@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,46 +18,30 @@ from torch.autograd import grad
 from normplug import functional, target_variance
 from normplug.reference import accumulator_dtype
 
-GROUPS = 32  # of a GroupNorm; fewer if the channels cannot be divided by it
 MOMENTUM = 0.1
 
 Function = Callable[..., Any]  # takes an operation's tensors by name, and eps
 Tensors = dict[str, Tensor]
 
-
-class Case(NamedTuple):
-    """An operation of `OPS` on one input.
-
-    The layout is "NHWC" for channels_last with any number of spatial dimensions, "NCHW" for
-    contiguous images, "NC" for features, and "rows" for norms of rows.
-    """
-
-    op: str
-    layout: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.op} {self.layout} {'x'.join(map(str, self.shape))} {self.dtype}"
-
-
-# The positional arguments of a norm, which are the same in torch and in normplug.
-_ARGUMENTS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "layer_norm": lambda x, t, eps: (x, x.shape[-1:], t["weight"], t["bias"], eps),
-    "rms_norm": lambda x, t, eps: (x, x.shape[-1:], t["weight"], eps),
-    "group_norm": lambda x, t, eps: (x, groups(x), t["weight"], t["bias"], eps),
-    "instance_norm": lambda x, t, eps: (
-        (x, None, None, t["weight"], t["bias"], True, MOMENTUM, eps)
-    ),
-    "batch_norm": lambda x, t, eps: (
-        (x, t["running_mean"], t["running_var"], t["weight"], t["bias"], True, MOMENTUM, eps)
-    ),
+# The arguments of a norm next to its tensors and eps, which are the same in torch and in normplug.
+_ARGUMENTS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "layer_norm": lambda x: {"normalized_shape": x.shape[-1:]},
+    "rms_norm": lambda x: {"normalized_shape": x.shape[-1:]},
+    "group_norm": lambda x: {"num_groups": groups(x.shape)},
+    "instance_norm": lambda x: {"use_input_stats": True, "momentum": MOMENTUM},
+    "batch_norm": lambda x: {"training": True, "momentum": MOMENTUM},
 }
 
 
-def groups(x: Tensor) -> int:
-    """The number of a GroupNorm's groups for x."""
-    return math.gcd(GROUPS, x.shape[1])
+def groups(shape: Sequence[int]) -> int:
+    """The number of a GroupNorm's groups: 32, or fewer if they cannot divide the channels."""
+    return math.gcd(32, shape[1])
+
+
+# What is added -> the fewest passes over the input: of the forward, and also of the backward.
+# Forward reads x and writes y, backward reads dy and x and writes dx. A residual adds a read, and
+# its gradient a write. The sum, if it is returned, adds a write, and its gradient a read.
+PASSES = {"": (2, 5), "bias": (2, 5), "after": (3, 7), "before": (4, 8)}
 
 
 @dataclass(frozen=True)
@@ -72,84 +58,47 @@ class Op:
     statistics: bool = False
 
     @property
-    def passes(self) -> dict[str, int]:
-        """Direction -> the fewest passes over the input: F is forward, F+B also backward.
-
-        Forward reads x and writes y, backward reads dy and x and writes dx. A residual adds a read,
-        and its gradient a write. The sum, if it is returned, adds a write, and its gradient a read.
-        """
-        forward, both = {"before": (4, 8), "after": (3, 7)}.get(self.add, (2, 5))
-        return {"F": forward, "F+B": both}
-
-    @property
     def of_rows(self) -> bool:
         """Whether it normalises rows, and not channels or groups of channels."""
         return self.norm in ("layer_norm", "rms_norm")
 
-    @property
-    def eps(self) -> float:
-        """The usual eps."""
-        return 1e-6 if self.norm == "rms_norm" else 1e-5
-
-    def refusal(self, shape: Sequence[int]) -> str | None:
-        """Why the operation does not take a shape; None if it does."""
-        if self.of_rows:
-            return None if len(shape) >= 2 else "takes (*rows, width) of 2 or more dimensions"
-        fewest = 2 if self.norm == "batch_norm" else 3
-        if not fewest <= len(shape) <= 5:
-            return f"takes (N, C, *space) of {fewest} to 5 dimensions"
-        statistics = {  # how many means
-            "batch_norm": shape[1],
-            "group_norm": shape[0] * math.gcd(GROUPS, shape[1]),
-            "instance_norm": shape[0] * shape[1],
-        }
-        averaged = math.prod(shape) // statistics[self.norm]
-        return None if averaged > 1 else "needs more than one value to average"
-
     def layouts(self, shape: Sequence[int]) -> tuple[str, ...]:
-        """The memory layouts of an input of this shape."""
+        """The memory layouts of an input of this shape; none if the operation does not take it."""
         if self.of_rows:
-            return ("rows",)
-        return {2: ("NC",), 3: ("NCHW",)}.get(len(shape), ("NCHW", "NHWC"))
+            return ("rows",) if len(shape) >= 2 else ()
+        features = ("NC",) if self.norm == "batch_norm" else ()
+        images = ("NCHW", "NHWC")
+        return {2: features, 3: images[:1], 4: images, 5: images}.get(len(shape), ())
 
     def ours(self, x: Tensor, eps: float, **t: Any) -> Any:
         """The call of normplug; takes `mode` and `backend`, too."""
-        how = {key: value for key, value in t.items() if key not in ("weight", "bias")}
-        if self.norm == "batch_norm":
-            how = {k: v for k, v in how.items() if not k.startswith("running_")}
         if self.activation is not None:
-            how["activation"] = self.activation
-        arguments = _ARGUMENTS[self.norm](x, t, eps)
-        if self.add == "before":
-            arguments = (x, how.pop("residual"), *arguments[1:])
-            return getattr(functional, f"add_{self.norm}")(*arguments, **how)
-        return getattr(functional, self.norm)(*arguments, **how)
+            t["activation"] = self.activation
+        name = f"add_{self.norm}" if self.add == "before" else self.norm
+        return getattr(functional, name)(x, eps=eps, **_ARGUMENTS[self.norm](x), **t)
 
-    def theirs(
-        self, x: Tensor, eps: float, norm: Function | None = None, active: bool = True, **t: Any
-    ) -> Any:
-        """The same work as separate calls of torch, as layers and models make them.
-
-        `norm` replaces torch's function; `active=False` leaves out the activation.
-        """
+    def theirs(self, x: Tensor, eps: float, norm: Function | None = None, **t: Any) -> Any:
+        """The same work as separate calls of torch, or of another `norm`, as layers make them."""
         if self.add in ("before", "bias"):
             x = x + t["residual" if self.add == "before" else "input_bias"]
         if self.statistics:
-            self._count(x, t)
-        y = getattr(F, self.norm)(*_ARGUMENTS[self.norm](x, t, eps)) if norm is None else norm(x, t)
+            t["num_batches_tracked"].add_(1)
+        names = ["weight", "bias"]
+        if self.norm == "batch_norm":
+            names += ["running_mean", "running_var"]
+        elif self.statistics:  # torch's own norms of rows have no running statistics
+            with torch.no_grad():
+                var, mean = torch.var_mean(x, -1, correction=0)
+                for running, new in ((t["running_mean"], mean), (t["running_var"], var)):
+                    running.lerp_(new.mean(dtype=running.dtype), MOMENTUM)
+        norm = norm or getattr(F, self.norm)
+        tensors = {name: t[name] for name in names if name in t}
+        y = norm(x, eps=eps, **_ARGUMENTS[self.norm](x), **tensors)
         if self.add == "after":
             y += t["residual"]
-        if self.activation is not None and active:
+        if self.activation is not None:
             y = torch.relu_(y) if self.activation == "relu" else F.silu(y)
         return (y, x) if self.add == "before" else y
-
-    def _count(self, x: Tensor, t: Tensors) -> None:
-        t["num_batches_tracked"].add_(1)
-        if self.of_rows:  # torch's own norms of rows keep no running statistics
-            with torch.no_grad():
-                found = torch.var_mean(x, -1, correction=0)
-                for running, each in zip((t["running_var"], t["running_mean"]), found, strict=True):
-                    running.lerp_(each.mean(dtype=running.dtype), MOMENTUM)
 
 
 OPS = {
@@ -168,6 +117,45 @@ OPS = {
 }
 
 
+class Case(NamedTuple):
+    """An operation of `OPS` on one input.
+
+    The layout is "NHWC" for channels_last with any number of spatial dimensions, "NCHW" for
+    contiguous images, "NC" for features, and "rows" for norms of rows.
+    """
+
+    op: str
+    layout: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.layout} {'x'.join(map(str, self.shape))} {self.dtype}"
+
+
+def cases(
+    ops: Sequence[str],
+    shapes: Iterable[tuple[int, ...]],
+    dtypes: Iterable[str],
+    layouts: Sequence[str] = ("rows", "NC", "NCHW", "NHWC"),
+) -> list[Case]:
+    """Every operation on every shape, in each of its layouts that is in `layouts`, and each dtype.
+
+    Raises:
+        ValueError: an operation does not take a shape.
+    """
+    found = []
+    for name, shape in itertools.product(ops, shapes):
+        own = OPS[name].layouts(shape)
+        if not own:
+            takes = "(*rows, width)" if OPS[name].of_rows else "(N, C, *space)"
+            sizes = "x".join(map(str, shape))
+            raise ValueError(f"{name} takes no {takes} of {len(shape)} dimensions; got {sizes}.")
+        chosen = [layout for layout in own if layout in layouts]
+        found += [Case(name, layout, shape, dtype) for layout in chosen for dtype in dtypes]
+    return found
+
+
 class Problem:
     """The tensors of a case: random, the same in each process, with a mean away from 0.
 
@@ -176,7 +164,8 @@ class Problem:
 
     def __init__(self, case: Case, device: torch.device, eps: float | None = None) -> None:
         self.op = op = OPS[case.op]
-        self.eps = op.eps if eps is None else eps
+        usual = 1e-6 if op.norm == "rms_norm" else 1e-5
+        self.eps = usual if eps is None else eps
         dtype: torch.dtype = getattr(torch, case.dtype)
         wide = accumulator_dtype(dtype)
         generator = torch.Generator(device).manual_seed(0)
@@ -218,14 +207,23 @@ class Problem:
 
     def results(self, function: Function) -> Tensors:
         """Outputs, gradients and updated statistics of `function`; the state stays as it is."""
-        return _results(function, self.leaves, self.state, self.gradients, self.eps)
+        state = {name: tensor.clone() for name, tensor in self.state.items()}
+        made = function(**self.leaves, **state, eps=self.eps)
+        outputs = [made] if isinstance(made, Tensor) else list(made)
+        found = grad(outputs, list(self.leaves.values()), self.gradients)
+        return {
+            **dict(zip(("y", "sum"), (output.detach() for output in outputs), strict=False)),
+            **{f"d{name}": each for name, each in zip(self.leaves, found, strict=True)},
+            **state,
+        }
 
     def truth(self, mode: Any = "standard") -> Tensors:
         """The same of torch in float64, where the target variance scales the weight."""
-        leaves = {name: leaf.requires_grad_() for name, leaf in _doubles(self.leaves).items()}
-        function = partial(_scaled, self.op, target_variance(mode) ** 0.5)
-        gradients = [gradient.double() for gradient in self.gradients]
-        return _results(function, leaves, _doubles(self.state), gradients, self.eps)
+        twin, scale = copy.copy(self), target_variance(mode) ** 0.5
+        twin.leaves = {k: v.detach().double().requires_grad_() for k, v in self.leaves.items()}
+        twin.state = {k: v.double() if v.is_floating_point() else v for k, v in self.state.items()}
+        twin.gradients = [gradient.double() for gradient in self.gradients]
+        return twin.results(lambda weight, **t: self.op.theirs(weight=weight * scale, **t))
 
     def _mask_undecided_signs(self) -> None:
         """Clear dy where rounding may decide the sign of a ReLU's input.
@@ -234,34 +232,7 @@ class Problem:
         """
         (dy,) = self.gradients
         margin = math.sqrt(torch.finfo(dy.dtype).eps)  # far above any rounding of the input
+        twin = copy.copy(self)
+        twin.op = replace(self.op, activation=None)
         for mode in ("standard", "golden"):
-            tensors = _doubles(self.leaves) | _doubles(self.state)
-            scale = target_variance(mode) ** 0.5
-            pre = _scaled(self.op, scale, **tensors, eps=self.eps, active=False)
-            dy.masked_fill_(pre.abs() < margin, 0)
-
-
-def _scaled(op: Op, scale: float, weight: Tensor, **rest: Any) -> Any:
-    return op.theirs(weight=weight * scale, **rest)
-
-
-def _doubles(tensors: Tensors) -> Tensors:
-    """Copies in float64; integers stay as they are."""
-    return {
-        name: tensor.detach().double() if tensor.is_floating_point() else tensor.clone()
-        for name, tensor in tensors.items()
-    }
-
-
-def _results(
-    function: Function, leaves: Tensors, state: Tensors, gradients: Sequence[Tensor], eps: float
-) -> Tensors:
-    state = {name: tensor.clone() for name, tensor in state.items()}
-    made = function(**leaves, **state, eps=eps)
-    outputs = [made] if isinstance(made, Tensor) else list(made)
-    found = grad(outputs, list(leaves.values()), gradients)
-    return {
-        **dict(zip(("y", "sum"), (output.detach() for output in outputs), strict=False)),
-        **{f"d{name}": each for name, each in zip(leaves, found, strict=True)},
-        **state,
-    }
+            dy.masked_fill_(twin.truth(mode)["y"].abs() < margin, 0)

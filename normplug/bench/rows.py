@@ -15,7 +15,7 @@ from normplug._table import table
 Row = dict[str, Any]
 
 
-class Rows(Sequence[Row]):
+class Rows(list[Row]):
     """Rows of results; `print` them, or leave them at the end of a notebook's cell, for a table.
 
     Args:
@@ -28,101 +28,56 @@ class Rows(Sequence[Row]):
         self,
         rows: Iterable[Row],
         columns: Mapping[str, tuple[str, str]],
-        notes: Iterable[str] = (),
+        notes: Sequence[str] = (),
     ) -> None:
-        self.rows, self.columns, self.notes = list(rows), dict(columns), list(notes)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.rows[index]
+        super().__init__(rows)
+        self.columns, self.notes = columns, notes
 
     def __str__(self) -> str:
         return "\n".join([table(self._cells()), *self.notes])
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        header, *lines = [[html.escape(cell) for cell in line] for line in self._cells()]
-        head = "".join(f"<th>{cell}</th>" for cell in header)
-        body = "".join(f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in lines)
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<table><tr>{head}</tr>{body}</table>{notes}"
+        lines = ([f"<td>{html.escape(cell)}</td>" for cell in line] for line in self._cells())
+        body = "".join(f"<tr>{''.join(line)}</tr>" for line in lines)
+        return f"<table>{body}</table>" + "".join(f"<p>{html.escape(n)}</p>" for n in self.notes)
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with a line for each row, and a column for each of their keys."""
-        return frame(self.rows)
+        with needs("normplug.bench", "bench"):
+            import pandas
+        return pandas.DataFrame(list(self))
 
     def _cells(self) -> list[tuple[str, ...]]:
         """The header and the rows; columns without any value are left out."""
-        known = {key for row in self.rows for key, value in row.items() if value is not None}
-        columns = {name: column for name, column in self.columns.items() if column[0] in known}
-        cells = [
-            tuple(
-                "-" if row.get(key) is None else form.format(row[key])
-                for key, form in columns.values()
-            )
-            for row in self.rows
-        ]
-        return [tuple(columns), *cells]
-
-
-def frame(rows: Sequence[Row]) -> Any:
-    """The rows as a `pandas.DataFrame`."""
-    with needs("normplug.bench", "bench"):
-        import pandas
-    return pandas.DataFrame(rows)
-
-
-def add_to_file(path: Path | None, rows: Iterable[Row]) -> None:
-    """Append rows to a JSON file, a list of rows, which is created if absent; None for no file.
-
-    Raises:
-        ValueError: the file is not a list of rows; it is left as it is.
-    """
-    if path is None:
-        return
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    if not _are_rows(known):
-        raise ValueError(f"{path} is not a list of rows. Write to another file.")
-    lines = ",\n".join(f" {json.dumps(row)}" for row in [*known, *rows])
-    write_file(path, f"[\n{lines}\n]\n")
+        shown = {
+            header: ["-" if row.get(key) is None else form.format(row[key]) for row in self]
+            for header, (key, form) in self.columns.items()
+            if any(row.get(key) is not None for row in self)
+        }
+        return [tuple(shown), *zip(*shown.values(), strict=True)]
 
 
 def read_file(path: Path) -> list[Row]:
     """The rows of a JSON file.
 
-    Files of normplug 0.2 and before are an object, with facts about all its rows: each row gets
-    them.
+    Raises:
+        ValueError: the file is not a list of rows.
+    """
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} is not a list of rows.")
+    return rows
+
+
+def add_to_file(path: Path | None, rows: Iterable[Row]) -> None:
+    """Append rows to a JSON file, which is created if absent; None for no file.
 
     Raises:
-        ValueError: the file cannot be read, or has no rows; the message says which.
+        ValueError: the file is not a list of rows; it is left as it is.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
-    facts: Row = {}
-    if isinstance(content, dict):
-        facts = {key: value for key, value in content.items() if key not in ("rows", "versions")}
-        facts |= content.get("versions", {})
-        content = content.get("rows")
-    if not _are_rows(content) or not content:
-        raise ValueError(f"{path} has no rows of results.")
-    return [_as_today({**facts, **row}) for row in content]
-
-
-def _as_today(row: Row) -> Row:
-    """The row with a shape as text, and medians where an older file has the best times."""
-    if isinstance(row.get("shape"), list):
-        row["shape"] = "x".join(map(str, row["shape"]))
-    for key in [key for key in row if key.startswith("median_")]:
-        name = key.removeprefix("median_")
-        row[f"best_{name}"], row[name] = row[name], row.pop(key)
-    return row
-
-
-def _are_rows(content: Any) -> bool:
-    return isinstance(content, list) and all(isinstance(row, dict) for row in content)
+    if path is not None:
+        known = read_file(path) if path.exists() else []
+        lines = ",\n".join(f" {json.dumps(row)}" for row in [*known, *rows])
+        write_file(path, f"[\n{lines}\n]\n")

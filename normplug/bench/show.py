@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from normplug._results import replace_file
-from normplug.bench.rows import Row, frame
+from normplug.bench.rows import Row
 
 CASE = ("model", "batch", "op", "direction", "layout", "shape", "dtype")
+TIMES = (  # the columns of a table, the times in it, and their unit
+    ("arm", "ms", "ms a training step"),
+    ("provider", "us", "microseconds of the device"),
+    ("provider", "wall_us", "microseconds of calls back to back"),
+)
 HATCHES = ("", "///", "...", "xx", "--", "++", "oo")
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.")  # told apart without colour, too
 
 
-def medians(rows: Sequence[Row]) -> tuple[Any, str]:
-    """A frame with a line for each case and a column for each arm or provider, and its unit.
+def pivot(found: pd.DataFrame, series: str, values: str, how: str = "median") -> pd.DataFrame:
+    """A line for each case, and a column for each arm or provider, in the order of the rows."""
+    case = [key for key in CASE if key in found and found[key].notna().all()] or ["device"]
+    wide = found.pivot_table(values, case, series, aggfunc=how, sort=False)
+    return wide.reindex(found.set_index(case).index.unique())
+
+
+def medians(rows: Sequence[Row]) -> tuple[pd.DataFrame, str]:
+    """The median times of each case, and their unit.
 
     Raises:
         ValueError: the rows have no times of steps or operations.
     """
-    found = frame(rows)
-    for series, value, unit in (
-        ("arm", "ms", "ms a training step"),
-        ("provider", "us", "microseconds of the device"),
-        ("provider", "wall_us", "microseconds of calls back to back"),
-    ):
+    found = pd.DataFrame(rows)
+    for series, value, unit in TIMES:
         if {series, value} <= set(found):
-            case = [key for key in CASE if key in found and found[key].notna().all()]
-            if not case:
-                case = ["device"]
-            wide = found.pivot_table(value, case, series, aggfunc="median")
-            wide = wide.reindex(found.set_index(case).index.unique())  # in the order of the rows
-            return wide[[name for name in found[series].unique() if name in wide]], unit
+            return pivot(found, series, value), unit
     raise ValueError("it has no times: `model`, `op` and `sweep` write them")
 
 
@@ -41,13 +47,21 @@ def render(rows: Sequence[Row]) -> str:
     wide, unit = medians(rows)
     pairs = [("normplug", name) for name in wide if name != "normplug"]
     pairs += [("swap+fuse", "eager"), ("swap+fuse+compile", "compile")]
-    for ours, peer in [pair for pair in pairs if set(pair) <= set(wide)]:
-        wide[f"{ours} over {peer}"] = (wide[peer] / wide[ours]).map("{:.2f}x".format)
-    cells = wide.map(lambda cell: f"{cell:.4g}" if isinstance(cell, float) else cell)
-    return f"{origin(rows)}. Median {unit}:\n\n{markdown(cells)}"
+    cells = wide.map("{:.4g}".format).where(wide.notna())
+    return f"{origin(rows)}. Median {unit}:\n\n{markdown(with_speeds(cells, wide, pairs))}"
 
 
-def markdown(cells: Any) -> str:
+def with_speeds(
+    cells: pd.DataFrame, times: pd.DataFrame, pairs: Iterable[tuple[str, str]]
+) -> pd.DataFrame:
+    """The cells, and a column for each pair of columns of `times`: the first one's speed."""
+    for ours, peer in pairs:
+        if {ours, peer} <= set(times) and (speeds := (times[peer] / times[ours]).dropna()).any():
+            cells = cells.assign(**{f"{ours} over {peer}": speeds.map("{:.2f}x".format)})
+    return cells
+
+
+def markdown(cells: pd.DataFrame) -> str:
     """A frame as a Markdown table, with the levels of its index first; numbers align right."""
     header = [*cells.index.names, *cells.columns]
     rules = ["---"] * cells.index.nlevels + ["---:"] * len(cells.columns)
@@ -58,23 +72,21 @@ def markdown(cells: Any) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Plot GB/s over the width for a norm of rows, and the speed over eager for everything else."""
-    from matplotlib.figure import Figure
-
     figure = Figure(layout="constrained")
     heights = {str(row.get("shape")).rpartition("x")[0] for row in rows}
     if {row.get("layout") for row in rows} == {"rows"} and len(heights) == 1 and "gbps" in rows[0]:
-        _draw_widths(figure, rows)
+        _draw_widths(figure, pd.DataFrame(rows))
     else:
-        _draw_speeds(figure, rows)
+        _draw_speeds(figure, *medians(rows))
     figure.suptitle(origin(rows), fontsize="small")
     with replace_file(path) as part:
         figure.savefig(part, format="png", dpi=150)
 
 
-def _draw_widths(figure: Any, rows: Sequence[Row]) -> None:
+def _draw_widths(figure: Figure, found: pd.DataFrame) -> None:
     """A panel for each dtype and direction, and a line for each provider."""
-    found = frame([{**row, "width": int(row["shape"].split("x")[-1])} for row in rows])
-    names = list(found["provider"].unique())
+    found = found.assign(width=found["shape"].str.split("x").str[-1].astype(int))
+    names = found["provider"].unique()
     panels = list(found.groupby(["dtype", "direction"], sort=False))
     height = -(-len(panels) // 2)
     figure.set_size_inches(10, 4 * height)
@@ -86,20 +98,18 @@ def _draw_widths(figure: Any, rows: Sequence[Row]) -> None:
         axes.set_xscale("log", base=2)
         axes.set(xlabel="width of a row", ylabel="median GB/s", ylim=(0, None))
         axes.grid(alpha=0.3)
-        if rows[0].get("copy_gbps"):
-            axes.axhline(rows[0]["copy_gbps"], color="black", linestyle="--", linewidth=0.8)
+        if copy := part["copy_gbps"].iloc[0]:
+            axes.axhline(copy, color="black", linestyle="--", linewidth=0.8)
 
 
-def _draw_speeds(figure: Any, rows: Sequence[Row]) -> None:
+def _draw_speeds(figure: Figure, wide: pd.DataFrame, unit: str) -> None:
     """A group of bars for each case."""
-    wide, unit = medians(rows)
     if "eager" not in wide:
         raise ValueError("it has no row of eager, to compare the others with")
     faster = wide[wide["eager"].notna()].rdiv(wide["eager"], axis=0).drop(columns="eager")
     faster.index = [", ".join(map(str, case)) for case in faster.index.to_flat_index()]
     figure.set_size_inches(9, 1.5 + 0.17 * faster.size)
-    axes = figure.subplots()
-    faster.plot.barh(ax=axes, width=0.8)
+    axes: Axes = faster.plot.barh(ax=figure.subplots(), width=0.8)
     for bars, hatch in zip(axes.containers, HATCHES, strict=False):
         for bar in bars:
             bar.set(hatch=hatch, edgecolor="white", linewidth=0)
@@ -110,14 +120,11 @@ def _draw_speeds(figure: Any, rows: Sequence[Row]) -> None:
     axes.legend()  # with the hatches
 
 
-def origin(rows: Sequence[Row]) -> str:
-    """Where rows come from, in words."""
-    keys = ("device", "torch", "triton", "normplug", "commit")
-    found = {key: sorted({str(row[key])[:40] for row in rows if row.get(key)}) for key in keys}
-    words = [
-        f"{key} {' or '.join(values)}" if key != "device" else " or ".join(values)
-        for key, values in found.items()
-        if values
-    ]
-    dates = sorted({str(row["date"])[:10] for row in rows if row.get("date")})
-    return ", ".join([*words, " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""])
+def origin(rows: Sequence[Row], *packages: str) -> str:
+    """Where rows come from, in words: the device, versions of packages, commits and dates."""
+    words = []
+    for key in ("device", "torch", "triton", "cuda", "python", "normplug", *packages, "commit"):
+        if found := sorted({str(row[key]) for row in rows if row.get(key)}):
+            words.append(("" if key == "device" else f"{key} ") + " or ".join(found))
+    days = sorted({str(row["date"])[:10] for row in rows if row.get("date")})
+    return ", ".join([*words, " to ".join(dict.fromkeys(days[:1] + days[-1:]))])

@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from normplug.bench.models import Loss
 
 Target = tuple[nn.Module, Any, Loss | None]
-Source = Callable[..., Target]
 TOKENS = 512  # of a text
 IMAGE = 224  # pixels, unless the model says otherwise
 
@@ -37,14 +36,13 @@ def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
         raise ValueError(f"{place!r} is no library to take a model from: {', '.join(_LIBRARIES)}.")
     known: list[str] = []
     for library in [place] if place else _LIBRARIES:
-        if importlib.util.find_spec(library) is None:
-            if place:
-                raise ValueError(f"{place} is not installed.")
-            continue
-        module, names, source = _LIBRARIES[library]
-        known += names(import_module(module))
-        if name in known:
-            return source(name, 8 if batch is None else batch, **options)
+        if importlib.util.find_spec(library) is not None:
+            names, make = _LIBRARIES[library]
+            known += names()
+            if name in known:
+                return make(name, 8 if batch is None else batch, **options)
+        elif place:
+            raise ValueError(f"{place} is not installed.")
     near = difflib.get_close_matches(name, dict.fromkeys(known), 3, 0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise ValueError(f"no model {target!r} in torchvision, timm or transformers.{hint}")
@@ -100,26 +98,25 @@ def _transformers(name: str, batch: int, length: int = TOKENS, **options: Any) -
     config = import_module("transformers").AutoConfig.for_model(name, **options)
     for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "MASKED_LM", "CAUSAL_LM"):
         mapping = getattr(auto, f"MODEL_FOR_{kind}_MAPPING")
-        if type(config) not in mapping:
-            continue
-        model = mapping[type(config)](config)
-        if kind == "IMAGE_CLASSIFICATION":
-            size = getattr(config, "image_size", IMAGE)
-            images = torch.randn(batch, getattr(config, "num_channels", 3), size, size)
-            labels = torch.randint(config.num_labels, (batch,))
-            return model, {"pixel_values": images, "labels": labels}, None
-        length = min(length, getattr(config, "max_position_embeddings", length))
-        tokens = torch.randint(config.vocab_size, (batch, length))
-        data = {"input_ids": tokens, "labels": tokens.clone()}
-        if kind.startswith("SEQ"):
-            data["decoder_input_ids"] = tokens
-        return model, data, None
-    raise ValueError(f"{name!r} of transformers is no language model and no classifier of images.")
+        if type(config) in mapping:
+            break
+    else:
+        raise ValueError(f"{name!r} of transformers is no language model or classifier of images.")
+    model = mapping[type(config)](config)
+    if kind == "IMAGE_CLASSIFICATION":
+        size = getattr(config, "image_size", IMAGE)
+        images = torch.randn(batch, getattr(config, "num_channels", 3), size, size)
+        labels = torch.randint(config.num_labels, (batch,))
+        return model, {"pixel_values": images, "labels": labels}, None
+    length = min(length, getattr(config, "max_position_embeddings", length))
+    tokens = torch.randint(config.vocab_size, (batch, length))
+    data = {"input_ids": tokens, "labels": tokens.clone()}
+    return model, data | ({"decoder_input_ids": tokens} if kind.startswith("SEQ") else {}), None
 
 
-# library -> the module that lists its models, how, and what makes one
-_LIBRARIES: dict[str, tuple[str, Callable[[Any], Any], Source]] = {
-    "torchvision": ("torchvision.models", lambda module: module.list_models(module), _torchvision),
-    "timm": ("timm", lambda module: module.list_models(), _timm),
-    "transformers": ("transformers", lambda module: list(module.CONFIG_MAPPING), _transformers),
+# library -> the names of its models, and what makes one
+_LIBRARIES: dict[str, tuple[Callable[[], Iterable[str]], Callable[..., Target]]] = {
+    "torchvision": (lambda: import_module("torchvision.models").list_models(), _torchvision),
+    "timm": (lambda: import_module("timm").list_models(), _timm),
+    "transformers": (lambda: import_module("transformers").CONFIG_MAPPING, _transformers),
 }

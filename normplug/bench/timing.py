@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -23,14 +24,16 @@ from torch.profiler import ProfilerActivity, profile
 from normplug._torch import gpu_sleep
 
 Call = Callable[[], Any]
+Turn = Callable[[], list[float]]  # some calls; it returns their times
 Event = Mapping[str, Any]  # of a Chrome trace
 
 TURNS = 5
 TURN_MS = 25  # of repetitions in a turn
 FEWEST, MOST = 5, 2000  # calls back to back
 # The GPU sleeps before each repetition while the host queues it: LEAD times the host's time, plus
-# LEAD_US. Otherwise the GPU would wait for the host in the middle of a measurement.
-LEAD, LEAD_US = 2.0, 50.0
+# LEAD_US. Otherwise the GPU would wait for the host in the middle of a measurement. The lead also
+# covers a clock of up to 4 GHz.
+LEAD, LEAD_US, CYCLES_PER_US = 2.0, 50.0, 2000
 COPY_BYTES = 512 * 2**20
 STEPS = 3  # in a profile
 ON_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}  # a trace's categories
@@ -48,22 +51,18 @@ def device_us(calls: Mapping[str, Call], device: torch.device) -> dict[str, list
 
     On a GPU, the time is the GPU's alone, and the L2 cache is cold.
     """
-    return _in_turns(calls, gpu_stopwatch if device.type == "cuda" else _cpu_stopwatch, TURNS)
+    stopwatch = gpu_stopwatch if device.type == "cuda" else _cpu_stopwatch
+    return in_turns({name: stopwatch(call) for name, call in calls.items()})
 
 
-def wall_us(calls: Mapping[str, Call], turns: int = TURNS) -> dict[str, list[float]]:
-    """Name -> microseconds a call in calls back to back: the slower of host and GPU."""
-    return _in_turns(calls, _back_to_back, turns)
-
-
-def _in_turns(
-    calls: Mapping[str, Call], stopwatch: Callable[[Call], Call], turns: int
-) -> dict[str, list[float]]:
-    ready = {name: stopwatch(call) for name, call in calls.items()}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(turns):
-        for name, turn in ready.items():
-            samples[name] += turn()
+def in_turns(turns: Mapping[str, Turn], rounds: int | None = None) -> dict[str, list[float]]:
+    """Name -> the times of all its turns; each round (`TURNS` by default) starts with another."""
+    samples: dict[str, list[float]] = {name: [] for name in turns}
+    names = deque(turns)
+    for _ in range(rounds or TURNS):
+        for name in names:
+            samples[name] += turns[name]()
+        names.rotate(-1)
     return samples
 
 
@@ -87,10 +86,9 @@ def at_rest() -> float:
 
 def spread(key: str, samples: Sequence[float]) -> dict[str, float]:
     """The median of some times, and the bounds of their middle 60%, as fields of a row."""
-    low = high = samples[0]
-    if len(samples) > 1:
-        low, *_, high = statistics.quantiles(samples, n=5, method="inclusive")
-    return {key: statistics.median(samples), f"{key}_p20": low, f"{key}_p80": high}
+    times = torch.tensor(samples, dtype=torch.float64)
+    low, middle, high = times.quantile(times.new_tensor([0.2, 0.5, 0.8])).tolist()
+    return {key: middle, f"{key}_p20": low, f"{key}_p80": high}
 
 
 @cache
@@ -109,7 +107,7 @@ class _Sleep:
     """
 
     def __init__(self, us: float) -> None:
-        self.cycles = int(us * _cycles_per_us())
+        self.cycles = int(us * CYCLES_PER_US)
 
     def _sleep(self, value: None) -> None:
         gpu_sleep(self.cycles)
@@ -117,7 +115,7 @@ class _Sleep:
     grad = property(fset=_sleep)
 
 
-def gpu_stopwatch(call: Call) -> Callable[[], list[float]]:
+def gpu_stopwatch(call: Call) -> Turn:
     """Make the call that is a turn on the GPU: it returns the microseconds of each repetition."""
     from triton.testing import do_bench
 
@@ -131,13 +129,14 @@ def gpu_stopwatch(call: Call) -> Callable[[], list[float]]:
     return turn
 
 
-def _cpu_stopwatch(call: Call) -> Callable[[], list[float]]:
+def _cpu_stopwatch(call: Call) -> Turn:
     call()
     measured = timer(call).blocked_autorange
     return lambda: [1e6 * s for s in measured(min_run_time=TURN_MS / 1e3).times]
 
 
-def _back_to_back(call: Call) -> Callable[[], list[float]]:
+def back_to_back(call: Call) -> Turn:
+    """Make a turn of calls back to back: the microseconds a call, the slower of host and GPU's."""
     measured = timer(call).timeit
     seconds = measured(FEWEST).median
     count = min(max(int(TURN_MS / 1e3 / seconds), FEWEST), MOST)
@@ -152,18 +151,17 @@ def timer(call: Call) -> Any:
     return Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
 
 
-@cache
-def _cycles_per_us() -> float:
-    """Cycles of `gpu_sleep` a microsecond; the first sleep also wakes an idle GPU."""
-    cycles, rates = 20_000_000, []
-    for _ in range(4):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        gpu_sleep(cycles)
-        end.record()
-        end.synchronize()
-        rates.append(cycles / (start.elapsed_time(end) * 1e3))
-    return max(rates)
+def attempt(what: str, call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """The result of `call()` and None; if it raises, None and why, which is printed."""
+    try:
+        return call(), None
+    except Exception as error:  # of any kind, such as no compiler: measure the others anyway
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    # Not in the except block: the traceback there keeps tensors alive.
+    print(f"normplug.bench: {what} is left out: {why}", file=sys.stderr, flush=True)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return None, why
 
 
 def trace(call: Call, path: Path, steps: int = 1, host: bool = True) -> None:

@@ -1,6 +1,6 @@
 """The yardstick of the numeric tests: torch's own error against float64, not a magic number.
 
-The bound is that of `normplug.bench.accuracy`. Tests with random inputs must also know how much
+The bound is that of `normplug.bench.op`. Tests with random inputs must also know how much
 cancels: the errors of two equally good implementations may differ by far more than a factor of two
 where one of them is small by chance.
 """
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from normplug.bench.accuracy import ROUNDINGS_OF_SUMS, bound
+from normplug.bench.op import ROUNDINGS_OF_SUMS, bound
 from normplug.reference import accumulator_dtype
 
 

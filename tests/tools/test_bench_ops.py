@@ -1,15 +1,17 @@
 """`python -m normplug.bench op`, `sweep`, `table` and `plot`, and the clocks beneath them."""
 
+import dataclasses
 import json
+import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from normplug.bench import accuracy, ops, rows, show, timing
+from normplug.bench import ops, rows, show, timing
 from normplug.bench.__main__ import main
-from normplug.bench.op import measure_op
+from normplug.bench.op import differences, measure_op
 from normplug.bench.ops import OPS, Case, Problem
 
 CPU = torch.device("cpu")
@@ -41,29 +43,21 @@ def test_every_operation_is_torchs_in_standard_and_right_in_golden(name, dtype):
     assert ours["max_rel"] <= {"float32": 1e-6, "bfloat16": 1e-2}[dtype]
     assert ours["over_eager"] == pytest.approx(theirs["us"] / ours["us"])
     size = torch.Size(a_case(name).shape).numel() * (4 if dtype == "float32" else 2)
-    passes = OPS[name].passes["F+B"]
+    passes = ops.PASSES[OPS[name].add][1]
     assert ours["gbps"] == pytest.approx(passes * size / ours["us"] / 1e3)
     assert {"device", "commit", "date", "torch", "eps"} <= ours.keys()
     assert "max_abs" not in theirs
 
 
-@pytest.mark.parametrize("broken", ["target", "eps", "gradient"])
+@pytest.mark.parametrize("broken", ["target", "eps", "gradient", "nan"])
 def test_a_wrong_result_is_not_timed(broken, monkeypatch):
     right = ops.Op.ours
-
-    class Wrong(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, y):
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx, dy):
-            return 1.01 * dy
 
     def wrong(self, x, eps, mode="golden", **t):
         mode = 0.6 if broken == "target" and mode == "golden" else mode
         y = right(self, x, 0.3 if broken == "eps" else eps, mode=mode, **t)
-        return Wrong.apply(y) if broken == "gradient" else y
+        wrong_gradient, nan = 0.01 * (y - y.detach()), 0 * y / 0
+        return y + {"gradient": wrong_gradient, "nan": nan}.get(broken, 0)
 
     monkeypatch.setattr(ops.Op, "ours", wrong)
     with pytest.raises(AssertionError, match="is wrong: its relative error to float64 is"):
@@ -78,21 +72,15 @@ def test_another_librarys_norm_is_checked_and_left_out_if_it_is_wrong(capsys):
     assert "wrong is left out: AssertionError" in capsys.readouterr().err
 
 
-def test_the_yardstick_is_torchs_own_error():
-    truth = {"y": torch.tensor([3.0, 4.0], dtype=torch.float64)}
-    value = {"y": truth["y"].float() * (1 + 3e-6)}
-    assert accuracy.error(value["y"], truth["y"]) == pytest.approx(3e-6, rel=0.1)
-    accuracy.require_accurate("us", value, truth, {"y": 2e-6})
-    for yardstick, wrong in ((1e-7, value), (1.0, {"y": torch.full((2,), torch.nan)})):
-        with pytest.raises(AssertionError, match="us: y is wrong"):
-            accuracy.require_accurate("us", wrong, truth, {"y": yardstick})
-    far = accuracy.differences({"y": torch.tensor([1.0, 5.0])}, truth)
+def test_differences_are_in_parts_of_the_largest_element():
+    far = differences({"y": torch.tensor([1.0, 5.0])}, {"y": torch.tensor([3.0, 4.0])})
     assert far == {"max_abs": 2.0, "max_rel": 0.5}
 
 
 def test_no_gradient_depends_on_a_rounded_sign():
     problem = Problem(Case("batch_norm_relu", "NC", (4096, 4), "bfloat16"), CPU)
-    y = problem.op.theirs(**problem.leaves, **problem.state, eps=1e-5, active=False)
+    plain = dataclasses.replace(problem.op, activation=None)
+    y = plain.theirs(**problem.leaves, **problem.state, eps=1e-5)
     (dy,) = problem.gradients
     assert (dy[y.abs() < 0.01] == 0).all()
     assert (dy != 0).float().mean() > 0.9
@@ -102,11 +90,9 @@ def test_the_command_measures_on_the_cpu(tmp_path, capsys):
     path = tmp_path / "made" / "rows.json"
     words = ["op", "layer_norm", "--shape", "4x8", "--shape", "2x6", "--eps", "1e-6"]
     main([*words, "--device", "cpu", "--json", str(path)])
-    out = capsys.readouterr().out
-    assert "speed-up over PyTorch  over torch.compile" in out
+    assert "speed-up over PyTorch  over torch.compile" in capsys.readouterr().out
     found = rows.read_file(path)
-    assert {row["shape"] for row in found} == {"4x8", "2x6"}
-    assert {row["eps"] for row in found} == {1e-6}
+    assert {(row["shape"], row["eps"]) for row in found} == {("4x8", 1e-6), ("2x6", 1e-6)}
     assert {row["provider"] for row in found} == {"normplug", "eager", "compile"}
     main(["table", str(path), "-o", str(tmp_path / "rows.md")])
     table = (tmp_path / "rows.md").read_text()
@@ -114,105 +100,85 @@ def test_the_command_measures_on_the_cpu(tmp_path, capsys):
     assert "normplug over compile" in table
 
 
-def test_a_shape_that_an_operation_does_not_take_is_one_sentence():
-    for name, shape, why in (
-        ("layer_norm", "8", "takes (*rows, width) of 2 or more dimensions"),
-        ("group_norm", "4x8", "takes (N, C, *space) of 3 to 5 dimensions"),
-        ("batch_norm", "1x8", "needs more than one value to average"),
-    ):
-        with pytest.raises(SystemExit) as caught:
-            main(["op", name, "--shape", shape, "--device", "cpu"])
-        assert str(caught.value) == f"normplug.bench op: {name} {why}; got {shape}."
+@pytest.mark.parametrize(
+    ("name", "shape", "says"),
+    [
+        ("layer_norm", "8", "layer_norm takes no (*rows, width) of 1 dimensions; got 8."),
+        ("group_norm", "4x8", "group_norm takes no (N, C, *space) of 2 dimensions; got 4x8."),
+        ("batch_norm", "1x8", "Expected more than 1 value per channel when training"),
+    ],
+)
+def test_a_shape_that_an_operation_does_not_take_is_one_sentence(name, shape, says):
+    with pytest.raises(SystemExit) as caught:
+        main(["op", name, "--shape", shape, "--device", "cpu"])
+    assert str(caught.value).startswith(f"normplug.bench op: {says}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_sweep_on_a_cpu_is_small_and_writes_everything(tmp_path, capsys):
-    main(["sweep", "--rows", "4", "--width", "8", "--width", "16", "-o", str(tmp_path / "sweep")])
+    main(["sweep", "--rows", "4", "--width", "8", "--width", "16", "-o", str(tmp_path)])
     assert "a small sweep, as it runs on the CPU" in capsys.readouterr().err
-    assert {file.name for file in (tmp_path / "sweep").iterdir()} == {
-        "sweep.json",
-        "sweep.png",
-        "trace_normplug.json",
-        "trace_torch.json",
-    }
+    assert {row["shape"] for row in rows.read_file(tmp_path / "sweep.json")} == {"4x8", "4x16"}
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     for name, called in (("normplug", "layer_norm"), ("torch", "aten::native_layer_norm_backward")):
-        events = json.loads((tmp_path / "sweep" / f"trace_{name}.json").read_text())["traceEvents"]
+        events = json.loads((tmp_path / f"trace_{name}.json").read_text())["traceEvents"]
         assert any(called in event.get("name", "") for event in events)
-    assert {row["shape"] for row in rows.read_file(tmp_path / "sweep" / "sweep.json")} == {
-        "4x8",
-        "4x16",
-    }
 
 
 def test_rows_of_several_runs_stand_side_by_side(tmp_path):
     path = tmp_path / "rows.json"
-    row = {
-        "op": "layer_norm",
-        "shape": "4x8",
-        "direction": "F",
-        "provider": "eager",
-        "date": "2026",
-    }
+    row = {"op": "layer_norm", "shape": "4x8", "direction": "F", "provider": "eager"}
     for us, commit in ((1.0, "a"), (2.0, "b"), (9.0, "b")):
-        rows.add_to_file(path, [row | {"us": us, "commit": commit}])
+        rows.add_to_file(path, [row | {"us": us, "commit": commit, "date": "2026"}])
     table = show.render(rows.read_file(path))
     assert "commit a or b" in table
     assert "| layer_norm | F | 4x8 | 2 |" in table  # the median
     path.write_text('{"rows": 5}')
-    with pytest.raises(ValueError, match="is not a list of rows. Write to another file"):
+    with pytest.raises(ValueError, match="is not a list of rows"):
         rows.add_to_file(path, [row])
     assert path.read_text() == '{"rows": 5}'
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "cannot be read as JSON"),
-        ("{", "cannot be read as JSON"),
-        ("[]", "has no rows of results"),
-        ('{"traceEvents": []}', "has no rows of results"),
-        ('[{"arm": "golden", "seed": 0}]', "it has no times: `model`, `op` and `sweep` write them"),
-    ],
-)
 @pytest.mark.parametrize("command", ["table", "plot"])
-def test_a_file_without_times_is_one_sentence(tmp_path, command, content, says):
+def test_a_file_without_times_is_one_sentence(tmp_path, command):
     path = tmp_path / "some.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(SystemExit) as caught:
-        main([command, str(path)])
-    assert str(caught.value).startswith(f"normplug.bench {command}: {path}")
-    assert says in str(caught.value)
-    assert list(tmp_path.iterdir()) == [path][: content is not None]
+    for content, says in (
+        (None, "No such file"),
+        ("{", "Expecting property name"),
+        ('{"traceEvents": []}', "is not a list of rows"),
+        ('[{"arm": "golden", "seed": 0}]', "it has no times: `model`, `op` and `sweep` write them"),
+    ):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(SystemExit, match=says) as caught:
+            main([command, str(path)])
+        assert str(caught.value).startswith(f"normplug.bench {command}: ")
+        assert str(path) in str(caught.value)
+    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_calls_take_turns():
+def test_calls_take_turns_and_each_round_starts_with_another():
     made = []
-    calls = {name: partial(made.append, name) for name in "ab"}
-    times = timing.device_us(calls, CPU)
-    assert set(times) == {"a", "b"}
-    order = [each for each, before in zip(made, [None, *made], strict=False) if each != before]
-    assert order[-4:] == ["a", "b", "a", "b"]
+    turns = {name: lambda name=name: made.append(name) or [len(made)] for name in "ab"}
+    assert timing.in_turns(turns, 3) == {"a": [1, 4, 5], "b": [2, 3, 6]}
+    assert "".join(made) == "abbaab"
 
 
 def test_the_gpu_sleeps_while_the_host_queues_a_call(monkeypatch):
     """`do_bench` clears gradients, then the cache, then starts its clock."""
     slept = []
     monkeypatch.setattr(timing, "gpu_sleep", slept.append)
-    monkeypatch.setattr(timing, "_cycles_per_us", lambda: 100.0)
     monkeypatch.setattr(timing, "host_us", lambda call: 30.0)
 
     def do_bench(call, warmup, rep, grad_to_none, return_mode):
         for tensor in grad_to_none:
             tensor.grad = None
-        call()
         return [0.25]
 
-    monkeypatch.setitem(
-        __import__("sys").modules, "triton.testing", SimpleNamespace(do_bench=do_bench)
-    )
+    module = SimpleNamespace(do_bench=do_bench)
+    monkeypatch.setitem(sys.modules, "triton.testing", module)
     assert timing.gpu_stopwatch(lambda: None)() == [250.0]
-    assert slept == [100 * (50 + 2 * 30)]
+    assert slept == [2000 * (50 + 2 * 30)]
 
 
 def test_work_that_overlaps_counts_once():
@@ -224,7 +190,6 @@ def test_work_that_overlaps_counts_once():
 def test_the_spread_is_of_the_middle_three_fifths():
     found = timing.spread("us", [float(n) for n in range(1, 12)])
     assert found == {"us": 6.0, "us_p20": 3.0, "us_p80": 9.0}
-    assert timing.spread("us", [2.0]) == {"us": 2.0, "us_p20": 2.0, "us_p80": 2.0}
 
 
 @pytest.mark.gpu

@@ -10,15 +10,16 @@ from typing import TypeAlias
 
 import pandas as pd
 
-from normplug._results import replace_file, write_file
-from normplug.experiment.compare.frame import find_runs, group_runs
+from normplug._results import write_file
+from normplug.experiment.compare.frame import find_runs
 from normplug.experiment.compare.plots import PLOTS, draw
-from normplug.experiment.compare.report import render, runs_table
-from normplug.experiment.compare.stats import summarise
+from normplug.experiment.compare.report import render
+from normplug.experiment.compare.stats import group_runs
 
 __all__ = ["PLOTS", "Comparison", "compare"]
 
 Source: TypeAlias = "str | os.PathLike[str]"
+NOT_IN_RUNS = ["record", "curve", "versions", "overrides", "block_drop", "variances"]
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ def compare(
             "baseline", or "standard" if that has none.
 
     Raises:
-        FileNotFoundError: a source does not exist.
-        ValueError: a directory holds no `result.json`; a file holds no list of runs; `out` is
-            None, and `sources` is not a single directory; `plots` has an unknown name.
+        OSError: a source cannot be read.
+        ValueError: a source is not there, or holds no run; `out` is None, and `sources` is not a
+            single directory; `plots` has an unknown name.
     """
     if unknown := set(plots or ()) - set(PLOTS):
         raise ValueError(
@@ -70,33 +71,26 @@ def compare(
         )
     given = [sources] if isinstance(sources, (str, os.PathLike)) else sources
     paths = [Path(source) for source in given]
-    runs, unreadable = find_runs(paths)
-    target = _target(paths, out)
+    runs, unusable = find_runs(paths)
+    if out is None and (len(paths) > 1 or paths[0].is_file()):
+        raise ValueError(
+            "normplug.compare: with several sources or a collected file, tables and plots need a "
+            "directory of their own. Name it: --out DIR."
+        )
+    target = Path(out or paths[0])
     groups = group_runs(runs, reference)
-    tables = [summarise(group) for group in groups]
     where = " and ".join(path.name if path.is_file() else str(path) for path in paths)
-    markdown = render(groups, tables, unreadable, where)
-    table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+    markdown = render(groups, unusable, where)
+    table = pd.concat([group.table for group in groups] or [pd.DataFrame()], ignore_index=True)
 
-    files = {"summary.csv": table}
+    files = {"summary.md": markdown, "summary.csv": table.to_csv(index=False)}
     if any(path.is_dir() for path in paths):  # a collected file has the runs themselves
-        files["runs.csv"] = runs_table(groups, unreadable)
-    write_file(target / "summary.md", markdown)
+        averaged = runs.index.isin([index for group in groups for index in group.finished.index])
+        rows = runs.assign(averaged=averaged, measure=[measure.name for measure in runs.measure])
+        files["runs.csv"] = rows.drop(columns=NOT_IN_RUNS).to_csv(index=False)
     for name, content in files.items():
-        with replace_file(target / name) as part:
-            content.to_csv(part, index=False)
-    written = [target / name for name in ("summary.md", *files)]
-    written += draw(groups, tables, target, plots)
-    complete = not unreadable and bool((table.n_finished == table.n_expected).all())
+        write_file(target / name, content)
+    written = [target / name for name in files]
+    written += draw(groups, target, plots)
+    complete = not unusable and bool((table.n_finished == table.n_expected).all())
     return Comparison(table, markdown, written, complete)
-
-
-def _target(sources: Sequence[Path], out: Source | None) -> Path:
-    if out is not None:
-        return Path(out)
-    if len(sources) == 1 and sources[0].is_dir():
-        return sources[0]
-    raise ValueError(
-        "normplug.compare: with several sources or a collected file, tables and plots need a "
-        "directory of their own. Name it: --out DIR."
-    )

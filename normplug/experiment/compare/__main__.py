@@ -15,21 +15,17 @@ from pathlib import Path
 
 from normplug._results import write_file
 from normplug.experiment.compare import PLOTS, compare
-from normplug.experiment.compare.frame import collect, find_runs, refuse_unreadable
-from normplug.experiment.compare.report import rates_report
-from normplug.experiment.compare.stats import best_rates
+from normplug.experiment.compare.frame import collect, find_runs
+from normplug.experiment.compare.report import best_rates
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 1 if a run is missing, unfinished or failed."""
     arguments = _parser().parse_args(argv)
     try:
-        if arguments.collect:
-            count = collect(arguments.sources, arguments.collect)
-            print(f"{count} runs in {arguments.collect}")
+        if arguments.collect or arguments.best:
+            print(_write(arguments))
             return 0
-        if arguments.best:
-            return _best(arguments.sources, arguments.best)
         comparison = compare(arguments.sources, arguments.out, arguments.plots, arguments.reference)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -39,15 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if comparison.complete else 1
 
 
-def _best(sources: Sequence[Path], path: Path) -> int:
-    """Write the options of each arm with its best rate, one line per arm."""
-    runs, unreadable = find_runs(sources)
-    refuse_unreadable(unreadable)
-    choices = best_rates(runs)
-    chosen = choices.options[choices.best.notna()]
-    write_file(path, "".join(f"{shlex.join(options)}\n" for options in chosen))
-    print(f"{rates_report(choices)}\n{path}")
-    return 0
+def _write(arguments: argparse.Namespace) -> str:
+    """Do what --collect or --best asks for, and return what to print."""
+    runs, unusable = find_runs(arguments.sources)
+    for name, why in unusable.items():
+        raise ValueError(
+            f"normplug.compare: {name} cannot be used: {why}. Delete it, or repeat the run."
+        )
+    if arguments.collect:
+        collect(runs, arguments.collect)
+        return f"{len(runs)} runs in {arguments.collect}"
+    report, options = best_rates(runs)
+    write_file(arguments.best, "".join(f"{shlex.join(of_arm)}\n" for of_arm in options))
+    return f"{report}\n{arguments.best}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,12 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("sources", metavar="RUNS", nargs="+", type=Path)
-    out = "directory for tables and plots (default: RUNS, if it is one directory)"
-    add("--out", metavar="DIR", help=out)
-    only = f"draw only these, of {', '.join(PLOTS)}"
-    add("--plots", metavar="NAME", nargs="*", choices=PLOTS, help=only)
-    reference = "arm to compare the others with (default: baseline, else standard)"
-    add("--reference", metavar="ARM", help=reference)
+    add("--out", metavar="DIR", help="directory for tables and plots (default: the only RUNS)")
+    add("--plots", metavar="NAME", nargs="*", help=f"draw only these, of {', '.join(PLOTS)}")
+    add("--reference", metavar="ARM", help="compare with this arm, not baseline or standard")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--best", metavar="FILE", type=Path, help="write each arm's options with its best rate")
     add("--collect", metavar="FILE", type=Path, help="write all runs to this file")

@@ -1,23 +1,22 @@
-"""Write the comparison as Markdown that also reads well in a terminal, and as CSV."""
+"""Write the comparison as Markdown that also reads well in a terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import pandas as pd
 
-from normplug.experiment.compare.frame import LONGEST, Group, label
-from normplug.experiment.measure import REFERENCES, Measure
+from normplug.experiment.compare.frame import label
+from normplug.experiment.compare.stats import Group
+from normplug.experiment.measure import ACCURACY, REFERENCES, Measure
 
 NOTHING = "-"
-RUN_COLUMNS = (
-    *("model", "data", "arm", "seed", "learning_rate", "status", "error", "test_score"),
-    *("test_bits_per_character", "items_per_s", "step_ms", "loader_wait_ms", "peak_memory_bytes"),
-    *("norms_swapped", "graph", "hardware", "commit", "date", "name", "unit", "better", "items"),
-    *("averaged", "reference", "run"),
-)
+LONGEST = 300  # characters of an error
+RATE = "optimizer.lr"
+LEFT_OUT = (RATE, "seed", "study")  # options that the sweep over seeds sets itself
 HOW_TO_READ = f"""## How to read the tables
 
 - n: finished runs, of the seeds that any arm of the table has. Only finished runs are averaged.
@@ -42,150 +41,108 @@ HOW_TO_READ = f"""## How to read the tables
 """
 
 
-def render(
-    groups: Sequence[Group],
-    tables: Sequence[pd.DataFrame],
-    unreadable: Mapping[str, str],
-    where: str,
-) -> str:
-    """The whole report: a section per group, then unreadable files, then how to read it.
+def render(groups: Sequence[Group], unusable: Mapping[str, str], where: str) -> str:
+    """The whole report: a section per group, then files that are not results, then how to read it.
 
-    `tables` have the rows of each group; `where` names the sources of the runs.
+    `where` names the sources of the runs.
     """
-    count = sum(len(group.runs) + len(group.left_out) for group in groups) + len(unreadable)
-    parts = [f"# Comparison of {_count(count, 'run')} in {where}\n"]
-    parts += [_section(*each) for each in zip(groups, tables, strict=True)]
-    if unreadable:
-        lines = [f"{name}: {_one_line(why)}" for name, why in unreadable.items()]
+    count = sum(len(group.runs) + len(group.left_out) for group in groups) + len(unusable)
+    parts = [f"# Comparison of {count_of(count, 'run')} in {where}\n", *map(_section, groups)]
+    if unusable:
+        lines = [f"{name}: {_one_line(why)}" for name, why in unusable.items()]
         parts.append(f"## Failed: result.json could not be used\n\n{_bullets(lines)}")
     return "\n".join([*parts, HOW_TO_READ])
 
 
-def runs_table(groups: Sequence[Group], unreadable: Mapping[str, str]) -> pd.DataFrame:
-    """A row for each run; `averaged` is False for a run that no mean includes."""
-    parts = []
-    for group in groups:
-        used = group.runs.assign(averaged=group.runs.status == "finished")
-        place = {arm: number for number, arm in enumerate(group.arms)}
-        used = used.sort_values(
-            ["arm", "seed"], key=lambda c: c.map(place) if c.name == "arm" else c
+def _section(group: Group) -> str:
+    measure, texts = group.measure, group.finished.text_sha256
+    parts = [f"## {group.title}\n"]
+    if texts[texts != ""].nunique() > 1:
+        parts.append(
+            f"**Warning: the runs have different texts**, by SHA-256: {_counted(texts.str[:12])}. "
+            "Their losses cannot be compared: train all arms on one text (data.path).\n"
         )
-        both = pd.concat([used, group.left_out.assign(averaged=False)])
-        measures = pd.DataFrame([vars(measure) for measure in both.measure], both.index)
-        parts.append(pd.concat([both, measures], axis=1).assign(reference=group.reference))
-    failed = [
-        {"status": "failed", "error": why, "averaged": False, "run": name}
-        for name, why in unreadable.items()
-    ]
-    found = pd.concat([*parts, pd.DataFrame(failed)]).reindex(columns=RUN_COLUMNS)
-    return found.astype({"seed": "Int64"}).rename(columns={"name": "measure"})
-
-
-def rates_report(choices: pd.DataFrame) -> str:
-    """Tables of `best_rates`, one for each measure, each with the rule that made the choice."""
-    return "\n".join(
-        _rates_table(measure, of_one) for measure, of_one in choices.groupby("measure", sort=False)
-    )
-
-
-def _rates_table(measure: Measure, choices: pd.DataFrame) -> str:
-    scores = pd.DataFrame(list(choices.scores)).sort_index(axis=1)
-    cells = {"arm": list(choices.title)}
-    for rate in scores:
-        tried = [rate in of_arm for of_arm in choices.scores]
-        cells[f"{rate:g}"] = [
-            NOTHING if not known else "unfinished" if math.isnan(score) else measure.number(score)
-            for known, score in zip(tried, scores[rate], strict=True)
-        ]
-    cells["best"] = [NOTHING if math.isnan(best) else f"{best:g}" for best in choices.best]
-    cells["remark"] = [_remark(*each) for each in zip(choices.scores, choices.best, strict=True)]
-    return (
-        f"{_table(pd.DataFrame(cells))}\nThe best rate has the {measure.best} mean validation "
-        f"{measure.name} after the last epoch, over all seeds of\nthe arm. A rate counts if each "
-        "of these seeds finished with it. If scores are equal, the smaller\nrate is taken.\n"
-    )
-
-
-def _remark(scores: Mapping[float, float], best: float) -> str:
-    """Why the choice may not be the best rate of an arm."""
-    if math.isnan(best):
-        return "no rate has finished runs of all seeds"
-    at_end = len(scores) > 1 and best in (min(scores), max(scores))
-    return "at the end of the range: extend it" if at_end else ""
-
-
-def _section(group: Group, rows: pd.DataFrame) -> str:
-    measure = group.measure
-    parts = [f"## {group.title}\n", *_warnings(group), _outcomes(group, rows)]
     so = ": no differences, no speed ratios" if group.reference is None else ""
-    parts.append(f"{group.about_reference}{so}.\n")
-    if left := [*_not_averaged(group), *group.variances[1]]:
+    parts += [_outcomes(group), f"{about_reference(group)}{so}.\n"]
+    without = ["no variance plots: no finished run has a variance.csv"] * (not group.variances)
+    if left := _not_averaged(group) + without:
         parts.append(f"Not in these numbers, or not in the plots:\n\n{_bullets(left)}")
     parts.append(
         f"Test {measure.name} is on the test set, after the last epoch; {measure.better} is "
         "better.\n"
     )
-    parts.append(_costs(group, rows))
-    parts.append(_bullets(_provenance(group)))
-    return "\n".join(parts)
+    return "\n".join([*parts, _costs(group), _bullets(_provenance(group))])
 
 
-def _outcomes(group: Group, rows: pd.DataFrame) -> str:
+def about_reference(group: Group) -> str:
+    """Which arm is the reference, and why, in words."""
+    if group.reference is None and any(" lr=" in arm for arm in group.arms):
+        return "No reference: each rate is an arm of its own; --best chooses each arm's rate"
+    start = f"Reference: {label(group.reference)}" if group.reference else "No reference"
+    passed_over = takewhile(lambda arm: arm != group.reference, group.references)
+    states = {True: "has no finished run", False: "has no run"}
+    whys = [f"{label(arm)} {states[arm in group.arms]}" for arm in passed_over]
+    return f"{start}, since {' and '.join(whys)}" if whys else start
+
+
+def _outcomes(group: Group) -> str:
     """The table of the test score of each arm, and its difference from the reference."""
-    measure, minus = group.measure, f"minus {label(group.reference or 'reference')}"
-    scores = _intervals(measure, rows, "test")
-    fewer = (rows.test_n > 0) & (rows.test_n < rows.n_finished)
-    ps = rows.difference_to_reference_p_holm
-    cells = pd.DataFrame(
-        {
-            "arm": rows.arm.map(label),
-            "n": rows.n_finished.astype(str) + " of " + rows.n_expected.astype(str),
-            "diverged": list(map(_diverged, rows.n_diverged, rows.n_far_off)),
-            f"test {measure.name}, {measure.unit}": scores.where(
-                ~fewer, scores + " (n = " + rows.test_n.astype(str) + ")"
-            ),
-            "bits per character": _intervals(measure, rows, "test_bits"),
-            f"{minus}, {measure.difference_unit}": _intervals(
-                measure, rows, "difference_to_reference", "+"
-            ).where(rows.arm != group.reference, "reference"),
-            "p (Holm)": [NOTHING if math.isnan(p) else p_text(p) for p in ps],
-            f"validation {minus}, {measure.difference_unit}": _intervals(
-                measure, rows, "validation_difference_to_reference", "+"
-            ),
-        }
-    )
-    unused = {
-        "diverged": not (rows.n_diverged + rows.n_far_off).any(),
-        "bits per character": not rows.test_bits_n.any(),
+    measure, rows = group.measure, group.table
+    minus = f"minus {label(group.reference or 'reference')}"
+    differences = _intervals(measure, rows, "difference_to_reference", "+")
+    cells = {
+        "arm": rows.arm.map(label),
+        "n": rows.n_finished.astype(str) + " of " + rows.n_expected.astype(str),
+        "diverged": [
+            ", ".join([f"{n} stopped"] * (n > 0) + [f"{far} far off"] * (far > 0))
+            for n, far in rows[["n_diverged", "n_far_off"]].to_numpy().tolist()
+        ],
+        f"test {measure.name}, {measure.unit}": _intervals(measure, rows, "test"),
+        "bits per character": _intervals(measure, rows, "test_bits"),
+        f"{minus}, {measure.difference_unit}": differences.where(
+            rows.arm != group.reference, "reference"
+        ),
+        "p (Holm)": rows.difference_to_reference_p_holm.map(p_text, na_action="ignore"),
+        f"validation {minus}, {measure.difference_unit}": _intervals(
+            measure, rows, "validation_difference_to_reference", "+"
+        ),
     }
-    return _table(cells.drop(columns=[name for name, without in unused.items() if without]))
+    if not (rows.n_diverged + rows.n_far_off).any():
+        del cells["diverged"]
+    if not rows.test_bits_n.any():
+        del cells["bits per character"]
+    return _table(pd.DataFrame(cells))
 
 
-def _diverged(stopped: int, far_off: int) -> str:
-    parts = [f"{stopped} stopped"] * bool(stopped) + [f"{far_off} far off"] * bool(far_off)
-    return ", ".join(parts) or NOTHING
+def _intervals(measure: Measure, rows: pd.DataFrame, name: str, sign: str = "") -> pd.Series[str]:
+    """The cells of an interval of the table; a difference, with a sign, names its pairs."""
+    cells = []
+    for n, mean, half in rows[[f"{name}_{p}" for p in ("n", "mean", "t95_half_width")]].to_numpy():
+        text = measure.number(mean, sign) if n else NOTHING
+        text += f" ± {measure.number(half)}" if n > 1 else ""
+        cells.append(text + f" ({count_of(int(n), 'pair')})" * bool(n and sign))
+    return pd.Series(cells, rows.index, dtype=object)
 
 
-def _costs(group: Group, rows: pd.DataFrame) -> str:
+def _costs(group: Group) -> str:
     """The table of speed, peak memory and swapped norms of each arm."""
-    cells = pd.DataFrame(
-        {
-            "arm": rows.arm.map(label),
-            "speed ratio": [speed_text(row) for row in rows.to_dict("records")],
-            group.measure.speed_unit: rows.items_per_s_median.map(_rounded),
-            "step, ms": [NOTHING if math.isnan(ms) else f"{ms:.2f}" for ms in rows.step_ms_median],
-            "peak, MiB": rows.peak_memory_mib_median.map(_rounded),
-            "norms swapped": rows.norms_swapped.str.replace(" ", ", ").replace("", NOTHING),
-        }
-    )
+    rows = group.table
+    cells = {
+        "arm": rows.arm.map(label),
+        "speed ratio": [speed_text(row) for row in rows.to_dict("records")],
+        group.measure.speed_unit: rows.items_per_s_median.map(_rounded, na_action="ignore"),
+        "step, ms": rows.step_ms_median.map("{:.2f}".format, na_action="ignore"),
+        "peak, MiB": rows.peak_memory_mib_median.map(_rounded, na_action="ignore"),
+        "norms swapped": rows.norms_swapped.str.replace(" ", ", "),
+    }
     others = set(rows.speed_reference.dropna()) - {group.reference}
     names = " and ".join(label(arm) for arm in sorted(others))
     note = f"\nThe arms with CUDA graphs have the speed ratio to {names}.\n" if names else ""
-    return _table(cells) + note
+    return _table(pd.DataFrame(cells)) + note
 
 
 def speed_text(row: Mapping[str, Any]) -> str:
-    """The speed ratio of a row of `summarise`, with its range; "unclear" within the noise."""
+    """The speed ratio of a row of the table, with its range; "unclear" within the noise."""
     ratio, spread = row["speed_ratio_geometric_mean"], row["speed_reference_spread"]
     if row["arm"] == row["speed_reference"]:
         return "reference"
@@ -204,105 +161,120 @@ def p_text(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _table(cells: pd.DataFrame) -> str:
-    """Text in the first column, and numbers aligned to the right in the others."""
-    align = ["left", *["right"] * (cells.shape[1] - 1)]
-    cells = cells.map(lambda cell: cell.replace("|", "/"))
-    return f"{cells.to_markdown(index=False, colalign=align, disable_numparse=True)}\n"
-
-
-def _intervals(measure: Measure, rows: pd.DataFrame, name: str, sign: str = "") -> pd.Series[str]:
-    """The cells of an interval of `summarise`; a difference, with a sign, names its pairs."""
-    cells = []
-    for n, mean, half in rows[[f"{name}_{p}" for p in ("n", "mean", "t95_half_width")]].to_numpy():
-        text = measure.number(mean, sign) if n else NOTHING
-        text += f" ± {measure.number(half)}" if n > 1 else ""
-        cells.append(text + f" ({_count(int(n), 'pair')})" * bool(n and sign))
-    return pd.Series(cells, rows.index, dtype=object)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _rounded(value: float) -> str:
-    if math.isnan(value):
-        return NOTHING
-    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _warnings(group: Group) -> list[str]:
-    """Warnings about runs that cannot be compared."""
-    texts = group.finished.text_sha256[group.finished.text_sha256 != ""]
-    if texts.nunique() < 2:
-        return []
-    return [
-        f"**Warning: the runs have different texts**, by SHA-256: {_counted(texts.str[:12])}. "
-        "Their losses cannot be compared: train all arms on one text (data.path).\n"
-    ]
-
-
 def _not_averaged(group: Group) -> list[str]:
     """Why runs are not averaged; seeds with the same reason share a line."""
-    reasons: dict[tuple[str, str], list[int]] = {}
-    runs = {(run.arm, run.seed): run for run in group.runs.itertuples()}
-    for arm in group.arms:
-        for seed in group.seeds:
-            if reason := _reason(runs.get((arm, seed)), group.measure):
-                reasons.setdefault((arm, reason), []).append(seed)
+    every = pd.MultiIndex.from_product([group.arms, group.seeds], names=["arm", "seed"])
+    runs = group.runs.set_index(["arm", "seed"]).reindex(every).reset_index()
+    runs["why"] = [_reason(run, group.measure) for run in runs.itertuples()]
     lines = [
-        f"{label(arm)}, seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}: {reason}"
-        for (arm, reason), seeds in reasons.items()
+        f"{label(arm)}, seed{'s' * (len(found) > 1)} {', '.join(map(str, found.seed))}: {why}"
+        for (arm, why), found in runs[runs.why != ""].groupby(["arm", "why"], sort=False)
     ]
-    for run in group.left_out.itertuples():
-        lines.append(
-            f"{label(run.arm)}, seed {run.seed}: a second run, {run.run} ({run.status}), left out "
-            f"for {runs[run.arm, run.seed].run}; if both are intended, compare them separately"
-        )
-    return lines
+    return lines + [
+        f"{label(run.arm)}, seed {run.seed}: a second run, {run.run} ({run.status}), left out"
+        for run in group.left_out.itertuples()
+    ]
 
 
 def _reason(run: Any, measure: Measure) -> str:
     """Why a run is not averaged; empty if it is."""
-    if run is None:
+    if pd.isna(run.status):
         return "missing: another arm has this seed, this arm has no run with it"
-    if run.status in ("failed", "diverged"):
-        return f"{run.status}: {_one_line(run.error) or 'no error given'} ({run.run})"
-    if run.status != "finished":
-        return f'unfinished: its status is "{run.status}" ({run.run})'
-    return f"finished, but no test {measure.name} ({run.run})" * math.isnan(run.test_score)
+    if run.status == "finished":
+        return f"finished, but no test {measure.name} ({run.run})" * math.isnan(run.test_score)
+    return f"{run.status}: {_one_line(run.error) or 'no error given'} ({run.run})"
 
 
 def _provenance(group: Group) -> list[str]:
-    """Hardware, versions, epochs and dates of the finished runs, and how they differ."""
+    """Hardware, versions, epochs, rates and dates of the finished runs, and how they differ."""
     runs = group.finished
     if runs.empty:
         return ["no finished run, so no hardware, versions, epochs or dates to state"]
-    differs = ". It differs: speed ratios come from pairs on the same hardware only"
-    lines = [f"hardware: {_counted(runs.hardware)}{differs * (runs.hardware.nunique() > 1)}"]
-    if runs.commit.any():
-        lines.append(f"commit: {_counted(runs.commit)}")
-    versions = pd.DataFrame(list(runs.versions)).fillna("none").sort_index(axis=1)
-    same = [f"{name} {versions[name].iloc[0]}" for name in versions if versions[name].nunique() < 2]
-    lines.append(f"versions: {', '.join(same) or 'none that all runs share'}")
-    lines += [
-        f"version differs: {name} {_counted(versions[name])}"
-        for name in versions
-        if versions[name].nunique() > 1
-    ]
-    lines.append(f"epochs{' differ' * (runs.epochs.nunique() > 1)}: {_counted(runs.epochs)}")
-    rates = runs.dropna(subset="learning_rate").groupby("learning_rate").arm.unique()
+    named = [name for name in ("hardware", "commit") if runs[name].any()]
+    lines = [f"{name}: {_counted(runs[name])}" for name in named]
+    versions = pd.DataFrame(list(runs.versions)).fillna("none")
+    of_all = [f"{name} {_counted(versions[name])}" for name in sorted(versions)]
+    lines += [f"versions: {', '.join(of_all)}", f"epochs: {_counted(runs.epochs)}"]
+    rates = {
+        f"{rate:g}": [label(arm) for arm in group.arms if arm in set(arms)]
+        for rate, arms in runs.groupby("learning_rate").arm
+    }
     if len(rates) == 1:
-        lines.append(f"learning rate: {rates.index[0]:g}")
-    elif len(rates):
-        arms = {
-            rate: [label(arm) for arm in group.arms if arm in rates[rate]] for rate in rates.index
-        }
-        texts = [f"{rate:g} ({', '.join(of_rate)})" for rate, of_rate in arms.items()]
+        lines.append(f"learning rate: {next(iter(rates))}")
+    elif rates:
+        texts = [f"{rate} ({', '.join(arms)})" for rate, arms in rates.items()]
         lines.append(f"learning rate differs: {', '.join(texts)}")
-    days = sorted({date[:10] or "unknown" for date in runs.date})
-    lines.append(f"dates: {' to '.join(dict.fromkeys((days[0], days[-1])))}")
-    return lines
+    days = runs.date.str[:10]
+    return [*lines, f"dates: {' to '.join(dict.fromkeys((days.min(), days.max())))}"]
+
+
+def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
+    """Choose each arm's learning rate from a sweep over rates, by one rule for all arms.
+
+    The best rate has the best mean validation after the last epoch, over all seeds of the arm. A
+    rate counts if each of these seeds finished with it. Of equal scores, the smaller rate is taken.
+
+    Args:
+        runs: of `find_runs`.
+
+    Returns:
+        Tables of the mean scores, and the options of each arm that has a best rate, with that
+        rate, and without seed and study.
+
+    Raises:
+        ValueError: no run records its learning rate and options.
+    """
+    known = runs[runs.learning_rate.notna() & runs.overrides.astype(bool)]
+    if known.empty:
+        raise ValueError(
+            "normplug.compare: no run records its learning rate. `result.json` needs the keys "
+            "learning_rate and overrides, which train.py writes: repeat the sweep."
+        )
+    tables, chosen = [], []
+    for (model, data), found in known.groupby(["model", "data"], sort=False):
+        measure = next(iter(found.measure[found.status == "finished"]), ACCURACY)
+        rows = []
+        for arm, of_arm in found.groupby("arm", sort=False):
+            done = of_arm[of_arm.status == "finished"]
+            wide = done.pivot_table("validation_score", "learning_rate", "seed", "last")
+            rates, seeds = sorted(set(of_arm.learning_rate)), sorted(set(of_arm.seed))
+            scores = wide.reindex(index=rates, columns=seeds).mean(axis=1, skipna=False)
+            texts = scores.map(measure.number).where(scores.notna(), "unfinished")
+            row = {"arm": label(arm)} | texts.rename(index="{:g}".format).to_dict()
+            counted = scores.dropna() * (1 if measure.better == "higher" else -1)
+            if len(counted):
+                best = counted.idxmax()
+                at_end = len(rates) > 1 and best in (rates[0], rates[-1])
+                row["best"] = f"{best:g}"
+                row["remark"] = "at the end of the range: extend it" if at_end else ""
+                options = of_arm.overrides.iloc[0]
+                kept = [o for o in options if o.lstrip("+").split("=")[0] not in LEFT_OUT]
+                chosen.append([*kept, f"{RATE}={best}"])
+            rows.append(row)
+        columns = [f"{rate:g}" for rate in sorted(set(found.learning_rate))]
+        cells = pd.DataFrame(rows, columns=["arm", *columns, "best", "remark"])
+        tables.append(
+            f"## {model} on {data}\n\n{_table(cells)}\nThe best rate has the {measure.best} mean "
+            f"validation {measure.name} after the last epoch, over all seeds of the arm.\n"
+        )
+    return "\n".join(tables), chosen
+
+
+def _table(cells: pd.DataFrame) -> str:
+    """Text in the first column, and numbers aligned to the right in the others."""
+    align = ["left", *["right"] * (cells.shape[1] - 1)]
+    cells = cells.astype(object).fillna(NOTHING).replace("", NOTHING)
+    cells = cells.map(lambda cell: cell.replace("|", "/"))
+    return f"{cells.to_markdown(index=False, colalign=align, disable_numparse=True)}\n"
+
+
+def count_of(number: int, what: str) -> str:
+    """A number of things in words: "1 run", "2 runs"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _rounded(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _counted(values: pd.Series[Any]) -> str:
@@ -310,7 +282,7 @@ def _counted(values: pd.Series[Any]) -> str:
     counts = values.astype(str).value_counts()
     if len(counts) == 1:
         return str(counts.index[0])
-    return ", ".join(f"{value} ({_count(count, 'run')})" for value, count in counts.items())
+    return ", ".join(f"{value} ({count_of(count, 'run')})" for value, count in counts.items())
 
 
 def _one_line(text: str) -> str:

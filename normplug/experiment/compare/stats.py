@@ -1,19 +1,18 @@
-"""Means, 95% t-intervals, differences from the reference paired by seed, and learning rates."""
+"""Group the runs that can be compared, and compute what the tables and the plots show."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from normplug.experiment.compare.frame import Group
+from normplug.experiment.compare.frame import label, read_variance
+from normplug.experiment.measure import ACCURACY, ARM_ORDER, REFERENCES, Measure
 
 FAR = 5  # interquartile ranges
-RATE = "optimizer.lr"
-LEFT_OUT = (RATE, "seed", "study")  # options that the sweep over seeds sets itself
 
 
 def intervals(wide: pd.DataFrame) -> pd.DataFrame:
@@ -23,167 +22,177 @@ def intervals(wide: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"n": n, "mean": wide.mean(), "t95_half_width": half_width})
 
 
-def differences(group: Group, field: str = "test_score") -> pd.DataFrame:
-    """The score of each arm minus the reference's: a row a seed, a column an arm."""
-    wide = group.wide(field)
-    if group.reference is None:
-        return wide.iloc[:, :0]
-    return wide.sub(wide[group.reference], axis=0).drop(columns=group.reference)
-
-
 def adjusted_ps(paired: pd.DataFrame) -> pd.Series[float]:
-    """The p-value of a paired t-test for each column of `differences`, adjusted by Holm (1979).
+    """The p-value of a paired t-test for each column of differences, adjusted by Holm (1979).
 
     Columns with fewer than two pairs have none. Calling a difference significant where its value is
     below 0.05 keeps the probability of any false positive at 5% or less.
     """
-    ps = pd.Series({arm: _p_value(paired[arm].dropna()) for arm in paired}, dtype=float)
-    ps = ps.dropna().sort_values(kind="stable")
-    return (ps * np.arange(len(ps), 0, -1)).clip(upper=1).cummax()
-
-
-def _p_value(found: pd.Series[float]) -> float:
-    if len(found) < 2:
-        return np.nan
-    if not np.ptp(found):  # t is 0 / 0, or infinite
-        return float(found.iloc[0] == 0)
-    with warnings.catch_warnings():  # of values that differ by rounding only
+    tested = paired.loc[:, paired.count() > 1]
+    with warnings.catch_warnings():  # of values that differ by rounding only, or not at all
         warnings.simplefilter("ignore", RuntimeWarning)
-        return float(stats.ttest_1samp(found, 0).pvalue)
+        found = stats.ttest_1samp(tested, 0, nan_policy="omit").pvalue
+    ps = pd.Series(found, tested.columns, dtype=float)
+    ps = ps.where(tested.any(), 1.0).sort_values(kind="stable")  # no difference: t is 0 / 0
+    return (ps * np.arange(len(ps), 0, -1)).clip(upper=1).cummax()
 
 
 def far_off(values: pd.DataFrame) -> pd.DataFrame:
     """Which values are more than `FAR` interquartile ranges outside the quartiles of all."""
-    if not values.notna().any(axis=None):
-        return values.notna()
-    low, high = np.nanquantile(values, [0.25, 0.75])
+    low, high = pd.Series(values.to_numpy().ravel()).quantile([0.25, 0.75])
     reach = FAR * (high - low)
     return ((values < low - reach) | (values > high + reach)) & (reach > 0)
 
 
-def speed_ratios(group: Group) -> pd.DataFrame:
-    """The speed of each arm over its speed reference's, by seed that both ran on one hardware."""
-    speed, hardware = group.wide("items_per_s"), group.wide("hardware")
-    speed = speed.where(speed > 0)
-    references = {arm: group.speed_reference(arm) for arm in group.arms}
-    found = {
-        arm: (speed[arm] / speed[of]).where(hardware[arm] == hardware[of])
-        for arm, of in references.items()
-        if of not in (None, arm)
-    }
-    return pd.DataFrame(found, index=group.seeds).dropna(axis=1, how="all")
-
-
-def summarise(group: Group) -> pd.DataFrame:
-    """A row for each arm: the reference first, then by effect; arms with CUDA graphs come last.
-
-    Scores are as in `result.json`: accuracies are fractions. Speeds, steps and memory are medians
-    over runs, and the speed ratio is the geometric mean over pairs.
-    """
-    paired, ratios, finished = differences(group), speed_ratios(group), group.finished
-    statuses = pd.crosstab(group.runs.arm, group.runs.status)
-    statuses = statuses.reindex(columns=["finished", "diverged"], fill_value=0)
-    speeds = finished[finished.items_per_s > 0].groupby(["arm", "hardware"]).items_per_s
-    spread = (speeds.max() / speeds.min()).groupby("arm").max()
-    columns = {
-        "model": group.model,
-        "data": group.data,
-        "arm": pd.Series(group.arms, index=group.arms),
-        "n_finished": statuses.finished,
-        "n_diverged": statuses.diverged,
-        "n_far_off": far_off(group.wide("test_score")).sum(),
-        "n_expected": len(group.seeds),
-        "reference": group.reference,
-        "measure": group.measure.name,
-        "unit": group.measure.unit,
-        "better": group.measure.better,
-        "items": group.measure.items,
-    }
-    table = pd.DataFrame(columns).loc[group.arms]  # the constructor sorts them
-    parts = {
-        "test": group.wide("test_score"),
-        "test_bits": group.wide("test_bits_per_character"),
-        "difference_to_reference": paired,
-        "validation_difference_to_reference": differences(group, "validation_score"),
-    }
-    for name, wide in parts.items():
-        table = table.join(intervals(wide).add_prefix(f"{name}_"))
-        if wide is paired:
-            table["difference_to_reference_p_holm"] = adjusted_ps(paired)
-    table["speed_reference"] = [group.speed_reference(arm) for arm in group.arms]
-    table["speed_reference_spread"] = table.speed_reference.map(spread)
-    table["speed_ratio_n"] = ratios.count()
-    table["speed_ratio_geometric_mean"] = np.exp(np.log(ratios).mean())
-    table["speed_ratio_lowest"], table["speed_ratio_highest"] = ratios.min(), ratios.max()
-    medians = finished.groupby("arm")[["items_per_s", "step_ms", "peak_memory_bytes"]].median()
-    table["items_per_s_median"], table["step_ms_median"] = medians.items_per_s, medians.step_ms
-    table["peak_memory_mib_median"] = medians.peak_memory_bytes / 2**20
-    norms = finished.dropna(subset="norms_swapped").groupby("arm").norms_swapped.unique()
-    table["norms_swapped"] = [
-        " ".join(f"{count:.0f}" for count in sorted(norms.get(arm, ()))) for arm in table.arm
-    ]
-    counts = [name for name in table if name.endswith("_n")]
-    table[counts] = table[counts].fillna(0).astype(int)
-    return _by_effect(group, table)
-
-
-def _by_effect(group: Group, table: pd.DataFrame) -> pd.DataFrame:
-    sign = -1 if group.measure.better == "higher" else 1
-    effect = table.difference_to_reference_mean if group.reference else table.test_mean
-    order = pd.DataFrame(
-        {
-            # The family of the reference comes first.
-            "family": [
-                group.uses_graphs(a) != group.uses_graphs(group.reference) for a in table.arm
-            ],
-            "other": table.arm != table.speed_reference,
-            "effect": sign * effect,
-            "place": range(len(table)),
-        }
-    )
-    return table.loc[order.sort_values([*order]).index].reset_index(drop=True)
-
-
-def best_rates(runs: pd.DataFrame) -> pd.DataFrame:
-    """Choose each arm's learning rate from a sweep over rates, by one rule for all arms.
-
-    The best rate has the best mean validation after the last epoch, over all seeds of the arm. A
-    rate counts if each of these seeds finished with it. Of equal scores, the smaller rate is taken.
+class Group:
+    """The runs of one model on one data set.
 
     Args:
-        runs: of `find_runs`.
+        runs: the run used for each arm and seed, with the columns of `find_runs`.
+        left_out: runs replaced by a finished or newer run of the same arm and seed.
+        references: the arms to compare with, by preference.
 
-    Returns:
-        A row for each arm, in the order of the runs: `title`, `measure`, `scores` (rate -> mean
-        score; NaN for a rate that does not count), `best` (NaN if no rate counts), `options` (with
-        the best rate, without seed and study).
-
-    Raises:
-        ValueError: no run records its learning rate and options.
+    Attributes:
+        arms: all arms: `ARM_ORDER` first, then by name.
+        seeds: every seed that any arm has, and so every seed that each arm should have.
+        finished: the finished runs; no other run is averaged.
+        measure: what the runs are judged by; only a finished run is sure to record it.
+        reference: the first of `references` with a finished run, or None.
+        graphs: for each arm with finished runs, whether they replayed CUDA graphs.
     """
-    known = runs[runs.learning_rate.notna() & (runs.overrides.str.len() > 0)]
-    if known.empty:
-        raise ValueError(
-            "normplug.compare: no run records its learning rate. `result.json` needs the keys "
-            "learning_rate and overrides, which train.py writes: repeat the sweep."
-        )
-    arms = known.groupby(["model", "data", "arm"], sort=False)
-    return pd.DataFrame([_best_rate(found) for _, found in arms])
+
+    def __init__(
+        self, runs: pd.DataFrame, left_out: pd.DataFrame, references: tuple[str, ...]
+    ) -> None:
+        self.runs, self.left_out, self.references = runs, left_out, references
+        self.model, self.data = runs.model.iloc[0], runs.data.iloc[0]
+        self.title = f"{self.model} on {self.data}"
+        self.arms = sorted(set(runs.arm), key=lambda arm: ([*ARM_ORDER, arm].index(arm), arm))
+        self.seeds = sorted(set(runs.seed))
+        self.finished = runs[runs.status == "finished"]
+        self.measure: Measure = next(iter(self.finished.measure), ACCURACY)
+        self.graphs = self.finished.groupby("arm").graph.any()
+        self.reference = next((arm for arm in references if arm in self.graphs), None)
+
+    @cached_property
+    def speed_references(self) -> dict[str, str | None]:
+        """Arm -> the arm to compare its speed with: graphs with graphs, if possible.
+
+        Of the reference and its variants (`<reference>-...`), it is the one with the shortest name
+        that uses CUDA graphs if the arm does; the reference itself if there is none.
+        """
+        family = [arm for arm in self.graphs.index if f"{arm}-".startswith(f"{self.reference}-")]
+        same = {
+            arm: [a for a in family if self.graphs[a] == self.graphs.get(arm, False)]
+            for arm in self.arms
+        }
+        return {arm: min(alike, key=len, default=self.reference) for arm, alike in same.items()}
+
+    def wide(self, field: str) -> pd.DataFrame:
+        """A column of the finished runs as a table: a row a seed, a column an arm."""
+        found = self.finished.pivot(index="seed", columns="arm", values=field)
+        return found.reindex(index=self.seeds, columns=self.arms)
+
+    def differences(self, field: str = "test_score") -> pd.DataFrame:
+        """A column of each arm minus the reference's: a row a seed, a column an arm."""
+        wide = self.wide(field)
+        if self.reference is None:
+            return wide * np.nan
+        return wide.sub(wide[self.reference], axis=0).assign(**{self.reference: np.nan})
+
+    @cached_property
+    def speed_ratios(self) -> pd.DataFrame:
+        """The speed of each arm over its speed reference's, by seed, on the same hardware only."""
+        if self.reference is None:
+            return pd.DataFrame(np.nan, self.seeds, self.arms)
+        of = list(self.speed_references.values())
+        ours, hardware = self.wide("items_per_s"), self.wide("hardware")
+        theirs, other = (wide[of].set_axis(self.arms, axis=1) for wide in (ours, hardware))
+        ratios = (ours / theirs).where((hardware == other) & (ours > 0) & (theirs > 0))
+        ratios.loc[:, np.array(of) == self.arms] = np.nan
+        return ratios
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """A row for each arm: the reference, then by effect; arms with CUDA graphs come last.
+
+        Scores are as in `result.json`: accuracies are fractions. Speeds, steps and memory are
+        medians over runs, and the speed ratio is the geometric mean over pairs.
+        """
+        statuses = pd.crosstab(self.runs.arm, self.runs.status)
+        columns = {
+            "model": self.model,
+            "data": self.data,
+            "arm": self.arms,
+            "n_finished": statuses.get("finished", 0),
+            "n_diverged": statuses.get("diverged", 0),
+            "n_far_off": far_off(self.wide("test_score")).sum(),
+            "n_expected": len(self.seeds),
+            "reference": self.reference,
+            **vars(self.measure),
+        }
+        table = pd.DataFrame(columns, index=self.arms).rename(columns={"name": "measure"})
+        parts = {
+            "test": self.wide("test_score"),
+            "test_bits": self.wide("test_bits_per_character"),
+            "difference_to_reference": self.differences(),
+            "validation_difference_to_reference": self.differences("validation_score"),
+        }
+        for name, wide in parts.items():
+            table = table.join(intervals(wide).add_prefix(f"{name}_"))
+            if name == "difference_to_reference":
+                table[f"{name}_p_holm"] = adjusted_ps(wide)
+        finished, ratios = self.finished, self.speed_ratios
+        table["speed_reference"] = self.speed_references
+        speeds = finished[finished.items_per_s > 0].groupby(["arm", "hardware"]).items_per_s
+        spread = (speeds.max() / speeds.min()).groupby("arm").max()
+        table["speed_reference_spread"] = table.speed_reference.map(spread)
+        table["speed_ratio_n"] = ratios.count()
+        table["speed_ratio_geometric_mean"] = np.exp(np.log(ratios).mean())
+        table["speed_ratio_lowest"], table["speed_ratio_highest"] = ratios.min(), ratios.max()
+        costs = finished.assign(peak_memory_mib=finished.peak_memory_bytes / 2**20).groupby("arm")
+        medians = costs[["items_per_s", "step_ms", "peak_memory_mib"]].median()
+        table = table.join(medians.add_suffix("_median"))
+        norms = finished.dropna(subset="norms_swapped").groupby("arm").norms_swapped.unique()
+        table["norms_swapped"] = [
+            " ".join(f"{n:.0f}" for n in sorted(norms.get(arm, ()))) for arm in self.arms
+        ]
+        effect = table.difference_to_reference_mean if self.reference else table.test_mean
+        graph = [self.graphs.get(arm, False) for arm in self.arms]
+        order = table.assign(
+            graphs=np.array(graph) != self.graphs.get(self.reference, False),
+            other=table.arm != table.speed_reference,
+            effect=-effect if self.measure.better == "higher" else effect,
+        ).sort_values(["graphs", "other", "effect"])
+        return table.loc[order.index].reset_index(drop=True)
+
+    @cached_property
+    def variances(self) -> dict[str, pd.DataFrame]:
+        """The mean of `read_variance` over the seeds of each arm, at the steps that all logged.
+
+        A NaN of one seed stays NaN in the mean: no value is averaged over fewer seeds.
+        """
+        tables = self.finished.variances.map(read_variance).dropna()
+        runs = tables.groupby(self.finished.arm).agg(list).reindex(self.table.arm).dropna()
+        means = {arm: (sum(of_arm) / len(of_arm)).dropna(how="all") for arm, of_arm in runs.items()}
+        return {arm: mean for arm, mean in means.items() if not mean.empty}
 
 
-def _best_rate(runs: pd.DataFrame) -> dict[str, Any]:
-    done, first = runs[runs.status == "finished"], runs.iloc[0]
-    measure = next(iter(done.measure), first.measure)
-    last = done.pivot_table("validation_score", "learning_rate", "seed", "last")
-    last = last.reindex(index=sorted(set(runs.learning_rate)), columns=sorted(set(runs.seed)))
-    scores = last.mean(axis=1, skipna=False)
-    counted = scores.dropna() * (1 if measure.better == "higher" else -1)
-    best = counted.idxmax() if len(counted) else np.nan
-    options = [o for o in first.overrides if o.lstrip("+").split("=")[0] not in LEFT_OUT]
-    return {
-        "title": f"{first.model} on {first.data}: {first.arm}",
-        "measure": measure,
-        "scores": scores.to_dict(),
-        "best": best,
-        "options": [*options, f"{RATE}={best}"],
-    }
+def group_runs(runs: pd.DataFrame, reference: str | None = None) -> list[Group]:
+    """Group by (model, data). Where an arm has several learning rates, each rate is an arm.
+
+    `reference` is the arm to compare with, where it has finished runs.
+    """
+    rates = runs.groupby(["model", "data", "arm"]).learning_rate
+    of_rate = (rates.transform("nunique", dropna=False) > 1) & runs.learning_rate.notna()
+    with_rate = runs.arm + " lr=" + runs.learning_rate.map("{:g}".format)
+    # Of the runs of one arm and seed, a finished one stays, and of these the newest.
+    runs = runs.assign(arm=runs.arm.where(~of_rate, with_rate), done=runs.status == "finished")
+    runs = runs.sort_values(["done", "date"], kind="stable")
+    groups = []
+    for _, found in runs.groupby(["model", "data"]):
+        replaced = found.duplicated(["arm", "seed"], keep="last")
+        named = [arm for arm in found.arm.unique() if label(arm) == label(reference or "")]
+        wanted = (*named, reference)[:1] if reference else ()
+        groups.append(Group(found[~replaced], found[replaced], wanted + REFERENCES))
+    return groups
