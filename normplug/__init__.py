@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from normplug import functional
+from normplug._ops.warm_up import warm_up
 from normplug._swap.check import check
 from normplug._swap.depth import by_depth
 from normplug._swap.plan import plan
@@ -52,6 +53,7 @@ __all__ = [
     "target_variance",
     "unfuse",
     "unswap",
+    "warm_up",
 ]
 
 

@@ -10,16 +10,19 @@ All names exist in torch 2.6 to 2.15, except where a comment says otherwise.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _LazyNormBase as LazyNormBase
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
@@ -45,8 +48,44 @@ current_device_index: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 # Whether a transform of `torch.func` is active.
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# How many `TorchDispatchMode`s are active.
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# The active `recording`, if any: a mode of fake tensors, and the jobs of the launches on them.
+recordings: list[tuple[Any, dict[str, Any]]] = []
+
+
+def dispatch_modes() -> int:
+    """How many `TorchDispatchMode`s are active, without the one of a `recording`."""
+    count = _dispatch_modes()
+    if count and recordings and _get_current_dispatch_mode() is recordings[0][0]:
+        count -= 1
+    return count
+
+
+@contextmanager
+def recording(jobs: dict[str, Any]) -> Iterator[Any]:
+    """Within a `with` block, plans take fake tensors, whose launches are added to `jobs` instead.
+
+    Yields the active mode of these tensors, which have shapes and no values. Compiled functions run
+    uncompiled.
+    """
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False  # other kernels must raise an error, not read at 0
+    # Importing the compiler takes seconds. Before that, nothing is compiled.
+    is_compiled = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    recordings.append((mode, jobs))
+    try:
+        with eager, mode:
+            yield mode
+    finally:
+        recordings.clear()
+
+
+def jobs_of(t: Any) -> dict[str, Any] | None:
+    """The jobs to which launches on this fake tensor are added; None for any other tensor."""
+    if recordings and getattr(t, "fake_mode", None) is recordings[0][0]:
+        return recordings[0][1]
+    return None
 
 
 def interposed() -> bool:
@@ -54,7 +93,7 @@ def interposed() -> bool:
     return (
         transforms_active()
         or forward_ad._current_level >= 0
-        or dispatch_modes() > 0
+        or (_dispatch_modes() > 0 and dispatch_modes() > 0)
         or torch._C._get_tracing_state() is not None
     )
 

@@ -4,10 +4,11 @@ Without this, the first step compiles its kernels one after another, each in one
 But when a forward is set up, its backward's kernel is already known, so a worker can compile it in
 the meantime. The result goes to Triton's cache on disk, where this process finds it.
 
-`ahead_server` runs in a process of its own, the server, which forks the workers. It starts when a
-needed kernel is not in the cache. It exits with this process, or once it is idle. If it fails, this
-process compiles the kernels itself. If the logger `normplug` is set to DEBUG before the server
-starts, tracebacks of the server and its workers go to stderr.
+A worker is a process that runs `ahead_worker` on one kernel. A thread of this process starts it;
+the result is a `concurrent.futures.Future`. The pools of the standard library would import the
+user's script in every worker, and would finish all waiting kernels before this process can exit. If
+a worker fails, this process compiles the kernel itself. If the logger `normplug` is set to DEBUG,
+the workers' tracebacks go to stderr.
 
 The environment variable `NORMPLUG_COMPILE_WORKERS` sets how many kernels are compiled at once; 0
 disables the workers. The default is one less than the number of cores, at most 15. Under torchrun,
@@ -22,12 +23,13 @@ import hashlib
 import logging
 import os
 import pickle
-import select
+import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Sequence
+from concurrent import futures
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +37,7 @@ from typing import Any, NamedTuple
 import triton
 
 from normplug import native
-from normplug._kernels import ahead_server
+from normplug._kernels import ahead_worker
 
 _log = logging.getLogger("normplug")
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -43,7 +45,6 @@ _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 KEYED = _VERSION >= (3, 5) and sys.platform == "linux"
 _PATIENCE = 60.0  # seconds to wait for a worker that has started
 _MOST = 15  # workers
-_PIPE_BYTES = 1 << 20  # for jobs, of 1 to 2 kB each, that are sent while the server still starts
 
 
 class Job(NamedTuple):
@@ -81,103 +82,6 @@ def most_workers() -> int:
     return min(max(cores - 1, 0), _MOST)
 
 
-def kernel_modules() -> list[str]:
-    """Return the names of the imported modules that define kernels: these need no torch."""
-    return [
-        name
-        for name, module in list(sys.modules.items())
-        if name.startswith("normplug._kernels.")
-        and any(isinstance(each, triton.JITFunction) for each in vars(module).values())
-    ]
-
-
-class Server:
-    """The client of a server process, and the states of the jobs sent to it."""
-
-    def __init__(self, workers: int) -> None:
-        import fcntl  # not on Windows, where there is no server
-
-        package = Path(__file__).parent.parent
-        start = (workers, str(package), sys.path, kernel_modules())
-        self.states: dict[int, str] = {}  # job number -> waiting, started, done or failed
-        self._sent = 0  # jobs so far, of kernels and launchers: the number of the next
-        self._launched: set[tuple[Any, ...]] = set()  # kernels and signatures sent for a launcher
-        self._said = b""  # the beginning of a line that has not arrived in full
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", ahead_server.__file__, pickle.dumps(start).hex()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,  # Ctrl+C must not reach it, and `end` kills its process group
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._jobs, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
-        with contextlib.suppress(OSError):  # the user's pipes are at their limit
-            fcntl.fcntl(self._jobs, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        os.set_blocking(self._jobs, False)
-        os.set_blocking(self._answers, False)
-
-    def take(self, job: Job) -> int | None:
-        """Send a job, after one for its launcher if that is new; return its number, or None."""
-        name = (job.kernel.__module__, job.kernel.__name__)
-        launched = (*name, *job.signature.items())
-        is_new = launched not in self._launched
-        if is_new and self._send("launcher", (*name, job[1:4])) is not None:
-            self._launched.add(launched)
-        on = triton.runtime.driver.active.get_current_target()
-        target = (on.backend, on.arch, on.warp_size)
-        key = job.kernel.cache_key
-        number = self._send("kernel", (*name, key, job[1:4], job.options, target))
-        if number is not None:
-            self.states[number] = "waiting"
-        return number
-
-    def _send(self, task: str, arguments: tuple[Any, ...]) -> int | None:
-        if not self._tell(pickle.dumps((task, arguments))):
-            return None
-        self._sent += 1
-        return self._sent - 1
-
-    def drop(self, number: int) -> None:
-        """Withdraw a job, unless it has started."""
-        self._tell(number.to_bytes(ahead_server.SHORT, "little"))
-
-    def _tell(self, data: bytes) -> bool:
-        data = len(data).to_bytes(4, "little") + data
-        if len(data) > select.PIPE_BUF:  # a longer write is not atomic
-            return False
-        try:
-            return os.write(self._jobs, data) > 0
-        except OSError:
-            return False
-
-    def listen(self, seconds: float = 0.0) -> bool:
-        """Update states from the server's lines; wait for one at most `seconds`.
-
-        Returns:
-            False once the server has exited.
-        """
-        if select.select([self._answers], [], [], seconds)[0]:
-            more = os.read(self._answers, 1 << 16)
-            if not more:
-                return False
-            *lines, self._said = (self._said + more).split(b"\n")
-            for line in lines:
-                state, number = line.decode().split()
-                if int(number) in self.states:
-                    self.states[int(number)] = state
-        return True
-
-    def end(self) -> None:
-        """Kill the server and its workers."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with self._process:  # closes the pipes, and waits
-            pass
-
-
 class Ahead:
     """The kernels that this process needs compiled; there is one instance per process."""
 
@@ -186,36 +90,35 @@ class Ahead:
         self.counts = {"here": 0, "workers": 0, "cache": 0}
         self._lock = threading.RLock()
         self._process = os.getpid()
-        self._server: Server | None = None
         self._off = not KEYED
-        self._given: dict[str, tuple[Server, int]] = {}  # by job: its server and number
-        self._kept: set[str] = set()  # jobs whose kernel was in Triton's cache
+        # By job: whether a worker compiles it; None if its kernel was in Triton's cache.
+        self._expected: dict[str, futures.Future[bool] | None] = {}
         self._settled: dict[str, str | None] = {}  # by job: the kernel's key in Triton's cache
-        self._met_nothing: bool | None = None  # whether the cache was empty at the first job
+        self._queue: queue.SimpleQueue[tuple[futures.Future[bool], bytes]] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._workers: set[subprocess.Popen[bytes]] = set()
 
     def expect(self, job: Job) -> bool:
         """Have a worker compile a kernel that will be launched later.
 
         Returns:
-            Whether it is left to a worker. False if it is compiled already, or if none can take it.
+            Whether a worker has yet to compile it. False if it is compiled, or if there is none.
         """
         with self._lock:
             key = job.key
-            if self._is_off() or key in self._settled or key in self._kept:
+            # The threads are not in a process that was forked from this one.
+            is_off = self._off or most_workers() == 0 or self._process != os.getpid()
+            if is_off or key in self._settled:
                 return False
-            if self._met_nothing is None:
-                self._met_nothing = _is_empty()
-            if key not in self._given:
-                # Computing a cache key takes time, and is unnecessary if the cache was empty.
-                if not self._met_nothing and _is_kept(_name(job)):
-                    self._kept.add(key)
-                    return False
-                if (server := self._started()) is None:
-                    return False
-                if (number := server.take(job)) is None:
-                    return False
-                self._given[key] = server, number
-            return True
+            if key not in self._expected:
+                self._expected[key] = None if _is_kept(_name(job)) else self._submit(job)
+            future = self._expected[key]
+            return future is not None and not future.done()
+
+    def compile_now(self, jobs: Sequence[Job]) -> int:
+        """Have workers compile kernels, and wait; return how many they have compiled."""
+        begun = [self._expected[job.key] for job in jobs if self.expect(job)]
+        return sum(future.result() for future in begun if future is not None)
 
     def settle(self, job: Job) -> str | None:
         """Wait for a kernel if a worker is compiling it; called before its first launch.
@@ -228,62 +131,70 @@ class Ahead:
             if key in self._settled:
                 return self._settled[key]
             name = self._settled[key] = _name(job) if KEYED else None
-        by_worker = key in self._given and self._wait(*self._given[key])
+        by_worker = self._wait(self._expected.get(key))
         if name is not None and _is_kept(name):
             self.counts["workers" if by_worker else "cache"] += 1
         else:
             self.counts["here"] += 1
         return name
 
-    def give_up(self) -> None:
-        """Stop the workers, and compile everything in this process from now on."""
-        with self._lock:
-            self._off = True
-            self.end()
+    def stop(self) -> None:
+        """Kill the workers, and compile everything in this process from now on."""
+        self._off = True
+        for process in list(self._workers) if self._process == os.getpid() else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
-    def end(self) -> None:
-        """Stop the workers."""
-        with self._lock:
-            if self._server is not None and self._process == os.getpid():
-                self._server.end()
-            self._server = None
+    def _submit(self, job: Job) -> futures.Future[bool]:
+        future: futures.Future[bool] = futures.Future()
+        on = triton.runtime.driver.active.get_current_target()
+        name = (job.kernel.__module__, job.kernel.__name__, job.kernel.cache_key)
+        work = (*name, job[1:4], job.options, (on.backend, on.arch, on.warp_size))
+        package = str(Path(__file__).parent.parent)
+        self._queue.put((future, pickle.dumps((package, sys.path)) + pickle.dumps(work)))
+        if len(self._threads) < most_workers():
+            self._threads.append(threading.Thread(target=self._run_jobs, daemon=True))
+            self._threads[-1].start()
+        return future
 
-    def _is_off(self) -> bool:
-        # A process forked from this one must not talk to its server.
-        return self._off or most_workers() == 0 or self._process != os.getpid()
+    def _run_jobs(self) -> None:
+        while True:
+            future, job = self._queue.get()
+            if future.set_running_or_notify_cancel():
+                future.set_result(not self._off and self._is_compiled(job))
 
-    def _started(self) -> Server | None:
-        """The server, started if necessary; None if there can be none."""
-        if self._is_off():
-            return None
-        if self._server is not None and not self._server.listen():
-            self._off = "done" not in self._server.states.values()  # no job has ever succeeded
-            self.end()
-            return self._started()
-        if self._server is None:
-            try:
-                self._server = Server(most_workers())
-            except OSError:
-                self._off = True
-        return self._server
+    def _is_compiled(self, job: bytes) -> bool:
+        """Run a worker on a job; return whether it has compiled the kernel."""
+        output = None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL
+        try:
+            # In a new session, Ctrl+C does not reach it, and `stop` kills what it has started.
+            process = subprocess.Popen(
+                [sys.executable, "-I", ahead_worker.__file__], start_new_session=True,
+                stdin=subprocess.PIPE, stdout=output, stderr=output,
+            )  # fmt: skip
+            self._workers.add(process)
+            process.communicate(job)
+        except Exception:  # it cannot start
+            return False
+        self._workers.discard(process)
+        return process.returncode == 0
 
-    def _wait(self, server: Server, number: int) -> bool:
-        """Whether a worker compiled a kernel; wait for a started job, withdraw a waiting one."""
-        end = time.monotonic() + _PATIENCE
-        while self._process == os.getpid() and time.monotonic() < end:
-            with self._lock:
-                alive = server is self._server and server.listen(0.002)
-                state = server.states[number]
-                if alive and state == "waiting":
-                    server.drop(number)
-            if state != "started" or not alive:
-                return state == "done"
-        return False
+    def _wait(self, future: futures.Future[bool] | None) -> bool:
+        """Whether a worker compiled a kernel; wait for a started one, cancel a waiting one."""
+        if future is None or self._process != os.getpid() or future.cancel():
+            return False
+        try:
+            by_worker = future.result(_PATIENCE)
+        except futures.TimeoutError:
+            return False
+        if not by_worker and self.counts["workers"] == 0:
+            self.stop()  # none may be able to
+        return by_worker
 
 
 _ahead = Ahead()
-expect, settle, give_up = _ahead.expect, _ahead.settle, _ahead.give_up
-atexit.register(_ahead.end)
+expect, compile_now, settle, stop = _ahead.expect, _ahead.compile_now, _ahead.settle, _ahead.stop
+atexit.register(stop)
 native.counts_in(_ahead.counts)
 
 
@@ -305,17 +216,6 @@ def _name(job: Job) -> str:
     source, options = ASTSource(*job[:4]), backend.parse_options(dict(job.options))
     key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def _is_empty() -> bool:
-    """Whether Triton's cache is a directory that is empty or does not exist yet."""
-    from triton import knobs
-    from triton.runtime.cache import FileCacheManager
-
-    if knobs.cache.manager_class not in (None, FileCacheManager):
-        return False
-    directory = Path(knobs.cache.dir)
-    return not directory.exists() or not any(directory.iterdir())
 
 
 def _is_kept(name: str) -> bool:

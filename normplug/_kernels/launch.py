@@ -9,17 +9,20 @@ the kept kernel was not compiled.
 
 from __future__ import annotations
 
-import itertools
+import inspect
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from normplug._kernels import ahead
+from normplug._kernels.primitives import SCALARS
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _DIRECT = (3, 3) <= _VERSION <= (3, 9) and torch.version.hip is None
@@ -37,11 +40,9 @@ _TYPES = {
 }  # fmt: skip
 
 
-def scalars(double: bool, **values: float) -> dict[str, float | int]:
-    """Encode numbers as the kernels take them, a float64 as its bits: see `primitives.scalar`."""
-    if not double:
-        return {name: float(value) for name, value in values.items()}
-    return {n: struct.unpack("<q", struct.pack("<d", v))[0] for n, v in values.items()}
+def accumulator(dtype: torch.dtype) -> Any:
+    """The dtype in which kernels compute, as Triton's: float64 for float64, else float32."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 class Compiled(NamedTuple):
@@ -63,43 +64,42 @@ class Compiled(NamedTuple):
 class Launch:
     """A kernel with everything but its tensors: grid, sizes, constants and compiler options.
 
-    A call passes tensors by position, where a wrong order would go unnoticed. So every argument is
-    named here, and the names must be the kernel's own, in its order.
+    The kernel's signature names its arguments, in order: `x_ptr` is the tensor `x` of a call. The
+    others are filled by name, from `given` or from the first source with this attribute, in lower
+    case: `ROWS` is `source.rows`.
 
     Args:
-        kernel: The Triton kernel.
+        kernel: The Triton kernel: its tensors come first, then its numbers, then its constants.
         grid: Number of programs.
-        pointers: Names of the tensors of a call; the kernel's argument for tensor `x` is `x_ptr`.
-        sizes: Integers, by name.
-        scalars: Numbers, by name, as `scalars` encodes them.
-        constants: Compile-time constants (`tl.constexpr`), by name.
         warps: Warps per program.
+        *sources: Objects whose attributes are arguments.
         cooperative: Whether it is a cooperative launch, whose programs all run at once.
+        **given: Arguments by name.
 
     Raises:
-        TypeError: The names are not those of the kernel's arguments, in order.
+        TypeError: An argument has no value, or a given name is not an argument.
     """
 
     def __init__(
         self,
         kernel: Any,
         grid: int,
-        *,
-        pointers: tuple[str, ...],
-        sizes: dict[str, int],
-        scalars: dict[str, float | int],
-        constants: dict[str, Any],
         warps: int,
+        *sources: Any,
         cooperative: bool = False,
+        **given: Any,
     ) -> None:
-        _check_names(kernel, [*(f"{name}_ptr" for name in pointers), *sizes, *scalars, *constants])
-        self.pointers, self._kernel, self._grid = pointers, kernel, grid
-        self._numbers = (*sizes.values(), *scalars.values())
+        tensors, numbers, constants = _arguments(kernel)
+        values = _filled(kernel, (*numbers, *constants), sources, given)
+        self.pointers = tuple(name.removesuffix("_ptr") for name in tensors)
+        self._kernel, self._grid = kernel, grid
+        self._numbers = tuple(_number(name, values) for name in numbers)
+        constant = {name: values[name] for name in constants}
         # Allow a fused multiply-add for a * b + c: the default of Triton before 3.10.
-        self._constants = {**constants, "num_warps": warps, "enable_fp_fusion": True}
+        self._constants = {**constant, "num_warps": warps, "enable_fp_fusion": True}
         if cooperative:
             self._constants["launch_cooperative_grid"] = True
-        self._tail = (*self._numbers, *constants.values())
+        self._tail = (*self._numbers, *constant.values())
         self._direct = _DIRECT and not INTERPRETED
         self._run: Any = None  # Triton's launcher, once it is known
         self._function: Any = None
@@ -164,7 +164,7 @@ class Launch:
         name = self._settle(tensors)
         compiled = self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)
         if name is not None and compiled.hash != name:  # `job` fails to predict it
-            ahead.give_up()
+            ahead.stop()
         return compiled
 
     def _settle(self, tensors: tuple[Tensor, ...]) -> str | None:
@@ -192,16 +192,40 @@ class Launch:
         return ahead.Job(self._kernel, signature, constants, attributes, options)
 
 
-def _check_names(kernel: Any, given: list[str]) -> None:
-    expected = list(kernel.arg_names)
-    if given == expected:
-        return
-    pairs = itertools.zip_longest(given, expected, fillvalue="nothing")
-    place, (got, wanted) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    raise TypeError(
-        f"{kernel.__name__}: a launch must name the kernel's arguments in their order; "
-        f"argument {place} is {wanted}, and the launch names {got}."
-    )
+@cache
+def _arguments(kernel: Any) -> tuple[list[str], list[str], list[str]]:
+    """The names of a kernel's arguments: tensors, numbers and constants."""
+    parameters = inspect.signature(kernel.fn).parameters
+    constants = [name for name, p in parameters.items() if p.annotation is tl.constexpr]
+    tensors = [name for name in parameters if name.endswith("_ptr")]
+    numbers = [name for name in parameters if name not in (*tensors, *constants)]
+    return tensors, numbers, constants
+
+
+def _filled(
+    kernel: Any, names: Sequence[str], sources: Sequence[Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values of a kernel's arguments, by name: see `Launch`."""
+    values = dict(given)
+    for name in names:
+        if name not in values:
+            attribute = name.lower()
+            source = next((each for each in sources if hasattr(each, attribute)), None)
+            if source is None:
+                raise TypeError(f"{kernel.__name__}: a launch must have a value for {name}.")
+            values[name] = getattr(source, attribute)
+    if unknown := sorted(values.keys() - set(names)):
+        raise TypeError(f"{kernel.__name__} has no argument {unknown[0]}.")
+    return values
+
+
+def _number(name: str, values: Mapping[str, Any]) -> float | int:
+    """A number as the kernels take it, a float64 as its bits: see `primitives.scalar`."""
+    value: float | int = values[name]
+    if name not in SCALARS:
+        return value
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits if values["ACC"] == tl.float64 else float(value)
 
 
 class Workspace:

@@ -1,11 +1,22 @@
 """What the kernels of several norms share: scalars, dtypes, pairs of sums, the affine map."""
 
+import inspect
+
 import triton
 import triton.language as tl
 
-# Scalars for `do_not_specialize`. The bits of a float64 are an integer to Triton, which would
-# compile another kernel if that is 1 or divisible by 16.
-SCALARS = ("momentum", "eps", "root")
+SCALARS = ("momentum", "eps", "root")  # the arguments that `scalar` decodes
+
+
+def kernel(function):
+    """Decorate a kernel as `triton.jit` does, but so that no number is compiled in.
+
+    By default, Triton compiles another kernel for an integer that is 1 or divisible by 16.
+    """
+    given = inspect.signature(function).parameters.values()
+    values = [p.name for p in given if p.annotation is not tl.constexpr]
+    numbers = [name for name in values if not name.endswith("_ptr")]
+    return triton.jit(function, do_not_specialize=numbers)
 
 
 @triton.jit
@@ -34,6 +45,13 @@ def as_dtype(value, DTYPE: tl.constexpr):
 def as_stored(value, pointer):
     """Convert to the dtype that `pointer` points to."""
     return as_dtype(value, pointer.dtype.element_ty)
+
+
+@triton.jit
+def update_running(running_ptr, old, value, step, mask=None):
+    """Move a running statistic from `old`, as loaded, by one step towards `value`."""
+    old = old.to(value.dtype)
+    tl.store(running_ptr, as_stored(old + step * (value - old), running_ptr), mask=mask)
 
 
 @triton.jit

@@ -129,12 +129,9 @@ def _laid_out_as(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _halved(space: Sequence[int]) -> Iterator[Sequence[int]]:
-    sizes = space
-    while min(sizes, default=1) > 0:
-        yield sizes
-        if not sizes:
-            return
-        sizes = [size // 2 for size in sizes]
+    while min(space, default=1) > 0:
+        yield space
+        space = [size // 2 for size in space] or [0]
 
 
 def _ratio(shape: Sequence[int], x: Tensor) -> float:

@@ -21,7 +21,13 @@ from normplug._ops import likely
 from normplug._ops.program import SLOT, SLOTS, Program
 from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import Tensors
-from normplug._torch import applier, current_device_index, current_raw_stream, unwrap_if_dead
+from normplug._torch import (
+    applier,
+    current_device_index,
+    current_raw_stream,
+    recordings,
+    unwrap_if_dead,
+)
 from normplug.reference import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -88,7 +94,7 @@ class BasePlan:
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
         if self.mark:
             self.spec.peers.take_turn(stream)
-        if stream != 0 or self.gpu is None:
+        if stream != 0 or self.gpu is None or recordings:  # it may be of fake tensors
             return stream, Workspace(self.device, self.acc, *scratch)
         work = self._workspaces.get(scratch)
         if work is None:
@@ -151,7 +157,8 @@ class Plan(BasePlan, ABC):
         found = self._programs.get(keep)
         if found is None:
             found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
-            if self.gpu is not None and not torch.cuda.is_current_stream_capturing():
+            is_on_gpu = self.gpu is not None and not recordings
+            if is_on_gpu and not torch.cuda.is_current_stream_capturing():
                 found.expect(self.acc, after=1)  # this call compiles the first kernel itself
                 self._expect_next(Tensors(*t), found, keep)  # type: ignore[arg-type]
         return found

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from normplug._ops.spec import Tensors
+from normplug._torch import jobs_of, recordings
 
 if TYPE_CHECKING:
     from normplug._kernels import ahead
@@ -137,6 +138,11 @@ class Program:
         if self.steps:
             stream, work = workspace(self.scratch)
             slots[PARTIAL], slots[COUNTERS] = work.partial, work.counters
+            if recordings and (jobs := jobs_of(work.partial)) is not None:
+                for launch, _, pick in self.steps:
+                    job = launch.job([t.dtype for t in pick(slots)])
+                    jobs.setdefault(job.key, job)
+                return
             for launch, _, pick in self.steps:
                 launch(stream, *pick(slots))
         if self.updates:

@@ -35,11 +35,13 @@ class SwapNorms(Callback):
         mode: as in `normplug.swap`: one mode, or a mode for each layer.
         fuse: run norms and the operations next to them in one kernel, as `normplug.fuse` does.
         recompute: with `fuse`, save memory, as in `normplug.fuse`.
+        warm_up: at the start of fit, compile what a step needs, as `normplug.warm_up` does. The
+            module's forward is run on its `example_input_array`, which must be shaped as a batch.
         **options: those of `normplug.swap`.
 
     Raises:
         ValueError: an unknown mode, autocast_output or backend; `recompute` without `fuse`; a
-            checkpoint of another mode.
+            checkpoint of another mode; `warm_up` without an `example_input_array`.
         TypeError: an unknown option, or an option of the wrong type.
         RuntimeError: swapped layers were rebuilt or are bypassed, or BatchNorms would be rebuilt.
 
@@ -54,16 +56,17 @@ class SwapNorms(Callback):
         *,
         fuse: bool = False,
         recompute: bool = False,
+        warm_up: bool = False,
         **options: Any,
     ) -> None:
         rule = read(mode)
         self.mode = rule.mode if isinstance(rule, One) else rule
         _refuse_unknown(options)
         _checks.swap_options("lightning.SwapNorms", **options)
-        _checks.flags("lightning.SwapNorms", fuse=fuse, recompute=recompute)
+        _checks.flags("lightning.SwapNorms", fuse=fuse, recompute=recompute, warm_up=warm_up)
         if recompute and not fuse:
             raise ValueError("normplug.lightning.SwapNorms: recompute=True needs fuse=True.")
-        self.fuse, self.recompute = fuse, recompute
+        self.fuse, self.recompute, self.warm_up = fuse, recompute, warm_up
         self.options = options
         self._model: LightningModule | None = None
         self._targets: dict[str, float] = {}  # the target variance of each layer at the swap
@@ -80,6 +83,8 @@ class SwapNorms(Callback):
         """Swap layers that `configure_model` created; verify that swapped layers still are."""
         self._verify(pl_module)
         self._refuse_torchs_sync(trainer, pl_module)
+        if self.warm_up:
+            _warm_up(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Verify, as in `on_fit_start`."""
@@ -152,10 +157,24 @@ class SwapNorms(Callback):
         refuse("lightning.SwapNorms", pl_module, record.findings(pl_module))
 
 
+def _warm_up(trainer: Trainer, pl_module: LightningModule) -> None:
+    example = pl_module.example_input_array
+    if example is None:
+        raise ValueError(
+            "normplug.lightning.SwapNorms: warm_up=True needs the shapes of a batch. Set the "
+            "module's example_input_array, or call normplug.warm_up(model, *batch) yourself."
+        )
+    example = trainer.strategy.batch_to_device(example)
+    named = example if isinstance(example, dict) else {}
+    inputs = () if named else example if isinstance(example, tuple) else (example,)
+    with trainer.precision_plugin.forward_context():
+        rank_zero_info(str(normplug.warm_up(pl_module, *inputs, **named)))
+
+
 def _refuse_unknown(options: Iterable[str]) -> None:
     for option in options:
         if option not in _OPTIONS:
             raise TypeError(
                 f"normplug.lightning.SwapNorms: unknown option {option!r}; the options are "
-                f"fuse, recompute, {', '.join(_OPTIONS)}."
+                f"fuse, recompute, warm_up, {', '.join(_OPTIONS)}."
             )

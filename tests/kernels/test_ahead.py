@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,8 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
-import normplug  # noqa: E402
-from normplug._kernels import ahead, ahead_server, launch  # noqa: E402
+from normplug._kernels import ahead, ahead_worker, launch  # noqa: E402
 from normplug._kernels.batch_norm import launches, schedule  # noqa: E402
 from normplug._kernels.batch_norm import pool_launches as pool  # noqa: E402
 from normplug._kernels.group_norm import launches as groups  # noqa: E402
@@ -62,7 +62,7 @@ def mine():
     """Workers that only this test uses."""
     made = ahead.Ahead()
     yield made
-    made.end()
+    made.stop()
 
 
 def a_launch(flags=None):
@@ -81,22 +81,8 @@ def a_job(flags=None):
     return made.job(dtypes_of(made))
 
 
-def until(condition):
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def done(mine, job):
-    server, number = mine._given[job.key]
-
-    def is_done():
-        assert server.listen()
-        return server.states[number] not in ("waiting", "started")
-
-    until(is_done)
-    return server.states[number] == "done"
+    return mine._expected[job.key].result(120)
 
 
 def test_a_kernel_that_a_worker_compiled_is_found_in_the_cache(mine):
@@ -106,9 +92,8 @@ def test_a_kernel_that_a_worker_compiled_is_found_in_the_cache(mine):
     assert mine.settle(job) == mine.settle(job)
     assert mine.counts == {"here": 0, "workers": 1, "cache": 0}
     again = ahead.Ahead()
-    again.expect(job)
+    assert not again.expect(job)
     again.settle(job)
-    assert again._server is None
     assert again.counts == {"here": 0, "workers": 0, "cache": 1}
 
 
@@ -124,18 +109,6 @@ def test_a_worker_and_this_process_compute_the_same_cache_key(mine):
     assert mine.counts == {"here": 0, "workers": 2, "cache": 0}
 
 
-def test_no_kernel_is_looked_up_in_an_empty_cache(mine, monkeypatch):
-    monkeypatch.setattr(ahead, "_name", None)
-    assert mine.expect(a_job())
-    assert done(mine, a_job())
-
-
-def test_a_launcher_is_built_once_for_each_signature(mine):
-    for job in [a_job(), a_job(launches.Flags(bias=False))]:
-        mine.expect(job)
-    assert (len(mine._server.states), mine._server._sent) == (2, 3)
-
-
 @pytest.mark.skipif(
     not hasattr(driver, "make_launcher"), reason="this Triton has one launcher for all kernels"
 )
@@ -149,15 +122,17 @@ def test_a_worker_builds_a_kernels_launcher(monkeypatch):
     monkeypatch.setattr(driver, "compile_module_from_src", build)
     monkeypatch.setattr(driver, "library_dirs", list)
     job = a_job()
-    ahead_server.build_launcher(job.kernel.__module__, job.kernel.__name__, job[1:4])
+    ahead_worker.build_launcher(ASTSource(*job[:4]))
     assert built == [driver.make_launcher({}, job.signature, None)]
 
 
 def test_a_compilation_that_a_worker_has_started_is_waited_for(mine):
     job = a_job()
     mine.expect(job)
-    server, number = mine._given[job.key]
-    until(lambda: server.listen() and server.states[number] != "waiting")
+    end = time.monotonic() + 120
+    while not mine._expected[job.key].running():
+        assert time.monotonic() < end
+        time.sleep(0.001)
     mine.settle(job)
     assert mine.counts["workers"] == 1
 
@@ -171,8 +146,7 @@ def test_a_job_that_no_worker_has_started_is_compiled_by_this_process(mine):
     last = a_job(launches.Flags())
     mine.expect(last)
     assert done(mine, last)
-    server, number = mine._given[jobs[1].key]
-    assert server.states[number] == "waiting"
+    assert mine._expected[jobs[1].key].cancelled()
 
 
 def every_kernel(dtype):
@@ -239,56 +213,28 @@ def test_a_job_is_the_kernel_that_triton_compiles_for_the_call(dtype, monkeypatc
 def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
     caplog.set_level(logging.DEBUG, "normplug")
     job = a_job()
-    broken = job._replace(constants={**job.constants, (27,): "no size"})
+    mine.expect(job)
+    broken = a_job(launches.Flags(bias=False))
+    broken = broken._replace(constants={**broken.constants, (27,): "no size"})
     mine.expect(broken)
+    mine.settle(job)
     assert not done(mine, broken)
     assert "CompilationError" in capfd.readouterr().err
     mine.settle(broken)
-    mine.expect(job)  # the process that forked the worker goes on
-    assert done(mine, job)
-    mine.settle(job)
     assert mine.counts == {"here": 1, "workers": 1, "cache": 0}
+    assert mine.expect(a_job(launches.Flags()))
 
 
-def test_what_a_worker_prints_is_not_taken_for_an_answer():
-    code = (
-        "import os, pickle, runpy, sys; server = runpy.run_path(sys.argv[1]); "
-        "server['_TASKS']['kernel'] = lambda: print('PTX', flush=True); "
-        "os.waitpid(server['_worker'](pickle.dumps(('kernel', ()))), 0)"
-    )
-    command = [sys.executable, "-I", "-c", code, ahead_server.__file__]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert (found.stdout, found.stderr) == ("", "PTX\n")
-
-
-def test_a_job_that_could_not_be_sent_is_sent_the_next_time(mine, monkeypatch):
-    job = a_job()
-    with monkeypatch.context() as full:
-        full.setattr(ahead.Server, "_tell", lambda server, data: False)
-        assert not mine.expect(job)
-    assert mine.expect(job)
-    assert mine._given[job.key] == (mine._server, 1)  # after the job for its launcher
-
-
-def test_without_the_server_every_kernel_is_compiled_by_this_process(mine):
-    first, second, third = a_job(), a_job(launches.Flags(bias=False)), a_job(launches.Flags())
+@pytest.mark.parametrize("executable", ["/no/such/python", "/bin/false"])
+def test_if_no_worker_can_start_this_process_compiles(mine, monkeypatch, executable):
+    monkeypatch.setattr(sys, "executable", executable)
+    first, second = a_job(), a_job(launches.Flags(bias=False))
     mine.expect(first)
-    mine._server._process.kill()
-    mine._server._process.wait()
+    assert not done(mine, first)
     mine.settle(first)
-    mine.expect(second)
-    assert mine._off  # the server never finished a job, so no other is started
-    mine.expect(third)
+    assert not mine.expect(second)  # no worker has ever compiled a kernel
     mine.settle(second)
-    assert mine.counts["here"] == 2
-
-
-def test_if_the_server_cannot_start_this_process_compiles(mine, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    job = a_job()
-    mine.expect(job)
-    mine.settle(job)
-    assert mine.counts["here"] == 1
+    assert mine.counts == {"here": 2, "workers": 0, "cache": 0}
 
 
 @pytest.mark.parametrize(
@@ -310,8 +256,8 @@ def test_the_environment_sets_the_number_of_workers(monkeypatch, name, value, mo
 
 def test_no_worker_is_started_if_workers_are_turned_off(mine, monkeypatch):
     monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "0")
-    mine.expect(a_job())
-    assert mine._server is None
+    assert not mine.expect(a_job())
+    assert not mine._threads
 
 
 def test_a_negative_number_of_workers_is_an_error(monkeypatch):
@@ -320,22 +266,60 @@ def test_a_negative_number_of_workers_is_an_error(monkeypatch):
         ahead.most_workers()
 
 
-def test_end_stops_the_server_at_once(mine):
-    mine.expect(a_job())
-    process = mine._server._process
-    start = time.monotonic()
-    mine.end()
-    assert process.poll() is not None
-    assert time.monotonic() - start < 2
+def running(mine):
+    """The process of the only worker, once it runs."""
+    end = time.monotonic() + 120
+    while not mine._workers:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return next(iter(mine._workers))
 
 
-def test_workers_need_no_torch():
-    package, modules = os.path.dirname(normplug.__file__), ahead.kernel_modules()
-    assert "normplug._kernels.batch_norm.columns" in modules
-    code = (
-        "import sys, runpy; server = runpy.run_path(sys.argv[1]); "
-        f"server['_start']({package!r}, {sys.path!r}, {modules!r}); print('torch' in sys.modules)"
-    )
-    command = [sys.executable, "-I", "-c", code, ahead_server.__file__]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.stdout.strip() == "False", found.stderr
+def test_a_killed_worker_only_loses_its_kernel(mine):
+    first, second = a_job(), a_job(launches.Flags(bias=False))
+    mine.expect(first)
+    mine.expect(second)
+    running(mine).kill()
+    assert not done(mine, first)
+    assert done(mine, second)
+
+
+def test_stop_ends_the_workers_at_once_and_starts_no_other(mine):
+    jobs = [a_job(), a_job(launches.Flags(bias=False))]
+    for job in jobs:
+        mine.expect(job)
+    process = running(mine)
+    mine.stop()
+    assert process.wait(2) == -signal.SIGKILL
+    assert not any(done(mine, job) for job in jobs)
+    assert not mine.expect(a_job(launches.Flags()))
+
+
+SCRIPT = """
+print("once", flush=True)
+import multiprocessing, sys
+import test_ahead
+
+def compile():
+    sys.path.insert(0, sys.argv[1])
+    mine = test_ahead.ahead.Ahead()
+    test_ahead.triton.runtime.driver._active = test_ahead.Driver()
+    mine.expect(test_ahead.a_job())
+    print(test_ahead.done(mine, test_ahead.a_job()), flush=True)
+
+process = multiprocessing.get_context("fork").Process(target=compile, daemon=True)
+process.start()
+process.join()
+"""
+
+
+def test_a_daemon_of_a_script_without_a_guard_has_workers_which_need_no_torch(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "torch.py").write_text("raise ImportError('workers need no torch')")
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    found = subprocess.run(
+        [sys.executable, tmp_path / "script.py", tmp_path / "fake"],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.stdout == "once\nTrue\n", found.stderr

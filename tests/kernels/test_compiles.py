@@ -32,36 +32,16 @@ SMS, SHARED = 132, 227 << 10
 T4 = GPUTarget("cuda", 75, 32)
 T4_SMS, T4_SHARED = 40, 64 << 10
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-TYPES = {FLOAT16: "*fp16", BFLOAT16: "*bf16", FLOAT32: "*fp32", FLOAT64: "*fp64"}
-INTEGERS = {"counters_ptr": "*i64", "tracked_ptr": "*i64", "bits_ptr": "*u8"}
-TILES = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "residual_ptr", "dresidual_ptr", "total_ptr")
+INTEGERS = {"counters": torch.int64, "tracked": torch.int64, "bits": torch.uint8}
+TILES = ("x", "y", "dy", "dx", "residual", "dresidual", "total")
 
 
 def compiled(made, dtype, target=H100, **others):
-    """Compile a launch's kernel; `others` are the dtypes of pointers that differ from `dtype`."""
-    names = [p.name for p in made._kernel.params if p.name not in made._constants]
-    pointers = names[: len(names) - len(made._numbers)]
+    """Compile a launch's kernel; `others` are the dtypes of tensors that differ from `dtype`."""
     acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
-    signature = {
-        name: INTEGERS.get(name, TYPES[others.get(name, dtype if name in TILES else acc)])
-        for name in pointers
-    }
-    for name, value in zip(names[len(pointers) :], made._numbers, strict=True):
-        signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, int) and value >= 2**31:
-            signature[name] = "i64"
-    constants = {
-        k: v for k, v in made._constants.items() if k in {p.name for p in made._kernel.params}
-    }
-    options = {k: v for k, v in made._constants.items() if k not in constants}
-    ones = [n for n, v in zip(names[len(pointers) :], made._numbers, strict=True) if v == 1]
-    constants |= {
-        name: 1 for name in ones if signature[name] == "i32"
-    }  # specialised, as by a launch
-    signature |= dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
-    source = ASTSource(made._kernel, signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=target, options=options)
+    usual = dict.fromkeys(made.pointers, acc) | dict.fromkeys(TILES, dtype) | INTEGERS | others
+    job = made.job([usual[name] for name in made.pointers])
+    return triton.compile(ASTSource(*job[:4]), target=target, options=job.options)
 
 
 class Stopped(Exception):
@@ -171,7 +151,7 @@ def row_launches(rows, width, itemsize, dtype, spacing, sms=SMS, shared=SHARED):
 def test_layer_norm_compiles(width, spacing, dtype):
     acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
     for made in row_launches(4096, width, dtype.itemsize, acc, spacing):
-        check(made, dtype, dtotal_ptr=dtype)
+        check(made, dtype, dtotal=dtype)
 
 
 # N, groups, channels per group, values per plane, and whether channels are adjacent in memory.
@@ -214,7 +194,7 @@ def t4_launches():
 def test_the_kernels_compile_for_compute_capability_7_5():
     for launches, dtype in t4_launches():
         for made in launches:
-            kernel = compiled(made, dtype, T4, dtotal_ptr=dtype)
+            kernel = compiled(made, dtype, T4, dtotal=dtype)
             assert kernel.asm["cubin"]
             assert kernel.metadata.shared <= T4_SHARED
             assert 32 * kernel.metadata.num_warps <= 1024
@@ -268,10 +248,10 @@ def test_layer_norm_of_narrow_rows_keeps_no_bias_in_shared_memory():
 
 @pytest.mark.parametrize("spacing", [768, Levels(197, 768, 768 * 128)], ids=["even", "permuted"])
 def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(spacing):
-    narrow = {"x_ptr": BFLOAT16, "y_ptr": BFLOAT16, "dy_ptr": BFLOAT16}
+    narrow = {"x": BFLOAT16, "y": BFLOAT16, "dy": BFLOAT16}
     for made, others in zip(
         row_launches(25216, 768, 4, FLOAT32, spacing),
-        (narrow, {"dy_ptr": BFLOAT16, "dtotal_ptr": FLOAT32}),
+        (narrow, {"dy": BFLOAT16, "dtotal": FLOAT32}),
         strict=True,
     ):
         ir = laid_out(made, FLOAT32, **others)

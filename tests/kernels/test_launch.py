@@ -1,4 +1,6 @@
-"""A launch names its kernel's arguments, in their order."""
+"""A launch fills its kernel's arguments by name."""
+
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,35 +11,36 @@ from normplug._kernels.launch import Launch  # noqa: E402
 
 
 @triton.jit
-def _scale(x_ptr, y_ptr, N, factor, BLOCK: tl.constexpr):
+def _scale(x_ptr, y_ptr, N, root, BLOCK: tl.constexpr, ACC: tl.constexpr):
     places = tl.arange(0, BLOCK)
-    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N) * factor, mask=places < N)
+    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N) * root, mask=places < N)
 
 
-NAMES = {
-    "pointers": ("x", "y"),
-    "sizes": {"N": 5},
-    "scalars": {"factor": 2.0},
-    "constants": {"BLOCK": 8},
-}
+SHAPE, FLAGS = SimpleNamespace(n=5, block=8), SimpleNamespace(block=16)
 
 
-def test_the_kernels_own_names_are_accepted():
-    Launch(_scale, 1, **NAMES, warps=1)
+def test_arguments_are_given_or_the_attributes_of_the_first_source_that_has_them():
+    launch = Launch(_scale, 1, 4, SHAPE, FLAGS, root=2, ACC=tl.float32)
+    assert launch.pointers == ("x", "y")
+    assert launch._tail == (5, 2.0, 8, tl.float32)
+    assert launch._constants["num_warps"] == 4
+    assert Launch(_scale, 1, 4, SHAPE, N=1, root=2.0, ACC=tl.float32)._tail[0] == 1
+
+
+def test_a_float64_is_passed_as_its_bits():
+    launch = Launch(_scale, 1, 1, SHAPE, root=2.0, ACC=tl.float64)
+    assert launch._numbers == (5, 2**62)
 
 
 @pytest.mark.parametrize(
-    ("names", "difference"),
+    ("given", "message"),
     [
-        ({"pointers": ("y", "x")}, "argument 0 is x_ptr, and the launch names y_ptr"),
-        ({"sizes": {"N": 5, "M": 5}}, "argument 3 is factor, and the launch names M"),
-        ({"sizes": {"factor": 5}, "scalars": {"N": 2.0}}, "argument 2 is N, .* names factor"),
-        ({"constants": {}}, "argument 4 is BLOCK, and the launch names nothing"),
-        ({"constants": {"BLOCK": 8, "UNIT": 1}}, "argument 5 is nothing, .* names UNIT"),
+        ({"ACC": tl.float32}, "_scale: a launch must have a value for root"),
+        ({"root": 1.0}, "_scale: a launch must have a value for ACC"),
+        ({"root": 1.0, "ACC": tl.float32, "UNIT": 1}, "_scale has no argument UNIT"),
     ],
-    ids=["two swapped", "one more size", "size for scalar", "a constant missing", "one too many"],
+    ids=["a number missing", "a constant missing", "one too many"],
 )
-def test_other_names_are_rejected(names, difference):
-    rule = r"_scale: a launch must name the kernel's arguments in their order; "
-    with pytest.raises(TypeError, match=rule + difference):
-        Launch(_scale, 1, **{**NAMES, **names}, warps=1)
+def test_a_missing_or_unknown_argument_is_an_error(given, message):
+    with pytest.raises(TypeError, match=message):
+        Launch(_scale, 1, 1, SHAPE, **given)

@@ -72,9 +72,10 @@ RECOMPUTED = [
     {"dtype": torch.float16, "vectors": "bias"},
     {"dtype": torch.bfloat16, "residual_dtype": torch.float32, "offset": 1e3},
     {"dtype": torch.float64, "vectors": ""},
+    {"dtype": torch.bfloat16, "params": torch.float32, "vectors": "weight", "centred": False},
 ]
 # Every setup with two of them.
-HALF_OF_THEM = [(s, RECOMPUTED[(i + k) % 4]) for i, s in enumerate(SETUPS) for k in (0, 2)]
+HALF_OF_THEM = [(s, RECOMPUTED[(i + k) % 5]) for i, s in enumerate(SETUPS) for k in (0, 2)]
 
 
 @pytest.mark.parametrize(("setup", "options"), HALF_OF_THEM, ids=str)
@@ -249,13 +250,13 @@ def test_a_constant_row_has_no_variance_and_gives_the_bias(setup, width, prepare
 @pytest.mark.parametrize(
     ("shape", "dims", "residual"),
     [((5, 3), 1, None), ((5, 3), 2, None), ((2, 2, 4), 1, None), ((2, 2, 4), 2, None)]
-    + [((4, 3), 1, "contiguous")],
+    + [((4, 3), 1, "contiguous"), ((3, 4), 1, "rms")],
 )
 def test_first_and_second_derivatives_are_right(shape, dims, residual):
-    vectors = "weight+bias" if residual else "weight+bias+input_bias"
-    case = Case(
-        shape, torch.float64, dims=dims, vectors=vectors, residual=residual, offset=0.5, eps=1e-2
-    )
+    options = {"vectors": "weight+bias" if residual else "weight+bias+input_bias"}
+    if residual == "rms":
+        residual, options = None, {"vectors": "weight", "centred": False, "weight_offset": 1.0}
+    case = Case(shape, torch.float64, dims=dims, residual=residual, offset=0.5, eps=1e-2, **options)
     tensors = make(case).inputs(INPUTS)
     leaves = {name: tensor for name, tensor in tensors.items() if tensor is not None}
 

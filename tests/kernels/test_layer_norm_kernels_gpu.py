@@ -1,7 +1,6 @@
 """LayerNorm's kernels on a GPU: sizes, waiting, graphs, streams, compilers."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -227,6 +226,7 @@ def test_the_backward_can_recompute_the_output(shape, dtype, residual_dtype):
     options = {"residual": "contiguous", "residual_dtype": residual_dtype, "offset": 30.0}
     check_recomputed(Case(shape, dtype, running=torch.float32, **options), GPU)
     check_recomputed(Case(shape, dtype, vectors="", params=torch.float32, **options), GPU)
+    check_recomputed(Case(shape, dtype, vectors="weight", centred=False, **options), GPU)
 
 
 @pytest.mark.parametrize("shape", REPEATED, ids=str)
@@ -328,31 +328,6 @@ def test_tensors_may_be_unaligned(shape, dtype):
         torch.testing.assert_close(run(case, given, "triton"), expected)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_host_never_waits_for_the_gpu():
-    layers = [normplug.LayerNorm(w, backend="triton", device=GPU) for w in (768, 16384, 70_000)]
-    inputs = [torch.randn(256, *layer.normalized_shape, device=GPU) for layer in layers]
-
-    def step():
-        for layer, x in zip(layers, inputs, strict=True):
-            x = x.detach().requires_grad_()
-            y, total = functional.add_layer_norm(
-                layer(x), x, layer.normalized_shape, layer.weight, layer.bias, backend="triton"
-            )
-            torch.autograd.backward((y, total), (x.detach(), x.detach()))
-
-    step()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-        for layer in layers:
-            layer.momentum = None
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
 @pytest.mark.parametrize("low", HALVES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("asked", ["low", "float32"])
@@ -450,16 +425,3 @@ def test_a_swapped_model_passes_on_the_autocast_dtype():
     assert seen == [torch.bfloat16] * 6
     for ours, theirs in zip(*results, strict=True):
         assert error(ours, theirs) < 0.05
-
-
-def test_calls_with_other_settings_do_not_share_a_plan():
-    x = torch.randn(50, 96, device=GPU)
-    outputs = [
-        functional.layer_norm(x, (96,), eps=eps, mode=mode, backend="triton")
-        for eps in (1e-5, 1.0)
-        for mode in ("standard", 0.25)
-    ]
-    for y, (eps, tv) in zip(outputs, [(1e-5, 1), (1e-5, 0.25), (1.0, 1), (1.0, 0.25)], strict=True):
-        made = reference.layer_norm(x.double(), (96,), eps=eps, target_variance=tv)
-        assert error(y, made.y) < 1e-6
-        assert math.isclose(float(y.var()), tv / (1 + (eps if eps == 1 else 0)), rel_tol=0.1)

@@ -141,12 +141,52 @@ def test_swap_norms_is_standard_by_default_and_warns_of_no_run_that_starts_or_re
         trainer(tmp_path, SwapNorms("golden")).fit(stock, loader())
 
 
+class Forward(Module.func):
+    """A module with a forward and an example of its input."""
+
+    def forward(self, x, scale=1.0):
+        return self.net(x * scale)
+
+
+@pytest.mark.parametrize(
+    ("example", "inputs"),
+    [
+        (IMAGES[:8], ((8, 3, 6, 6), {})),
+        ((IMAGES[:8], 2.0), ((8, 3, 6, 6), {})),
+        ({"x": IMAGES[:4]}, (None, {"x": (4, 3, 6, 6)})),
+    ],
+    ids=["tensor", "tuple", "dict"],
+)
+def test_swap_norms_warms_up_on_the_modules_example(tmp_path, monkeypatch, caplog, example, inputs):
+    warmed = []
+
+    def warm_up(model, *batch, **named):
+        warmed.append((batch[0].shape if batch else None, {n: t.shape for n, t in named.items()}))
+        assert torch.is_autocast_enabled("cpu")
+        return found(model, *batch, **named)
+
+    found = normplug.warm_up
+    monkeypatch.setattr(normplug, "warm_up", warm_up)
+    module = Forward(make_net)
+    module.example_input_array = example
+    caplog.set_level("INFO")
+    trainer(tmp_path, SwapNorms(warm_up=True), precision="bf16-mixed").fit(module, loader())
+    assert warmed == [inputs]
+    assert "normplug: compiled 0 kernels" in caplog.text
+    assert "The input is on cpu, and the kernels need a CUDA device." in caplog.text
+
+
+def test_swap_norms_warms_up_only_if_the_shapes_are_known(tmp_path):
+    with pytest.raises(ValueError, match="Set the module's example_input_array"):
+        trainer(tmp_path, SwapNorms(warm_up=True)).fit(Module(), loader())
+
+
 def test_swap_norms_rejects_wrong_options_at_once():
     with pytest.raises(TypeError, match="SwapNorms: fuse must be True or False; got 'yes'"):
         SwapNorms(fuse="yes")
     with pytest.raises(ValueError, match="recompute=True needs fuse=True"):
         SwapNorms(recompute=True)
-    with pytest.raises(TypeError, match="options are fuse, recompute, include"):
+    with pytest.raises(TypeError, match="options are fuse, recompute, warm_up, include"):
         SwapNorms(fused=True)
 
 

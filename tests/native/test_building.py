@@ -120,14 +120,6 @@ def test_it_is_compiled_when_a_kernel_is_needed(compiler, loads, folder, caplog)
     assert not warnings(caplog)
 
 
-def test_another_process_loads_the_library(compiler, loads, monkeypatch):
-    start()
-    restart(monkeypatch)
-    native.start()
-    assert native.status().way == "C++"
-    assert compiler.count() == 1
-
-
 def test_without_a_compiler_one_warning_says_so(compiler, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("CXX", "nowhere --fast")
     assert start()[:3] == ("Python", "no C++ compiler was found (CXX is nowhere --fast)", None)
@@ -139,8 +131,11 @@ def test_without_a_compiler_one_warning_says_so(compiler, monkeypatch, tmp_path,
     assert start().why == "no C++ compiler was found (g++, c++, clang++)"
 
 
-def test_an_existing_library_needs_no_compiler(compiler, loads, monkeypatch):
+def test_another_process_loads_the_library_and_needs_no_compiler(compiler, loads, monkeypatch):
     library = start().library
+    restart(monkeypatch)
+    native.start()
+    assert (native.status().way, compiler.count()) == ("C++", 1)
     restart(monkeypatch)
     monkeypatch.setenv("CXX", "nowhere")
     assert start().library == library
@@ -169,12 +164,6 @@ def test_a_compiler_that_cannot_print_its_version_is_reported(compiler):
     assert f"{compiler.path} does not run" in start().why
 
 
-def test_the_compilers_messages_are_in_english(compiler, monkeypatch):
-    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
-    compiler.does('echo "error: in $LC_ALL"; exit 1')
-    assert "error: in C (" in start().why
-
-
 def test_a_folder_that_cannot_be_created_is_reported(compiler, monkeypatch, tmp_path, caplog):
     file = tmp_path / "file"
     file.touch()
@@ -186,14 +175,19 @@ def test_a_folder_that_cannot_be_created_is_reported(compiler, monkeypatch, tmp_
     assert compiler.count() == 0
 
 
-def test_a_full_disk_is_reported(compiler, monkeypatch, folder):
-    # Not even the compiler's output can be written.
-    compiler.does(f"rm -r {folder}; exit 1")
-    assert start().why == "the compiler was stopped"
-    monkeypatch.setenv("NORMPLUG_CACHE_DIR", str(folder))
-    compiler.does("echo 'fatal error: No space left on device'; exit 1")
-    restart(monkeypatch)
-    assert "No space left on device" in start().why
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        ("rm -r {folder}; exit 1", "the compiler was stopped"),  # its output cannot be written
+        ("echo 'fatal error: No space left'; exit 1", "fatal error: No space left ("),
+        ('echo "error: in $LC_ALL"; exit 1', "error: in C ("),
+    ],
+    ids=["full disk", "full disk, later", "in English"],
+)
+def test_the_compilers_error_is_reported(does, why, compiler, monkeypatch, folder):
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    compiler.does(does.format(folder=folder))
+    assert why in start().why
 
 
 def test_a_killed_compiler_leaves_nothing_harmful(compiler, loads, monkeypatch, folder):

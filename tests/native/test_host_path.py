@@ -28,7 +28,6 @@ import normplug
 import pool_cases
 import routes
 import row_cases
-from accuracy import assert_same_bits
 from calls import case_id
 from normplug import functional, native
 from normplug._kernels.launch import Launch
@@ -100,23 +99,6 @@ CASES = [
 def test_both_paths_give_the_same_bits(cases, case):
     tensors = cases.make(case)
     both_ways(lambda: cases.run(case, tensors, "triton"))
-
-
-@pytest.mark.parametrize(
-    ("layout", "residual"),
-    [("channels_last", "contiguous"), ("contiguous", "channels_last"), ("contiguous", "expanded")],
-)
-def test_an_operator_whose_residual_has_another_layout(layout, residual, monkeypatch):
-    case = Batch(IMAGES, layout=layout, residual=residual, activation="silu")
-    tensors = kernel_cases.make(case)
-
-    def compute():
-        results = kernel_cases.run(case, tensors, "triton")
-        return {name: results[name] for name in ("y", "dx", "dresidual", "dweight", "dbias")}
-
-    eager = compute()
-    routes.use_operators(monkeypatch)
-    assert_same_bits(compute(), eager)
 
 
 @pytest.mark.parametrize(
@@ -192,13 +174,13 @@ def test_the_node_is_written_in_cpp(norm):
 
 
 @NORMS
-def test_hooks_see_the_saved_tensors_in_the_same_order(norm):
+def test_hooks_see_the_saved_tensors_in_the_same_order_and_what_they_return_is_used(norm):
     def compute():
         seen = []
 
         def pack(t):
             seen.append(t.detach().clone())
-            return len(seen) - 1, t
+            return len(seen) - 1, t * 2
 
         def unpack(kept):
             seen.append(torch.tensor(kept[0]))
@@ -210,17 +192,6 @@ def test_hooks_see_the_saved_tensors_in_the_same_order(norm):
         return named([*torch.autograd.grad(y.square().sum(), given), *seen])
 
     assert len(both_ways(compute)) >= 10
-
-
-@NORMS
-def test_the_tensors_that_hooks_return_are_used(norm):
-    def compute():
-        given = leaves()
-        with saved_tensors_hooks(lambda t: t * 2, lambda t: t):
-            y = norm(*given)
-        return named(torch.autograd.grad(y.sum(), given))
-
-    both_ways(compute)
 
 
 @NORMS
@@ -305,20 +276,6 @@ def test_a_subset_of_the_gradients_can_be_requested(norm, asked):
         return named(torch.autograd.grad(norm(*given).square().sum(), some))
 
     both_ways(compute)
-
-
-@NORMS
-def test_frozen_inputs_get_no_gradient(norm):
-    for frozen in range(4):
-
-        def compute(frozen=frozen):
-            given = leaves()
-            given[frozen].requires_grad_(False)
-            norm(*given).square().sum().backward()
-            assert given[frozen].grad is None
-            return named([t.grad for i, t in enumerate(given) if i != frozen])
-
-        both_ways(compute)
 
 
 @NORMS
@@ -760,12 +717,6 @@ def test_no_call_is_found_inside_a_transform_a_trace_or_a_mode(cached):
         ask(X)
     assert answers == [None] * 6
     assert native.call(SPEC, "triton", ROWS) is not None
-
-
-def test_a_spec_that_cannot_be_hashed_is_not_cached(cached):
-    strange = SPEC._replace(momentum=[])
-    native.keep(strange, "triton", ROWS, cached)
-    assert native.call(strange, "triton", ROWS) is None
 
 
 def test_only_a_plans_bound_call_is_cached(cached):

@@ -132,19 +132,18 @@ def by_kernels(t: Tensors, spec: Any) -> Any:
 
 def watch_compiled(
     monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda constants: constants,
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
 ) -> list[dict[str, Any]]:
-    """Record the constants of launches that are created from now on, after `change`."""
-    from normplug._kernels.launch import Launch
+    """Record the arguments of launches that are created from now on, after `change`."""
+    from normplug._kernels import launch
 
     made: list[dict[str, Any]] = []
-    start = Launch.__init__
 
-    def watched(*args: Any, constants: dict[str, Any], **options: Any) -> None:
-        made.append(change(constants))
-        start(*args, constants=made[-1], **options)
+    def watched(*args: Any, filled: Callable[..., dict[str, Any]] = launch._filled) -> Any:
+        made.append(change(filled(*args)))
+        return made[-1]
 
-    monkeypatch.setattr(Launch, "__init__", watched)
+    monkeypatch.setattr(launch, "_filled", watched)
     forget(monkeypatch)
     return made
 

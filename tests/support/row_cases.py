@@ -225,7 +225,12 @@ OPERATOR_CASES = [
     Case((2, 3, 2, 2, 4), residual="contiguous", dims=2),
     Case((6, 5), running=torch.float32),
     Case((2, 3, 8), residual="contiguous", running=torch.float64, momentum=None),
-]
+    Case(
+        (3, 4, 6), torch.bfloat16, params=torch.float32, vectors="weight", centred=False,
+        weight_offset=1.0,
+    ),
+    Case((6, 5), residual="contiguous", vectors="weight", centred=False, eps=None),
+]  # fmt: skip
 
 
 def check_operators(case: Case, device: str) -> None:

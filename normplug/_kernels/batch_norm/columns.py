@@ -36,7 +36,7 @@ from normplug._kernels.batch_norm.slabs import (
     slab_columns,
 )
 from normplug._kernels.merging import after_parts, publish_part, ready_flag
-from normplug._kernels.primitives import SCALARS, affine, scalar
+from normplug._kernels.primitives import affine, kernel, scalar, update_running
 from normplug._kernels.tiles import STEP_AXIS, as_tile, load_tile, write_tile
 from normplug._kernels.waiting import arrive, wait
 
@@ -65,10 +65,6 @@ from normplug._kernels.waiting import arrive, wait
 #   WIDE                 offsets need 64 bits
 # Constants: what the call has or asks for. WEIGHT, BIAS, RESIDUAL: there is one, and it is needed.
 # BITS: relu's mask is saved, one bit per value. ACTIVATION: see `activation`.
-_SIZES = [
-    "ROWS", "C", "HW", "CHANNELS", "LIVE_UNITS", "WIDTH_UNITS", "SLABS", "GATHERS", "WRITES",
-    "ROWS_EACH", "GROUP", "HEAD", "PEERS",
-]  # fmt: skip
 
 
 @triton.jit
@@ -104,12 +100,10 @@ def finish_forward(
             if WORLD > 1:
                 if slab == 0:  # the host has counted the batch
                     tl.store(tracked_ptr, tl.load(tracked_ptr) + counted - 1)
-        old = tl.load(running_mean_ptr + channels, mask=updated, other=0.0).to(ACC)
-        new = (old + step * (mean - old)).to(running_mean_ptr.dtype.element_ty)
-        tl.store(running_mean_ptr + channels, new, mask=updated)
-        old = tl.load(running_var_ptr + channels, mask=updated, other=0.0).to(ACC)
-        new = (old + step * (m2 / (n - 1.0) - old)).to(running_var_ptr.dtype.element_ty)
-        tl.store(running_var_ptr + channels, new, mask=updated)
+        old_mean = tl.load(running_mean_ptr + channels, mask=updated, other=0.0)
+        update_running(running_mean_ptr + channels, old_mean, mean, step, updated)
+        old_var = tl.load(running_var_ptr + channels, mask=updated, other=0.0)
+        update_running(running_var_ptr + channels, old_var, m2 / (n - 1.0), step, updated)
     if TRACKED:
         if slab == 0:
             tl.store(tracked_ptr, tl.load(tracked_ptr) + counted)
@@ -138,7 +132,7 @@ def _normalise(
     write_tile(y, y_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def batch_norm_columns_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, tracked_ptr,
     y_ptr, bits_ptr, stats_ptr, partial_ptr, counters_ptr,
@@ -349,7 +343,7 @@ def _tile_gradients(
     return sum_dz, sum_dz_centred
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def batch_norm_columns_backward(
     dy_ptr, x_ptr, residual_ptr, bits_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dresidual_ptr,
     dweight_ptr, dbias_ptr, partial_ptr, counters_ptr,

@@ -19,7 +19,7 @@ from normplug._kernels.activation import (
 )
 from normplug._kernels.batch_norm.columns import finish_backward, finish_forward
 from normplug._kernels.merging import merge_tile_moments, merge_tile_sums, tile_counts
-from normplug._kernels.primitives import SCALARS, scalar
+from normplug._kernels.primitives import kernel, scalar, update_running
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, is_last, wait
 
@@ -42,7 +42,6 @@ from normplug._kernels.waiting import arrive, is_last, wait
 #   WIDE                 offsets need 64 bits
 # Constants: what the call has or asks for. WEIGHT, BIAS, RESIDUAL: there is one, and it is needed.
 # BITS: relu's mask is saved, one bit per value. ACTIVATION: see `activation`.
-_SIZES = ["N", "C", "HW_UNITS", "TILES_A_CHANNEL", "TILES", "LAG", "PEERS"]
 
 
 @triton.jit
@@ -62,7 +61,7 @@ def _tile(channel, k, N, C, HW, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     return _offset(place, channel, C, HW), place < N * HW, _offset(k * BLOCK, channel, C, HW)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def batch_norm_planes_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, tracked_ptr,
     y_ptr, bits_ptr, stats_ptr, partial_ptr, counters_ptr,
@@ -140,12 +139,10 @@ def batch_norm_planes_forward(
                     step = scalar(momentum, ACC)
                     if CUMULATIVE:
                         step = 1.0 / tl.load(tracked_ptr).to(ACC)
-                    old = tl.load(running_mean_ptr + channel).to(ACC)
-                    new = old + step * (mean - old)
-                    tl.store(running_mean_ptr + channel, new.to(running_mean_ptr.dtype.element_ty))
-                    old = tl.load(running_var_ptr + channel).to(ACC)
-                    new = old + step * (m2 / (n - 1.0) - old)
-                    tl.store(running_var_ptr + channel, new.to(running_var_ptr.dtype.element_ty))
+                    old_mean = tl.load(running_mean_ptr + channel)
+                    update_running(running_mean_ptr + channel, old_mean, mean, step)
+                    old_var = tl.load(running_var_ptr + channel)
+                    update_running(running_var_ptr + channel, old_var, m2 / (n - 1.0), step)
             if TRACKED:
                 if u == 0:
                     tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
@@ -222,7 +219,7 @@ def _gradient(
     return dz, centred, scale
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def batch_norm_planes_backward(
     dy_ptr, x_ptr, residual_ptr, bits_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dresidual_ptr,
     dweight_ptr, dbias_ptr, partial_ptr, counters_ptr,

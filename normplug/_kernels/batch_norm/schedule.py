@@ -43,6 +43,15 @@ class Planes:
         return self.c * self.tiles_a_channel
 
     @property
+    def hw_units(self) -> int:
+        return self.hw // self.unit
+
+    @property
+    def kp(self) -> int:
+        """Tiles that are merged at a time."""
+        return min(power_of_2(self.tiles_a_channel), 1024)
+
+    @property
     def wide(self) -> bool:
         """Whether offsets need 64 bits."""
         return needs_int64(self.n * self.c, self.hw)
@@ -75,6 +84,20 @@ class Columns:
     @property
     def slabs(self) -> int:
         return -(-self.c // self.channels)
+
+    @property
+    def live_units(self) -> int:
+        """Columns of a slab without its padding, in units."""
+        return self.channels * self.hw // self.unit
+
+    @property
+    def width_units(self) -> int:
+        return self.c * self.hw // self.unit
+
+    @property
+    def segments(self) -> bool:
+        """Whether channels have more than one column."""
+        return self.hw > 1
 
     @property
     def tile(self) -> int:
@@ -146,6 +169,10 @@ class Pixels:
     @property
     def slabs(self) -> int:
         return -(-self.c // self.bc)
+
+    @property
+    def c_units(self) -> int:
+        return self.c // self.unit
 
     @property
     def grid(self) -> int:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from normplug._kernels.activation import activate
 from normplug._kernels.batch_norm.slabs import dx_terms
-from normplug._kernels.primitives import SCALARS, affine, scalar
+from normplug._kernels.primitives import affine, kernel, scalar
 
 LARGEST_WINDOW = 255  # values: a place is a byte, of which one value is NOWHERE
 _NOWHERE = tl.constexpr(LARGEST_WINDOW)
@@ -36,7 +36,6 @@ _NOWHERE = tl.constexpr(LARGEST_WINDOW)
 #   UNROLL               unroll the loops over a window, so that all its loads are in flight at once
 # Constants: what the call has or asks for. TRAINING: the statistics are the batch's, and else
 # constants. WEIGHT, BIAS: there is one.
-_SIZES = ["H", "W", "OH", "OW", "C_UNITS", "SLABS"]
 
 
 @triton.jit
@@ -70,7 +69,7 @@ def _image_row(top, kh, image, H, row_stride):
     return (image * H + row).to(tl.int64) * row_stride, row - top
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def batch_norm_pool_forward(
     x_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, y_ptr, peaks_ptr, places_ptr,
     stats_ptr,
@@ -199,7 +198,7 @@ def _gather(
     tl.store(dx_ptr + first + offsets, dx, mask=mask)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def batch_norm_pool_backward(
     dy_ptr, x_ptr, places_ptr, weight_ptr, stats_ptr, dweight_ptr, dbias_ptr, dx_ptr,
     H, W, OH, OW, C_UNITS, SLABS,

@@ -28,7 +28,7 @@ from normplug._kernels.group_norm.shared import (
     save_statistics,
 )
 from normplug._kernels.merging import finish_columns, publish_part, ready_flag
-from normplug._kernels.primitives import SCALARS, scalar
+from normplug._kernels.primitives import kernel, scalar
 from normplug._kernels.tiles import STEP_AXIS, load_tile, write_tile
 from normplug._kernels.waiting import arrive, wait
 
@@ -44,7 +44,6 @@ from normplug._kernels.waiting import arrive, wait
 #   EACH                 channels of a group where slabs are whole groups, or 0
 #   SINGLE               an item is a whole slab of a sample
 #   SOLO                 an item is a whole sample, which its program also writes
-_SIZES = ["N", "G", "CHANNELS", "S", "WIDTH_UNITS", "SLABS", "K", "ROWS_EACH", "LAG"]
 
 
 @triton.jit
@@ -135,7 +134,7 @@ def _write_item(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def group_norm_columns_forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, partial_ptr, counters_ptr,
     N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
@@ -289,7 +288,7 @@ def _write_item_dx(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def group_norm_columns_backward(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr,
     counters_ptr,

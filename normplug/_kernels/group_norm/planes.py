@@ -22,7 +22,7 @@ from normplug._kernels.group_norm.shared import (
     save_statistics,
 )
 from normplug._kernels.merging import after_parts, publish_part, ready_flag, tile_counts
-from normplug._kernels.primitives import SCALARS, scalar, sum_both
+from normplug._kernels.primitives import kernel, scalar, sum_both
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, wait
 
@@ -33,9 +33,6 @@ from normplug._kernels.waiting import arrive, wait
 #   R                    groups of a tile
 #   BLOCK, RUN           forward: values of a tile for each group, and of a run
 #   CB, SB               backward: channels of a tile, and places in each plane
-_SIZES = [
-    "N", "G", "CHANNELS", "HW", "HW_UNITS", "WIDTH_UNITS", "K", "KS", "LAG", "SPLITS",
-]  # fmt: skip
 
 
 @triton.jit
@@ -101,7 +98,7 @@ def _normalise(
     store(y_ptr, offsets, activate(z, ACTIVATION), mask, EVEN, not HELD)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def group_norm_planes_forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, partial_ptr, counters_ptr,
     N, G, CHANNELS, HW, WIDTH_UNITS, K, LAG,
@@ -218,7 +215,7 @@ def _write_dx(
     store(dx_ptr, offsets, dz * scale[:, :, None] - shift, mask, EVEN, not HELD)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def group_norm_planes_backward(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr,
     counters_ptr,

@@ -56,6 +56,15 @@ class PlanesForward:
         return self.channels * self.hw
 
     @property
+    def unit(self) -> int:
+        """A divisor of the width: the alignment that the compiler may assume."""
+        return unit_of(self.width)
+
+    @property
+    def width_units(self) -> int:
+        return self.width // self.unit
+
+    @property
     def held(self) -> bool:
         return self.lag == 0
 
@@ -99,6 +108,15 @@ class PlanesBackward:
     r: int = 1
     splits: int = 1
     finish: int = _FINISH
+
+    @property
+    def unit(self) -> int:
+        """A divisor of a plane: the alignment that the compiler may assume."""
+        return unit_of(self.hw)
+
+    @property
+    def hw_units(self) -> int:
+        return self.hw // self.unit
 
     @property
     def held(self) -> bool:
@@ -170,6 +188,10 @@ class Columns:
         return unit_of(self.c)
 
     @property
+    def width_units(self) -> int:
+        return self.c // self.unit
+
+    @property
     def slabs(self) -> int:
         return -(-self.c // self.bc)
 
@@ -195,6 +217,11 @@ class Columns:
     def k(self) -> int:
         """Items of a slab of a sample."""
         return -(-self.s // self.rows_each)
+
+    @property
+    def single(self) -> bool:
+        """Whether the one item is the whole slab of a sample."""
+        return self.k == 1
 
     @property
     def programs(self) -> int:

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from normplug._kernels.device import needs_int64, power_of_2, unit_of
-from normplug._kernels.launch import Launch, scalars
+from normplug._kernels.launch import Launch, accumulator
 from normplug._kernels.layer_norm import rows, wide_rows
 from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
 
@@ -21,15 +21,6 @@ _TYPES = {
 }  # fmt: skip
 _FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
 _GRADIENT_FAN_IN = 32  # parts of a gradient that a program adds at a time
-
-_FORWARD = (
-    "x", "residual", "weight", "bias", "input_bias", "running_mean", "running_var", "tracked", "y",
-    "total", "stats", "partial", "counters",
-)  # fmt: skip
-_BACKWARD = (
-    "dy", "dtotal", "x", "weight", "input_bias", "stats", "dx", "dweight", "dbias", "dinput_bias",
-    "partial", "counters",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,46 +125,23 @@ def forward_launch(
     """Set up the forward kernel of a geometry."""
     # The wide kernel would wait forever: with given statistics, no program stores the total.
     assert not (flags.given and flags.residual)
-    double = dtype == torch.float64
-    sizes, placing = _sizes(shape, strides, X=strides.x, RESIDUAL=strides.residual)
-    numbers = scalars(double, momentum=momentum, eps=eps, root=math.sqrt(tv))
     finishers = _finishers(shape) if flags.running else 0
-    constants: dict[str, Any] = {
+    given: dict[str, Any] = {
+        **_sizes(shape, strides, X=strides.x, RESIDUAL=strides.residual),
+        **_formula(dtype, flags, tv),
+        "FINISHERS": finishers,
+        "momentum": momentum,
+        "eps": eps,
         "FAN_IN": _FAN_IN * shape.warps,
-        **_formula(double, flags),
-        "WEIGHT": flags.weight,
-        "BIAS": flags.bias,
-        "INPUT_BIAS": flags.input_bias,
-        "RESIDUAL": flags.residual,
-        "GIVEN": flags.given,
-        "STATS": flags.stats,
-        "RUNNING": flags.running,
         "TRACKED": flags.running and flags.tracked,
-        "CUMULATIVE": flags.cumulative,
-        **placing,
     }
     if isinstance(shape, WideForward):
         lag = 0 if flags.given else shape.lag
-        head = {"BLOCK": shape.block, "KP": min(power_of_2(shape.k), 1024)}
-        return Launch(
-            wide_rows.layer_norm_wide_forward,
-            shape.rows * shape.k + lag + finishers,
-            pointers=_FORWARD,
-            sizes={**sizes, "K": shape.k, "LAG": lag, "FINISHERS": finishers},
-            scalars=numbers,
-            constants={**head, **constants},
-            warps=shape.warps,
-        )
-    head = {**_tile(shape), "KEEP": shape.keep}
-    return Launch(
-        rows.layer_norm_rows_forward,
-        shape.programs + finishers,
-        pointers=_FORWARD,
-        sizes={**sizes, "FINISHERS": finishers},
-        scalars=numbers,
-        constants={**head, **constants},
-        warps=shape.warps,
-    )
+        grid = shape.rows * shape.k + lag + finishers
+        given |= {"LAG": lag, "KP": min(power_of_2(shape.k), 1024)}
+        return Launch(wide_rows.layer_norm_wide_forward, grid, shape.warps, shape, flags, **given)
+    grid = shape.programs + finishers
+    return Launch(rows.layer_norm_rows_forward, grid, shape.warps, shape, flags, **given)
 
 
 def backward_launch(
@@ -185,97 +153,72 @@ def backward_launch(
     tv: float,
 ) -> Launch:
     """Set up the backward kernel; `needs`: which of dx, dweight, dbias, dinput_bias are wanted."""
-    double = dtype == torch.float64
     x = strides.x
-    sizes, placing = _sizes(shape, strides, X=x, DY=strides.dy, DTOTAL=strides.dtotal)
-    numbers = scalars(double, root=math.sqrt(tv))
     dx, dweight, dbias, dinput_bias = needs
     sums = sum(needs[1:])
-    constants: dict[str, Any] = {
+    given: dict[str, Any] = {
+        **_sizes(shape, strides, X=x, DY=strides.dy, DTOTAL=strides.dtotal),
+        **_formula(dtype, flags, tv),
         "FAN_IN": _GRADIENT_FAN_IN,
-        **_formula(double, flags),
-        "WEIGHT": flags.weight,
-        "INPUT_BIAS": flags.input_bias,
         "DTOTAL": strides.dtotal is not None,
         "DX": dx,
         "DWEIGHT": dweight,
         "DBIAS": dbias,
         "DINPUT_BIAS": dinput_bias,
         "DX_AS_X": isinstance(x, Levels) and x.dense(shape.rows, shape.width),
-        **placing,
     }
     if isinstance(shape, WideBackward):
         lag = shape.lag if dx or dinput_bias else 0
         finishers = shape.k if sums and shape.blocks > 1 else 0
-        head = {
-            "RB": shape.rb,
-            "CW": shape.cw,
-            "KP": min(power_of_2(shape.k), max(4096 // (2 * shape.rb), 1)),
-            "SINGLE": shape.blocks == 1,
-        }
-        return Launch(
-            wide_rows.layer_norm_wide_backward,
-            shape.blocks * shape.k + lag + finishers,
-            pointers=_BACKWARD,
-            sizes={**sizes, "K": shape.k, "LAG": lag},
-            scalars=numbers,
-            constants={**head, **constants},
-            warps=shape.warps,
-        )
-    head = {**_tile(shape), "K": shape.k, "K_PADDED": power_of_2(shape.k)}
-    head |= {"STAGES": shape.stages, "KEEP": shape.keep, "LANES": shape.lanes}
-    head["FINISH"] = shape.finish
+        grid = shape.blocks * shape.k + lag + finishers
+        at_once = min(power_of_2(shape.k), max(4096 // (2 * shape.rb), 1))
+        given |= {"LAG": lag, "KP": at_once, "SINGLE": shape.blocks == 1}
+        return Launch(wide_rows.layer_norm_wide_backward, grid, shape.warps, shape, flags, **given)
     finishers = -(-shape.width // shape.finish) if sums and shape.k == 1 else 0
     return Launch(
         rows.layer_norm_rows_backward,
         shape.programs + finishers,
-        pointers=_BACKWARD,
-        sizes={**sizes, "PROGRAMS": shape.programs},
-        scalars=numbers,
-        constants={**head, **constants},
-        warps=shape.warps,
+        shape.warps,
+        shape,
+        flags,
         cooperative=shape.k > 1,
+        K_PADDED=power_of_2(shape.k),
+        **given,
     )
 
 
-def _formula(double: bool, flags: Flags) -> dict[str, Any]:
-    """The constants that select the formula and its dtypes."""
-    acc = tl.float64 if double else tl.float32
+def _formula(dtype: torch.dtype, flags: Flags, tv: float) -> dict[str, Any]:
+    """The arguments that select the formula and its dtypes."""
+    acc = accumulator(dtype)
     rounded = acc if flags.rounded is None else _TYPES[flags.rounded]
-    return {"ACC": acc, "CENTRED": flags.centred, "OFFSET": flags.offset, "ROUND": rounded}
-
-
-def _tile(shape: Rows) -> dict[str, Any]:
-    return {"R": shape.r, "U": shape.u, "BC": shape.bc, "VECTOR": shape.vector}
+    return {"ACC": acc, "ROUND": rounded, "root": math.sqrt(tv)}
 
 
 def _sizes(
     shape: Rows | WideForward | WideBackward, strides: Strides, **spacings: Spacing | None
-) -> tuple[dict[str, int], dict[str, Any]]:
-    """The sizes that a kernel takes, and its constants for them; `spacings` are by tensor name."""
+) -> dict[str, Any]:
+    """The arguments that say where rows are; `spacings` are by tensor name."""
     count, width = shape.rows, shape.width
     unit, inner = strides.unit(width), strides.inner or count
-    sizes = {"ROWS": count, "INNER": inner, "WIDTH_UNITS": width // unit}
+    given: dict[str, Any] = {
+        "INNER": inner,
+        "WIDTH_UNITS": width // unit,
+        "UNIT": unit,
+        "TWO_LEVELS": strides.inner is not None,
+        "HEADS": strides.heads,
+    }
     furthest = count * width
-    middles = {}
     for name, spacing in spacings.items():
         if isinstance(spacing, Levels):
             _, outer, step, heads, middle = spacing
         else:
             step = width if spacing is None else spacing
             outer, heads, middle = inner * step, 1, 0
-        sizes |= {f"{name}_UNITS": step // unit, f"{name}_OUTER_UNITS": outer // unit}
-        middles[f"{name}_MIDDLE"] = middle
+        given |= {f"{name}_UNITS": step // unit, f"{name}_OUTER_UNITS": outer // unit}
+        given[f"{name}_MIDDLE"] = middle
         furthest = max(furthest, count // inner // heads * outer + heads * middle + inner * step)
-    placing = {
-        "UNIT": unit,
-        "TWO_LEVELS": strides.inner is not None,
-        "HEADS": strides.heads,
-        **middles,
-        "EVEN": shape.even,
-        "WIDE": needs_int64(1, furthest),
-    }
-    return sizes, placing
+    given["WIDE"] = needs_int64(1, furthest)
+    return given
 
 
 def forward_scratch(shape: Rows | WideForward, flags: Flags) -> tuple[int, int]:

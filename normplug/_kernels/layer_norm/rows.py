@@ -21,7 +21,7 @@ from normplug._kernels.layer_norm.shared import (
     row_places,
     size,
 )
-from normplug._kernels.primitives import SCALARS, as_dtype, as_stored, scalar, sum_both
+from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar, sum_both
 from normplug._kernels.tiles import LANE_AXIS, STEP_AXIS, load, store, tile_of_zeros
 from normplug._kernels.waiting import arrive, meet, publish, wait
 
@@ -34,11 +34,6 @@ from normplug._kernels.waiting import arrive, meet, publish, wait
 #   STAGES               tiles in flight in the loop over tiles
 #   LANES                sums per column that are kept apart until the last tile
 #   FINISH               columns of a gradient that one program adds up
-_SIZES = [
-    "ROWS", "INNER", "WIDTH_UNITS", "X_UNITS", "X_OUTER_UNITS", "RESIDUAL_UNITS",
-    "RESIDUAL_OUTER_UNITS", "DY_UNITS", "DY_OUTER_UNITS", "DTOTAL_UNITS", "DTOTAL_OUTER_UNITS",
-    "PROGRAMS", "FINISHERS",
-]  # fmt: skip
 
 
 @triton.jit
@@ -128,7 +123,7 @@ def _each(values):
     return tl.expand_dims(values[:, None], STEP_AXIS)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def layer_norm_rows_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, input_bias_ptr, running_mean_ptr, running_var_ptr,
     tracked_ptr, y_ptr, total_ptr, stats_ptr, partial_ptr, counters_ptr,
@@ -262,7 +257,7 @@ def _share_sums(
     return a, b
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def layer_norm_rows_backward(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, input_bias_ptr, stats_ptr, dx_ptr, dweight_ptr,
     dbias_ptr, dinput_bias_ptr, partial_ptr, counters_ptr,

@@ -42,7 +42,7 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.merging import finish_columns
-from normplug._kernels.primitives import as_stored, scalar
+from normplug._kernels.primitives import scalar, update_running
 from normplug._kernels.waiting import collect, publish
 
 
@@ -125,13 +125,6 @@ def finish_gradients(
             dinput_bias_ptr, parts_ptr, DWEIGHT + DBIAS, stretch, WIDTH, PARTS, 1.0, SUMS, FAN_IN,
             FINISH, ACC,
         )  # fmt: skip
-
-
-@triton.jit
-def update_running(running_ptr, old, value, step):
-    """Update a moving average from `old` by one step towards `value`."""
-    old = old.to(value.dtype)
-    tl.store(running_ptr, as_stored(old + step * (value - old), running_ptr))
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from normplug._kernels.layer_norm.shared import (
     size,
 )
 from normplug._kernels.merging import merge_tile_moments, merge_tile_sum, tile_counts
-from normplug._kernels.primitives import SCALARS, as_dtype, as_stored, scalar
+from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, publish, wait
 
@@ -30,14 +30,9 @@ from normplug._kernels.waiting import arrive, publish, wait
 #   RB, CW               a tile of the backward: RB rows of CW columns
 #   KP                   tiles whose partial results are merged at a time
 #   SINGLE               there is one block of rows, so a tile's sums are the gradients
-_SIZES = [
-    "ROWS", "INNER", "WIDTH_UNITS", "X_UNITS", "X_OUTER_UNITS", "RESIDUAL_UNITS",
-    "RESIDUAL_OUTER_UNITS", "DY_UNITS", "DY_OUTER_UNITS", "DTOTAL_UNITS", "DTOTAL_OUTER_UNITS",
-    "K", "LAG", "FINISHERS",
-]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def layer_norm_wide_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, input_bias_ptr, running_mean_ptr, running_var_ptr,
     tracked_ptr, y_ptr, total_ptr, stats_ptr, partial_ptr, counters_ptr,
@@ -192,7 +187,7 @@ def _vector(pointer, columns, live, EVEN: tl.constexpr):
     return vector
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *SCALARS])
+@kernel
 def layer_norm_wide_backward(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, input_bias_ptr, stats_ptr, dx_ptr, dweight_ptr,
     dbias_ptr, dinput_bias_ptr, partial_ptr, counters_ptr,
