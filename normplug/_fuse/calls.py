@@ -80,24 +80,12 @@ def norm_add_activation(
     return _activations.apply(activation, y)
 
 
-def norm_then(norm: Any, x: Any, activation: Any) -> tuple[Any, bool]:
-    """Apply a norm, and an activation if one call can do both; also return whether it did.
-
-    Args:
-        norm: the module that is called as a norm.
-        x: its input.
-        activation: the module or the function that comes next, or None.
-    """
+def activated_norm(activation: Any, norm: Any, x: Any) -> Any:
+    """`activation(norm(x))`; norm: the module that is called as a norm."""
     name = _name(activation)
     if name is not None and _takes(norm, "activation") and _are_plain(norm, x, activation, ()):
-        return norm._fused(x, activation=name), True
-    return norm(x), False
-
-
-def activated_norm(activation: Any, norm: Any, x: Any) -> Any:
-    """`activation(norm(x))`, with the arguments of `norm_then`."""
-    y, done = norm_then(norm, x, activation)
-    return y if done else activation(y)
+        return norm._fused(x, activation=name)
+    return activation(norm(x))
 
 
 def isolated_norm(norm: Any, x: Tensor) -> Tensor:
@@ -140,11 +128,6 @@ def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return norm._fused_add(a, b)
     total = a + b
     return norm(total), total
-
-
-def sum_norm(a: Any, b: Any, norm: Any) -> tuple[Any, Any]:
-    """The norm of a + b, or None if there is no norm; and a + b."""
-    return (None, a + b) if norm is None else add_norm(norm, a, b)
 
 
 def convolution_norm(

@@ -162,7 +162,6 @@ EDITED = {
     "nested": 1,
     "functions": 2,
     "inside_expressions": 1,
-    "if_statement": 1,
     "chained": 2,
     "for_loop": 2,
     "new_name": 1,
