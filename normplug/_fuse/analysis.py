@@ -11,13 +11,18 @@ from torch import fx, nn
 
 from normplug import _activations, _convert
 from normplug._fuse import source, trace
-from normplug._fuse.definitions import Untraceable
 from normplug._fuse.edit import REASON, Edited, Parts, edit
-from normplug._fuse.fusion import FusedModule, Fusion, Traced, has_fused_class, plain_class
-from normplug._fuse.guard import Guard
+from normplug._fuse.fusion import (
+    FusedForwards,
+    FusedModule,
+    Guard,
+    Traced,
+    has_fused_class,
+    plain_class,
+)
 from normplug._fuse.rewrite import compiled, recompute_results, rewrite
 from normplug._fuse.sites import Site, find, refusal
-from normplug._fuse.source import Reads
+from normplug._fuse.source import Reads, Untraceable
 from normplug._ops.likely import Operations
 from normplug._torch import has_hooks, is_patched
 from normplug.modules import TargetVarianceNorm
@@ -73,7 +78,7 @@ class Analysis:
         for module, norms in callers.items():
             self._look(module, norms)
         self.fusions = {
-            module: Fusion(self._traces.get(module), self._edits.get(module))
+            module: FusedForwards(self._traces.get(module), self._edits.get(module))
             for module in callers
             if module in self._traces or module in self._edits
         }

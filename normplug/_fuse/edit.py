@@ -33,7 +33,7 @@ from torch import nn
 from normplug import _activations
 from normplug._activations import ActivationLike
 from normplug._fuse import calls
-from normplug._fuse.definitions import SCOPES, Untraceable, compiled, definition, is_name
+from normplug._fuse.source import SCOPES, Untraceable, compiled, definition, is_name
 from normplug._ops import recompute as _recompute
 from normplug._ops.likely import Operations
 

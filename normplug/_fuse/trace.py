@@ -12,9 +12,8 @@ import torch
 from torch import fx, nn
 
 from normplug._fuse.calls import add_in_place
-from normplug._fuse.definitions import Untraceable
 from normplug._fuse.fusion import plain_class
-from normplug._fuse.source import Reads
+from normplug._fuse.source import Reads, Untraceable
 
 _log = logging.getLogger("normplug.fuse")
 # Containers that a forward may iterate over or index; subclasses may define that differently.
