@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fuse_cases import ROWS, Parts, assert_same_step, outcome, swapped, twins
+from fuse_cases import ROWS, Parts, Resnet, X, assert_same_step, outcome, swapped, twins
 from normplug import fuse, fusions, swap, unfuse
 from normplug._fuse.edit import REASON
 from normplug._fuse.fuse import fused_modules
@@ -290,25 +290,51 @@ def test_a_call_that_the_trace_does_not_cover_runs_the_edited_forward(calls, tra
     assert [row.label for row in fusions(model)] == ["add before it"]
 
 
-# Changes to a fused block, and whether a sum and its norm are then still fused.
+# Changes to a fused block, and how many of its norms are then still fused.
 CHANGES = {
-    "nothing": (lambda block: None, True),
-    "a hook": (lambda block: block.norm2.register_forward_hook(lambda m, a, y: 2 * y), False),
-    "a hook on the block": (lambda block: block.register_forward_hook(lambda m, a, y: y), True),
-    "another norm": (lambda block: setattr(block, "norm2", nn.Tanh()), False),
-    "another MLP": (lambda block: setattr(block, "mlp", nn.Tanh()), True),
-    "a probe": (lambda block: setattr(block.norm2, "_probe", Probe()), False),
+    "nothing": (lambda block: None, 1),
+    "a hook": (lambda block: block.norm2.register_forward_hook(lambda m, a, y: 2 * y), 0),
+    "a hook on the block": (lambda block: block.register_forward_hook(lambda m, a, y: y), 1),
+    "another norm": (lambda block: setattr(block, "norm2", nn.Tanh()), 0),
+    "another MLP": (lambda block: setattr(block, "mlp", nn.Tanh()), 1),
+    "a probe": (lambda block: setattr(block.norm2, "_probe", Probe()), 0),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_block_computes_what_it_would_unfused(change, calls):
-    model, plain = twins(Caller(PreNorm()))
-    apply, fused = CHANGES[change]
+def without_act_child(block):
+    """Let the block's activation be an attribute that is no module."""
+    del block._modules["act"]
+    block.act = torch.tanh
+
+
+RESNET_CHANGES = {
+    "a function as the activation": (without_act_child, 0),
+    "a hook": (lambda block: block.norm2.register_forward_hook(lambda m, a, y: 2 * y), 1),
+    "a hook on the activation": (lambda block: block.act.register_forward_hook(print), 0),
+    "another activation": (lambda block: setattr(block, "act", nn.Tanh()), 0),
+    "a fusible activation": (lambda block: setattr(block, "act", nn.ReLU(inplace=True)), 2),
+    "another norm": (lambda block: setattr(block, "norm1", nn.Tanh()), 1),
+    "a LayerNorm": (lambda block: setattr(block, "norm1", swap(nn.LayerNorm(5).double())), 1),
+    "a probe": (lambda block: setattr(block.norm2, "_probe", Probe()), 1),
+    "another branch": (lambda block: setattr(block, "way", "scale"), 1),
+}
+
+
+CASES = {
+    **{name: (Caller(PreNorm()), ROWS, "blocks.0", *case) for name, case in CHANGES.items()},
+    **{f"resnet, {name}": (Resnet(), X, "", *case) for name, case in RESNET_CHANGES.items()},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_changed_block_computes_what_it_would_unfused(case, calls):
+    block, x, path, apply, fused = case
+    model, plain = twins(copy.deepcopy(block))
     for each in (model, plain):
-        apply(each.blocks[0])
-    assert_same_step(model, plain, ROWS)
-    assert calls == ["add before"] * fused
+        apply(each.get_submodule(path))
+    assert_same_step(model, plain, x)
+    assert len(calls) == fused
+    assert sum(row.label is not None for row in fusions(model)) >= fused
 
 
 def test_global_module_hooks_see_the_norm(calls):
@@ -326,14 +352,24 @@ def test_a_forward_that_was_patched_on_the_class_is_called(monkeypatch):
     assert not any(row.label for row in fusions(model))
 
 
-def test_copies_are_edited_like_the_model(calls):
-    model = fuse(swapped(Caller(PreNorm())))
+BLOCKS = {
+    "addition": (Caller(PreNorm()), ROWS, ["add before"], "blocks.0"),
+    "activation": (nn.Sequential(Resnet()), X, ["silu"] * 2, "0"),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_copies_are_edited_like_the_model(name, calls):
+    block, x, made, path = BLOCKS[name]
+    model = fuse(swapped(copy.deepcopy(block)))
     copied = copy.deepcopy(model)
-    assert_same_step(copied, copy.deepcopy(model), ROWS)
-    assert calls == ["add before"] * 2
+    assert_same_step(copied, unfuse(copy.deepcopy(model)), x)
+    assert calls == made
     assert str(fusions(copied)) == str(fusions(model))
+    assert list(copied.state_dict()) == list(model.state_dict())
+    assert type(model.get_submodule(path)).__qualname__ in ("PreNorm", "Resnet")
     assert not fused_modules(unfuse(copied))
-    assert list(fused_modules(model)) == ["blocks.0"]
+    assert list(fused_modules(model)) == [path]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -347,13 +383,15 @@ def test_checkpointing_recomputes_an_edited_block(reentrant, calls):
     assert calls == ["add before"] * 2
 
 
-def test_an_edited_block_compiles_and_exports_to_one_graph(calls):
-    model, plain = twins(Caller(PreNorm()))
+@pytest.mark.parametrize("name", BLOCKS)
+def test_an_edited_block_compiles_and_exports_to_one_graph(name, calls):
+    block, x, made, _ = BLOCKS[name]
+    model, plain = twins(copy.deepcopy(block))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_same_step(compiled, plain, ROWS)
-    assert calls == ["add before"]
-    exported = torch.export.export(model.eval(), (ROWS,)).module()
-    torch.testing.assert_close(exported(ROWS), plain.eval()(ROWS))
+    assert_same_step(compiled, plain, x)
+    assert calls == made
+    exported = torch.export.export(model.eval(), (x,)).module()
+    torch.testing.assert_close(exported(x), plain.eval()(x))
     torch.compiler.reset()
 
 
